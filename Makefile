@@ -51,7 +51,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-frameworks.txt \
-		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents 'transformers[serving]'
+		-e '.[dev]' langchain-huggingface lm-eval outlines smolagents
 	@touch $@
 
 $(PAGE)/.installed: $(VENV)/.installed constraints-page.txt
@@ -104,7 +104,7 @@ test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpr
 test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsandbytes (50 MB are fetched)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest $(PARALLEL) $(QUANTISED_TESTS)
 
-test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval, Outlines and transformers serve (300 MB are fetched)
+test-frameworks: $(FRAMEWORKS)/.installed ## the recipe in LangChain, smolagents, lm-eval and Outlines (300 MB are fetched)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(PARALLEL) $(FRAMEWORKS_TESTS)
 
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed ## clients at a server: LangChain, LiteLLM, an older openai, transformers chat (200 MB are fetched)

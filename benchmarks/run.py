@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def complete(benchmark: Benchmark, out: Path) -> bool:
-    """Whether nothing of it is left to run."""
+    """Return whether its results are complete."""
     path = out / benchmark.results
     return path.exists() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
 

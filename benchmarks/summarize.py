@@ -11,6 +11,7 @@ A page has places like these, and what lies between the two lines is made here:
     <!-- text: parity.txt -->            a file as it is
     <!-- overview -->                    all benchmarks with their headline figures
     <!-- headlines: benchmarks -->       four of them, one number a cell, for the project's own README
+    <!-- benchmarks: ../benchmarks --> the overview without links, for docs/measurements.md
     <!-- end -->
 """
 
@@ -52,14 +53,17 @@ GPU = [
     Benchmark(f"gpu/results/{size}", "embedded", f"code at the cost of {size} parameters, bfloat16, on a GPU", "", 0)
     for size in ("1B", "7B")
 ]
-_PLACE = re.compile(r"(<!-- (overview|(?:results|scaling|text|headlines): \S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(
+    r"(<!-- (overview|(?:results|scaling|text|headlines|benchmarks): \S+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def pages(folder: Path = FOLDER) -> list[Path]:
-    """All pages of a folder of benchmarks, and the page beside the folder if it tells of them."""
-    above = folder.parent / "README.md"
-    told = above.exists() and f"<!-- headlines: {folder.name} -->" in above.read_text(encoding="utf-8")
-    return sorted(folder.rglob("README.md")) + ([above] if told else [])
+    """Return all pages of a folder of benchmarks, and those beside the folder that have a place for its figures."""
+    beside = [folder.parent / "README.md", folder.parent / "docs" / "measurements.md"]
+    place = re.compile(rf"<!-- (headlines|benchmarks): (\.\./)?{re.escape(folder.name)} -->")
+    told = [page for page in beside if page.exists() and place.search(page.read_text(encoding="utf-8"))]
+    return sorted(folder.rglob("README.md")) + told
 
 
 def made(page: Path) -> str:
@@ -69,6 +73,7 @@ def made(page: Path) -> str:
         "scaling": _scaling,
         "text": _text,
         "headlines": _told,
+        "benchmarks": _without_links,
     }
 
     def fill(place: re.Match[str]) -> str:
@@ -158,9 +163,14 @@ def _fits(found: Scaling) -> str:
 
 
 def _pictures(folder: Path, inside: Path) -> list[str]:
-    """Those that are there."""
+    """Return links to the pictures that exist."""
     files = [(inside / f"{name}.svg", meaning) for name, meaning in FIGURES.items()]
     return [f"![{meaning}]({file})" for file, meaning in files if (folder / file).exists()]
+
+
+def _without_links(above: Path, folder: Path) -> str:
+    """The overview, named by folder: the documentation's site does not hold the pages of benchmarks."""
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"`\1`", _overview(above / folder))
 
 
 def _overview(folder: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lade.version import __version__, warn_of_the_old_library
+from lade.version import __version__, warn_if_shadowed
 
 if TYPE_CHECKING:
     import lade_lab as bench
@@ -132,10 +132,10 @@ _LAB = "lade_lab"
 """The package behind `lade.bench`."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-if not TYPE_CHECKING:  # else type checkers would believe in any name
+if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import a name when it is first asked for: the shell shows its help without waiting for torch."""
+        """Import a public name on first access, so that `lade --help` need not wait for torch."""
         if name == "bench":
             return importlib.import_module(_LAB)
         if name not in _HOME_OF:
@@ -148,4 +148,4 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-warn_of_the_old_library()
+warn_if_shadowed()

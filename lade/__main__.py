@@ -1,4 +1,4 @@
-"""`python -m lade` is `lade`."""
+"""Entry point of `python -m lade`, which is the command `lade`."""
 
 from lade.cli.main import main
 

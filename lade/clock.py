@@ -1,20 +1,20 @@
-"""Clocks: wall time, time less what other programs took, and device time by events.
+"""Clocks: wall time, wall time less scheduling delays, and device time by CUDA events.
 
-On a busy machine a thread that could go on often has to wait until a processor is free. A pass of 3 ms then takes 3 or
-20, as it happens, and nobody sees which size of a tree pays. In the long run such waiting stretches all work alike, so
-it says nothing about sizes, and is best left out:
+On a busy machine a runnable thread often waits for a free core. A pass of 3 ms then takes anything up to 20, and
+the noise hides which tree size pays. Such delays stretch all work alike in the long run, so they say nothing about
+tree sizes and are left out of the measurements that the tree-size control uses:
 
-    wall           |--- runs ---|......... ready to run .........|--- runs ---|
-    undisturbed    |--- runs ---|                                |--- runs ---|
+    wall           |--- runs ---|........ runnable, no core ........|--- runs ---|
+    undisturbed    |--- runs ---|                                   |--- runs ---|
 
-A thread that sleeps waits for something else, a disk, a process on another machine, a second thread of its own: that is
-part of the work, whoever is to blame. So time is left out only where the thread did not sleep at all.
+A thread that sleeps waits for something else: a disk, another process, a second thread of its own. That wait is part
+of the work, so scheduling delays are subtracted only where the thread did not sleep at all.
 
-What people are told is the time on the wall. What a method decides by is the undisturbed one.
+Reports show wall time; control decisions use undisturbed time.
 
-A CUDA device works asynchronously: a clock on the host sees how long launching took. So two events are put into the
-device's own queue, and read when `seconds` is. In a step that is after its logits were read, when the device has long
-passed them: a step does not wait twice.
+CUDA devices work asynchronously: a host clock measures only the kernel launches. So two events are queued on the
+device's stream and read when `Stopwatch.taken` is. In a decoding step that happens after the logits were read, when
+the device has long passed both events: reading them costs no second synchronization.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 
 @dataclass(slots=True)
 class Duration:
-    """What a piece of work took.
+    """Time spent on a piece of work.
 
     Attributes:
-        wall_s: seconds by the clock on the wall.
-        running_s: of these the seconds in which its thread ran.
-        sleeps: how often its thread fell asleep.
+        wall_s: wall-clock seconds.
+        running_s: seconds in which the thread ran on a core.
+        sleeps: number of voluntary context switches, that is, how often the thread slept.
     """
 
     wall_s: float
@@ -43,20 +43,20 @@ class Duration:
 
     @property
     def undisturbed_s(self) -> float:
-        """Seconds without those in which the thread was ready to run and had no processor, where that is known."""
+        """Seconds without those in which the thread was runnable but had no core, where that can be told."""
         return self.wall_s if self.sleeps else min(self.wall_s, self.running_s)
 
     def __add__(self, other: Duration) -> Duration:
-        """Of this piece of work and another one."""
+        """Return the duration of both pieces of work together."""
         return Duration(self.wall_s + other.wall_s, self.running_s + other.running_s, self.sleeps + other.sleeps)
 
     def __sub__(self, part: Duration) -> Duration:
-        """Of the rest of this piece of work."""
+        """Return the duration of the work without `part`."""
         return Duration(self.wall_s - part.wall_s, self.running_s - part.running_s, self.sleeps - part.sleeps)
 
 
 class Moment(NamedTuple):
-    """When a piece of work began, by the measures of a clock: only what was added to them since then tells anything."""
+    """Readings of a clock at the start of a measurement; only differences between two readings mean anything."""
 
     wall_s: float
     running_s: float
@@ -64,19 +64,19 @@ class Moment(NamedTuple):
 
 
 class Clock(Protocol):
-    """Times what one thread does."""
+    """Measures the time that one thread spends."""
 
     def start(self) -> Moment:
-        """A piece of work begins."""
+        """Return the current readings."""
         ...
 
     def since(self, start: Moment) -> Duration:
-        """What it has taken so far."""
+        """Return the time spent since `start`."""
         ...
 
 
 class WallClock:
-    """For work that a device does while this thread waits for it: nothing is left out. See `Clock`."""
+    """Wall time, for work that a device does while this thread waits. See `Clock`."""
 
     def start(self) -> Moment:
         """See `Clock`."""
@@ -92,10 +92,10 @@ if sys.platform == "linux":  # elsewhere it is not known whether a thread slept
     from resource import RUSAGE_THREAD, getrusage
 
     class ThreadClock:
-        """For work that this thread does itself, on a processor. See `Clock`.
+        """Wall and running time of work that this thread does itself, on a core. See `Clock`.
 
-        Asking how long a thread has run is when its turn may be found to be over. So the wall is looked at first, and
-        last in the end: what others do then is within the work, and not between two pieces, where nobody counts it.
+        Asking the kernel for a thread's running time may itself preempt the thread. So the wall clock is read first
+        at the start and last at the end: such a preemption then falls inside a measurement, never between two.
         """
 
         def start(self) -> Moment:
@@ -116,10 +116,10 @@ _NOTHING = Duration(0.0, 0.0)
 
 
 class Stopwatch:
-    """How long work took between `start` and `stop`, where it was done.
+    """Measures work between `start` and `stop` on the device that does it.
 
     Args:
-        clock: for work that is not a CUDA device's. Nobody disturbs such a device, as far as can be seen.
+        clock: for work on anything but a CUDA device. CUDA devices are timed by events, undisturbed by other programs.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -130,20 +130,20 @@ class Stopwatch:
         self._end: Any = None  # set as long as the events have not been read
 
     def start(self, device: torch.device) -> None:
-        """Work begins on this device."""
+        """Start a new measurement of work on `device`."""
         self._before, self._device, self._end = _NOTHING, device, None
         if device.type == "cuda":
             self._begin = _event(device)
         self._started = self._clock.start()
 
     def resume(self, device: torch.device) -> None:
-        """Work goes on after a pause; what was measured counts, too. Waits for the device like `taken`."""
+        """Continue the last measurement after a pause. Synchronizes with the device like `taken`."""
         before = self.taken
         self.start(device)
         self._before = before
 
     def stop(self, device: torch.device) -> None:
-        """All work is queued; it ends on this device."""
+        """End the measurement: all work is queued, and ends on `device`."""
         if device.type == "cuda" and device == self._device:
             self._end = _event(device)
             return
@@ -153,7 +153,7 @@ class Stopwatch:
 
     @property
     def taken(self) -> Duration:
-        """Of the last measurement; waits for the device if it has not come so far."""
+        """Duration of the last measurement; waits for the device until it has got that far."""
         if self._end is not None:
             self._end.synchronize()
             seconds, self._end = self._begin.elapsed_time(self._end) / 1e3, None
@@ -166,7 +166,7 @@ class Stopwatch:
 
 
 def _event(device: torch.device) -> Any:
-    """An event that was queued after all that the device has to do."""
+    """Return a CUDA event recorded after all work queued on the device so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -1,7 +1,7 @@
-"""Compile kernels lazily or ahead of time, and cache their machine code across processes.
+"""Compile kernels on first use or ahead of time, and cache their machine code across processes.
 
-What is compiled is elsewhere, each time in one package of kernels with all that it calls and every constant that it
-depends on, see `KernelCache`.
+The kernels themselves live in packages named `kernels`, each with every function and constant it depends on: see
+`KernelCache`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from numba.extending import intrinsic
 
 
 class KernelCache(FunctionCache):
-    """Where the machine code of a function is kept, as long as no file changes that it is made of.
+    """Cache of a function's machine code, invalidated by a change to any source file that it was compiled from.
 
-    numba looks at the function's own file alone, but machine code contains all that the function calls, and the values
-    of constants. A *package of kernels* is one by the name of `kernels`: what is compiled there calls nothing that is
-    compiled elsewhere, and its machine code is up to date only while all the package's files are what they were.
+    numba checks the function's own file alone, but machine code also contains the functions it calls and the values of
+    constants. So kernels live in packages named `kernels`: code compiled there calls nothing that is compiled
+    elsewhere, and its machine code is valid while all files of that package are unchanged.
 
     Args:
-        function: to compile.
-        sources: what `sources_of` returned when the function was defined.
+        function: the function to compile.
+        sources: digest that `sources_of` returned when the function was defined.
 
     Raises:
-        RuntimeError: there is no folder to keep machine code in.
+        RuntimeError: there is no writable folder for machine code.
     """
 
     def __init__(self, function: Callable[..., Any], sources: bytes) -> None:
@@ -47,10 +47,10 @@ class KernelCache(FunctionCache):
 
 
 def sources_of(function: Callable[..., Any]) -> bytes:
-    """A digest of all files of the package of kernels that a function is in; nothing if it is in none.
+    """Return a digest of all files in the kernel package that a function belongs to; empty if it belongs to none.
 
-    It is that of the files as they were when this was first asked about the package: should a file change before a
-    function of it is compiled, what is compiled, and kept, is still what was read from it.
+    The digest is taken once per package, at the first call: if a file changes before one of its functions is compiled,
+    both the machine code and the digest still describe the source that was imported.
     """
     package = (function.__module__ or "").rpartition(".")[0]
     return _digest(package) if package.rpartition(".")[2] == "kernels" else b""
@@ -59,7 +59,7 @@ def sources_of(function: Callable[..., Any]) -> bytes:
 @cache
 def _digest(package: str) -> bytes:
     folder, digest = importlib.resources.files(package), hashlib.sha256()
-    if folder.is_dir():  # else it is part of an executable file, which numba looks at
+    if folder.is_dir():  # else the package is frozen into an executable, whose stamp numba checks
         for file in sorted(folder.iterdir(), key=lambda file: file.name):
             if file.name.endswith(".py"):
                 digest.update(hashlib.sha256(file.name.encode()).digest() + hashlib.sha256(file.read_bytes()).digest())
@@ -72,12 +72,12 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Kernel:
-    """A function that is compiled, or whose machine code is read from numba's cache, when it is first called.
+    """A function that is compiled, or loaded from numba's cache, on its first call.
 
     Args:
-        function: of numpy arrays and numbers.
-        types: of its arguments, as numba calls them.
-        options: of `numba.njit`.
+        function: a function of numpy arrays and numbers, in the subset of Python that numba compiles.
+        types: numba types of its arguments.
+        options: keyword arguments of `numba.njit`.
     """
 
     def __init__(self, function: Callable[..., Any], types: tuple[object, ...], **options: Any) -> None:
@@ -86,11 +86,11 @@ class Kernel:
         self._machine_code: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Call the compiled function."""
         return (self._machine_code or self.compile())(*args)
 
     def compile(self) -> Callable[..., Any]:
-        """Compile it, unless that is done."""
+        """Compile the function unless that was done before; return the machine code."""
         if self._machine_code is None:
             start = perf_counter()
             self._machine_code = self._compiled()
@@ -100,13 +100,13 @@ class Kernel:
     def _compiled(self) -> Callable[..., Any]:
         dispatcher: Any = numba.njit(self.__wrapped__, **self._options)
         if dispatcher is not self.__wrapped__:  # numba is not switched off
-            self._keep(dispatcher)
+            self._attach_cache(dispatcher)
             dispatcher.compile(self._types)
             dispatcher.disable_compile()
         return cast(Callable[..., Any], dispatcher)
 
-    def _keep(self, code: Any) -> None:
-        """Have numba keep machine code, or take what was kept, unless there is no folder for it."""
+    def _attach_cache(self, code: Any) -> None:
+        """Attach the on-disk cache to a dispatcher, unless there is no folder for it."""
         try:
             code._cache = KernelCache(self.__wrapped__, self._sources)
         except RuntimeError as problem:
@@ -115,7 +115,7 @@ class Kernel:
 
 
 def compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
-    """Compile at the first call, for arguments of these types."""
+    """Return a decorator that compiles a function on its first call, for arguments of these numba types."""
 
     def decorate(function: FunctionT) -> FunctionT:
         return cast(FunctionT, Kernel(function, types))
@@ -124,10 +124,10 @@ def compiled(*types: object) -> Callable[[FunctionT], FunctionT]:
 
 
 class TeamKernel(Kernel):
-    """A function that several threads enter at once, each with the same address of what to do, and that holds no lock.
+    """A kernel that several threads enter at once, each with the same argument address, without holding the GIL.
 
     Args:
-        function: of an address in memory, an integer, called without the interpreter: it must not raise.
+        function: takes an address in memory as an integer. It runs outside the interpreter and must not raise.
     """
 
     def __init__(self, function: Callable[[int], None]) -> None:
@@ -135,39 +135,44 @@ class TeamKernel(Kernel):
         self._enter: Callable[[int], None] | None = None
 
     def __call__(self, *args: Any) -> None:
-        """Run it in this thread, given the address."""
+        """Run the kernel in this thread on the arguments at the given address."""
         if self._enter is None:
             self._enter = cast(Callable[[int], None], self.compile().ctypes)
         self._enter(*args)
 
     @property
     def address(self) -> int:
-        """Of the machine code, a function of C."""
+        """Address of the machine code, a C function."""
         return cast(int, self.compile().address)
 
     def compile(self) -> Any:
-        """Compile it, unless that is done."""
+        """Compile the function unless that was done before; return the compiled C function."""
         return super().compile()
 
     def _compiled(self) -> Any:
         function: Any = cast(Any, CFunc)(self.__wrapped__, (self._types, numba.void), {}, self._options)
-        self._keep(function)
+        self._attach_cache(function)
         function.compile()
         return function
 
 
 CONSTANT = object()
-"""In place of an instruction's type: a number that is known when it is compiled, which it gets as such."""
+"""Marks an instruction's argument as a compile-time constant, in place of a type."""
 
 
 def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A function of a builder of LLVM and values, as one that compiled functions may call with such arguments."""
+    """Return a decorator that makes an LLVM-emitting function `(builder, *values)` callable from compiled code.
+
+    Args:
+        result: numba type of the result.
+        arguments: numba types of the arguments; `CONSTANT` for one that must be a literal.
+    """
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def typed(context: Any, *given: Any) -> Any:
             constants = [getattr(each, "literal_value", None) for each in given]
             if any(kind is CONSTANT and constant is None for kind, constant in zip(arguments, constants, strict=True)):
-                return None  # numba says which arguments do not fit
+                return None  # numba reports the arguments that do not match
             wanted = [each if kind is CONSTANT else kind for each, kind in zip(given, arguments, strict=True)]
 
             def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -184,14 +189,14 @@ def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 
 
 def inlined(function: FunctionT) -> FunctionT:
-    """Compile as part of those that call it."""
+    """Compile a function for use inside other kernels."""
     return cast(FunctionT, numba.njit(function, error_model="numpy"))
 
 
 def compile_all(package: ModuleType) -> None:
-    """Compile all kernels in a package's files now, as far as no machine code was kept from before.
+    """Compile all kernels of a package now, except those whose machine code is cached.
 
-    Those of `lade.decoding.kernels` take 5 to 12 seconds, once on a machine.
+    The kernels of `lade.decoding.kernels` take 5 to 12 seconds, once per machine.
     """
     for file in iter_modules(package.__path__):
         for thing in list(vars(import_module(f"{package.__name__}.{file.name}")).values()):
@@ -200,13 +205,13 @@ def compile_all(package: ModuleType) -> None:
 
 
 def _log_compilation(compiled: Any, seconds: float) -> None:
-    """Log that a function was compiled, unless its machine code was kept from before."""
+    """Log a compilation, unless the machine code came from the cache."""
     stats = getattr(compiled, "stats", compiled)
-    if not getattr(stats, "cache_hits", True):  # none is counted where numba is switched off
+    if not getattr(stats, "cache_hits", True):  # with numba disabled there are no statistics
         _log_first_compilation()
         logger.debug("compiled %s in %.1f s", compiled.__name__, seconds)
 
 
 @cache
 def _log_first_compilation() -> None:
-    logger.info("compiling the inner loops, once on this machine: some seconds")
+    logger.info("compiling the kernels, once on this machine: some seconds")

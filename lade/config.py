@@ -1,4 +1,4 @@
-"""What the user may choose about lookahead decoding."""
+"""`LookaheadConfig`: user-facing settings of lookahead decoding."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ from typing import Literal
 from lade.errors import ConfigError
 
 MOST_COLUMNS, MOST_NGRAM, MOST_BUDGET = 256, 32, 1024
-"""The largest sizes: several times those that gain anything anywhere, and small enough for a step to end."""
+"""Upper bounds: several times the sizes that pay on any hardware, yet small enough for a step to finish."""
 WINDOW, NGRAM, GUESSES = 7, 5, 7
-"""The paper's sizes for models of about 7B parameters."""
+"""Defaults of the paper for models of about 7B parameters."""
 
 
 class BaseMemory:
-    """Base of `lade.Memory`, by which a config knows one without importing what a memory needs."""
+    """Base class of `lade.Memory`, so that a config can check for one without importing it."""
 
 
 @dataclass(frozen=True)
 class LookaheadConfig:
     """How to draft. Without arguments: the adaptive method, which needs no tuning.
 
-    Explicit `window`, `ngram` or `guesses` mean the method of the paper (arXiv 2402.02057) at just these sizes.
+    Explicit `window`, `ngram` or `guesses` select the fixed method of the paper (arXiv 2402.02057) at exactly these
+    sizes.
 
     Args:
-        window: W, columns of the lookahead window; 0 leaves the lookahead branch out. At most 256; default 7.
+        window: W, columns of the lookahead window; 0 disables the lookahead branch. At most 256; default 7.
         ngram: N, length of the n-grams; the window has N - 1 rows. From 2 to 32; default 5.
-        guesses: G, n-grams kept per token in the pool and verified in one step; 0 leaves the pool out. At most 256;
+        guesses: G, n-grams kept per token in the pool and verified in one step; 0 disables the pool. At most 256;
             default 7.
         prompt_ngrams: whether n-grams of the prompt and of the accepted text enter the pool too.
-        adaptive: each step takes the tree that is expected to yield most tokens per second on this machine, plain
-            decoding included. Default: true, unless a size is given. With false: the paper's method.
-        budget: tokens fed per step, the root included, by the adaptive method, instead of what it would choose; at
-            most, since a text may offer no more. From 1 to 1024.
-        memory: a `lade.Memory` for the adaptive method to use and to fill, instead of one that ends with the request.
-        seed: feeds a private generator for the window's first tokens. It changes which guesses are made, hence the
-            speed, never the output; torch's global generator is not touched.
+        adaptive: choose at each step the tree with the most expected tokens per second on this machine, plain decoding
+            included. Default: true unless a size is given. False selects the paper's method.
+        budget: fixed number of tokens fed per step, root included, in place of the adaptive choice. An upper bound: a
+            step feeds fewer if there are fewer candidates. From 1 to 1024.
+        memory: a `lade.Memory` that the adaptive method reads and fills; None for one that ends with the request.
+        mtp: draft with the multi-token prediction (MTP) layers of the checkpoint, too: None where they are found and
+            pay; False nowhere; True to raise where they cannot be used.
+        seed: seeds the private generator of the window's first tokens. It changes the drafts, hence the speed, never
+            the output; torch's global generator is not touched.
 
     Raises:
         ConfigError: a field is out of range, or two contradict each other; the message names field, value and remedy.
@@ -46,7 +49,7 @@ class LookaheadConfig:
     True
     """
 
-    window: int = None  # type: ignore[assignment]  # None only until __post_init__: given sizes must be told apart
+    window: int = None  # type: ignore[assignment]  # None until __post_init__, to tell explicit sizes from defaults
     ngram: int = None  # type: ignore[assignment]
     guesses: int = None  # type: ignore[assignment]
     prompt_ngrams: bool = True
@@ -54,6 +57,7 @@ class LookaheadConfig:
     budget: int | None = None
     memory: BaseMemory | None = None
     seed: int = 0
+    mtp: bool | None = None
 
     def __post_init__(self) -> None:
         sizes = {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
@@ -75,13 +79,15 @@ class LookaheadConfig:
         for field in ("prompt_ngrams", "adaptive"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "give True or False")
+        if self.mtp is not None and not isinstance(self.mtp, bool):
+            raise ConfigError("mtp", self.mtp, "give True, False, or None to use MTP layers where they pay")
         if self.memory is not None and not isinstance(self.memory, BaseMemory):
             raise ConfigError("memory", self.memory, "give a lade.Memory, or None")
 
     def _check_method(self, given: dict[str, int]) -> None:
         if not self.adaptive:
-            for field in ("budget", "memory"):
-                if getattr(self, field) is not None:
+            for field in ("budget", "memory", "mtp"):
+                if getattr(self, field) not in (None, False):
                     remedy = "it belongs to the adaptive method: leave it out, or leave out window, ngram and guesses"
                     raise ConfigError(field, getattr(self, field), remedy)
             return
@@ -91,7 +97,7 @@ class LookaheadConfig:
 
 
 Lookahead = LookaheadConfig | Literal["auto"] | None
-"""What `lookahead=` takes: sizes, the defaults where they can be served, or plain decoding."""
+"""The argument `lookahead=`: settings, "auto" for the defaults wherever they can be served, None for plain decoding."""
 
 
 def _require_int(field: str, value: object, least: int, most: int | None = None, note: str = "") -> None:

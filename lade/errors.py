@@ -1,18 +1,18 @@
-"""Every exception of the library, as one tree.
+"""The library's exception hierarchy.
 
 LadeError
-├── ConfigError             (ValueError)  a LookaheadConfig field is out of range
-├── InputError              (ValueError)  a prompt, a file or an id that cannot be decoded
-├── UnsupportedError        (ValueError)  what cannot be served exactly
-│   ├── UnsupportedModelError             this model
-│   └── UnsupportedArgumentError          this argument of generate()
-├── ClusterError            (RuntimeError) processes that decode together have parted
-├── EngineFullError         (RuntimeError) the waiting line of a `lade.Engine` is full
+├── ConfigError             (ValueError)  a setting is out of range
+├── InputError              (ValueError)  a prompt, file or token id that cannot be decoded
+├── UnsupportedError        (ValueError)  cannot be served exactly
+│   ├── UnsupportedModelError             because of the model
+│   └── UnsupportedArgumentError          because of an argument of generate()
+├── ClusterError            (RuntimeError) processes that decode together have diverged
+├── EngineFullError         (RuntimeError) the queue of a `lade.Engine` is full
 ├── EngineClosedError       (RuntimeError) a `lade.Engine` takes no more requests
 └── MissingExtraError       (ImportError) an optional dependency is not installed
 
-A message names what was wrong, its value, and the remedy. Errors can be copied and pickled: a process pool sends them
-to its parent.
+Each message names the cause, the offending value and the remedy. Errors can be copied and pickled, as process pools
+require.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 
 class LadeError(Exception):
-    """Base of all errors raised by this library."""
+    """Base class of all errors raised by this library."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Python's own way calls `__init__` with the finished message, whatever arguments it takes."""
+        """Pickle by `args`: the default would call `__init__` with the finished message, whatever parameters it has."""
         return _rebuilt, (type(self), self.args), self.__dict__
 
 
@@ -41,7 +41,7 @@ class InputError(LadeError, ValueError):
 
 
 class UnsupportedError(LadeError, ValueError):
-    """What cannot be decoded exactly, and what to do about it.
+    """A request that cannot be served exactly.
 
     Attributes:
         reason: the first half of the message, without the remedy.
@@ -57,19 +57,19 @@ class UnsupportedModelError(UnsupportedError):
 
 
 class UnsupportedArgumentError(UnsupportedError):
-    """An argument of `generate` that lookahead decoding does not serve."""
+    """An argument of `generate` that lookahead decoding does not support."""
 
 
 class ClusterError(LadeError, RuntimeError):
-    """Processes that decode together differ, or one of them has gone."""
+    """Processes that decode together have diverged, or one of them is gone."""
 
 
 class EngineFullError(LadeError, RuntimeError):
-    """The waiting line of an engine is full."""
+    """The queue of an engine is full."""
 
 
 class EngineClosedError(LadeError, RuntimeError):
-    """An engine that was closed, or that another process decodes for, takes no more requests."""
+    """The engine was closed or serves another process, and takes no more requests."""
 
 
 class MissingExtraError(LadeError, ImportError):
@@ -80,26 +80,26 @@ class MissingExtraError(LadeError, ImportError):
 
 
 class FallbackWarning(UserWarning):
-    """`lookahead="auto"` could not serve a model or an argument and decodes plainly."""
+    """With `lookahead="auto"`, a model or argument is not supported, and decoding falls back to plain."""
 
 
 class PrecisionWarning(UserWarning):
-    """A model in 16 bits that is not invariant is accelerated; said once for each model.
+    """A 16-bit model is accelerated that is not batch-invariant; issued once per model.
 
-    Passes over several tokens round otherwise than passes over one. So where two tokens score almost equally, the
-    output may differ from that of plain `model.generate`.
+    A forward pass over several tokens rounds differently from a pass over one. So where two tokens have almost equal
+    logits, the output may differ from that of plain `model.generate`.
     """
 
 
 class CaptureWarning(UserWarning):
-    """A pass cannot be captured as a CUDA graph, or there is no memory for that: passes are launched kernel by kernel.
+    """A pass cannot be captured as a CUDA graph, or memory is too short: its kernels are launched eagerly.
 
-    That is slower; the tokens are the same.
+    Decoding is slower; the tokens are the same.
     """
 
 
 def _rebuilt(kind: type[LadeError], args: tuple[Any, ...]) -> LadeError:
-    """An error with these `args`, made without its own `__init__`; unpickling sets its attributes."""
+    """Unpickle an error without calling its own `__init__`; its attributes are restored afterwards."""
     error: LadeError = kind.__new__(kind, *args)
     super(LadeError, error).__init__(*args)
     return error

@@ -15,7 +15,7 @@ from lade.errors import InputError
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise `OSError` where a file cannot be written, which the permissions of its folder do not always tell."""
+    """Raise `OSError` if the file cannot be written; the permissions of its folder alone do not always tell."""
     target = Path(os.path.realpath(path))
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
     os.close(handle)
@@ -23,18 +23,17 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str, *, durable: bool = False) -> None:
-    """Replace a file: a reader, now or after a failure, finds the old content or the new one, never a part.
+    """Replace a file atomically: readers find the old content or the new, never a part, even after a crash.
 
-    The permissions of a file that is replaced stay; a new one can be read by its owner alone until then. A symbolic
-    link is followed.
+    A replaced file keeps its permissions; a new one is readable by its owner alone. Symbolic links are followed.
 
     Args:
-        path: the file; its folder must exist.
-        content: bytes, or text for UTF-8.
-        durable: whether to wait until the disk has it, so that it survives a power cut, too.
+        path: the file to write; its folder must exist.
+        content: bytes, or text to encode as UTF-8.
+        durable: wait until the data is on disk, to survive a power failure.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     target = Path(os.path.realpath(path))
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
@@ -51,18 +50,18 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str, *, durable: 
         Path(name).unlink(missing_ok=True)
 
 
-_LONGEST, _CONTEXT = 60, 20  # characters of a value in a message; of them, what two texts have in common
+_LONGEST, _CONTEXT = 60, 20  # characters of a value in a message; of these, how many of a common prefix
 
 
 def whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that end, and how many bytes they have; what comes after them was torn when its process was killed.
+    """Return the complete lines and their length in bytes. A torn last line, left by a killed process, is skipped.
 
     Args:
-        raw: all that is in the file.
-        path: of the file, for the message.
+        raw: content of the file.
+        path: path of the file, for the error message.
 
     Raises:
-        InputError: a line that ends is no JSON object.
+        InputError: a complete line is not a JSON object.
     """
     whole = raw.rfind(b"\n") + 1
     lines = []
@@ -78,7 +77,7 @@ def whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def differences(there: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Names of the values that differ, such as `settings.max_new_tokens`, with both; None for one that is missing."""
+    """Yield `(name, there, here)` of values that differ, named as in `settings.max_new_tokens`; None if missing."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in {**there, **here}:
             yield from differences(there.get(key), here.get(key), f"{name}.{key}".removeprefix("."))
@@ -90,23 +89,23 @@ def differences(there: Any, here: Any, name: str = "") -> Iterator[tuple[str, An
 
 
 def require_same(there: Any, here: Any, place: str) -> None:
-    """Raise `InputError` that names the first difference between what is in a file and what is asked for now.
+    """Raise `InputError` naming the first difference between a file's content and the present settings.
 
     Args:
-        there: out of the file.
-        here: what is asked for; anything JSON can hold, with lists for tuples.
-        place: the file, or the line in it, for the message.
+        there: value read from the file.
+        here: present value; anything that JSON can hold, with lists for tuples.
+        place: the file, or the line in it, for the error message.
     """
     for name, old, new in differences(there, here):
-        skip = _alike(old, new)
+        skip = _common_prefix(old, new)
         raise InputError(
-            f"{name} is {_shown(new, skip)} here, but {_shown(old, skip)} in {place}: go on with what the run began "
-            "with, or give another --out"
+            f"{name} is {_shown(new, skip)} here, but {_shown(old, skip)} in {place}: resume with the settings that "
+            "the run began with, or give another --out"
         )
 
 
-def _alike(old: Any, new: Any) -> int:
-    """How much of the beginning of two texts need not be shown."""
+def _common_prefix(old: Any, new: Any) -> int:
+    """Return how many leading characters two texts have in common, less some context; 0 if they are not texts."""
     if not (isinstance(old, str) and isinstance(new, str)):
         return 0
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
@@ -114,6 +113,6 @@ def _alike(old: Any, new: Any) -> int:
 
 
 def _shown(value: Any, skip: int) -> str:
-    """As JSON, and not too long."""
+    """Return a value as JSON, shortened."""
     text = json.dumps(f"...{value[skip:]}" if skip else value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

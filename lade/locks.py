@@ -1,7 +1,7 @@
 """Locks that survive `os.fork`.
 
-A forked process has the thread that forked it, and no other. A lock that another one held at that moment would stay
-locked for good, and every thread that needs it would wait forever.
+A forked child has only the thread that forked it. A lock held by another thread at that moment would stay locked
+forever in the child, and deadlock any thread that needs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 
 class ForkSafeLock:
-    """A reentrant lock, which is free in a process that was just forked."""
+    """A reentrant lock that is free in a newly forked process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -25,7 +25,7 @@ class ForkSafeLock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Be free, even if another thread held it: no other thread is there."""
+        """Reset to unlocked, in a forked child where the thread that held it does not exist."""
         self._lock = threading.RLock()
 
 

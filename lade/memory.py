@@ -1,12 +1,14 @@
-"""`lade.Memory`: the context memory, kept across generations, and its file format.
+"""`lade.Memory`: a context memory kept across generations, and its file format.
 
-    metadata   format, version, layout (what the numbers mean), library, max_bytes, tokenizer, sha256
-    old        int32 [n, 2 + WIDTH]  contexts that have not come up lately: the two halves of a hash, and a row each
-    young      int32 [m, 2 + WIDTH]  those that have
-    weights    float64 [LINES, END + 1]  the mixer's
+A safetensors file:
 
-See `kernels` for hashes and rows. The checksum is the SHA-256 of the file as it was when the checksum's own digits were
-zeros. So not one byte can change unnoticed.
+    metadata   format, version, layout (parameters of the encoding), library, max_bytes, tokenizer, sha256
+    old        int32 [n, 2 + WIDTH]  contexts not used recently: two halves of a hash, and a row of entries each
+    young      int32 [m, 2 + WIDTH]  contexts used recently
+    weights    float64 [LINES, END + 1]  weights of the mixer
+
+See `lade.decoding.kernels` for hashes and entries. The checksum is the SHA-256 of the file with the checksum's own
+digits set to zero, so that no byte can change unnoticed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ REMEDY = "fill a new one with lade warm"
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-_HASH = "chained multiplication, 1"  # to be changed with `kernels`, where contexts would get other keys
+_HASH = "chained multiplication, 1"  # change it whenever the kernels' hash of a context changes
 _LAYOUT = json.dumps(
     {"orders": ORDERS, "text": TEXT_ORDERS, "width": WIDTH, "log_odds": [FLOOR, CEILING], "hash": _HASH}
 )
@@ -46,45 +48,45 @@ _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """The SHA-256 of a tokenizer's vocabulary, in hexadecimal: equal if the same ids mean the same tokens.
+    """Return the SHA-256 of a tokenizer's vocabulary, in hexadecimal: equal if the same ids mean the same tokens.
 
     Args:
-        tokenizer: anything with `get_vocab()`, a mapping from token to id.
+        tokenizer: any object with `get_vocab()`, a mapping from token to id.
     """
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def agreed(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> str | None:
-    """The fingerprint under which a memory is to be saved.
+def agreed_fingerprint(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> str | None:
+    """Return the tokenizer fingerprint to save a memory with.
 
     Args:
-        path: where to; for the message.
-        known: fingerprint of the tokenizer that the memory has been loaded or saved with; None if there was none.
-        tokenizer: the one that it is to be saved with; None: as before.
+        path: path of the file, for the error message.
+        known: fingerprint of the tokenizer that the memory was loaded or saved with before; None if there is none.
+        tokenizer: tokenizer to save it with; None keeps `known`.
 
     Raises:
-        InputError: they differ.
+        InputError: `known` is the fingerprint of another tokenizer.
     """
     if tokenizer is None:
         return known
     given = fingerprint_of(tokenizer)
     if known not in (None, given):
-        raise _foreign(path, f"is to hold a memory of the tokenizer {_short(known)}", given)
+        raise _wrong_tokenizer(path, f"is to hold a memory of the tokenizer {_short(known)}", given)
     return given
 
 
 def write(path: str | os.PathLike[str], snapshot: Snapshot, fingerprint: str | None) -> None:
-    """Write a file; a reader meanwhile, or after a failure, finds the old one whole.
+    """Write a memory file atomically: after a failure the old file is intact.
 
-    Only its owner may read a new file, since it tells of texts. The permissions of a file that was there stay.
+    A new file is readable by its owner alone, since its content reveals texts. A replaced file keeps its permissions.
 
     Args:
-        path: the file.
+        path: the file to write; its folder must exist.
         snapshot: contents of the memory.
-        fingerprint: names the tokenizer that the tokens are of; None if it is not known.
+        fingerprint: fingerprint of the tokenizer whose ids the memory holds; None if unknown.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     tensors: dict[str, npt.NDArray[Any]] = {"old": snapshot.old, "young": snapshot.young, "weights": snapshot.weights}
     whole = _sealed(container.save(tensors, _metadata(snapshot.max_bytes, fingerprint)))
@@ -93,14 +95,14 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot, fingerprint: str | N
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Raise `InputError` where `write` would, as far as that can be known before there is anything to write."""
+    """Raise `InputError` if `write` would fail, as far as that can be known beforehand."""
     with _writing(path) as target:
         check_writable(target)
 
 
 @contextmanager
 def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A block that writes a file; what keeps it from that is said with its remedy."""
+    """Translate errors of writing to a memory file into `InputError`, with a remedy."""
     _check_name(path, "written")
     target = Path(os.path.realpath(path))
     try:
@@ -118,23 +120,23 @@ def _check_name(path: str | os.PathLike[str], what: str) -> None:
     try:
         name = os.fsencode(path)
     except UnicodeEncodeError:
-        raise InputError(f"{_named(path)} cannot be {what}: half a character is no name; give another one") from None
+        raise InputError(f"{_named(path)} cannot be {what}: its name has a lone surrogate; give another one") from None
     if b"\0" in name:
-        raise InputError(f"{_named(path)} cannot be {what}: there is a NUL in its name; give another one")
+        raise InputError(f"{_named(path)} cannot be {what}: its name has a NUL; give another one")
 
 
 def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot, str | None]:
-    """Read a file, and believe none of it unchecked.
+    """Read a memory file and validate all of it.
 
     Args:
-        path: the file.
-        tokenizer: the one it is to be used with; None: it is not checked whether it is of the same one.
+        path: the file to read.
+        tokenizer: tokenizer that the memory is to be used with; None skips the check that it matches the file.
 
     Returns:
-        The memory's contents, and the fingerprint of their tokenizer; None if it is not known.
+        The memory's contents and the fingerprint of their tokenizer; None if that is unknown.
 
     Raises:
-        InputError: it cannot be read, is damaged or something else, or is of another tokenizer.
+        InputError: the file cannot be read, is damaged, has another format, or belongs to another tokenizer.
     """
     _check_name(path, "read")
     try:
@@ -148,15 +150,15 @@ def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot,
         metadata = _checked_metadata(whole)
         arrays = _checked_arrays(container.load(whole))
         snapshot = _snapshot(metadata, arrays)
-    except (_Refused, SafetensorError, KeyError) as problem:  # KeyError: a dtype that numpy does not have
-        reason = problem.args[0] if isinstance(problem, _Refused) else f"is damaged ({problem})"
+    except (_InvalidFileError, SafetensorError, KeyError) as problem:  # KeyError: a dtype that numpy does not have
+        reason = problem.args[0] if isinstance(problem, _InvalidFileError) else f"is damaged ({problem})"
         raise InputError(f"{_named(path)} {reason}; {REMEDY}") from problem
     known = metadata.get("tokenizer")
-    return snapshot, known if tokenizer is None else _matched(path, snapshot, known, tokenizer)
+    return snapshot, known if tokenizer is None else _matching_fingerprint(path, snapshot, known, tokenizer)
 
 
-class _Refused(Exception):
-    """What is wrong with a file, as the predicate of a sentence."""
+class _InvalidFileError(Exception):
+    """The defect of a file, as the predicate of a sentence."""
 
 
 def _named(path: str | os.PathLike[str]) -> str:
@@ -167,18 +169,18 @@ def _short(fingerprint: str | None) -> str:
     return (fingerprint or "")[:8]
 
 
-def _foreign(path: str | os.PathLike[str], what: str, given: str) -> InputError:
+def _wrong_tokenizer(path: str | os.PathLike[str], what: str, given: str) -> InputError:
     return InputError(
         f"{_named(path)} {what}, and the tokenizer given is {_short(given)}: "
         f"give the tokenizer that the memory was filled with, or {REMEDY}"
     )
 
 
-def _matched(path: str | os.PathLike[str], snapshot: Snapshot, known: str | None, tokenizer: Any) -> str:
-    """The fingerprint of this tokenizer; if the file does not name the one it is of, its ids must fit at least."""
+def _matching_fingerprint(path: str | os.PathLike[str], snapshot: Snapshot, known: str | None, tokenizer: Any) -> str:
+    """Return the tokenizer's fingerprint if it matches the file's; without one there, check that all ids fit."""
     given = fingerprint_of(tokenizer)
     if known not in (None, given):
-        raise _foreign(path, f"is of the tokenizer {_short(known)}", given)
+        raise _wrong_tokenizer(path, f"is of the tokenizer {_short(known)}", given)
     if known is None:
         largest = max(_largest_id(snapshot.old), _largest_id(snapshot.young))
         if largest >= len(tokenizer):
@@ -207,7 +209,7 @@ def _metadata(max_bytes: int, fingerprint: str | None) -> dict[str, str]:
 
 
 def _sealed(whole: bytes) -> bytes:
-    """With the checksum in its place."""
+    """Return the file with its checksum filled in."""
     place = _CHECKSUM.search(whole)
     assert place is not None, "the metadata has it"
     digest = hashlib.sha256(whole).hexdigest().encode()
@@ -215,25 +217,25 @@ def _sealed(whole: bytes) -> bytes:
 
 
 def _checked_metadata(whole: bytes) -> dict[str, str]:
-    """The metadata of a file of this format that is as it was written."""
+    """Return the metadata, if format, version, checksum and layout are right."""
     end = 8 + int.from_bytes(whole[:8], "little")
     try:
         header = json.loads(whole[8:end])
     except (ValueError, RecursionError) as problem:
-        raise _Refused("is damaged, or was never one: its header cannot be read") from problem
+        raise _InvalidFileError("is damaged or not a memory file: its header cannot be read") from problem
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-        raise _Refused(f"is something else: its header does not say that its format is {FORMAT}")
+        raise _InvalidFileError(f"is not a memory file: the format in its header is not {FORMAT}")
     if metadata.get("version") != str(VERSION):
-        raise _Refused(
+        raise _InvalidFileError(
             f"has version {metadata.get('version')} of the format, and lade {__version__} reads version {VERSION}: "
             "use the lade that wrote it"
         )
     place = _CHECKSUM.search(whole, 8, end)
     if place is None or _checksum(whole, place) != place[1]:
-        raise _Refused("is damaged: its checksum is wrong")
+        raise _InvalidFileError("is damaged: its checksum is wrong")
     if metadata.get("layout") != _LAYOUT:
-        raise _Refused(f"has the layout {metadata.get('layout')}, and lade {__version__} reads {_LAYOUT}")
+        raise _InvalidFileError(f"has the layout {metadata.get('layout')}, and lade {__version__} reads {_LAYOUT}")
     return metadata
 
 
@@ -245,30 +247,32 @@ def _checksum(whole: bytes, place: re.Match[bytes]) -> bytes:
 
 
 def _checked_arrays(arrays: Arrays) -> Arrays:
-    """The tensors, each with its dtype, its shape and numbers that make sense."""
+    """Return the tensors, if their dtypes, shapes and values are valid."""
     for name in ("old", "young"):
         slots = _checked(arrays, name, np.int32, None, 2 + WIDTH)
         kinds = slots[:, 0] & KINDS
         if not ((kinds >= 1) & (kinds <= END)).all():
-            raise _Refused(f"is damaged: {name} has a key of no order")
+            raise _InvalidFileError(f"is damaged: {name} has an invalid key")
         if (slots[:, 2:] < 0).any() or (slots[:, 2:] >> BITS > 255).any():
-            raise _Refused(f"is damaged: {name} has an entry that is none")
+            raise _InvalidFileError(f"is damaged: {name} has an invalid entry")
         if len(np.unique(slots[:, :2], axis=0)) < len(slots):
-            raise _Refused(f"is damaged: {name} has a key twice")
+            raise _InvalidFileError(f"is damaged: {name} has a key twice")
     if not np.isfinite(_checked(arrays, "weights", np.float64, LINES, END + 1)).all():
-        raise _Refused("is damaged: weights has what is no number")
+        raise _InvalidFileError("is damaged: weights are not finite")
     return arrays
 
 
 def _checked(arrays: Arrays, name: str, dtype: npt.DTypeLike, *shape: int | None) -> npt.NDArray[Any]:
-    """The tensor of that name; None in a shape stands for any length."""
+    """Return the named tensor if it has this dtype and shape; None in the shape stands for any length."""
     array = arrays.get(name)
     if array is None:
-        raise _Refused(f"is damaged: it lacks {name}")
+        raise _InvalidFileError(f"is damaged: it lacks {name}")
     fits = array.ndim == len(shape) and all(want in (None, size) for want, size in zip(shape, array.shape, strict=True))
     if array.dtype != dtype or not fits:
         wanted = ["n" if size is None else size for size in shape]
-        raise _Refused(f"is damaged: {name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} {wanted}")
+        raise _InvalidFileError(
+            f"is damaged: {name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} {wanted}"
+        )
     return array
 
 
@@ -276,14 +280,14 @@ def _snapshot(metadata: Mapping[str, str], arrays: Arrays) -> Snapshot:
     try:
         max_bytes = int(metadata["max_bytes"])
     except (KeyError, ValueError) as problem:
-        raise _Refused(f"is damaged: its metadata are incomplete ({problem})") from problem
+        raise _InvalidFileError(f"is damaged: its metadata are incomplete ({problem})") from problem
     if max_bytes < LEAST_BYTES:
-        raise _Refused(f"is damaged: max_bytes={max_bytes} is less than {LEAST_BYTES}")
+        raise _InvalidFileError(f"is damaged: max_bytes={max_bytes} is less than {LEAST_BYTES}")
     return Snapshot(arrays["old"], arrays["young"], arrays["weights"], max_bytes)
 
 
 class Memory(ContextMemory):
-    """What follows the contexts seen; the least recently used are evicted first.
+    """Next-token statistics by context, kept across generations; the least recently used contexts are evicted first.
 
     By default each generation has a memory of its own. Pass one to keep it across generations:
 
@@ -291,17 +295,17 @@ class Memory(ContextMemory):
     >>> config = lade.LookaheadConfig(memory=memory)
     >>> lade.generate(model, input_ids=ids, lookahead=config)
 
-    Similar texts are then written faster. What made one user's text fast, another user's clock could notice: share a
-    memory only between users who may know of each other's texts. Threads may share one.
+    Similar texts are then generated faster. Timing is a side channel: a user could find out which texts another user's
+    requests contained. Share a memory only between users who may know each other's texts. It is thread-safe.
 
     Args:
-        max_bytes: what it may take at most. A context takes about 50 bytes.
+        max_bytes: memory limit. A context takes about 50 bytes.
 
     Attributes:
-        fingerprint: of the tokenizer that it was loaded or saved with, None if there was none.
+        fingerprint: fingerprint of the tokenizer that the memory was loaded or saved with; None if there was none.
 
     Raises:
-        ConfigError: `max_bytes` is no whole number, or too small.
+        ConfigError: `max_bytes` is not a whole number, or too small.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -309,37 +313,36 @@ class Memory(ContextMemory):
         self.fingerprint: str | None = None
 
     def save(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Save it to a file, which holds all of it or is left as it was. Other threads may learn meanwhile.
+        """Save the memory to a file, atomically. Other threads may keep learning meanwhile.
 
         >>> memory.save("stories.memory", tokenizer)
         >>> memory = lade.Memory.load("stories.memory", tokenizer)
 
         Args:
-            path: the file.
-            tokenizer: the tokenizer of the model that filled it; the file is tied to its vocabulary. None: to the
+            path: the file to write; its folder must exist.
+            tokenizer: tokenizer of the model that filled the memory; the file is bound to its vocabulary. None for the
                 tokenizer that the memory was loaded or saved with before, if any.
 
         Raises:
-            InputError: it cannot be written, or the memory is of another tokenizer.
+            InputError: the file cannot be written, or the memory belongs to another tokenizer.
         """
-        fingerprint = agreed(path, self.fingerprint, tokenizer)
+        fingerprint = agreed_fingerprint(path, self.fingerprint, tokenizer)
         write(path, self.snapshot(), fingerprint)
         self.fingerprint = fingerprint
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: Any = None, *, max_bytes: int | None = None) -> Self:
-        """A memory from a file.
+        """Load a memory from a file.
 
         Args:
-            path: the file.
-            tokenizer: the tokenizer of the model that is to use it. None: it is not checked whether the file is of the
-                same one.
-            max_bytes: see `Memory`; None: as it was saved. If it is less, longer contexts go before shorter ones,
-                among those used lately and among the others.
+            path: the file to read.
+            tokenizer: tokenizer of the model that is to use the memory; None skips the check that the file matches it.
+            max_bytes: memory limit, see `Memory`; None for the saved one. A lower limit evicts longer contexts first,
+                both among the recently used and among the others.
 
         Raises:
-            InputError: the file cannot be read, is damaged, or is of another tokenizer.
-            ConfigError: `max_bytes` is no whole number, or too small.
+            InputError: the file cannot be read, is damaged, or belongs to another tokenizer.
+            ConfigError: `max_bytes` is not a whole number, or too small.
         """
         snapshot, fingerprint = read(path, tokenizer)
         memory = cls.of(snapshot, max_bytes)

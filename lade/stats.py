@@ -1,4 +1,4 @@
-"""What a decoding run reports: one `Step` per forward pass and row, and the sums of them."""
+"""Figures of a decoding run: one `Step` per forward pass and row, and their sums in `Stats`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 KEPT_STEPS = 65_536
-"""Steps whose sizes `Stats` lists one by one; of older ones it keeps the sums and the histogram."""
+"""Number of recent steps whose sizes `Stats` lists; older ones remain in the sums and the histogram."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely the model found an emitted token, and others in its place: the log-softmax of its own logits, before
-    processors.
+    """Log-probabilities at an emitted token: the log-softmax of the model's logits, before logits processors.
 
     Attributes:
-        token: the id that was emitted.
-        logprob: its natural logarithm of probability.
-        top: the likeliest ids and theirs, the likeliest first.
+        token: the emitted id.
+        logprob: its log-probability (natural logarithm).
+        top: the likeliest ids with their log-probabilities, in descending order.
     """
 
     token: int
@@ -27,19 +26,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward pass yielded, in a batch for one of its rows.
+    """Result of one forward pass for one row.
 
     Attributes:
         index: 0 for prefill, then 1, 2, ...
-        tokens: ids emitted by this step, after the stop cut. Never empty.
-        sources: for each token its source: `prefill`, `window`, `pool`, `prompt`, `text`, `memory`, `prediction`,
-            `grammar` for one that a grammar left no choice about, or `bonus` for a token that was not proposed and the
-            model chose itself; `beam` for all tokens of a beam search, in the steps that are added to `Stats`.
+        tokens: ids emitted by this step, after stop rules. Never empty.
+        sources: the source of each token: `prefill`, `window`, `pool`, `prompt`, `text`, `memory`, `prediction`,
+            `mtp` for one that an MTP layer rated above all else, `grammar` for one that a grammar forced, or `bonus`
+            for a token that was not drafted and that the model chose itself; `beam` for all tokens of a beam search,
+            in the steps that are added to `Stats`.
         fed: tokens fed to the model, the root included (for prefill: the prompt tokens not yet cached).
         seconds: wall-clock time of the step, in a batch of all rows together, without the time its consumer took.
-        logprobs: one a token, where `Engine.add` was asked for them; else None.
-        texts: what of the text could be shown with each token, where `Engine.add` was given `stop_texts`; else None.
-            All of them joined are the text of the answer.
+        logprobs: one per token, if requested by `Engine.add`; else None.
+        texts: detokenized text that became final with each token, if `Engine.add` was given `stop_texts`; else None.
+            Joined, they are the text of the answer.
     """
 
     index: int
@@ -55,27 +55,27 @@ class Step:
 class Stats:
     """Figures of one or more generations; every call that is given the same object adds to it.
 
-    In a batch each row's part of a forward pass counts as a step, so that `tokens_per_step` is what a row gains;
-    the seconds are those of the pass, counted once. The beams of a prompt are one row, which emits a token at each of
-    their steps, until the search of the last prompt ends.
+    In a batch each row's part of a forward pass counts as a step, so `tokens_per_step` is the gain of a row; the
+    seconds are those of the pass, counted once. The beams of a prompt are one row, which emits a token at each beam
+    step until the search of the last prompt ends.
 
     Attributes:
         generations: rows generated.
-        new_tokens: tokens emitted, after the stop cut; EOS and the first token, which prefill yields, included.
+        new_tokens: tokens emitted, after stop rules; EOS and the first token, which prefill yields, included.
         steps: forward passes after prefill; in a batch each row's part of one.
-        step_tokens: tokens fed, the root included; one entry a step, of the last 65,536 steps.
-        accepted: tokens emitted, the bonus token included; one entry a step, of the last 65,536 steps.
+        step_tokens: tokens fed per step, the root included, of the last 65,536 steps.
+        accepted: tokens emitted per step, the bonus token included, of the last 65,536 steps.
         prefill_s: seconds until the first token (of all rows).
         decode_s: seconds of all steps after prefill.
-        forward_s: the part of `decode_s` spent inside the model's forward pass, cache update included, but not what
-            follows verification: keys are moved, and states take in the accepted path.
+        forward_s: the part of `decode_s` spent in the model's forward pass, cache update included, but without the work
+            after verification: compacting the KV cache and updating recurrent states.
         fed_tokens: the sum of `step_tokens`, over all steps.
         accepted_tokens: the sum of `accepted`, over all steps: `new_tokens - generations`.
-        histogram: how many steps there were with each pair of (tokens fed, tokens emitted), of all steps.
-        draft_tokens: tokens fed to be verified: all but the root of each step. The steps of a beam search count for
-            none, as several beams share their tree.
-        accepted_draft_tokens: those of them that were emitted.
-        fallback: why `lookahead="auto"` decoded plainly, the last time that it did; None if it never did.
+        histogram: number of steps by (tokens fed, tokens emitted), over all steps.
+        draft_tokens: tokens fed for verification: all but the root of each step. Steps of a beam search are not
+            counted, as several beams share their tree.
+        accepted_draft_tokens: the number of `draft_tokens` that were emitted.
+        fallback: reason why `lookahead="auto"` last decoded plainly; None if it never did.
     """
 
     generations: int = 0
@@ -95,15 +95,16 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float:
-        """The compression ratio: tokens emitted per forward pass after prefill; 0.0 before the first step."""
+        """Compression ratio: tokens emitted per forward pass after prefill; 0.0 before the first step."""
         return self.accepted_tokens / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
         """Share of the drafted tokens that were accepted: `accepted_draft_tokens / draft_tokens`; 0.0 without drafts.
 
-        Of the alternatives in a tree one at most can be accepted, so a wide tree has a low rate and may still pay:
-        what it gains is in `tokens_per_step`.
+        At most one of several alternatives in a tree can be accepted, so a wide tree has a low rate and may still pay:
+            see
+        `tokens_per_step`.
         """
         return self.accepted_draft_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
@@ -113,7 +114,7 @@ class Stats:
         return self.decode_s - self.forward_s
 
     def add(self, *steps: Step, forward_s: float = 0.0) -> None:
-        """Count one forward pass: a step of each row that took part, and the pass's time inside the model."""
+        """Count one forward pass: a step of each row that took part, and the time spent in the model."""
         for step in steps:
             self.new_tokens += len(step.tokens)
             if step.index == 0:
@@ -137,28 +138,28 @@ class Stats:
             self.accepted_draft_tokens += emitted - step.sources.count("bonus")
         self.step_tokens.append(step.fed)
         self.accepted.append(emitted)
-        self._forget()
+        self._trim()
         sizes = step.fed, emitted
         self.histogram[sizes] = self.histogram.get(sizes, 0) + 1
 
-    def _forget(self) -> None:
-        """Of the oldest steps only the sums are kept."""
+    def _trim(self) -> None:
+        """Drop the sizes of the oldest steps, which the sums still include."""
         if len(self.accepted) > KEPT_STEPS:
             del self.step_tokens[:-KEPT_STEPS], self.accepted[:-KEPT_STEPS]
 
     def merge(self, other: Stats) -> None:
-        """Add the figures of another run, as of one that came after this one."""
+        """Add the figures of another run, as if it came after this one."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.step_tokens += other.step_tokens
         self.accepted += other.accepted
-        self._forget()
+        self._trim()
         for sizes, steps in other.histogram.items():
             self.histogram[sizes] = self.histogram.get(sizes, 0) + steps
         self.fallback = other.fallback or self.fallback
 
     def reset(self) -> None:
-        """Empty all figures."""
+        """Reset all figures to zero."""
         self.__init__()  # type: ignore[misc]
 
 
@@ -169,9 +170,9 @@ _SUMS = (
 
 
 def distinct_ngrams(tokens: Sequence[int], length: int = 4) -> float:
-    """Share of distinct n-grams among all of a text; 1.0 for one too short to have any.
+    """Return the share of distinct n-grams in a text; 1.0 if it is too short to have any.
 
-    A text that loops has a low share, and flatters every method that guesses n-grams.
+    A text that loops has a low share, and flatters every method that drafts n-grams.
     """
     ngrams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else 1.0

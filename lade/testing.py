@@ -1,4 +1,4 @@
-"""Toy models and fakes for tests: of this package, and of programs that use it.
+"""Toy models and fakes, for the tests of this package and of programs that use it.
 
 >>> model = toy_model("llama", vocabulary=32)
 >>> lade.generate(model, input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=20)
@@ -36,17 +36,17 @@ def toy_model(
     attention: str = "sdpa",
     positions: int = 512,
 ) -> PreTrainedModel:
-    """A random model of a few thousand parameters, in evaluation mode, that never emits an end of sequence.
+    """Return a random model of a few thousand parameters, in evaluation mode, that never emits EOS.
 
     Its weights are large enough for its greedy text to be neither constant nor soon periodic.
 
     Args:
-        family: `llama` (grouped heads), `qwen3` or `gpt2` (learned positions).
-        vocabulary: V.
-        seed: seeds the weights; torch's global generator is left as it was.
+        family: `llama` (grouped-query attention), `qwen3` or `gpt2` (learned positions).
+        vocabulary: V, the vocabulary size.
+        seed: seeds the weights; torch's global generator is not touched.
         dtype: dtype of the weights.
-        attention: `sdpa` or `eager`.
-        positions: length of the context.
+        attention: attention implementation, `sdpa` or `eager`.
+        positions: maximum context length in tokens.
 
     Raises:
         ValueError: the family is none of these.
@@ -64,7 +64,7 @@ def toy_model(
 
 
 def _rotary(vocabulary: int, positions: int) -> dict[str, Any]:
-    """Sizes of the rotary families."""
+    """Return the config fields of the rotary families."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": 32,
@@ -106,12 +106,12 @@ _FAMILIES: dict[str, Callable[[int, int], PreTrainedModel]] = {"llama": _llama, 
 
 
 def nearly_flat_cost() -> StepCost:
-    """A step cost that makes guessing worth while: 128 tokens at once cost twice what one costs."""
+    """Return a step cost that makes drafting worthwhile: 128 tokens at once cost twice as much as one."""
     return StepCost.of({1: [1e-3], 128: [2e-3]})
 
 
 class ListCache:
-    """A cache of token ids instead of keys and values: what a row's cache must hold, in plain sight.
+    """A fake KV cache of token ids, for checking which tokens each row holds.
 
     Attributes:
         rows: `[B]` lists of cached ids.
@@ -122,34 +122,34 @@ class ListCache:
 
     @property
     def lengths(self) -> list[int]:
-        """`[B]`."""
+        """Number of cached ids of each row, `[B]`."""
         return [len(row) for row in self.rows]
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Of the last `fed` ids of each row keep those of its path."""
+        """Keep the ids on each row's path, out of its last `fed` ones."""
         for row, path in zip(self.rows, paths, strict=True):
             start = len(row) - fed
             row[start:] = [row[start + node] for node in path]
 
     def leave(self, row: int) -> None:
-        """Forget a row; the last one takes its place."""
+        """Remove a row; the last one takes its place."""
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         self.rows = [self.rows[i] for i in indices.tolist()]
 
 
 class FunctionRunner:
-    """Runs a function from text to next token instead of a model: text in, the token that follows it out.
+    """A fake runner: a function from the text to its next token takes the place of the model.
 
-    It attends as a model does, to the cache and a node's ancestors, so wrong bookkeeping gives a wrong text.
+    Each node sees the cache and its ancestors, as in a model, so wrong bookkeeping leads to a wrong text.
 
     Args:
-        follow: the token that follows a text.
-        vocabulary: V.
-        max_length: positions there are; None for no end.
+        follow: returns the token that follows a text.
+        vocabulary: V, the vocabulary size.
+        max_length: maximum number of positions; None for no limit.
     """
 
     def __init__(self, follow: Callable[[Sequence[int]], int], vocabulary: int, max_length: int | None = None) -> None:
@@ -159,13 +159,13 @@ class FunctionRunner:
         self.passes = 0
 
     def room(self, cached: int) -> int | None:
-        """Depth left before `max_length`."""
+        """Return how deep a tree may be before `max_length`; None for no limit."""
         return None if self.max_length is None else max(0, self.max_length - 1 - cached)
 
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: ListCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
-        """Logits `[B, V]` after each row; `hook` is called with those of all tokens."""
+        """Return the logits `[B, V]` after each row; call `hook` with those of all tokens."""
         cache.rows = [list(row) for row in rows]
         for number, row in enumerate(rows if hook else ()):
             assert hook is not None
@@ -173,7 +173,7 @@ class FunctionRunner:
         return torch.stack([self._logits(row) for row in rows])
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:
-        """Logits `[B, S, V]`; in rows with a smaller tree zeros follow."""
+        """Return the logits `[B, S, V]` of all nodes; zeros pad the rows with smaller trees."""
         self.passes += 1
         size = max(map(len, trees))
         logits = torch.zeros(len(trees), size, self.vocabulary)

@@ -1,4 +1,4 @@
-"""The version, and a warning if the original library shares the folder `lade`."""
+"""The package version, and a warning when the original `lade` distribution shares this package's folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 REMEDY = "pip uninstall lade && pip install --force-reinstall --no-deps lookahead-decoding"
 
 
-def warn_of_the_old_library() -> None:
-    """Warn if the distribution `lade` is installed beside `lookahead-decoding`: they share the folder `lade`."""
+def warn_if_shadowed() -> None:
+    """Warn if the original distribution `lade` is installed too: it writes to the same folder as this package."""
     try:
         old = version("lade")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""How many texts are not bit for bit those of plain `model.generate`: of an invariant model, there should be none.
+"""Count texts that differ from plain `model.generate`'s; an invariant model should have none.
 
     python scripts/count_differences.py --model stories3M-hf --prompts tinystories_openings.jsonl --record count.jsonl
     python scripts/count_differences.py --model stories3M-hf --prompts tinystories_openings.jsonl --weights packed

@@ -71,7 +71,7 @@ def classes(mapping: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def outcome(config_class: Any, cls: Any) -> str:
-    """What comes of a class: `SERVED`, the reason of a refusal, or what kept it from being tried."""
+    """Return the outcome for a class: `SERVED`, the reason of a refusal, or what kept it from being tried."""
     try:
         model = tiny_models.tiny_model(cls, tiny_models.tiny_config(config_class))
     except Exception as problem:  # noqa: BLE001 - of any class, and whatever it is
@@ -83,7 +83,7 @@ def outcome(config_class: Any, cls: Any) -> str:
 
 
 def tried(model: Any) -> str:
-    """What comes of a model: `SERVED`, or the reason of a refusal."""
+    """Return the outcome for a model: `SERVED`, or the reason of a refusal."""
     arguments = {"input_ids": prompt(), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     support = lade.supports(model)
     fails = "Error" in support.reason  # perhaps in plain decoding, too

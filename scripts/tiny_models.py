@@ -65,7 +65,7 @@ _FIELDS = [
     (0, "pad_token_id num_kv_shared_layers"),
 ]
 SIZES = {name: size for size, names in _FIELDS for name in names.split()}
-"""What a field of that name becomes."""
+"""Small values by field name."""
 
 _CONV, _LINEAR = ([kind] * 3 + ["full_attention"] for kind in ("conv", "linear_attention"))
 _MIXED: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.tree import ROOT, TokenTree
 from lade.embedded.files import model_path
 from lade.hf.session import Session
-from lade.model.prepared import preparing, special_ids
+from lade.model.prepared import custom_generate_for, special_ids
 from lade_lab.workloads import load
 
 
@@ -55,7 +55,9 @@ def steps(
     recorder = Recorder(drafter_for(config, special_ids(model.generation_config), vocabulary=model.config.vocab_size))
     make = functools.partial(Session, config=config, stats=Stats(), drafter=recorder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    for step in model.generate(**inputs, max_new_tokens=200, do_sample=False, custom_generate=preparing(make)):
+    for step in model.generate(
+        **inputs, max_new_tokens=200, do_sample=False, custom_generate=custom_generate_for(make)
+    ):
         yield step, recorder.tree
 
 

@@ -1,4 +1,4 @@
-"""Whether `lade serve` does what its `/openapi.json` says, by requests that schemathesis makes up.
+"""Check `lade serve` against its `/openapi.json` with requests that schemathesis makes up.
 
 Usage: python scripts/try_schema.py path/to/lade [EXAMPLES]
 """

@@ -17,7 +17,7 @@ from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
 from lade.model.support.supports import REFUSED as REFUSED_BY_NAME
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md"])
 HOWTO = sorted((ROOT / "docs" / "howto").glob("*.md"))
 MODELS = ROOT / "docs" / "models.md"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -102,7 +102,7 @@ def test_the_documentation_can_be_reached_from_the_readme():
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_of_the_project_that_are_named_are_there(path):
-    named = re.findall(r"`((?:lade|tests|scripts|docs)/[\w/.-]+)`", path.read_text(encoding="utf-8"))
+    named = re.findall(r"`((?:lade|tests|scripts|docs|lab)/[\w/.-]+)`", path.read_text(encoding="utf-8"))
     assert [name for name in named if name not in RETIRED and not (ROOT / name).exists()] == []
 
 
@@ -274,7 +274,8 @@ def test_every_page_is_in_the_navigation():
 
 def examples() -> str:
     """All code that documentation and docstrings show, without lines that import."""
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in Path(lade.__file__).parent.rglob("*.py"))
+    packages = [Path(lade.__file__).parent, ROOT / "lab" / "lade_lab"]
+    sources = "\n".join(path.read_text(encoding="utf-8") for each in packages for path in each.rglob("*.py"))
     shown = re.findall(r"^ *(?:>>>|\.\.\.) (.*)$", sources, re.MULTILINE)
     pages = [code_of(path.read_text(encoding="utf-8")) for path in DOCS]
     lines = "\n".join([*shown, *pages]).splitlines()
@@ -293,12 +294,12 @@ def is_public(name: str) -> bool:
 
 def test_names_in_examples_are_there_after_import_lade():
     named = set(re.findall(r"(?<![\w./`\"'-])lade(?:\.[A-Za-z_]\w*)+", examples()))
-    assert {"lade_lab.workloads.load", "lade.generate", "lade.Memory.load"} <= named
+    assert {"lade.bench.workloads.load", "lade.generate", "lade.Memory.load"} <= named
     assert sorted(name for name in named if not is_public(name)) == []
 
 
 def test_a_name_that_is_not_there_would_be_noticed():
-    assert not any(map(is_public, ["lade_lab.harness.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
+    assert not any(map(is_public, ["lade.bench.harness.arms", "lade.bench.none", "lade.Memory.none", "lade.decoding"]))
 
 
 def test_the_example_of_the_benchmark_runs_in_a_fresh_interpreter():

@@ -40,7 +40,7 @@ def test_what_two_long_texts_have_in_common_is_not_shown():
     with pytest.raises(InputError) as caught:
         require_same(there, here, "line 1 of 'a'")
     common = "..." + "x" * 5 + "y" * 15
-    assert f'prompt is "{common}new" here, but "{common}old" in line 1 of \'a\': go on' in str(caught.value)
+    assert f'prompt is "{common}new" here, but "{common}old" in line 1 of \'a\': resume with' in str(caught.value)
     require_same(there, dict(there), "here")
     with pytest.raises(InputError, match=r'^a is "xx" here, but "x" in'):
         require_same({"a": "x"}, {"a": "xx"}, "here")

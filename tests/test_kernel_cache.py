@@ -8,7 +8,7 @@ import pytest
 from lade.compilation import sources_of
 
 CALLED = """
-from lade.decoding.compilation import inlined
+from lade.compilation import inlined
 FACTOR = 2
 @inlined
 def times(x):
@@ -16,7 +16,7 @@ def times(x):
 """
 KERNELS = """
 import numba
-from lade.decoding.compilation import TeamKernel, compiled
+from lade.compilation import TeamKernel, compiled
 from kernels.called import times
 @compiled(numba.int64)
 def multiply(x):

@@ -98,7 +98,7 @@ def test_inner_loops_that_are_compiled(log):
     compilation._log_first_compilation.cache_clear()
     for name in ("learn", "grow"):
         compilation._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={}), __name__=name), 1.25)
-    assert of_level(log(), "INFO") == ["compiling the inner loops, once on this machine: some seconds"]
+    assert of_level(log(), "INFO") == ["compiling the kernels, once on this machine: some seconds"]
     assert of_level(log(), "DEBUG") == ["compiled learn in 1.2 s", "compiled grow in 1.2 s"]
 
 

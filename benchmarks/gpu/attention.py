@@ -1,4 +1,4 @@
-"""What attention over a token tree takes, by the length of the cache and the tokens of a step.
+"""Time of attention over a token tree, by length of the cache and tokens of a step.
 
     python benchmarks/gpu/attention.py --out FOLDER
 
@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade.backends.tree_attention.attention import kernel_for
+from lade.backends.tree_attention.backend import kernel_for
 from lade.backends.tree_attention.tree_mask import TreeInputs
 from lade.decoding.tree import TokenTree
 from lade.model.inputs import FULL
@@ -69,7 +69,7 @@ class Point:
         return f"{self.heads}x{self.kv_heads}x{self.dim}"
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Of the keys and values that every arm must read."""
+        """Bytes of the keys and values that every arm must read."""
         return 2 * self.kv_heads * (self.length + self.step) * self.dim * dtype.itemsize
 
 
@@ -91,7 +91,7 @@ class Problem:
         self.pool = torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
     def arms(self) -> dict[str, Arm]:
-        """Those that run here."""
+        """Return the arms that run here."""
         layer = SimpleNamespace(num_key_value_groups=self.point.heads // self.point.kv_heads, is_causal=True)
         scale = self.point.dim**-0.5
         kernel = kernel_for(self.query, *self.pool[0])

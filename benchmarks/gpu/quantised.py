@@ -45,7 +45,7 @@ GROUP, WIDTHS = 32, 128
 
 
 class MissingError(Exception):
-    """What this machine lacks for a way to quantise."""
+    """Return what this machine lacks for a quantisation method."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def measured(model: Any, sizes: Sequence[int], cached: int, rounds: int) -> dict
 
 
 def tried(way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """What was measured of one way, or why it was not."""
+    """Return the measurements of one method, or why there are none."""
     device, sizes = torch.device(options.device), [int(size) for size in options.sizes.split(",")]
     model = inflated(options.params, device)
     try:

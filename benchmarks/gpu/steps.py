@@ -1,4 +1,4 @@
-"""What one pass of a model takes by the tokens it feeds, launched kernel by kernel and replayed, beside its floors.
+"""Time of a model's pass by tokens fed, launched kernel by kernel and replayed, beside its lower bounds.
 
     python benchmarks/gpu/steps.py --params 7e9 --out results/steps-7B.json
 
@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lade
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.pool import new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
@@ -125,7 +125,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def line_of(size: int, floors: tuple[float, float], lanes: dict[str, Lane]) -> dict[str, Any]:
-    """All that was found about a size, in milliseconds."""
+    """Return the measurements of a size, in milliseconds."""
     line: dict[str, Any] = {"size": size, "padded": step_bucket(size)}
     line |= {"bytes_floor_ms": 1e3 * floors[0], "operations_floor_ms": 1e3 * floors[1] * size}
     for name, lane in lanes.items():
@@ -184,7 +184,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
     plan = lade.supports(model).require()
-    graphs = device.type == "cuda" and not why_eager(model)
+    graphs = device.type == "cuda" and not capture_refusal(model)
     pool = pool_of(model, device) if graphs else new_pool(model, EagerReplay)
     runners = {
         "eager": EagerRunner(model, plan, model.generation_config),

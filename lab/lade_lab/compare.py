@@ -31,7 +31,7 @@ _FREE_SETTINGS = ("seeds", "repeats")  # they say how many samples there are, no
 
 
 def refused(a: Results, b: Results) -> list[str]:
-    """What makes two runs incomparable, each as "what: this in A, that in B"."""
+    """Return the reasons why two runs are not comparable, each as "what: this in A, that in B"."""
     found = [f"model {each}" for each in _differing(a.model, b.model)]
     found += [f"settings {each}" for each in _differing(a.settings, b.settings, but=_FREE_SETTINGS)]
     others = {method.name: method for method in b.methods}
@@ -43,7 +43,7 @@ def refused(a: Results, b: Results) -> list[str]:
 
 
 def worth_knowing(a: Results, b: Results) -> list[str]:
-    """What a reader should know, and may be just what is compared."""
+    """Return the differences to point out, which may be the ones under test."""
     found = [f"environment {each}" for each in _differing(a.environment, b.environment, but=("versions", "commit"))]
     versions = a.environment.versions, b.environment.versions
     for name in sorted({*versions[0], *versions[1]}):
@@ -96,7 +96,7 @@ class Interval:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the interval leaves out 1."""
+        """Slower or faster where the interval excludes 1."""
         return "slower" if self.high < 1.0 else "faster" if self.low > 1.0 else "no difference seen"
 
 
@@ -122,7 +122,7 @@ def interval_of(logs: Iterable[float], alpha: float, generator: np.random.Genera
 
 
 def _studentized(x: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
-    """How many standard errors of their own the means of resamples lie from the mean, [_RESAMPLES].
+    """Return the studentised deviations of the resampled means, [_RESAMPLES].
 
     Infinite, of either sign, for a resample of a single value: it says nothing about spread.
     """
@@ -150,14 +150,14 @@ _FEW_PROMPTS = 8
 
 @dataclass(frozen=True)
 class Steps:
-    """What no noise is in: tokens emitted after prefill, and the passes that took."""
+    """Noise-free counts: tokens emitted after prefill, and the passes they took."""
 
     tokens: int
     passes: int
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Steps:
-        """Of all of them."""
+        """Return the total over all samples."""
         found = list(samples)
         return cls(sum(sum(sample.accepted) for sample in found), sum(sample.steps for sample in found))
 
@@ -201,17 +201,17 @@ class Change:
 
     @property
     def verdict(self) -> Verdict:
-        """What is to be said of the method."""
+        """Return the verdict on the method."""
         return self.interval.verdict
 
     def fails(self, tolerance: float) -> bool:
-        """Whether it got slower: beyond noise, and by a larger share than `tolerance`."""
+        """True if it got slower beyond noise and by more than `tolerance`."""
         return self.judged != "reference" and self.verdict == "slower" and self.interval.ratio < 1.0 - tolerance
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that two runs have in common, and what not.
+    """Comparison of two runs.
 
     Attributes:
         changes: by workload and method, in the order of A.
@@ -232,7 +232,7 @@ class Comparison:
 
     @property
     def failures(self) -> list[Change]:
-        """What got slower by more than the tolerance."""
+        """Methods that got slower by more than the tolerance."""
         return [change for change in self.changes if change.fails(self.tolerance)]
 
     def as_dict(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def compare(
     clock: Clock = DECODING,
     seed: int = 0,
 ) -> Comparison:
-    """What is faster or slower in B than in A.
+    """Compare the speed of B with that of A.
 
     Args:
         a: the run before.
@@ -320,7 +320,7 @@ class _Pairs:
         return cls(before, after, shared, {(key[0], key[1], key[2]) for _, key in altered})
 
     def warnings(self) -> list[str]:
-        """What is left out though both have it."""
+        """Return what is left out though both runs have it."""
         return [
             f"prompt {prompt!r} of {workload}, turn {turn}, has other tokens in B: left out"
             for workload, prompt, turn in sorted(self.altered)
@@ -350,7 +350,7 @@ def _changes(
     clock: Clock,
     seed: int,
 ) -> Iterator[Change]:
-    """Of every workload and method, each with a generator of its own, so that one group more changes no other."""
+    """Yield the changes by workload and method; each has its own generator, so that a new group changes no other."""
     alpha = ALARMS / max(1, sum(method != reference for _, method in groups))
     for number, ((workload, method), keys) in enumerate(groups.items()):
         generator, base = np.random.default_rng((seed, number)), None if method == reference else reference
@@ -409,6 +409,6 @@ def _reference(a: Results, b: Results, pairs: _Pairs) -> str | None:
 
 
 def drift(comparison: Comparison) -> float | None:
-    """How many times as fast the reference itself was in B, all workloads alike; None if there is none."""
+    """Return the speed-up of the reference itself in B over A, all workloads alike; None if there is none."""
     found = [change.rate.ratio for change in comparison.changes if change.method == comparison.reference]
     return math.exp(fmean(map(math.log, found))) if found else None

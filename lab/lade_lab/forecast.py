@@ -23,7 +23,7 @@ from lade_lab.roofline import Roofline
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the steps of a method yielded where it was measured.
+    """Measured yield of a method's steps.
 
     Attributes:
         name: of the method.
@@ -49,7 +49,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Measured:
-    """What acceptance is known.
+    """Measured acceptance and library time that forecasts start from.
 
     Attributes:
         acceptances: of the methods that feed more than one token a step.
@@ -68,7 +68,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a method would do.
+    """Forecast of one method.
 
     Attributes:
         name, workload: of the method and the text.
@@ -91,7 +91,7 @@ class Prediction:
 
 
 def _shipped() -> Measured:
-    """What was measured of this library: `measured.json`, whose figures are those of docs/measurements.md."""
+    """Load the measurements that ship: `measured.json`, whose figures are those of docs/measurements.md."""
     found = json.loads((resources.files("lade_lab") / "measured.json").read_text(encoding="utf-8"))
     own_s = {int(fed): 1e-3 * library_ms for fed, library_ms in found["library_ms"].items()}
     acceptances = []
@@ -157,7 +157,7 @@ def _own_s(results: Results, kind: str, samples: Sequence[Sample]) -> float:
 
 
 def predict(roofline: Roofline, measured: Measured, own_s: float | None = None) -> list[Prediction]:
-    """What each method would do on that hardware if it accepted as much there, in the order of `measured`.
+    """Predict each method on that hardware at the same acceptance, in the order of `measured`.
 
     Args:
         roofline: the model on the hardware.
@@ -205,7 +205,7 @@ def best_sizes(
 
 
 def _between(name: str, family: str, known: Sequence[Acceptance], size: int) -> Acceptance:
-    """What a member of the family that feeds this many tokens would accept."""
+    """Interpolate the acceptance of a family at this number of tokens fed."""
     places = [0.0, *(math.log2(each.fed) for each in known)]
     made = np.interp(math.log2(size), places, [1.0, *(each.tokens_per_step for each in known)])
     own_s = np.interp(size, [each.fed for each in known], [each.own_s for each in known])

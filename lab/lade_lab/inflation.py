@@ -34,10 +34,10 @@ from transformers import (
 )
 
 from lade.errors import ConfigError, UnsupportedModelError
-from lade.model.facts import parts_of
+from lade.model.facts import inner_tensors
 
 Axis = Literal["vocabulary", "hidden", "heads", "feed_forward", "head"]
-"""What a dimension counts: tokens, hidden values, values of all heads, feed-forward values, values of one head."""
+"""Unit of a dimension: tokens, hidden values, values of all heads, feed-forward values, values of one head."""
 
 Filling = Literal["noise", "zeros", "ones"]
 
@@ -104,7 +104,7 @@ TOLERANCE = 0.03
 
 FEED_FORWARD_RATIO = 3.3
 FEWEST_LAYERS, MOST_LAYERS = 12, 32
-"""What published models of 0.1 to 8 billion parameters look like: feed-forward width over hidden size, layers."""
+"""Proportions of published models of 0.1 to 8 billion parameters: feed-forward width over hidden size, layers."""
 
 WIDTH_STEPS = 64, 8, 1
 """Feed-forward widths are a multiple of the first of these that comes near enough: kernels like round widths."""
@@ -254,7 +254,7 @@ def _widths(model: PreTrainedModel, given: int | None, ideal: float) -> Iterable
 
 
 def _oddity(sizes: Sizes, hidden: int) -> float:
-    """How far from usual proportions: 0 for the most usual."""
+    """Return the distance from usual proportions; 0 for the most usual."""
     ratio = sizes.intermediate_size / (hidden * sizes.hidden_factor)
     return abs(log(ratio / FEED_FORWARD_RATIO)) + 2 * max(0.0, log(FEWEST_LAYERS / sizes.layers))
 
@@ -336,7 +336,7 @@ def _require_llama(model: PreTrainedModel) -> None:
         names = ", ".join(cls.__name__ for cls in SUPPORTED)
         raise UnsupportedModelError(f"{type(model).__name__} cannot be inflated", f"give one of {names}")
     remedy = "load the model without quantization, adapters or offloading"
-    wrapped = any(part is not weight for weight in model.parameters() for part in parts_of(weight))
+    wrapped = any(part is not weight for weight in model.parameters() for part in inner_tensors(weight))
     if wrapped or getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("a quantized model cannot be inflated", remedy)
     promised = {name: weight.shape for name, weight in _skeleton(type(model), model.config).named_parameters()}

@@ -1,4 +1,4 @@
-"""Other training-free methods as drafters: prompt lookup, SuffixDecoding, Token Recycling.
+"""Other methods as drafters: prompt lookup, SuffixDecoding, Token Recycling, chains of a checkpoint's MTP layer.
 
 Source: Saxena, "Prompt Lookup Decoding", 2023, github.com/apoorvumang/prompt-lookup-decoding: the first place that is
 found, for the longest n-gram that is found at all. Here all places are merged into one tree, until it is full.
@@ -28,18 +28,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from lade.decoding.drafting.drafter import Draft, Drafter
-from lade.decoding.kernels.layout import TOKEN, WIDTH, Ints
+from lade.decoding.drafting.drafter import Draft, Drafter, Unseen
+from lade.decoding.kernels.layout import TOKEN, WIDTH, Doubles, Ints
 from lade.decoding.readout import Readout
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
 
 LENGTHS = (4, 3, 2, 1)
-"""Of the n-grams that are looked up, in this order."""
+"""Lengths of the n-grams that are looked up, in this order."""
 GUESSED = 16
 """Tokens taken from one place, at most."""
 PLACES = 64
-"""Of an n-gram, at most: the latest."""
+"""Occurrences kept per n-gram: the latest."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -58,7 +58,7 @@ class PromptLookupDrafter(Drafter):
         self._note(tokens)
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """What followed, until the tree is full."""
+        """Return a tree of continuations of the longest matches, filled up to the budget."""
         tree = TokenTree(context[-1], max_depth)
         for length in LENGTHS:
             places = self._places.get(tuple(context[-length:]), ()) if length <= len(context) else ()
@@ -151,7 +151,7 @@ class SuffixDrafter(Drafter):
 
 
 RIGHT = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02)
-"""How often a successor of each rank is right, about."""
+"""Approximate acceptance rate of a successor by rank."""
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -203,3 +203,54 @@ def template(size: int) -> list[tuple[int, ...]]:
             sibling = chance / RIGHT[path[-1]] * RIGHT[path[-1] + 1]
             heapq.heappush(open_paths, (sibling, (*path[:-1], path[-1] + 1)))
     return paths
+
+
+class MtpChain:
+    """The likeliest token after the last one, and after that, by an MTP layer alone; see `PredictedTree`.
+
+    Args:
+        depth: tokens of the chain, one for each pass of the layer.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self.tokens: list[int] = []
+
+    def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
+        """See `PredictedTree`."""
+        self.tokens = []
+        return True
+
+    def grow(self) -> float:
+        """See `PredictedTree`."""
+        return 1.0 + len(self.tokens)
+
+    def unseen(self, most: int) -> list[Unseen]:
+        """See `PredictedTree`."""
+        length = len(self.tokens)
+        return [Unseen(length, length - 1, self.tokens[-1], length, 1.0)] if 0 < length < self._depth else []
+
+    def candidates(self, node: int) -> list[int]:
+        """See `PredictedTree`."""
+        return []
+
+    def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
+        """See `PredictedTree`."""
+        self.tokens.append(int(tokens[0, 0]))
+
+
+class MtpChainDrafter(Drafter):
+    """Feeds a chain of the checkpoint's MTP layer, as transformers, vLLM and SGLang do; see `Drafter`.
+
+    Args:
+        depth: tokens drafted in a step.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.mtp: MtpChain = MtpChain(depth)
+
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        """The chain that the layer has predicted for this step; it teaches nothing."""
+        tree = TokenTree(context[-1], max_depth)
+        tree.add_path(self.mtp.tokens, "mtp")
+        return Draft(tree, teaches=False)

@@ -86,7 +86,7 @@ SCHEMA = "lade-bench/1"
 
 @dataclass(frozen=True)
 class Environment:
-    """What it ran on.
+    """Hardware and software of a run.
 
     Attributes:
         device: name of the hardware, such as "AMD EPYC 9654 96-Core Processor, 2 cores".
@@ -105,7 +105,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Model:
-    """What was run.
+    """The model of a run.
 
     Attributes:
         name: as the user gave it; of a folder the last part.
@@ -126,7 +126,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers were made; the same for all methods.
+    """Generation settings, the same for all methods.
 
     Attributes:
         max_new_tokens: per answer.
@@ -148,7 +148,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Workload:
-    """Where prompts came from.
+    """Source of the prompts.
 
     Attributes:
         name: such as "humaneval", or the name of a file.
@@ -169,8 +169,8 @@ class Method:
 
     Attributes:
         name: unique in a run, such as "adaptive" or "lookahead 15,5,15".
-        kind: hf, hf-prompt-lookup, hf-assisted, plain, jacobi, prompt-lookup, suffix, token-recycling, lookahead,
-            adaptive or adaptive-warm.
+        kind: hf, hf-prompt-lookup, hf-assisted, hf-mtp, plain, jacobi, prompt-lookup, suffix, token-recycling, mtp,
+            lookahead, adaptive or adaptive-warm.
         config: of the method, such as `{"window": 15, "ngram": 5, "guesses": 15}`.
         packed: whether it ran on prepacked weights (`lade.pack`).
         compared: whether its answers are to equal the reference's. Transformers' assisted methods, when sampling, draw
@@ -272,7 +272,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class StepCurve:
-    """What a forward pass takes by the tokens it feeds.
+    """Time of a forward pass by the number of tokens fed.
 
     Attributes:
         packed: on which weights.
@@ -285,22 +285,6 @@ class StepCurve:
     cached: int
     sizes: list[int]
     seconds: list[list[float]]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One answer step by step, for people to watch: the first prompt's, by the method of most interest.
-
-    Attributes:
-        workload, prompt, method: which.
-        steps: for each step, `pieces` (the text of each emitted token), `sources` (who proposed each), `fed` and
-            `seconds`; the first one is prefill.
-    """
-
-    workload: str
-    prompt: str
-    method: str
-    steps: list[dict[str, Any]]
 
 
 @dataclass
@@ -326,7 +310,6 @@ class Results:
     samples: list[Sample] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     step_curves: list[StepCurve] = field(default_factory=list)
-    replays: list[Replay] = field(default_factory=list)
 
     def of(self, method: str, workload: str | None = None) -> Iterator[Sample]:
         """The samples of a method, of one workload or of all."""

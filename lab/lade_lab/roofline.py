@@ -31,13 +31,13 @@ FREE = 1.2
 _MOST = 1e30  # so that no product of two quantities leaves the numbers
 
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.6
-"""Of the datasheet's peaks, what passes are assumed to reach: assumptions, not measurements."""
+"""Assumed share of the datasheet's peaks that passes reach; not measured."""
 
 BYTES = {
     "float64": 8.0, "fp64": 8.0, "float32": 4.0, "fp32": 4.0, "bfloat16": 2.0, "bf16": 2.0, "float16": 2.0,
     "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5,
 }  # fmt: skip
-"""Of a weight, by dtype. What goes with quantized weights, scales and such, is left out."""
+"""Bytes per weight, by dtype, without the scales of quantised weights."""
 
 _CACHE_BYTES_AT_LEAST = 2.0  # models with quantized weights keep keys and values in 16 bits
 
@@ -112,7 +112,7 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all weights."""
+        """Bytes of all weights."""
         return self.params * BYTES[self.dtype]
 
     @property
@@ -205,7 +205,7 @@ class Sharing:
     layers: int
 
     def tensor_parallel_s(self, roofline: Roofline, size: float) -> float:
-        """Of a pass that feeds `size` tokens, the layers being split."""
+        """Seconds of a pass that feeds `size` tokens with the layers split."""
         count, link = self.devices, self.interconnect
         hidden = math.sqrt(roofline.params / (12 * self.layers))
         sent = 2 * (count - 1) / count * size * hidden * STATE_BYTES
@@ -219,7 +219,7 @@ class Sharing:
         return roofline.seconds(part) + link.latency_s + sent / link.bandwidth + MESSAGE_S
 
     def largest_part(self, size: float) -> float:
-        """Of a tree of `size` nodes; straight between sizes measured, and a fair share more beyond the last."""
+        """Largest part of a tree of `size` nodes; linear between measured sizes, an equal share beyond the last."""
         import numpy as np  # late: the help reads this file, and comes without it
 
         known = ((1.0, 1.0), *PARTS[self.devices])

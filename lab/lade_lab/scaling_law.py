@@ -197,7 +197,7 @@ class Point:
 
 @dataclass
 class Scaling:
-    """What was found so far, and what `scaling.json` holds.
+    """Results so far, as stored in `scaling.json`.
 
     Attributes:
         created: ISO 8601, UTC.

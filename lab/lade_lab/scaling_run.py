@@ -183,13 +183,13 @@ def check_folder(folder: Path, *, resume: bool) -> None:
 
 
 def _terms(scaling: Scaling) -> Mapping[str, Any]:
-    """What must agree when a run is continued."""
+    """Return the settings that must agree when a run is continued."""
     records_of = {name: asdict(getattr(scaling, name)) for name in ("model", "settings", "workload")}
     return {**records_of, "prompt_ngrams": scaling.prompt_ngrams}
 
 
 def _work(window: int, ngram: int) -> float:
-    """What an answer costs, roughly and in no unit."""
+    """Return the rough relative cost of an answer."""
     return _PASS_TOKENS + 2.0 * window * (ngram - 1)
 
 

@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """Of these values; None if there are none."""
+        """Return the quartiles of these values; None if there are none."""
         found = list(values)
         if not found:
             return None
@@ -49,7 +49,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times as fast as another method, over the answers that both wrote.
+    """Speed-up over another method, over the answers that both wrote.
 
     Attributes:
         each: of single answers.
@@ -68,7 +68,7 @@ class Clock:
     tokens: Callable[[Sample], int]
 
     def runs(self, sample: Sample) -> bool:
-        """Whether there is something to divide."""
+        """Return whether the sample has tokens and seconds to divide."""
         return self.tokens(sample) > 0 and self.seconds(sample) > 0
 
     def rate(self, samples: Sequence[Sample]) -> float:
@@ -81,12 +81,12 @@ DECODING = Clock(lambda sample: sample.decode_s, lambda sample: sample.new_token
 
 
 def key_of(sample: Sample) -> Key:
-    """What a sample shares with the samples of other methods that it is compared with."""
+    """Return the key shared with the samples of other methods that a sample is compared with."""
     return sample.workload, sample.prompt, sample.turn, sample.seed, sample.repeat
 
 
 def speedup(samples: Iterable[Sample], others: Mapping[Key, Sample], clock: Clock) -> Speedup | None:
-    """How many times as fast samples are as those of another method.
+    """Return the speed-up of samples over those of another method.
 
     Args:
         samples: of the method.
@@ -145,7 +145,7 @@ class Curve:
 
 
 def curves_of(results: Results) -> list[Curve]:
-    """All that can be used, on plain weights first, shorter caches first."""
+    """Return the usable step curves, plain weights first, then shorter caches."""
     found = [curve for curve in map(Curve.of, results.step_curves) if curve is not None]
     return sorted(found, key=lambda curve: (curve.packed, curve.cached))
 
@@ -160,7 +160,7 @@ def curve_of(results: Results, packed: bool) -> Curve | None:
 
 @dataclass(frozen=True)
 class Identity:
-    """Where a speed comes from: tokens per step, divided by what a step costs.
+    """Decomposition of a speed: tokens per step over the cost of a step.
 
     Attributes:
         expected: tokens per step / step cost.
@@ -308,7 +308,7 @@ def _block(results: Results, workload: str | None, base: str | None) -> Block:
 
 
 def _row(method: str, own: list[Sample], reference: Mapping[Key, Sample], plain: Mapping[Key, Sample]) -> Row:
-    """What can be said of a method without the steps of the base."""
+    """Return the part of a row that needs no steps of the base."""
     steps = sum(sample.steps for sample in own)
     fed = [tokens for sample in own for tokens in sample.step_tokens]
     return Row(
@@ -340,7 +340,7 @@ def _library_share(samples: list[Sample]) -> float | None:
 
 
 def _curve_cost(results: Results, method: Method, samples: list[Sample], base: str | None) -> float | None:
-    """What the step curve says of a method's steps: their mean seconds inside the model, by those of one token."""
+    """Return the mean model time of a method's steps by the step curve, relative to one token."""
     packed = next((each.packed for each in results.methods if each.name == base), None)
     own, plain = curve_of(results, method.packed), curve_of(results, bool(packed))
     sizes = Counter(tokens for sample in samples for tokens in sample.step_tokens)

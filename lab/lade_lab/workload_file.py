@@ -152,7 +152,7 @@ _NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a tex
 
 
 def _named(found: object) -> str:
-    """What JSON calls a value's type."""
+    """Return JSON's name of a value's type."""
     if isinstance(found, list) and not found:
         return "an empty list"
     return _NAMES.get(type(found), "null")

@@ -67,7 +67,7 @@ TALK_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extrac
 
 @dataclass(frozen=True)
 class Format:
-    """How the entries of a file are read.
+    """Format of the entries of a file.
 
     Attributes:
         keys: what an entry must have; any one of these sets.
@@ -156,7 +156,7 @@ def check(name: str) -> None:
 
 
 def named(format: str, file: str) -> str:
-    """What a workload is called: a benchmark's like its format, with the file's name unless it is the published one.
+    """Return the name of a workload: its format for benchmarks, with the file's name unless it is the published one.
 
     Args:
         format: its name.

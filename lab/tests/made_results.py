@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import re
 from dataclasses import replace
 
 from lade_lab.results import (
@@ -12,7 +11,6 @@ from lade_lab.results import (
     Method,
     Mismatch,
     Model,
-    Replay,
     Results,
     Sample,
     Settings,
@@ -20,21 +18,6 @@ from lade_lab.results import (
     Workload,
 )
 
-TEXT = """def merge(left, right):
-    \"\"\"Join two sorted lists into one that is sorted & <whole>.\"\"\"
-    result = []
-    while left and right:
-        if left[0] < right[0]:
-            result.append(left.pop(0))
-        else:
-            result.append(right.pop(0))
-    return result + left + right
-
-
-def test_merge():
-    assert merge([1, 3], [2]) == [1, 2, 3]
-    assert merge([], [2]) == [2]
-"""
 METHODS = [
     Method("hf", "hf"),
     Method("hf-prompt-lookup", "hf-prompt-lookup", {"tokens": 10}),
@@ -120,24 +103,6 @@ def sample_of(method: Method, workload: str, prompt: str, turn: int, repeat: int
     )
 
 
-def pieces_of(text: str) -> list[str]:
-    """Words with the space before them, roughly as tokenizers cut."""
-    return re.findall(r" ?\w+|\s+|[^\w\s]", text)
-
-
-def replay_of(method: Method, workload: str, prompt: str, text: str = TEXT) -> Replay:
-    pieces = pieces_of(text)
-    chance = random.Random(method.name)
-    steps = [{"pieces": pieces[:1], "sources": ["prefill"], "fed": 61, "seconds": 0.15}]
-    place = 1
-    for fed, sources in steps_of(method, len(pieces), EASE[workload], chance):
-        seconds = step_s(fed, method.packed) * chance.uniform(0.97, 1.08)
-        emitted = pieces[place : place + len(sources)]
-        steps.append({"pieces": emitted, "sources": sources, "fed": fed, "seconds": seconds})
-        place += len(sources)
-    return Replay(workload, prompt, method.name, steps)
-
-
 def made_results(
     prompts: int = 12, repeats: int = 1, methods: list[Method] = METHODS, workloads: tuple[str, ...] = tuple(EASE)
 ) -> Results:
@@ -165,7 +130,6 @@ def made_results(
     )
     fault = replace(near, method="jacobi", place=3, found_score=9.0, ulps=36.0, near_tie=False)
     named = {method.name: method for method in methods}
-    watched = [named[name] for name in ("plain", "lookahead 7,5,7", "adaptive-warm") if name in named]
     return Results(
         created="2026-01-02T03:04:05+00:00",
         command=["lade", "bench", "--model", "stories3M-hf", "--workload", "my prompts/human eval.jsonl", "--pack"],
@@ -185,5 +149,4 @@ def made_results(
         samples=samples,
         mismatches=[each for each in (near, fault) if each.method in named],
         step_curves=curves,
-        replays=[replay_of(method, workloads[0], f"{workloads[0]}/0") for method in watched],
     )

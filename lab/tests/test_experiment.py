@@ -117,18 +117,10 @@ def test_a_kept_memory_is_emptied_for_each_workload_seed_and_repeat(results):
     assert steps == [sample.steps for sample in results.of("adaptive-warm 12")] * 4
 
 
-def test_step_curves_and_a_replay(results):
+def test_step_curves(results):
     (curve,) = results.step_curves
     assert (curve.packed, curve.cached, curve.sizes) == (False, 5 + NEW // 2, [1, 2, 4, 8, 16, 32])
     assert all(seconds > 0 for size in curve.seconds for seconds in size) and len(curve.seconds) == 6
-    (replay,) = results.replays
-    assert (replay.workload, replay.prompt, replay.method) == ("toys", "p0", "adaptive-warm 12")
-    sample = next(results.of("adaptive-warm 12"))
-    assert [len(step["pieces"]) for step in replay.steps] == [1, *sample.accepted]
-    assert [step["fed"] for step in replay.steps] == [5, *sample.step_tokens]
-    assert replay.steps[0]["sources"] == ["prefill"]
-    text = "".join(piece for step in replay.steps for piece in step["pieces"])
-    assert digest(Letters()(text)["input_ids"]) == sample.output_sha256
 
 
 def test_the_record_says_what_ran(results, tmp_path):
@@ -347,7 +339,7 @@ def test_whenever_it_is_killed_it_goes_on_as_if_it_had_not_been(
     assert experiment.done == (at if (owner, after) == (Results, True) else at - 1)
     results = finished(experiment)
     assert timeless(results) == timeless(uninterrupted)
-    assert results.complete and results.replays[0].prompt == "p0" and len(results.replays) == 1
+    assert results.complete
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"], "memories have done their work"
 
 

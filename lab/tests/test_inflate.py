@@ -231,7 +231,7 @@ def test_saved_and_loaded_it_is_the_same(family, tmp_path):
 
 
 def share_in_memory(tensor):
-    """Of its whole pages, those that have been written (or read) since they were given out."""
+    """Return the resident share of its whole pages."""
     page = os.sysconf("SC_PAGE_SIZE")
     first, last = -(-tensor.data_ptr() // page), (tensor.data_ptr() + tensor.nbytes) // page
     with PAGEMAP.open("rb") as file:  # eight bytes a page, the highest bit: present

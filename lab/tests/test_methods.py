@@ -1,4 +1,4 @@
-"""How methods are written on the command line."""
+"""Method syntax on the command line."""
 
 import pytest
 
@@ -17,6 +17,9 @@ from lade_lab.results import Method
         ("jacobi", "jacobi", {"guesses": 8}),
         ("jacobi=3", "jacobi 3", {"guesses": 3}),
         ("suffix", "suffix", {"budget": 16}),
+        ("mtp", "mtp", {"depth": 3}),
+        ("mtp=1", "mtp 1", {"depth": 1}),
+        ("hf-mtp", "hf-mtp", {"use_mtp": True}),
         ("prompt-lookup=4", "prompt-lookup 4", {"budget": 4}),
         ("token-recycling=64", "token-recycling 64", {"budget": 64}),
         ("lookahead", "lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
@@ -43,6 +46,7 @@ def test_a_method_by_its_text(text, name, config):
         ("adaptive=-1", "write adaptive=B"),
         ("jacobi=0", "methods='jacobi=0' is not valid: K=0: give a whole number >= 1"),
         ("lookahead=3,1,3", "methods='lookahead=3,1,3' is not valid: N=1: give a whole number >= 2"),
+        ("mtp=9", "methods='mtp=9' is not valid: K=9: give a whole number >= 1 and <= 5"),
         ("adaptive=0", "methods='adaptive=0' is not valid: B=0: give a whole number >= 1"),
         ("token-recycling=0", "methods='token-recycling=0' is not valid: B=0: give a whole number .* plainly\\)$"),
     ],
@@ -58,7 +62,7 @@ def test_commas_between_methods_and_between_sizes():
 
 
 def test_the_default_methods_are_all_but_the_one_that_needs_a_draft_and_those_of_others():
-    known = [kind for kind in KINDS if kind != "hf-assisted" and kind not in PEERS]
+    known = [kind for kind in KINDS if kind not in PEERS | {"hf-assisted", "hf-mtp"}]
     assert [method.name for method in parse_all(DEFAULT)] == known
 
 

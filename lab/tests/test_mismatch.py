@@ -1,4 +1,4 @@
-"""Where two answers part, and whether rounding explains it."""
+"""The first differing token of two answers, and near ties."""
 
 import pytest
 import torch

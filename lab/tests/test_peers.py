@@ -1,21 +1,26 @@
 """Methods of others: exact whatever they guess, and each guesses what its paper says."""
 
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mtp_toys import llama_with_mtp
 
-from lade import Stats
+from lade import LookaheadConfig, Stats
 from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy, Verdict
+from lade.hf.session import Session
+from lade.model.prepared import custom_generate_for
 from lade.testing import FunctionRunner, ListCache
-from lade_lab.peers import PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter, template
+from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter, template
 
 VOCABULARY = 12
 PEERS: list[Callable[[int], Drafter]] = [PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter]
@@ -114,3 +119,13 @@ def test_the_template_is_a_tree_of_the_likeliest_paths(size):
     assert len(set(paths)) == len(paths) == size
     assert all(path[:-1] in paths[:place] or len(path) == 1 for place, path in enumerate(paths))
     assert all((*path[:-1], path[-1] - 1) in paths[:place] for place, path in enumerate(paths) if path[-1])
+
+
+def test_chains_of_the_checkpoints_layer_are_verified(tmp_path: Path) -> None:
+    """The same tokens as plain decoding, and as many drafted in each step as passes were asked for."""
+    model, prompt = llama_with_mtp(tmp_path), torch.tensor([[3, 1, 4, 1, 5]])
+    arguments = {"max_new_tokens": 30, "do_sample": False}
+    make = functools.partial(Session, config=LookaheadConfig(), stats=Stats(), drafter=MtpChainDrafter(3))
+    steps = list(model.generate(prompt, **arguments, custom_generate=custom_generate_for(make)))
+    assert [token for step in steps for token in step.tokens] == model.generate(prompt, **arguments)[0, 5:].tolist()
+    assert {step.fed for step in steps[1:]} == {4}

@@ -141,12 +141,12 @@ def test_families_and_workloads_are_not_mixed():
 
 def test_what_ships_with_the_package():
     made = {each.name: (each.fed, each.tokens_per_step) for each in SHIPPED.acceptances}
-    assert made["adaptive cold, budget 24"] == (22.5, 2.064) and made["adaptive kept, budget 64"] == (63.2, 4.131)
+    assert made["adaptive cold, budget 24"] == (23.7, 2.169) and made["adaptive kept, budget 64"] == (64.0, 4.112)
     assert len(made) == 7 and "docs/measurements.md" in SHIPPED.source
     own = {each.fed: each.own_s for each in sorted(SHIPPED.acceptances, key=lambda each: each.fed)}
-    assert list(own.values()) == sorted(own.values()) and SHIPPED.plain_own_s == pytest.approx(0.2e-3)
-    assert own[8.4] == pytest.approx((0.2 + 0.24 * 7.4 / 15) * 1e-3), "between 1 token and 16"
-    assert own[100.7] == pytest.approx((0.81 + 0.37 * 36.7 / 48) * 1e-3), "on beyond 64"
+    assert list(own.values()) == sorted(own.values()) and SHIPPED.plain_own_s == pytest.approx(0.12e-3)
+    assert own[9.0] == pytest.approx((0.12 + 0.28 * 8 / 15) * 1e-3), "between 1 token and 16"
+    assert own[109.8] == pytest.approx((0.7 + 0.3 * 45.8 / 48) * 1e-3), "on beyond 64"
     assert len(best_sizes(ROUND, SHIPPED)) == 2
 
 

@@ -6,9 +6,8 @@ import pytest
 from made_results import METHODS, made_results
 
 from lade_lab.breakdown import acceptance, answers, points_of
-from lade_lab.report.page import shows_of
 from lade_lab.report.prose import closing, findings
-from lade_lab.results import Method, Mismatch, Replay, Sample, StepCurve, Workload
+from lade_lab.results import Method, Mismatch, Sample, StepCurve, Workload
 from lade_lab.summary import Curve, Spread, curve_of, curves_of, summarise
 
 HF, PLAIN, FAST = Method("hf", "hf"), Method("plain", "plain", packed=True), Method("fast", "adaptive", packed=True)
@@ -261,19 +260,3 @@ def test_answers_have_a_cell_for_each_method_that_wrote_them():
     assert first.cells["fast"].differs
     assert not first.cells["plain"].differs
     assert set(second.cells) == {"hf"}
-
-
-def test_a_replay_stands_beside_the_pace_of_one_token_a_step():
-    watched = Replay("code", "a", "fast", [
-        {"pieces": ["x"], "sources": ["prefill"], "fed": 9, "seconds": 1.0},
-        {"pieces": ["y", "z"], "sources": ["memory", "bonus"], "fed": 4, "seconds": 1.5},
-    ])  # fmt: skip
-    (show,) = shows_of(small(replays=[watched]), "plain")
-    own, other = show.lanes
-    assert (own.seconds, other.seconds) == (2.5, 3.0)  # prefill, and two steps at plain's mean of one second
-    assert [step.pieces for step in other.steps] == [["x"], ["y"], ["z"]]
-    assert other.note
-    slow = replace(watched, method="plain", steps=[{**watched.steps[0], "seconds": 5.0}])
-    (show,) = shows_of(small(replays=[watched, slow]), "plain")
-    assert show.lanes[1].seconds == 5.0
-    assert [lane.name for lane in shows_of(small(samples=[], replays=[watched]), None)[0].lanes] == ["fast"]

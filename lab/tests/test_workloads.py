@@ -345,6 +345,6 @@ def test_a_module_of_the_built_in_prompts_can_be_chosen():
 
 
 def test_the_licence_of_the_built_in_prompts_lies_beside_them():
-    text = (resources.files("lade_lab.workloads") / "builtin.LICENSE.txt").read_text(encoding="utf-8")
+    text = (resources.files("lade.embedded") / "builtin.LICENSE.txt").read_text(encoding="utf-8")
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in text and "Nothing else was changed" in text
     assert all(module in text for module in HELD_OUT)

@@ -1,1 +1,1 @@
-"""How the embedded model was trained; not part of the wheel."""
+"""Training of the embedded model; not part of the wheel."""

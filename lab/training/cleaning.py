@@ -1,4 +1,4 @@
-"""What a source file looks like before a small model reads it.
+"""Normalisation of source files for a small model.
 
 A model of a few million parameters learns whatever is frequent. Licence headers and tables of constants are
 frequent and teach it to recite, so they go; everything that reads like code stays as it was written.

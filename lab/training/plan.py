@@ -1,4 +1,4 @@
-"""How long to train, on rows of which length, and how fast to learn at every token of the way."""
+"""Training schedule: token budget, row lengths and learning rate."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LossAndPenalty = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Progress:
-    """How far a run has come; `short_rows` and `long_rows` are the numbers of the next rows to read."""
+    """Progress of a run; `short_rows` and `long_rows` are the numbers of the next rows to read."""
 
     tokens: int = 0
     short_rows: int = 0
@@ -49,7 +49,7 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """Whether the plan's tokens have been read."""
+        """True if the plan's tokens have been read."""
         return self.progress.tokens >= self.plan.total_tokens
 
     def step(self) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Backends: what serves a kind of model, layer or device beyond the core; each folder is found through one table."""
+"""Backends: model families, layers and devices beyond the core, loaded on demand through `lade.model.joint`."""

@@ -15,17 +15,17 @@ from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 from lade.model.prepared import IMAGE_FORMATS, holds_media
 
-_MADE_HERE = ("input_ids", "attention_mask")
+_TOKEN_ARGUMENTS = ("input_ids", "attention_mask")
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """A prompt with images in it.
+    """A prompt with images.
 
     Attributes:
-        ids: of its tokens; placeholders stand for the images.
-        media: the other arguments of `generate`: pixels, and what says where they belong.
+        ids: token ids, with placeholders for the images.
+        media: further arguments of `generate`: pixels and their layout.
     """
 
     ids: list[int]
@@ -33,10 +33,10 @@ class ImagePrompt:
 
 
 def open_image(path: Path) -> Any:
-    """A picture in memory, in RGB.
+    """Read an image as RGB.
 
     Raises:
-        InputError: Pillow is not installed, or the file cannot be read as an image.
+        InputError: Pillow is not installed, or the file is no image.
     """
     if find_spec("PIL") is None:
         raise InputError(f"image {str(path)!r} cannot be read without Pillow: run  pip install pillow")
@@ -51,7 +51,7 @@ def open_image(path: Path) -> Any:
 
 
 def content(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
-    """The content of a message that shows images and then says something, as chat templates take it."""
+    """Return message content with images before a text, in the format of chat templates."""
     return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
 
 
@@ -61,28 +61,28 @@ def encode(
     arguments: Mapping[str, Any],
     check: Callable[[str], None] | None = None,
 ) -> ImagePrompt:
-    """Put a conversation with images into the chat template of the model's processor.
+    """Apply the chat template of the model's processor to a conversation with images.
 
     Args:
-        loaded: has the processor.
-        messages: those with images have a `content` as of `content`.
-        arguments: what the template is given besides.
-        check: is called with the text before it is tokenised, and may raise what it likes.
+        loaded: model with a processor.
+        messages: messages; those with images have a `content` as made by `content`.
+        arguments: variables of the chat template.
+        check: called with the text before it is tokenized; its exceptions propagate.
 
     Raises:
-        InputError: there is no processor, no chat template, or they do not take the images.
+        InputError: there is no processor or chat template, or it refuses or ignores the images.
     """
-    shown = [{**each, "content": _parts(each["content"])} for each in messages]
+    shown = [{**each, "content": _as_parts(each["content"])} for each in messages]
     given = {"add_generation_prompt": True, **arguments}
     if check is not None:
         check(_processed(loaded, shown, **given, tokenize=False))
     made = _processed(loaded, shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
-    media = {name: value for name, value in made.items() if name not in _MADE_HERE}
+    media = {name: value for name, value in made.items() if name not in _TOKEN_ARGUMENTS}
     if not holds_media(media):
-        raise InputError(f"the chat template of {loaded.name!r} leaves images out: leave out --image")
+        raise InputError(f"the chat template of {loaded.name!r} ignores images")
     ids: list[int] = made["input_ids"][0].tolist()
     loaded.check(ids)
-    return ImagePrompt(ids, {name: _placed(value, loaded.model) for name, value in media.items()})
+    return ImagePrompt(ids, {name: _on_device(value, loaded.model) for name, value in media.items()})
 
 
 def _processed(loaded: LoadedModel, shown: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
@@ -93,30 +93,30 @@ def _processed(loaded: LoadedModel, shown: Sequence[Mapping[str, Any]], **argume
         raise InputError(f"the processor of {loaded.name!r} refuses the prompt ({one_line(problem, 240)})") from problem
 
 
-def _parts(said: Any) -> Any:
-    """All contents alike: templates of such models expect parts."""
-    return [{"type": "text", "text": said}] if isinstance(said, str) else said
+def _as_parts(text_or_parts: Any) -> Any:
+    """Return message content as a list of parts, which templates of such models expect."""
+    return [{"type": "text", "text": text_or_parts}] if isinstance(text_or_parts, str) else text_or_parts
 
 
-def _placed(value: Any, model: Any) -> Any:
-    """Pixels on the model's device and in its dtype, numbers as they are."""
+def _on_device(value: Any, model: Any) -> Any:
+    """Move a tensor to the model's device, and floats to its dtype."""
     if not hasattr(value, "to"):
         return value
     return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
 
 
 class Encoder:
-    """Encodes the prompts of a command.
+    """Encodes prompts as token ids.
 
     Args:
-        loaded: has the tokenizer.
-        template: checked options.
+        loaded: model to generate with, and its tokenizer.
+        template: checked chat template options.
 
     Attributes:
-        templated: whether texts are put into a chat template.
+        templated: texts are formatted with a chat template.
 
     Raises:
-        ConfigError: an option needs a template that the model has not.
+        ConfigError: an option needs a chat template, and the model has none.
     """
 
     def __init__(self, loaded: LoadedModel, template: Template) -> None:
@@ -124,18 +124,18 @@ class Encoder:
         self.templated = not template.raw and bool(getattr(loaded.tokenizer, "chat_template", None))
         for name, value in template.given.items():
             if not self.templated:
-                raise ConfigError(name, value, f"{loaded.name!r} has no chat template: leave it out")
+                raise ConfigError(name, value, f"{loaded.name!r} has no chat template")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes its prompts other ones than the texts as they are; for records."""
+        """Chat template options for records; empty for plain text."""
         return {"chat_template": True, **self._template.given} if self.templated else {}
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt, special tokens included.
+        """Return the ids of a prompt, special tokens included.
 
         Raises:
-            InputError: the model cannot continue it, or its template does not take it.
+            InputError: the prompt is empty or too long, or the chat template refuses it.
         """
         if not self.templated:
             if prompt.messages is not None:
@@ -147,18 +147,18 @@ class Encoder:
         return ids
 
     def with_images(self, prompt: Prompt, files: Sequence[Path]) -> ImagePrompt:
-        """The same of a text that comes after images.
+        """Return the prompt of a text after images.
 
         Raises:
-            InputError: an image cannot be read, or the model's processor does not take it.
+            InputError: an image cannot be read, or the model takes no images.
         """
-        said = content(prompt.text, [open_image(path) for path in files])
-        return encode(self._loaded, self._instructed([{"role": "user", "content": said}]), self._template.arguments)
+        message = content(prompt.text, [open_image(path) for path in files])
+        return encode(self._loaded, self._with_system([{"role": "user", "content": message}]), self._template.arguments)
 
     def _templated(self, messages: Messages) -> list[int]:
-        messages = self._instructed(messages)
-        goes_on = messages[-1]["role"] == "assistant"  # then its last message is continued, not answered
-        kind = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        messages = self._with_system(messages)
+        continued = messages[-1]["role"] == "assistant"  # its last message is continued, not answered
+        kind = {"add_generation_prompt": not continued, "continue_final_message": continued}
         try:
             ids: list[int] = self._loaded.tokenizer.apply_chat_template(
                 messages, **{**kind, **self._template.arguments}, tokenize=True, return_dict=False
@@ -166,15 +166,15 @@ class Encoder:
         except Exception as problem:
             reason = one_line(problem, 240)
             raise InputError(
-                f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): mend it, or add --raw"
+                f"the chat template of {self._loaded.name!r} refuses the prompt ({reason}): change it, or add --raw"
             ) from problem
         return ids
 
-    def _instructed(self, messages: Messages) -> Messages:
-        """Messages after the system message, if one was given."""
+    def _with_system(self, messages: Messages) -> Messages:
+        """Return the messages, after the system message if one was given."""
         system = self._template.system
         if system is None:
             return messages
         if messages[0]["role"] == "system":
-            raise InputError("the conversation has a system message of its own: leave out --system")
+            raise InputError("the conversation has a system message already: leave out --system")
         return [{"role": "system", "content": system}, *messages]

@@ -1,4 +1,4 @@
-"""`lade export-recipe`: the folder with which transformers' own `generate` decodes with lookahead."""
+"""`lade export-recipe`: write a folder for transformers' `generate(custom_generate=...)`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ EXAMPLE = (
 
 @options.grouped
 def export_recipe(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; made if it is not there.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; created if it does not exist.")],
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Write custom_generate/ into a folder of other files, such as a model's; none of those is touched.",
+            help="Add custom_generate/ to a folder with other files, such as a model's, which stay as they are.",
         ),
     ] = False,
     *,
     output: options.Output,
 ) -> None:
-    """Write the recipe for generate(custom_generate=DIR), for whatever calls transformers' generate.
+    """Write the recipe for generate(custom_generate=DIR), for any caller of transformers' generate.
 
-    Pipelines, agents and evaluations pass it on. The folder can be uploaded to a hub as it is.
+    Pipelines, agents and evaluations pass it on. The folder can be uploaded to the hub as it is.
     """
     with terminal(output) as term:
         from lade.recipe.export import CARD

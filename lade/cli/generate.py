@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lade.cli.batch.command import Batch, BatchOptions
+from lade.cli.batch.options import Batch, BatchOptions
 from lade.cli.options import decoding as options
-from lade.cli.options.decoding import AnswerForm
+from lade.cli.options.decoding import StructuredOutput
 from lade.cli.options.model import Template
 from lade.cli.prompts import Source, read_text
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
@@ -20,7 +19,6 @@ from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.options.decoding import Choices
-    from lade.cli.processes import Crew
     from lade.cli.prompts import Prompt
     from lade.cli.run import Generation, GenerationPlan
     from lade.config import Lookahead
@@ -38,94 +36,95 @@ def generate(
     prediction_file: options.PredictionFile = None,
     *,
     template: options.Template,
-    many: BatchOptions,
+    batching: BatchOptions,
     choices: options.Choices,
-    form: AnswerForm,
+    form: StructuredOutput,
     speed: options.Speed,
     loading: options.Loading,
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Answer a prompt, or continue it: a model with a chat template answers, unless --raw.
+    """Answer a prompt, or continue it if the model has no chat template or with --raw.
 
-    Decodes greedily unless --do-sample. On a terminal, tokens that came in one step have one colour.
+    Decoding is greedy without --temperature. On a terminal, tokens of one step share a colour.
 
-    With --batch-size the answers are the same, as lines of JSON in the order of the prompts.
+    With --batch-size many prompts are decoded together; the answers are JSON lines in the order of the prompts.
 
-    --out keeps them whatever ends the run, --resume continues after them. Exit code 1: a prompt failed.
+    An interrupted run keeps the lines in --out, and --resume continues it. Exit code 1: a prompt failed.
     """
     with terminal(output) as term:
         lookahead = speed.lookahead()
         loading.check_layout(speed.pack, invariant=speed.invariant)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
-        crew = _crew(term) if many.replicas else None
-        batch = many.batch(source, writes=crew is None or crew.first)
-        choices = _settled(choices, batch, crew, image)
-        prompts = [] if batch else _read(source, image, template, term)
+        batch = batching.batch(source)
+        choices = _settled(choices, batch, image)
+        if batch is not None and not batch.prompts:
+            if batch.file is not None:
+                batch.file.truncate()
+            term.say(f"no prompts in shard {batching.shard}", "dim")
+            return
+        prompts = [] if batch else _read_prompts(source, image, template, term)
         grammar = form.read()
-        predicted = _predicted(prediction_file, prompts, lookahead, choices)
+        predicted = _read_prediction(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
-        from lade.cli.loading.load import load, remembering
+        from lade.cli.loading.load import load, with_memory
         from lade.cli.processes import connected, leading
         from lade.cli.run import GenerationPlan
 
-        split, pack, invariant = connected(term) if crew is None else 1, speed.pack, speed.invariant
+        split, pack, invariant = connected(term), speed.pack, speed.invariant
         loaded = load(loading, term=term, pack=pack, images=bool(image), invariant=invariant, processes=split)
         form.check(grammar, loaded.tokenizer, loaded.model.generation_config.eos_token_id)
-        lookahead = remembering(loaded, lookahead, speed.memory)
+        lookahead = with_memory(loaded, lookahead, speed.memory)
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
         with leading(loaded.model, split) as leads:
             if leads and batch:
-                from lade.cli.batch.engine_run import carry_out
+                from lade.cli.batch.prompt_job import PromptJob
+                from lade.cli.batch.runner import run
 
-                carry_out(batch, plan, term, quiet=json, crew=crew)
+                run(PromptJob(batch, plan, term), term, quiet=json)
             elif leads:
                 _run(plan, prompts, term, image or [], predicted, json=json)
 
 
-def _crew(term: Terminal) -> Crew:
-    from lade.cli.processes import crew_of
+def _settled(choices: Choices, batch: Batch | None, images: list[Path] | None) -> Choices:
+    """Return the choices with a seed, that of the run which is continued if there is one.
 
-    return crew_of(term)
-
-
-def _settled(choices: Choices, batch: Batch | None, crew: Crew | None, images: list[Path] | None) -> Choices:
-    """With a seed that a file, or other processes, have already; raises `ConfigError` for what is for one prompt."""
+    Raises:
+        ConfigError: an option is for single prompts, and there is a batch.
+    """
     choices = choices.settled(batch.seed if batch else None)
-    if crew is not None:
-        choices = replace(choices, seed=crew.agreed("seed", choices.seed))
     if batch and choices.num_beams > 1:
-        raise ConfigError("num-beams", choices.num_beams, "a beam search is for one prompt: leave out --batch-size")
+        raise ConfigError("num-beams", choices.num_beams, "not available with --batch-size")
     if batch and images:
-        raise ConfigError("image", str(images[0]), "images are for one prompt: leave out --batch-size")
+        raise ConfigError("image", str(images[0]), "not available with --batch-size")
     return choices
 
 
-def _read(source: Source, images: list[Path] | None, template: Template, term: Terminal) -> list[Prompt]:
-    """The prompts; raises `ConfigError` where images have no place in them."""
+def _read_prompts(source: Source, images: list[Path] | None, template: Template, term: Terminal) -> list[Prompt]:
+    """Return the prompts; raises `ConfigError` if images do not go with them."""
     if source.piped:
-        term.working("reading standard input")
+        term.show_status("reading standard input")
     prompts = source.read()
     if not images:
         return prompts
     given = str(images[0])
-    if source.prompt_file is not None and (len(prompts) != 1 or prompts[0].messages is not None):
-        raise ConfigError("image", given, "images are for one prompt of text: give it as an argument")
+    if source.prompts is not None and (len(prompts) != 1 or prompts[0].messages is not None):
+        raise ConfigError("image", given, "needs a single prompt of text: give it as an argument")
     if template.raw:
-        raise ConfigError("image", given, "its place is the chat template's to choose: leave out --raw")
+        raise ConfigError("image", given, "needs the chat template: leave out --raw")
     return prompts
 
 
-def _predicted(path: Path | None, prompts: list[Prompt], lookahead: Lookahead, choices: Choices) -> str | None:
-    """The text that is expected, if there is one; raises `ConfigError` where it cannot be of use."""
+def _read_prediction(path: Path | None, prompts: list[Prompt], lookahead: Lookahead, choices: Choices) -> str | None:
+    """Return the expected answer, if given; raises `ConfigError` if nothing would use it."""
     if path is None:
         return None
     if len(prompts) != 1:
-        raise ConfigError("prediction-file", str(path), "it is for one prompt: give that alone, without --batch-size")
+        raise ConfigError("prediction-file", str(path), "needs a single prompt, without --batch-size")
     if lookahead is None or choices.num_beams > 1:
         method = "--method plain" if lookahead is None else "--num-beams"
-        raise ConfigError("prediction-file", str(path), f"nothing is guessed from it then: leave out {method}")
+        raise ConfigError("prediction-file", str(path), f"not used with {method}")
     return read_text(path, "prediction")
 
 
@@ -146,11 +145,11 @@ def _run(
         shown = plan.encode.with_images(prompts[0], images)
         encoded, more = [shown.ids], shown.media
     else:
-        encoded = [plan.encode(prompt) for prompt in prompts]  # all are checked before the first one is decoded
+        encoded = [plan.encode(prompt) for prompt in prompts]  # check all before the first is decoded
     if predicted is not None:
         more = {**more, "prediction": loaded.tokenizer(predicted, add_special_tokens=False)["input_ids"]}
     check_served(loaded, lookahead, choices)
-    more = {**more, **plan.form}
+    more = {**more, **plan.grammar_arguments}
     warn_of_length(loaded, max(map(len, encoded)), plan.max_new_tokens, term)
     wanted = plan.max_new_tokens
     begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term, more=more)
@@ -164,8 +163,8 @@ def _run(
 
 
 def _as_json(plan: GenerationPlan, decode: Callable[..., Generation], term: Terminal) -> Generation:
-    """Decode one prompt and write an object; `decode` wants its `on_step` only."""
-    run = decode(on_step=lambda step: term.working("decoding"))
+    """Decode a prompt and write its JSON object; `decode` lacks only its `on_step`."""
+    run = decode(on_step=lambda step: term.show_status("decoding"))
     term.write_json(run.as_dict(plan.loaded))
     return run
 
@@ -173,11 +172,11 @@ def _as_json(plan: GenerationPlan, decode: Callable[..., Generation], term: Term
 def _as_text(
     plan: GenerationPlan, prompt: Prompt, ids: list[int], decode: Callable[..., Generation], term: Terminal
 ) -> Generation:
-    """Decode one prompt and write the text as it comes; `decode` wants its `on_step` only."""
+    """Decode a prompt and stream its text; `decode` lacks only its `on_step`."""
     from lade.cli.run import Painter, legend
 
     painter = Painter(plan.loaded, term, context=ids)
-    echo = [_echo(prompt, plan)] if term.interactive else []  # with the first token: until then the status has the line
+    echo = [_echo(prompt, plan)] if term.interactive else []  # written with the first token, as the status goes then
 
     def show(step: Step) -> None:
         if echo:
@@ -185,7 +184,7 @@ def _as_text(
         painter(step)
 
     run = decode(on_step=show)
-    painter.finish(_mark(plan, ids, run) if term.interactive else "")
+    painter.finish(_cut_off_mark(plan, ids, run) if term.interactive else "")
     if term.interactive and run.config and run.choices.num_beams == 1:
         term.say(legend(), ASIDE)
     if run.interrupted:
@@ -195,13 +194,13 @@ def _as_text(
 
 
 def _echo(prompt: Prompt, plan: GenerationPlan) -> str:
-    """The prompt, or its end, as it is shown before its continuation."""
+    """Return the prompt, or its end, to show before its continuation."""
     shown = prompt.text if len(prompt.text) <= _LONGEST_ECHO else "..." + prompt.text[-_LONGEST_ECHO:]
     return shown + ("\n" if plan.encode.templated else "")
 
 
-def _mark(plan: GenerationPlan, ids: list[int], run: Generation) -> str:
-    """What stands after a text that was cut off."""
+def _cut_off_mark(plan: GenerationPlan, ids: list[int], run: Generation) -> str:
+    """Return the mark after a text that was cut off."""
     if run.finish_reason != "length":
         return ""
     loaded, wanted = plan.loaded, plan.max_new_tokens

@@ -1,4 +1,4 @@
-"""`lade info`: what a model is, and whether it can be served."""
+"""`lade info`: facts about a model, and whether it is supported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lade.cli.terminal import terminal
 if TYPE_CHECKING:
     from lade.cli.loading.load import LoadedModel
 
-MOST_TRIED = 10**9
-"""Parameters of a model that is tried."""
+MAX_TRIED_PARAMETERS = 10**9
+"""Largest number of parameters of a model that is checked by running it."""
 EXAMPLE = "Example:  [bold]lade info gpt2[/bold]"
 
 
@@ -27,11 +27,11 @@ def info(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Whether lookahead decoding can serve a model exactly, and why not; its sizes, and versions."""
+    """Show whether a model is supported exactly, or why not; its sizes, and versions."""
     with terminal(output) as term:
         from lade.cli.loading.load import load
 
-        facts = _facts(load(loading.named(model_argument), term=term))
+        facts = _facts(load(loading.with_model(model_argument), term=term))
         if json:
             term.write_json(facts)
             return
@@ -58,6 +58,9 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
         "model_type": config.model_type,
         "supported": bool(support),
         "reason": support.reason or None,
+        "mtp_layers": support.mtp.layers,
+        "mtp_bytes": support.mtp.nbytes or None,
+        "not_mtp": support.mtp.reason or None,
         "parameters": model.num_parameters(),
         "layers": getattr(config, "num_hidden_layers", None),
         "dtype": loaded.dtype,
@@ -78,7 +81,7 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _packing(model: Any) -> dict[str, Any]:
-    """How many layers `lade generate --pack` packs, which takes seconds of a large model, so it is not done here."""
+    """Return the number of layers that `--pack` packs; they are counted, not packed, which takes seconds."""
     from lade.backends.cpu.packing.pack import int8_layers, packable
     from lade.errors import UnsupportedModelError
 
@@ -89,15 +92,18 @@ def _packing(model: Any) -> dict[str, Any]:
 
 
 def _invariance(model: Any) -> dict[str, Any]:
-    """Whether `lade generate --invariant` can make it round alike in every pass: it is tried, and undone.
+    """Return whether `--invariant` supports the model, found by trying it and undoing it.
 
-    That takes a few dozen passes, so a large model is not tried.
+    Since that takes a few dozen passes, large models are not tried.
     """
     from lade.backends.cpu.invariant.make_invariant import invariant, variant
     from lade.errors import UnsupportedModelError
 
-    if model.num_parameters() > MOST_TRIED:
-        return {"can_be_invariant": None, "not_invariant": "not tried here: lade generate --invariant tries it"}
+    if model.num_parameters() > MAX_TRIED_PARAMETERS:
+        return {
+            "can_be_invariant": None,
+            "not_invariant": "not checked for large models: use lade generate --invariant",
+        }
     try:
         variant(invariant(model))
     except UnsupportedModelError as problem:

@@ -20,11 +20,11 @@ _LONGEST_HISTORY = 1000
 
 @dataclass(frozen=True)
 class Entry:
-    """What was typed.
+    """Text typed by the user.
 
     Attributes:
-        text: of one line or several, without the marks that join them.
-        quoted: whether it stood between quotes; then it is no command, whatever it begins with.
+        text: one line or several, without the marks that join them.
+        quoted: the text stood in triple quotes, so that it is no command.
     """
 
     text: str
@@ -32,7 +32,7 @@ class Entry:
 
 
 def history_path() -> Path:
-    """Where what is typed is kept from one chat to the next."""
+    """Return the file of the chat history."""
     return Path(platformdirs.user_state_dir("lookahead-decoding", appauthor=False)) / "chat_history"
 
 
@@ -40,27 +40,27 @@ class LineInput:
     """Standard input, line by line.
 
     Args:
-        history: file that keeps the lines of a terminal; None: they are kept until the end of the process.
+        history: file of the lines typed on a terminal; None keeps them in memory.
     """
 
     def __init__(self, history: Path | None = None) -> None:
         self.problem: str | None = None
-        """Why the history cannot be kept; None if it is, or is not to be."""
+        """Reason why the history cannot be kept; None if there is none."""
         self._history = history
         self._readline = _readline() if self.edits else None
         if self._readline is not None:
-            self._begin()
+            self._load_history()
 
     @property
     def edits(self) -> bool:
-        """Whether lines can be edited: input and output are a terminal."""
+        """True if lines can be edited, as input and output are a terminal."""
         return sys.stdin.isatty() and sys.stdout.isatty()
 
     def entry(self, prompt: str) -> Entry | None:
-        """The next line, or those that belong together; None at the end of input.
+        """Return the next line, or joined lines; None at the end of input.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed; what was typed of the entry is dropped.
+            KeyboardInterrupt: Ctrl-C was pressed, which drops the entry.
         """
         line = self._line(prompt)
         if line is None:
@@ -73,7 +73,7 @@ class LineInput:
         return Entry("\n".join(lines))
 
     def _quoted(self, line: str | None) -> str:
-        """Up to the closing quotes, or to the end of input."""
+        """Return the text up to the closing quotes, or to the end of input."""
         lines: list[str] = []
         while line is not None and not line.rstrip().endswith(_QUOTES):
             lines.append(line)
@@ -83,25 +83,25 @@ class LineInput:
         return "\n".join(lines).strip("\n")
 
     def _line(self, prompt: str) -> str | None:
-        """Without its end; None at the end of input."""
+        """Return the next line without its newline; None at the end of input."""
         if not self.edits:
             if sys.stdin.isatty():
-                sys.stderr.write(prompt)  # standard output has the answers
+                sys.stderr.write(prompt)  # standard output is for answers
                 sys.stderr.flush()
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
-        known = self._length()
+        known = self._history_length()
         try:
             line = input(prompt)
         except EOFError:
             return None
-        self._keep(self._length() - known)
+        self._append_history(self._history_length() - known)
         return line
 
-    def _length(self) -> int:
+    def _history_length(self) -> int:
         return 0 if self._readline is None else self._readline.get_current_history_length()
 
-    def _begin(self) -> None:
+    def _load_history(self) -> None:
         assert self._readline is not None
         if "libedit" not in (self._readline.__doc__ or ""):
             self._readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one entry
@@ -110,13 +110,13 @@ class LineInput:
             return
         try:
             self._history.parent.mkdir(parents=True, exist_ok=True)
-            self._history.touch(mode=0o600)  # what was said is for the user alone
+            self._history.touch(mode=0o600)  # private
             self._readline.read_history_file(self._history)
         except OSError as problem:
-            self._give_up(problem)
+            self._drop_history(problem)
 
-    def _keep(self, lines: int) -> None:
-        """Write the latest lines of the history at once: a chat may be ended in any way, and beside another one."""
+    def _append_history(self, lines: int) -> None:
+        """Append the latest lines to the history at once, as a chat may be killed, or run beside another one."""
         if self._readline is None or self._history is None or lines < 1:
             return
         try:
@@ -125,15 +125,15 @@ class LineInput:
             else:  # built on libedit
                 self._readline.write_history_file(self._history)
         except OSError as problem:
-            self._give_up(problem)
+            self._drop_history(problem)
 
-    def _give_up(self, problem: OSError) -> None:
+    def _drop_history(self, problem: OSError) -> None:
         self.problem = f"the history cannot be kept in {str(self._history)!r}: {problem.strerror or problem}"
         self._history = None
 
 
 def _readline() -> ModuleType | None:
-    """What gives `input` editing and a history, as soon as it is imported; not every Python has it."""
+    """Return the readline module, whose import gives `input` editing and history; None where Python lacks it."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,4 @@
-"""The entry point: which commands there are. Each lives in a file of its own and imports torch only when it runs."""
+"""Entry point: the commands of the shell. Each has a file of its own and imports torch only when it runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ for _commands in entry_points(group="lade.commands"):  # `lade bench` and `lade 
 
 
 def main() -> None:
-    """Run the shell; what `lade` and `python -m lade` call."""
+    """Run the shell, for `lade` and `python -m lade`."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a generation

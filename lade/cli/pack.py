@@ -1,4 +1,4 @@
-"""`lade pack`: what a model in int8 is worth, and a folder with it."""
+"""`lade pack`: round a model to int8, report the loss, and save it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lade.cli.options import decoding as options
 from lade.cli.options.model import WEIGHTS
+from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, terminal
 from lade.errors import ConfigError, InputError
 
@@ -29,47 +30,41 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class PackOptions:
-    """What to pack, what to compare on, and where to write.
+    """Options of `lade pack`.
 
     Attributes:
-        model: as of `Loading`.
-        check: file of a text; None: nothing is compared.
-        tokens: of the text, at most.
-        keep: names of layers that keep their dtype.
-        save: folder; None: nothing is written.
+        model_argument: model, in place of `--model`.
+        check: file of a text to compare on, or None.
+        tokens: most tokens of the text.
+        keep: patterns of layer names that keep their dtype.
+        save: folder to write, or None.
     """
 
     model_argument: options.NamedModel = None
     check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text: perplexity before and after, and each layer's error.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Text for perplexity before and after, and for the errors of layers."),
     ] = None
-    tokens: Annotated[int, typer.Option(metavar="N", help="Of the text, so many tokens at most.")] = 4096
+    tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of the text.")] = 4096
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Layers that keep their dtype, such as lm_head or 'layers.0.*'. Repeatable."),
+        typer.Option(metavar="NAME", help="Layer that keeps its dtype, such as lm_head or 'layers.0.*'. Repeatable."),
     ] = None
     save: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the packed model there, for --model of all commands.")
+        Path | None, typer.Option(metavar="DIR", help="Save the packed model to this folder, for --model.")
     ] = None
 
     def text(self) -> str:
-        """What to compare on; "" where nothing is to be compared.
+        """Return the text to compare on; empty without `--check`.
 
         Raises:
-            ConfigError, InputError: an option that would end the work.
+            ConfigError, InputError: an option is out of range, or there is nothing to do.
         """
         if self.check is None and self.save is None:
-            raise InputError("there is nothing to do: give --check FILE, --save DIR, or both")
+            raise InputError("nothing to do: give --check FILE, --save DIR, or both")
         if self.tokens < 2:
             raise ConfigError("tokens", self.tokens, "give a whole number >= 2")
-        if self.check is None:
-            return ""
-        try:
-            return self.check.read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as problem:
-            raise InputError(
-                f"the text {str(self.check)!r} cannot be read ({problem}): give a file in UTF-8"
-            ) from problem
+        return "" if self.check is None else read_utf8(self.check, "text")
 
 
 @options.grouped
@@ -80,14 +75,15 @@ def pack(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Round a model's weights to int8 for the CPU, tell what that costs, and save it.
+    """Round a model's weights to int8 for the CPU, report what that costs, and save the result.
 
-    It is another model then, a little worse; perplexity says by how much. --weights int8 of other commands does the
-    same each time that it loads a model.
+    The result is another, slightly worse model; the change of perplexity says by how much.
+
+    --weights int8 of other commands rounds while loading.
     """
     with terminal(output) as term:
         text = wanted.text()
-        loading = replace(loading.named(wanted.model_argument), weights=loading.weights or WEIGHTS[0])
+        loading = replace(loading.with_model(wanted.model_argument), weights=loading.weights or WEIGHTS[0])
         loading.check()
         from lade.cli.loading.load import load
 
@@ -105,7 +101,7 @@ def pack(
 def _pack(
     loaded: LoadedModel, wanted: PackOptions, text: str, weights: str, term: Terminal
 ) -> tuple[dict[str, Any], list[LayerError]]:
-    """What there is to say, and the errors by layer where there is a text."""
+    """Pack the model; return the report, and the errors of layers if there is a text."""
     from lade.backends.cpu.packing import pack as packing
     from lade.backends.cpu.packing.folder import save_packed
     from lade.backends.cpu.packing.quality import perplexity, watched
@@ -115,41 +111,41 @@ def _pack(
     facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": weights}
     before, ids = _bytes(model), _encoded(loaded, text, wanted) if wanted.check is not None else []
     window = min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
-    _refuse_useless(packing.packable(model, weights=weights, keep=wanted.keep or ()), wanted)
+    _check_before_packing(packing.packable(model, weights=weights, keep=wanted.keep or ()), wanted)
     if ids:
-        term.working("reading the text with the model as it is")
+        term.show_status("reading the text with the model as it is")
         facts |= {"tokens": len(ids), "window": window, "perplexity_before": perplexity(model, ids, window)}
-    term.working("packing the weights")
+    term.show_status("packing the weights")
     packing.pack(model, keep_original=bool(ids), weights=weights, keep=wanted.keep or ())
     if ids:
-        term.working("reading the text in int8")
+        term.show_status("reading the text in int8")
         with watched(model) as errors:
             facts["perplexity_after"] = perplexity(model, ids, window)
     facts |= {"int8_layers": packing.int8_layers(model), "kept_layers": packing.kept_layers(model)}
     facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
     if wanted.save is not None:
-        term.working("writing the model")
+        term.show_status("writing the model")
         save_packed(model, wanted.save, loaded.tokenizer)
         facts["saved"] = str(wanted.save)
     return facts, errors
 
 
-def _refuse_useless(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions) -> None:
-    """What would be wrong at the end is said before the work.
+def _check_before_packing(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions) -> None:
+    """Check what would otherwise fail at the end.
 
     Raises:
-        ConfigError: all layers that are large enough keep their dtype.
-        InputError: no layer is large enough; or the folder to write cannot be written.
+        ConfigError: `--keep` leaves no layer to round.
+        InputError: no layer is large enough, or the folder cannot be written.
     """
     from lade.backends.cpu.packing.folder import check_target
     from lade.backends.cpu.packing.int8 import Int8Linear
     from lade.backends.cpu.packing.pack import MIN_WEIGHTS
 
-    small = f"linear layers below {MIN_WEIGHTS:,} weights stay as they are"
+    small = f"linear layers below {MIN_WEIGHTS:,} weights keep their dtype"
     if not kinds:
-        raise InputError(f"there is nothing to round to int8: {small}; give a larger model")
+        raise InputError(f"nothing to round to int8: {small}; give a larger model")
     if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
-        raise ConfigError("keep", ",".join(wanted.keep or ()), f"it leaves no layer to round: {small}; keep fewer")
+        raise ConfigError("keep", ",".join(wanted.keep or ()), f"no layer is left to round: {small}")
     if wanted.save is not None:
         check_target(wanted.save)
 
@@ -164,7 +160,7 @@ def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
 
 
 def _bytes(model: Any) -> int:
-    """Bytes of the weights; of a layer in int8 those of its integers, also where its original is kept for a while."""
+    """Return the bytes of all weights, for int8 layers those of the integers even if the original is kept."""
     from lade.backends.cpu.packing.int8 import Int8Linear
     from lade.backends.cpu.packing.pack import shared_weights
 
@@ -175,7 +171,7 @@ def _bytes(model: Any) -> int:
 
 
 def _listed(names: list[str]) -> str:
-    """The first ones of them."""
+    """Return the first names, and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:_SHOWN])} and {more} more"
 

@@ -1,4 +1,4 @@
-"""Prompts from the command line, a file, or standard input: texts, or the messages of a conversation."""
+"""Prompts from the command line, a file, or standard input: texts or conversations."""
 
 from __future__ import annotations
 
@@ -13,117 +13,120 @@ import typer
 from lade.errors import InputError
 
 Messages = list[dict[str, Any]]
-ONE_A_LINE = 'give one {"prompt": "..."} or {"messages": [...]} a line'
+ONE_PER_LINE = 'write {"prompt": "..."} or {"messages": [...]} on each line'
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued or answered.
+    """A text to continue, or a conversation to answer.
 
     Attributes:
-        text: of a prompt; of a conversation, its last message.
-        messages: a conversation as chat templates take it; None for a text.
+        text: text of the prompt, or of the conversation's last message.
+        messages: conversation in the format of chat templates; None for a text.
     """
 
     text: str
     messages: Messages | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As a line of a file of prompts has it."""
+        """Return the fields of this prompt in a .jsonl file."""
         return {"prompt": self.text} if self.messages is None else {"messages": self.messages}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Options that name the prompts of a command.
+    """Options for the prompts of a command.
 
     Attributes:
-        text: the positional argument: a prompt; "-" is standard input, of which one newline at the end is taken off.
+        text: positional argument; "-" is standard input, without one newline at its end.
         prompt: `--prompt`.
-        prompt_file: `.jsonl`: one prompt a line under the key `prompt`, or one conversation under the key `messages`;
-            anything else: one prompt, exactly as it is.
+        prompts: file; lines of a `.jsonl` file have a text under the key `prompt` or a conversation under `messages`,
+            any other file is one prompt, verbatim.
     """
 
     text: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt. Not given, or -: standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="Text of the prompt. Default, and for -: standard input.")
     ] = None
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, too.")] = None
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="One prompt, or of .jsonl one a line: prompt or messages.")
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Same as the PROMPT argument.")
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="A text file with one prompt, or a .jsonl file with one per line."
+        ),
     ] = None
 
     @property
     def piped(self) -> bool:
-        """Whether it is standard input."""
-        return self.text in (None, "-") and self.prompt is None and self.prompt_file is None
+        """True if the prompt comes from standard input."""
+        return self.text in (None, "-") and self.prompt is None and self.prompts is None
 
     def check(self) -> None:
-        """Raise `InputError` if several prompts are named, or none and there is only a keyboard."""
-        given = sum(each is not None for each in (self.text, self.prompt, self.prompt_file))
+        """Raise `InputError` for several sources, or for none if standard input is a terminal."""
+        given = sum(each is not None for each in (self.text, self.prompt, self.prompts))
         if given > 1 or (not given and sys.stdin.isatty()):
             raise InputError(
-                "exactly one prompt is needed: give it as an argument, as --prompt-file FILE, or through a pipe"
+                "exactly one prompt is needed: give it as an argument, as --prompts FILE, or through a pipe"
             )
 
     def read(self) -> list[Prompt]:
-        """The prompts, none of them empty.
+        """Return the prompts; none of them is empty.
 
         Raises:
-            InputError: see `check`; or one cannot be read.
+            InputError: see `check`; or a prompt cannot be read.
         """
         self.check()
-        if self.prompt_file is not None:
-            return read_file(self.prompt_file)
+        if self.prompts is not None:
+            return read_file(self.prompts)
         given = self.text if self.prompt is None else self.prompt
         if given is None or given == self.text == "-":
             given = _utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
             if not given:
-                raise InputError(
-                    "standard input is empty: give a prompt there, as an argument, or as --prompt-file FILE"
-                )
+                raise InputError("standard input is empty: give a prompt there, as an argument, or as --prompts FILE")
         check_text(given, "the prompt")
         return [Prompt(given)]
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file, named `what` in messages, such as what an answer is expected to follow.
+    """Return the text of a file, which messages call `what`.
 
     Raises:
         InputError: it cannot be read, or is empty.
     """
-    text = _read(path, f"{what} file")
+    text = read_utf8(path, f"{what} file")
     check_text(text, f"the {what}")
     return text
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """The prompts of a file: of `.jsonl` one a line, of anything else one.
+    """Return the prompts of a file: one per line of a `.jsonl` file, one of any other file.
 
     Raises:
         InputError: it cannot be read, or has no prompt.
     """
     if path.suffix == ".jsonl":
         return list(numbered_prompts(path).values())
-    text = _read(path)
+    text = read_utf8(path, "prompt file")
     check_text(text, "the prompt")
     return [Prompt(text)]
 
 
 def numbered_prompts(path: Path) -> dict[int, Prompt]:
-    """The prompts of a `.jsonl` file by the numbers of their lines, from 1; empty lines are passed over.
+    """Return the prompts of a `.jsonl` file by their line numbers, from 1, skipping empty lines.
 
     Raises:
         InputError: the file cannot be read, has no lines, or has one without a prompt.
     """
-    lines = enumerate(_read(path).split("\n"), start=1)
+    lines = enumerate(read_utf8(path, "prompt file").split("\n"), start=1)
     prompts = {number: _from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()}
     if not prompts:
-        raise InputError(f"prompt file {str(path)!r} has no lines: {ONE_A_LINE}")
+        raise InputError(f"prompt file {str(path)!r} has no lines: {ONE_PER_LINE}")
     return prompts
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise `InputError` for an empty text and for one that is no Unicode."""
+    """Raise `InputError` for an empty text, and for one that cannot be encoded as UTF-8."""
     if not text:
         raise InputError(f"{name} is empty: give at least one character")
     try:
@@ -132,7 +135,12 @@ def check_text(text: str, name: str) -> None:
         raise InputError(f"{name} is not UTF-8 at character {problem.start}: save or type it as UTF-8") from problem
 
 
-def _read(path: Path, kind: str = "prompt file") -> str:
+def read_utf8(path: Path, kind: str) -> str:
+    """Return the text of a file, which messages call by its kind and path.
+
+    Raises:
+        InputError: the file cannot be read, or is not UTF-8.
+    """
     name = f"{kind} {str(path)!r}"
     try:
         raw = path.read_bytes()
@@ -146,20 +154,20 @@ def _from_line(line: str, place: str) -> Prompt:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise InputError(f"{place} is no JSON ({problem}): {ONE_A_LINE}") from problem
+        raise InputError(f"{place} is no JSON ({problem}): {ONE_PER_LINE}") from problem
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise InputError(f'{place} has no text under "prompt", and no list under "messages": {ONE_A_LINE}')
+        raise InputError(f'{place} has no text under "prompt", and no list under "messages": {ONE_PER_LINE}')
     if "messages" in entry:
         return _conversation(entry["messages"], place)
     text = entry["prompt"]
     if not isinstance(text, str):
-        raise InputError(f'{place} has no text under "prompt": {ONE_A_LINE}')
+        raise InputError(f'{place} has no text under "prompt": {ONE_PER_LINE}')
     check_text(text, f"{place}: the prompt")
     return Prompt(text)
 
 
 def _conversation(messages: Any, place: str) -> Prompt:
-    """What stands in messages beside role and content is for the chat template to understand."""
+    """Return the prompt of a conversation; further keys of messages are left to the chat template."""
     remedy = 'give objects such as {"role": "user", "content": "..."}'
     if not isinstance(messages, list) or not messages:
         raise InputError(f'{place} has no list of messages under "messages": {remedy}')

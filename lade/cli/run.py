@@ -30,10 +30,10 @@ from lade.stats import Stats, Step
 
 
 class Interrupt(StoppingCriteria):
-    """While it is entered, the first Ctrl-C sets `requested`; the second raises `KeyboardInterrupt` at once.
+    """Within its block the first Ctrl-C sets `requested`, the second raises `KeyboardInterrupt`.
 
-    As a stopping criterion it ends what does not come step by step.
-    Outside of the main thread, and where Ctrl-C is ignored, it changes nothing.
+    As a stopping criterion it ends generations that are not streamed.
+    Without effect outside of the main thread, and where Ctrl-C is ignored.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Interrupt(StoppingCriteria):
             signal.signal(signal.SIGINT, self._previous)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """`[rows]` of whether Ctrl-C was pressed."""
+        """Return bool `[rows]`: True once Ctrl-C was pressed."""
         return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device, dtype=torch.bool)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -64,19 +64,19 @@ class Interrupt(StoppingCriteria):
 
 @dataclass
 class Generation:
-    """What a generation came to.
+    """Result of a generation.
 
     Attributes:
-        token_ids: the new tokens.
-        prompt: the ids before them.
-        stats: figures of these tokens.
-        config: the sizes it ran with; None where it decoded plainly.
-        choices: how its tokens were chosen.
-        interrupted: whether Ctrl-C ended it.
-        torn: whether that happened inside a forward pass, so that the cache is not to be used again.
-        predicted: tokens that came as the text said that the answer was expected to follow.
-        finish_reason: "stop": the model or a stop text ended it; "length": it was cut off, by the number of tokens or
-            by the end of the context; "interrupted".
+        token_ids: ids of the new tokens.
+        prompt: ids of the prompt.
+        stats: statistics of the generation.
+        config: configuration of the drafts; None for plain decoding.
+        choices: settled choices of the generation.
+        interrupted: Ctrl-C ended the generation.
+        torn: it did so within a forward pass, which leaves the cache unusable.
+        predicted: number of tokens accepted from the `--prediction-file`.
+        finish_reason: "stop": a stop token or text; "length": the token limit or the context;
+            "interrupted".
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -91,17 +91,17 @@ class Generation:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens after the first one by the time they took; None where there is no such time."""
+        """Tokens after the first per second of decoding; None if nothing was decoded."""
         stats = self.stats
         return (stats.new_tokens - stats.generations) / stats.decode_s if stats.decode_s else None
 
     def absorb(self, other: Generation) -> None:
-        """Add another generation's figures, and take over its sizes."""
+        """Add the statistics of another generation, and take over its settings."""
         self.stats.merge(other.stats)
         self.config, self.choices = other.config, other.choices
 
     def as_dict(self, loaded: LoadedModel) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         stats = self.stats
         return {
             "text": Detokenizer(loaded.tokenizer, self.prompt).whole(self.token_ids),
@@ -122,20 +122,20 @@ class Generation:
         }
 
     def summary(self) -> str:
-        """The statistics line."""
+        """Return the statistics line."""
         stats = self.stats
         rate = "" if self.tokens_per_s is None else f" · {self.tokens_per_s:.1f} tokens/s"
         fed = stats.fed_tokens / stats.steps if stats.steps else 0.0
         how = _how(self.config) + self.choices.summary()
         return (
             f"{stats.new_tokens} tokens in {stats.generations} + {stats.steps} passes · "
-            f"{stats.tokens_per_step:.2f} tokens a step · {fed:.1f} fed a step · "
+            f"{stats.tokens_per_step:.2f} tokens per step · {fed:.1f} fed per step · "
             f"prefill {stats.prefill_s:.2f} s · decode {stats.decode_s:.2f} s{rate} · {how}"
         )
 
 
 def config_dict(config: LookaheadConfig | None) -> dict[str, Any] | None:
-    """The fields; of a memory, whether there is one."""
+    """Return the fields as a dictionary, a memory as a bool; None for plain decoding."""
     if config is None:
         return None
     values = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -143,7 +143,7 @@ def config_dict(config: LookaheadConfig | None) -> dict[str, Any] | None:
 
 
 def _how(config: LookaheadConfig | None) -> str:
-    """The method, for the statistics line."""
+    """Return the method and its sizes for the statistics line."""
     if config is None:
         return "plain"
     if not config.adaptive:
@@ -153,11 +153,11 @@ def _how(config: LookaheadConfig | None) -> str:
 
 
 def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = GREEDY) -> None:
-    """Raise what would be wrong with every prompt.
+    """Check the model and the choices before the first prompt.
 
     Raises:
-        UnsupportedModelError: the model cannot be decoded with this method.
-        ConfigError: a stop text that its tokenizer cannot spell, or a checkpoint's value that is out of range.
+        UnsupportedModelError: the method does not support the model.
+        ConfigError: the tokenizer cannot spell a stop text, or a value of the checkpoint is out of range.
     """
     if isinstance(lookahead, LookaheadConfig):
         supports(loaded.model).require()
@@ -166,13 +166,13 @@ def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = G
         try:
             StopStringCriteria(loaded.tokenizer, [text])
         except ValueError as problem:
-            raise ConfigError("stop", text, f"no tokens of {loaded.name!r} spell it: give another") from problem
+            raise ConfigError("stop", text, f"the tokenizer of {loaded.name!r} cannot spell it") from problem
 
 
 def warn_of_length(loaded: LoadedModel, longest: int, max_new_tokens: int, term: Terminal) -> None:
-    """Say so where the longest prompt and the new tokens together leave the model's context."""
+    """Warn if the longest prompt and the new tokens together exceed the model's context."""
     if loaded.context and longest + max_new_tokens > loaded.context:
-        then = "the text ends there" if loaded.ends else "beyond it the text may get worse"
+        then = "the text ends there" if loaded.context_is_hard else "beyond it the text may get worse"
         term.say(
             f"warning: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
             f"{loaded.context}: {then}",
@@ -181,7 +181,7 @@ def warn_of_length(loaded: LoadedModel, longest: int, max_new_tokens: int, term:
 
 
 def generate_arguments(loaded: LoadedModel, choices: Choices) -> dict[str, Any]:
-    """Arguments of `model.generate` for choosing tokens; others are the model's own."""
+    """Return the arguments of `model.generate` for choosing tokens that differ from the model's own."""
     arguments: dict[str, Any] = {"repetition_penalty": choices.repetition_penalty}
     if choices.do_sample:
         checkpoint_defaults = {name: loaded.checkpoint_defaults.get(name) for name in SAMPLING_FIELDS}
@@ -197,15 +197,15 @@ def generate_arguments(loaded: LoadedModel, choices: Choices) -> dict[str, Any]:
 
 
 def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
-    """Why a generation ended that was not interrupted; see `Generation`.
+    """Return the finish reason of a generation that was not interrupted; see `Generation`.
 
     Args:
-        loaded: what generated.
-        run: its tokens, its prompt, and its stop texts.
-        room: the number of tokens that it might have.
+        loaded: model that generated the tokens.
+        run: generation with its tokens, prompt and choices.
+        room: token limit of the generation.
     """
     if len(run.token_ids) < room:
-        return "stop"  # nothing else ends it before
+        return "stop"
     end = loaded.model.generation_config.eos_token_id
     if run.token_ids[-1] in (end if isinstance(end, list) else [end]):
         return "stop"
@@ -228,18 +228,18 @@ def decode(
     cache: Any = None,
     more: Mapping[str, Any] | None = None,
 ) -> Generation:
-    """Generate, telling `on_step` each step, or each token of a beam search when it is complete.
+    """Generate, passing each step to `on_step`, or each token of a beam search once it is complete.
 
     Args:
-        loaded: what generates.
-        prompt: ids, at least one.
-        lookahead: as in `lade.generate`.
-        max_new_tokens: at least 1.
-        term: learns of a fallback to plain decoding.
-        on_step: is called with each `Step`; its time counts for nothing where lookahead decodes.
-        choices: settled ones; their seed becomes that of torch's generator.
-        cache: a `TreeCache` that may hold a part of the prompt; it is left holding all tokens but the last.
-        more: arguments of `lade.generate`: images in the prompt, a text that the answer is expected to follow.
+        loaded: model to generate with, and its tokenizer.
+        prompt: token ids, at least one.
+        lookahead: argument of `lade.generate`.
+        max_new_tokens: token limit, at least 1.
+        term: terminal that records fallbacks to plain decoding.
+        on_step: called with each `Step`; its time is not measured with lookahead.
+        choices: settled choices; their seed is set in torch's generator.
+        cache: `TreeCache` with a prefix of the prompt or empty; afterwards it holds all tokens but the last.
+        more: further arguments of `lade.generate`, such as images and a prediction.
     """
     run, fallbacks = Generation(prompt=prompt, choices=choices), len(term.fallbacks)
     ids, room = torch.tensor([prompt], device=loaded.model.device), loaded.room(prompt, max_new_tokens)
@@ -254,7 +254,7 @@ def decode(
     }
     if choices.seed is not None:
         torch.manual_seed(choices.seed)
-    term.working("reading the prompt" if choices.num_beams == 1 else "searching with beams")
+    term.show_status("reading the prompt" if choices.num_beams == 1 else "searching with beams")
     (_steps if choices.num_beams == 1 else _beams)(loaded, arguments, run, on_step)
     run.finish_reason = "interrupted" if run.interrupted else finish_reason(loaded, run, room)
     if len(term.fallbacks) == fallbacks:
@@ -279,12 +279,12 @@ def _steps(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
             run.interrupted = run.torn = True
         finally:
             steps.close()
-    if measured.new_tokens == run.stats.new_tokens:  # else plain decoding was a token ahead when it was stopped
+    if measured.new_tokens == run.stats.new_tokens:  # plain decoding may be a token ahead when stopped
         run.stats = measured
 
 
 def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
-    """Beams change until the last of them ends, so their text comes at the end; so it does after Ctrl-C."""
+    """Run a beam search; its text is known only at the end, or after Ctrl-C."""
     with Interrupt() as interrupt:
         try:
             criteria = StoppingCriteriaList([interrupt])
@@ -301,15 +301,15 @@ def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """How all prompts of a command are decoded.
+    """Settings shared by all prompts of a command.
 
     Attributes:
-        loaded: what generates.
-        encode: makes ids of a prompt.
-        lookahead: as in `lade.generate`.
-        choices: settled ones.
-        max_new_tokens: of each.
-        grammar: that answers have to follow, if any.
+        loaded: model to generate with, and its tokenizer.
+        encode: encoder of prompts.
+        lookahead: argument of `lade.generate`.
+        choices: settled choices of all prompts.
+        max_new_tokens: token limit of each prompt.
+        grammar: grammar of the answers, or None.
     """
 
     loaded: LoadedModel
@@ -320,13 +320,13 @@ class GenerationPlan:
     grammar: Grammar | None = None
 
     @property
-    def form(self) -> dict[str, Any]:
-        """Arguments of `lade.generate` about the grammar."""
+    def grammar_arguments(self) -> dict[str, Any]:
+        """Arguments of `lade.generate` for the grammar."""
         return {} if self.grammar is None else {"grammar": self.grammar, "tokenizer": self.loaded.tokenizer}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options, as far as the object that `--json` prints does not have them."""
+        """Options that `Generation.as_dict` does not record."""
         shown = self.choices.as_dict()
         others = {name: value for name, value in asdict(self.choices).items() if name not in shown}
         given = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **others}
@@ -336,12 +336,12 @@ class GenerationPlan:
 
     @property
     def config(self) -> LookaheadConfig | None:
-        """The method and its sizes; None decodes plainly."""
+        """Configuration of the drafts; None for plain decoding."""
         return resolve(self.lookahead)[0]
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What all lines of a file have alike."""
+        """Fields that all results of a batch have in common."""
         return {
             "model": self.loaded.name,
             "dtype": self.loaded.dtype,
@@ -353,7 +353,7 @@ class GenerationPlan:
 
 
 def _method(config: LookaheadConfig | None) -> str:
-    """What it is called on the command line."""
+    """Return the name of the method on the command line."""
     if config is None:
         return "plain"
     return "adaptive" if config.adaptive else "lookahead"
@@ -363,13 +363,13 @@ RUNS = ("bold green", "bold cyan")
 
 
 class Palette:
-    """Styles for steps: plain for a single token, and alternating colours for those that yielded several."""
+    """Styles of steps: none for a single token, alternating colours for several."""
 
     def __init__(self) -> None:
         self._runs = 0
 
     def style(self, tokens: int) -> str:
-        """The style of the next step, which yielded this many tokens."""
+        """Return the style of the next step, given its number of tokens."""
         if tokens < 2:
             return ""
         self._runs += 1
@@ -380,8 +380,8 @@ class Painter:
     """Writes steps as text, coloured on a terminal.
 
     Args:
-        loaded: has the tokenizer.
-        term: is written to.
+        loaded: model to generate with, and its tokenizer.
+        term: terminal to write to.
         context: ids of the prompt that the text continues.
     """
 
@@ -390,12 +390,12 @@ class Painter:
         self._detokenizer = Detokenizer(loaded.tokenizer, context)
 
     def __call__(self, step: Step) -> None:
-        """Write what a step completes."""
+        """Write the text that a step completes."""
         style = self._palette.style(len(step.tokens))
         self._write(self._detokenizer.push(step.tokens), style)
 
     def finish(self, mark: str = "") -> None:
-        """Write what was held back, and end the line, with a mark that is not of the text."""
+        """Write the held back text, a mark that is no part of it, and a newline."""
         self._write(self._detokenizer.flush(), "")
         self._write(mark, "dim")
         self._write("\n", "")
@@ -406,7 +406,7 @@ class Painter:
 
 
 def legend() -> Text:
-    """What the colours mean."""
+    """Return the legend of the colours."""
     return Text.assemble(
         ("colours: ", "dim"), "one token in a step", (" · ", "dim"), ("several", RUNS[0]), (" or ", "dim"),
         ("several tokens", RUNS[1]), (" in one step", "dim"),

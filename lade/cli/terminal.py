@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,10 +22,10 @@ from rich.style import Style
 from rich.text import Text
 
 from lade.cli.options.grouping import Output
-from lade.errors import FallbackWarning, LadeError, PrecisionWarning
+from lade.errors import ConfigError, FallbackWarning, LadeError, PrecisionWarning
 
 DELAY_S = 0.3
-"""What is over sooner is not worth a line that flickers."""
+"""Work that is done sooner shows no status line, which would only flicker."""
 _OPTIONS = {
     "`generate`": "plain decoding",
     "`lade.invariant(model)`": "--invariant",
@@ -33,11 +34,11 @@ _OPTIONS = {
 
 
 class Status:
-    """The line, with a wheel that turns and the seconds that the present work has taken.
+    """Status line with a spinner and the elapsed seconds of the current work.
 
     Args:
-        console: a terminal that nothing else writes to by this object.
-        shown: whether to show anything at all.
+        console: console that nothing else writes to through this object.
+        shown: show the line at all.
     """
 
     def __init__(self, console: Console, *, shown: bool) -> None:
@@ -47,7 +48,7 @@ class Status:
         self._timer: Timer | None = None
 
     def show(self, text: str) -> None:
-        """Say what is going on now, until something else is said; nothing while `hold` is in force."""
+        """Show the current work until the next call; ignored while `hold` is in force."""
         with self._lock:
             if not self._shown or self._held or text == self._text:
                 return
@@ -64,7 +65,7 @@ class Status:
                 self._progress.reset(self._progress.task_ids[0], description=text)
 
     def hide(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -73,7 +74,7 @@ class Status:
             self._text, self._progress, self._timer = "", None, None
 
     def hold(self, held: bool) -> None:
-        """Keep the line away while something else moves on the terminal, such as a bar; as often off as on."""
+        """Suspend the line while something else is animated on the terminal; calls nest."""
         self.hide()
         self._held += 1 if held else -1
 
@@ -84,33 +85,33 @@ class Status:
 
 
 class YieldingConsole(Console):
-    """A console before whose output a status line goes away, for good while bars or panels move on it."""
+    """Console that hides a status line before it prints, and suspends it during live displays."""
 
     def __init__(self, status: Status, **options: Any) -> None:
         super().__init__(**options)
         self._status = status
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As `Console.print`."""
+        """Hide the status line and print."""
         self._status.hide()
         super().print(*objects, **options)
 
     def set_live(self, live: Any) -> Any:
-        """As `Console.set_live`."""
+        """Suspend the status line and start a live display."""
         self._status.hold(True)
         return super().set_live(live)
 
     def clear_live(self) -> None:
-        """As `Console.clear_live`."""
+        """End a live display and resume the status line."""
         super().clear_live()
         self._status.hold(False)
 
 
 class LogHandler(logging.Handler):
-    """Shows what the library logs: what it is doing as the status, warnings as lines, with --debug all as lines.
+    """Shows log records of the library: INFO as status, warnings as lines, with --debug all as lines.
 
     Args:
-        term: a `terminal.Terminal`.
+        term: terminal that shows the records.
     """
 
     def __init__(self, term: Any) -> None:
@@ -118,17 +119,17 @@ class LogHandler(logging.Handler):
         self._term = term
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one record."""
+        """Show a record."""
         if record.levelno >= logging.WARNING:
             self._term.say(in_the_shell(record.getMessage()), "yellow")
         elif self._term.debug:
             self._term.say(f"{record.name}: {record.getMessage()}", "dim")
         elif record.levelno >= logging.INFO:
-            self._term.working(record.getMessage())
+            self._term.show_status(record.getMessage())
 
 
 def in_the_shell(text: str) -> str:
-    """A warning of the library, in terms of options."""
+    """Return a warning of the library with Python calls replaced by options of the shell."""
     for call, option in _OPTIONS.items():
         text = text.replace(call, option)
     return text
@@ -137,16 +138,16 @@ def in_the_shell(text: str) -> str:
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 ASIDE = "dim"
-_NO_ROOM = "the memory is full: take a smaller model, dtype, batch or budget, or fewer beams or tokens"
+_NO_ROOM = "out of memory: use a smaller model, dtype, batch or budget, or fewer beams or tokens"
 SAYS_ALL = Output()
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
 
 class Terminal:
-    """Standard output for results, standard error for everything said about them.
+    """Writes results to standard output, and everything else to standard error.
 
     Args:
-        output: what is to be said besides results.
+        output: options of the `Output` panel.
     """
 
     def __init__(self, output: Output = SAYS_ALL) -> None:
@@ -159,38 +160,38 @@ class Terminal:
         self.fallbacks: list[str] = []
         self._within_line = False
         self.closing = ExitStack()
-        self.heard: Callable[[str], None] | None = None  # is told what is going on, wherever it is shown
+        self.on_status: Callable[[str], None] | None = None  # receives the status in place of the status line
 
     @property
     def interactive(self) -> bool:
-        """Whether results go to a terminal."""
+        """True if standard output is a terminal."""
         return self.out.is_terminal
 
     @property
     def animated(self) -> bool:
-        """Whether to show progress: on a terminal, unless --quiet."""
+        """True if progress is shown: on a terminal, unless --quiet."""
         return self.err.is_interactive and not self.quiet
 
-    def working(self, text: str) -> None:
-        """Show what is going on until there is something else to see; nothing off a terminal, or with --debug.
+    def show_status(self, text: str) -> None:
+        """Show the current work until something else is written; nothing off a terminal, or with --debug.
 
-        Nor within a line of a text, such as the prompt that its continuation follows: that would be wiped out.
+        Also nothing in the middle of a line, such as after an echoed prompt, which the status would erase.
         """
-        if self.heard is not None:
-            self.heard(text)
+        if self.on_status is not None:
+            self.on_status(text)
         elif not self._within_line:
             self._status.show(text)
 
-    def resting(self) -> None:
-        """Show that no more."""
+    def hide_status(self) -> None:
+        """Remove the status line."""
         self._status.hide()
 
-    def pausing(self, paused: bool) -> None:
-        """Show nothing of the kind while others write to the terminal, such as the hub's bars."""
+    def suspend_status(self, paused: bool) -> None:
+        """Suspend the status line while others write to the terminal, such as the hub's progress bars."""
         self._status.hold(paused)
 
     def write(self, text: str, style: str = "") -> None:
-        """Write a piece of generated text: coloured and without control codes on a terminal, as it is in a pipe."""
+        """Write generated text: styled and without control codes on a terminal, verbatim to a pipe."""
         if self.out.quiet:
             return
         if self.interactive:
@@ -198,26 +199,26 @@ class Terminal:
             segment = Segment(text.translate(_CONTROLS), Style.parse(style))
             self.out.print(Segments([segment]), end="", soft_wrap=True)
         else:
-            self.resting()  # on standard error, which may be the terminal still
+            self.hide_status()  # standard error may still be the terminal
             self.out.file.write(text)
         self.out.file.flush()
 
     def mute(self) -> None:
-        """Write errors alone from now on: another process with the same command line writes the rest."""
-        self.resting()
+        """Write only errors from now on: another process with the same command line writes the rest."""
+        self.hide_status()
         self.quiet = self.out.quiet = True
 
     def write_json(self, value: dict[str, Any]) -> None:
-        """Write one object on one line."""
+        """Write an object as a line of JSON."""
         self.write(json.dumps(value) + "\n")
 
     def say(self, text: str | Text, style: str = "") -> None:
-        """One line to standard error; what is dim is said in passing, which --quiet silences."""
+        """Write a line to standard error; --quiet silences dim lines."""
         if not (self.quiet and style == ASIDE):
             self.err.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
     def fail(self, problem: BaseException | str) -> None:
-        """The one line of an error."""
+        """Write the line of an error."""
         self.say(Text.assemble(("error: ", "bold red"), one_line(problem)))
 
     def show_warning(
@@ -229,7 +230,7 @@ class Terminal:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """Stands in for `warnings.showwarning`: a fallback is one yellow line, said once; precision a dim one."""
+        """Replace `warnings.showwarning`: each fallback is one yellow line, once; precision warnings are dim."""
         text = one_line(message)
         if issubclass(category, PrecisionWarning):
             self.say(in_the_shell(text), ASIDE)
@@ -244,12 +245,12 @@ class Terminal:
 
 @contextmanager
 def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
-    """A terminal for one command; bad input leaves it as one line on standard error and exit code 2."""
+    """Yield a terminal for one command; errors of the user become one line on standard error and exit code 2."""
     term = Terminal(output)
-    term.working("starting")
+    term.show_status("starting")
     try:
         with term.closing, _logging(term), warnings.catch_warnings():
-            term.closing.callback(term.resting)
+            term.closing.callback(term.hide_status)
             warnings.simplefilter("default" if term.debug else "ignore")
             for category in (FallbackWarning, PrecisionWarning):
                 warnings.simplefilter("always", category)
@@ -269,22 +270,34 @@ def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
 
 
 def _one_line_for(problem: Exception) -> str | None:
-    """The message of an error that the user or a full machine causes; None for one of this program."""
+    """Return the message of an error caused by the user or by a full machine; None for a bug."""
+    if isinstance(problem, ConfigError):
+        return option_error(problem)
     if isinstance(problem, LadeError):
         return str(problem)
-    # Torch is not imported just to ask for its class; on the CPU it raises a plain RuntimeError.
+    # Torch is not imported only to name its class; on the CPU it raises a plain RuntimeError.
     words = ("can't allocate memory", "not enough memory", "out of memory")
     full = isinstance(problem, RuntimeError) and any(word in str(problem) for word in words)
     if full or isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
         return f"{_NO_ROOM} ({one_line(problem, 200)})"
     if isinstance(problem, OSError) and not isinstance(problem, BrokenPipeError):
-        return f"{one_line(problem, 300)}: check paths, permissions and room on the disk"
+        return f"{one_line(problem, 300)}: check paths, permissions and disk space"
     return None
+
+
+def option_error(problem: ConfigError) -> str:
+    """Return the message of a `ConfigError` with the option as the user typed it, such as `--top-p 3: give ...`."""
+    if not problem.field.islower():  # no option, but a part of its value
+        return str(problem)
+    option, value = f"--{problem.field.replace('_', '-')}", problem.value
+    if value is not None and value is not True:
+        option += f" {shlex.quote(str(value))}"
+    return f"{option}: {problem.remedy}"
 
 
 @contextmanager
 def _logging(term: Terminal) -> Iterator[None]:
-    """What the library logs is shown while a command runs."""
+    """Show log records of the library while a command runs."""
     logger, handler = logging.getLogger("lade"), LogHandler(term)
     before = logger.level
     logger.addHandler(handler)
@@ -297,16 +310,16 @@ def _logging(term: Terminal) -> Iterator[None]:
 
 
 def one_line(problem: BaseException | str, limit: int = 500) -> str:
-    """The message of a problem on one line, not longer than `limit` characters: what is too long lacks its middle."""
+    """Return a message as one line of at most `limit` characters, its middle elided if it is longer."""
     text, tail = " ".join(str(problem).split()) or type(problem).__name__, limit // 3
     return text if len(text) <= limit else f"{text[: limit - 3 - tail]}...{text[-tail:]}"
 
 
 class Progress(progress.Progress):
-    """A bar of rich, of which versions before 15 end even a disabled one with an empty line off a terminal."""
+    """Progress bar that writes nothing where it is disabled, as rich did before version 15."""
 
     def stop(self) -> None:
-        """As `rich.progress.Progress.stop`; a no-op where the bar is disabled."""
+        """Stop the bar, unless it is disabled."""
         if not self.disable:
             super().stop()
 

@@ -1,4 +1,4 @@
-"""`lade tune`: measure with care what a forward pass costs by the number of tokens it feeds, and save it."""
+"""`lade tune`: measure the time of a forward pass by the number of tokens it feeds, and save it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example:  [bold]lade tune --model gpt2 --cached 64,1024 --out cost.svg[/bold]"
 FREE = 1.2
-"""A pass of several tokens is called free if it takes at most this many times as long as a pass of one."""
+"""A pass of several tokens counts as free up to this multiple of the time of one token."""
 
 LONGEST_S = 86_400
 _what = in_panel("What to measure")
 _BAR_WIDTH = 32
-_ROUNDS = 10_000  # time ends it, not their number
+_ROUNDS = 10_000  # the time limit comes first
 
 
 @dataclass
 class Sweep:
-    """What was measured with one length of the cache.
+    """Times of passes with one length of the cache.
 
     Attributes:
-        cached: tokens in the cache.
-        wanted: sizes to measure.
-        samples: seconds of every pass by size; of several, the first is left out, since it warms up.
+        cached: number of tokens in the cache.
+        wanted: numbers of fed tokens to measure.
+        samples: seconds of each pass by number of fed tokens, without the first of several, which warms up.
     """
 
     cached: int
@@ -49,22 +49,22 @@ class Sweep:
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes measured, ascending."""
+        """Measured numbers of fed tokens, ascending."""
         return sorted(self.samples)
 
     @property
     def free(self) -> int:
-        """Largest size up to which all sizes are free."""
+        """Largest number of tokens up to which all passes are free."""
         limit = FREE * self.median(1)
         dear = [size for size in self.sizes if self.median(size) > limit]
         return max(size for size in self.sizes if size < (dear or [self.sizes[-1] + 1])[0])
 
     def median(self, size: int) -> float:
-        """Seconds."""
+        """Return the median time in seconds."""
         return median(self.samples[size])
 
     def quartiles(self, size: int) -> tuple[float, float]:
-        """First and third, in seconds."""
+        """Return the first and third quartile in seconds."""
         samples = self.samples[size]
         if len(samples) == 1:
             return samples[0], samples[0]
@@ -72,7 +72,7 @@ class Sweep:
         return first, third
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` says of it."""
+        """Return the fields that `--json` prints."""
         points = [
             {
                 "size": size,
@@ -88,32 +88,32 @@ class Sweep:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to measure, for how long, and what to draw.
+    """Options of `lade tune`.
 
     Attributes:
-        cached: tokens in the cache, with commas between several lengths.
-        seconds: for all lengths together.
-        out: file for a picture.
-        threads: of the CPU.
+        cached: comma-separated numbers of tokens in the cache.
+        seconds: time limit for all lengths together.
+        out: file of a plot.
+        threads: number of CPU threads.
     """
 
-    cached: Annotated[str, _what(metavar="P,P,...", help="Tokens in the cache; a table for each length.")] = "256"
-    seconds: Annotated[float, _what(metavar="S", help="How long to measure, all lengths together.")] = 20.0
+    cached: Annotated[str, _what(metavar="P,P,...", help="Tokens in the cache; each length is measured.")] = "256"
+    seconds: Annotated[float, _what(metavar="S", help="Time limit for all lengths together.")] = 20.0
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", rich_help_panel="Results", help="Draw the curves to a .svg, .png or .pdf file."),
+        typer.Option(metavar="FILE", rich_help_panel="Results", help="Plot the curves to a .svg, .png or .pdf file."),
     ] = None
     threads: options.Threads = None
 
     def lengths(self) -> list[int]:
-        """Lengths of the cache.
+        """Return the lengths of the cache.
 
         Raises:
-            ConfigError, MissingExtraError: an option that would end the work.
+            ConfigError, MissingExtraError: an option is out of range, or matplotlib is missing.
         """
         lengths = options.whole_numbers("cached", self.cached, 1, "64,1024")
         if not 0 < self.seconds <= LONGEST_S:
-            raise ConfigError("seconds", self.seconds, f"give a number > 0 and <= {LONGEST_S}, which is a day")
+            raise ConfigError("seconds", self.seconds, f"give a number > 0 and <= {LONGEST_S}, a day")
         options.check_threads(self.threads)
         if self.out is not None:
             check_picture(self.out)
@@ -130,11 +130,11 @@ def tune(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Measure what a step costs by the number of tokens it feeds, and save it for every later generation.
+    """Measure the cost of a step by the number of tokens it feeds, and save it for later generations.
 
-    The first generation with a model measures this by itself, in about a second; here it is done with more care.
+    The first generation with a model measures this in about a second; this command measures more accurately.
 
-    Ctrl-C keeps what was measured so far.
+    Ctrl-C keeps what was measured.
     """
     with terminal(output) as term:
         lengths = measuring.lengths()
@@ -163,7 +163,7 @@ def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: 
         term.write_json({**loaded.facts, **found})
     else:
         for sweep in sweeps:
-            price = f"{count(sweep.free, 'token')} for the price of one (up to {FREE:g} times its time)"
+            price = f"{count(sweep.free, 'token')} for the price of one (at most {FREE:g} times its time)"
             term.out.print(Text(f"{sweep.cached} cached tokens: {price}", "bold"))
             term.out.print(_table(sweep))
     if measuring.out is not None:
@@ -177,7 +177,7 @@ def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: 
 def _measure(
     runner: EagerRunner, lengths: list[int], seconds: float, interrupt: Interrupt, term: Terminal
 ) -> list[Sweep]:
-    """One sweep a length, up to the one in which Ctrl-C was pressed: that has its single token at least."""
+    """Return one sweep per length, up to the one that Ctrl-C ended, which has at least a single token."""
     sweeps: list[Sweep] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
@@ -209,12 +209,12 @@ def _sweep(runner: EagerRunner, cached: int, seconds: float, interrupt: Interrup
 
 
 def _save(model: Any, runner: EagerRunner, sweeps: list[Sweep], *, interrupted: bool) -> str | None:
-    """Save the curve of the length that generations measure at by themselves, or of the one next to it.
+    """Save the curve of the length at which generations measure, or of the nearest one.
 
-    One that Ctrl-C left without some sizes is not saved: an older one may be better.
+    A curve that Ctrl-C left incomplete is not saved, as an older one may be better.
 
     Returns:
-        The file; None if it was not saved.
+        Path of the file; None if nothing was saved.
     """
     from math import log
     from time import time
@@ -253,7 +253,7 @@ def _table(sweep: Sweep) -> Table:
 
 
 def draw(sweeps: list[Sweep], title: str, out: Path) -> None:
-    """Draw the curves, quartiles shaded, to a file whose ending says what it is to be."""
+    """Plot the curves with their quartiles; the suffix of the file decides the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

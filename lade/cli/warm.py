@@ -1,8 +1,7 @@
-"""`lade warm`: fill a memory with what a model says to prompts, for later generations to begin with."""
+"""`lade warm`: fill a draft memory from a model's answers to prompts."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import check_out
 from lade.cli.prompts import Prompt, read_file
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError, InputError, UnsupportedModelError
@@ -34,47 +34,39 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class WarmOptions:
-    """What to learn from, how much, and where to keep it.
+    """Options of `lade warm`.
 
     Attributes:
-        prompts: files.
-        out: the memory's file.
-        max_new_tokens: of each prompt.
-        max_mib: of the memory; None: as it was saved, or the default.
-        limit: number of prompts.
-        fresh: whether to begin with an empty memory though the file has one.
+        prompts: prompt files.
+        out: file of the memory.
+        max_new_tokens: token limit of each answer.
+        max_mib: size limit of the memory in MiB; None for the saved one, or the default.
+        limit: largest number of prompts.
+        fresh: start with an empty memory even if the file exists.
     """
 
     prompts: Annotated[
         list[Path],
-        typer.Option(
-            metavar="FILE", help="One prompt, or of .jsonl one a line: prompt or messages. May be given several times."
-        ),
+        typer.Option(metavar="FILE", help="Text file with one prompt, or .jsonl file with one per line. Repeatable."),
     ]
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The memory; if it is there, it is continued.")]
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the memory, which is continued if it exists.")]
     max_new_tokens: options.MaxNewTokens = 200
     max_mib: Annotated[
-        int | None, typer.Option(metavar="M", help="Largest size of the memory in RAM. Not given: as it was, or 128.")
+        int | None, typer.Option(metavar="M", help="Size limit of the memory in MiB. Default: as saved, or 128.")
     ] = None
     limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts.")] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin again, whatever the file has.")] = False
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, even if --out exists.")] = False
 
     def check(self) -> None:
-        """Raise `ConfigError` for what would end the work."""
+        """Raise `ConfigError` for a value out of range, or a path that cannot be written."""
         options.check_max_new_tokens(self.max_new_tokens)
         for name, value in (("max-mib", self.max_mib), ("limit", self.limit)):
             if value is not None and value < 1:
                 raise ConfigError(name, value, "give a whole number >= 1")
-        folder = self.out.absolute().parent
-        if not folder.is_dir():
-            raise ConfigError("out", str(self.out), f"the folder {folder} does not exist: create it")
-        if self.out.exists() and not self.out.is_file():
-            raise ConfigError("out", str(self.out), "it is no regular file: give the name of a file")
-        if not os.access(folder, os.W_OK):
-            raise ConfigError("out", str(self.out), f"the folder {folder} cannot be written to: check its permissions")
+        check_out(self.out)
 
     def read(self) -> list[tuple[str, Prompt]]:
-        """All prompts with names for them: file, and number if it has several."""
+        """Return all prompts with their names for messages: the file, and a number if it has several."""
         found = []
         for file in self.prompts:
             own = read_file(file)
@@ -83,29 +75,29 @@ class WarmOptions:
         return found[: self.limit]
 
     @property
-    def goes_on(self) -> bool:
-        """Whether there is a memory to continue."""
+    def continues(self) -> bool:
+        """True if an existing memory is continued."""
         return self.out.exists() and not self.fresh
 
     def memory(self, loaded: LoadedModel) -> Memory:
-        """The memory to begin with."""
+        """Return the memory to start with."""
         from lade.decoding.drafting.memory import DEFAULT_BYTES
         from lade.memory import Memory
 
         max_bytes = None if self.max_mib is None else self.max_mib * _MIB
-        if self.goes_on:
+        if self.continues:
             return Memory.load(self.out, loaded.tokenizer, max_bytes=max_bytes)
         return Memory(DEFAULT_BYTES if max_bytes is None else max_bytes)
 
 
 @dataclass
 class WarmResult:
-    """What came of it.
+    """Result of filling a memory.
 
     Attributes:
-        runs: figures of each prompt.
-        skipped: names of prompts that could not be used, with the reasons.
-        interrupted: whether Ctrl-C ended it.
+        runs: statistics of each answer.
+        skipped: names of unusable prompts, with the reasons.
+        interrupted: Ctrl-C ended the run.
     """
 
     runs: list[Stats] = field(default_factory=list)
@@ -114,7 +106,7 @@ class WarmResult:
 
     @property
     def new_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all answers."""
         return sum(run.new_tokens for run in self.runs)
 
     @property
@@ -153,9 +145,9 @@ def warm(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Have a model answer prompts, and keep what it would have said in a memory: texts alike are then written faster.
+    """Let a model answer prompts, and save their logits as a draft memory: similar texts then decode faster.
 
-    For --memory of lade generate and lade chat, and for lade.Memory.load. It is saved now and then, and after Ctrl-C.
+    The memory is for --memory of other commands and for lade.Memory.load. It is saved every minute, and after Ctrl-C.
     """
     with terminal(output) as term:
         job.check()
@@ -183,20 +175,20 @@ def _run(
 
     support = supports(loaded.model)
     if not support:
-        raise UnsupportedModelError(str(support), "lade generate decodes it plainly, and uses no memory")
-    memory, goes_on = job.memory(loaded), job.goes_on
+        raise UnsupportedModelError(str(support), "lade generate decodes it plainly, without a memory")
+    memory, continues = job.memory(loaded), job.continues
     check_served(loaded, LookaheadConfig(memory=memory))
-    if goes_on:
-        term.say(f"continuing with the {len(memory)} contexts of {str(job.out)!r}; --fresh begins again", "dim")
+    if continues:
+        term.say(f"continuing with the {len(memory)} contexts of {str(job.out)!r}; --fresh starts over", "dim")
     start = perf_counter()
     result = _Filling(memory, encode, loaded, job, term).run(prompts)
     if json:
         figures = _figures(result, memory, job.out, perf_counter() - start)
-        term.write_json({**loaded.facts, "continued": goes_on, **figures})
+        term.write_json({**loaded.facts, "continued": continues, **figures})
     else:
         term.out.print(_table(result, memory, job.out))
     if result.interrupted:
-        term.say(f"interrupted: {str(job.out)!r} has what was learned until then", "yellow")
+        term.say(f"interrupted: {str(job.out)!r} has what was learned so far", "yellow")
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.skipped:
         raise typer.Exit(EXIT_SKIPPED)
@@ -204,10 +196,10 @@ def _run(
 
 @dataclass
 class _Filling:
-    """A memory that learns from a model's answers, one prompt after the other.
+    """Fills a memory from a model's answers, one prompt after the other.
 
     Attributes:
-        result: what has come of it so far.
+        result: result so far.
     """
 
     memory: Memory
@@ -218,24 +210,24 @@ class _Filling:
     result: WarmResult = field(default_factory=WarmResult)
 
     def run(self, prompts: list[tuple[str, Prompt]]) -> WarmResult:
-        """Answer the prompts, and save: every minute, and at the end, Ctrl-C or not."""
+        """Answer the prompts; save every minute, at the end, and after Ctrl-C."""
         from lade.cli.run import Interrupt
 
         result, saved_at = self.result, perf_counter()
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        with Interrupt() as interrupt:  # for what lies between two generations; they have one of their own
+        with Interrupt() as interrupt:  # between generations, which have their own
             with Progress(*columns, console=self.term.err, transient=True, disable=not self.term.animated) as progress:
                 task = progress.add_task("prompts", total=len(prompts))
                 for done, (name, prompt) in enumerate(prompts, start=1):
                     self._answer(name, prompt)
-                    progress.update(task, completed=done, description=f"prompts · {result.rate:.2f} tokens a step")
+                    progress.update(task, completed=done, description=f"prompts · {result.rate:.2f} tokens per step")
                     if perf_counter() - saved_at > SAVE_EVERY_S:
                         self._save()
                         saved_at = perf_counter()
                     result.interrupted |= interrupt.requested
                     if result.interrupted:
                         break
-            if result.runs:  # else an empty memory might take the place of a good one
+            if result.runs:  # an empty memory must not replace a good one
                 self._save()
             result.interrupted |= interrupt.requested
         return result
@@ -260,7 +252,7 @@ class _Filling:
 
 
 def _figures(result: WarmResult, memory: Memory, out: Path, seconds: float) -> dict[str, Any]:
-    """What `--json` says of it."""
+    """Return the fields that `--json` prints."""
     return {
         "prompts": len(result.runs),
         "skipped": [{"prompt": name, "reason": reason} for name, reason in result.skipped],
@@ -282,7 +274,7 @@ def _table(result: WarmResult, memory: Memory, out: Path) -> Table:
     rows = {
         "prompts": f"{len(result.runs)}{f', {len(result.skipped)} skipped' if result.skipped else ''}",
         "tokens": str(result.new_tokens),
-        "tokens a step": f"{first:.2f} in the first tenth of the prompts, {last:.2f} in the last",
+        "tokens per step": f"{first:.2f} in the first tenth of the prompts, {last:.2f} in the last",
         "contexts": str(len(memory)),
         "file": f"{out}, {decimal(_size(out))}",
     }
@@ -295,5 +287,5 @@ def _table(result: WarmResult, memory: Memory, out: Path) -> Table:
 
 
 def _size(file: Path) -> int:
-    """Bytes; 0 where nothing was ever saved."""
+    """Return the file size in bytes; 0 without a file."""
     return file.stat().st_size if file.exists() else 0

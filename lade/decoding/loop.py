@@ -1,17 +1,18 @@
-"""The decoding loop. It reads like the paper: draft, forward, verify, learn, keep.
+"""The decoding loop, which reads like the paper: draft, forward, verify, learn, keep.
 
-    draft     each row's drafter guesses a tree of tokens that may follow
+    draft     each row's drafter proposes a tree of tokens that may follow
     forward   one forward pass of the model over the trees of all rows
     verify    in each tree, walk along the tokens that the model itself chooses: these are accepted
-    learn     drafters take in what the model chose at all nodes, accepted or not
+    learn     drafters learn from the model's choices at all nodes, accepted or not
     keep      the KV cache keeps the accepted paths and drops all other nodes
 
-`DecodeLoop.step` is these five lines; what stands around them keeps tokens and cache in agreement when one fails.
+`DecodeLoop.step` is these five lines; the code around them keeps tokens and cache consistent when one of them fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from torch.nn.functional import pad
 from lade.clock import Clock, Duration
 from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.mtp import MtpPasses
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
@@ -28,19 +30,19 @@ from lade.stats import Stats, Step
 
 
 class KVCache(Protocol):
-    """Keys and values of B rows, each with a length of its own."""
+    """Keys and values of B rows of different lengths."""
 
     @property
     def lengths(self) -> list[int]:
-        """`[B]`, cached tokens of each row."""
+        """Number of cached tokens of each row, `[B]`."""
         ...
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Of the `fed` tokens that came last, keep in each row those of its path and drop the others."""
+        """Keep the tokens on each row's path, out of its last `fed` ones, and drop the others."""
         ...
 
     def leave(self, row: int) -> None:
-        """Remove a row; the last one takes its place and its number."""
+        """Remove a row; the last row takes its place."""
         ...
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -53,44 +55,44 @@ CacheT_contra = TypeVar("CacheT_contra", bound=KVCache, contravariant=True)
 
 
 PromptLogitsHook = Callable[[Sequence[int], int, torch.Tensor], None]
-"""Called with `(rows, start, logits)`: numbers of the rows that share a prompt, and the logits `[T, V]` of its tokens
-from number `start` on."""
+"""Called with `(rows, start, logits)`: indices of the rows that share a prompt, and the logits `[T, V]` of its tokens
+from index `start` on."""
 
 
 class Runner(Protocol[CacheT_contra]):
-    """Runs the model, with the kind of cache that suits it."""
+    """Runs the model's forward passes on the type of cache that it needs."""
 
     @property
     def clock(self) -> Clock:
-        """Times steps."""
+        """Clock that times the steps."""
         ...
 
     @property
     def pass_time(self) -> Duration:
-        """What the last call of `forward` spent in the model."""
+        """Time spent in the model by the last call of `forward`."""
         ...
 
     def room(self, cached: int) -> int | None:
-        """How deep a tree may be whose root lies at position `cached`; None for no limit."""
+        """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
         ...
 
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: CacheT_contra, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
-        """Feed what is not cached yet of rows of any length; logits of each row's last token, `[B, V]`.
+        """Feed the tokens that are not cached yet, of rows of any length; return the logits after each row, `[B, V]`.
 
-        A `hook` may be called with the logits of tokens before, in pieces of bounded size. If the cache is not empty,
+        `hook` may be called with the logits of the prompt tokens, in chunks of bounded size. If the cache is not empty,
         all rows have the same length.
         """
         ...
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
-        """Feed one tree a row; logits of all nodes, `[B, S, V]`, S being the largest tree's size."""
+        """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree."""
         ...
 
 
 class Reader(Protocol[CacheT_contra]):
-    """Makes the same passes where nobody needs the logits themselves: they are read where they are."""
+    """Makes a runner's passes without returning the logits, which are reduced on the device that holds them."""
 
     def readouts(
         self,
@@ -100,7 +102,7 @@ class Reader(Protocol[CacheT_contra]):
         *,
         wants_entries: bool,
     ) -> list[Readout]:
-        """Feed one tree a row; what is read of the logits at its nodes."""
+        """Feed one tree per row; return a readout of each tree's logits."""
         ...
 
 
@@ -109,17 +111,18 @@ class DecodeLoop(Generic[CacheT]):
     """Decodes the rows of one batch until their stop rules end them.
 
     Attributes:
-        rows: those that have not ended; their order changes when one leaves.
+        rows: the unfinished rows; their order changes when one leaves.
         runner: runs the model.
         cache: keys and values of these rows.
-        stats: is added to, if given.
-        budget: one size for the trees of all rows; None if each row decides for itself.
-        isolate: whether an error that a row's processors or stop rules raise ends that row alone; the row then has it
-            as its `problem`. Else it ends the step, and `run` raises it.
-        reader: makes the passes whose rows all take the argmax; None where `runner` does.
-        leaving: called with each row that has ended, and its number in the cache, before the cache loses it.
-        settled: `[B]`, how many tokens of each row in the cache are certainly text. After an interrupted forward pass
-            some layers or all hold more, which has to be dropped before the cache is used again.
+        stats: figures to add to; None for none.
+        budget: chooses one tree size for all rows; None if each row chooses its own.
+        isolate: let an error raised by a row's processors or stop rules end that row alone, as its `problem`. Otherwise
+            it ends the step, and `run` raises it.
+        reader: makes the passes in which all rows are greedy; None to use `runner`.
+        leaving: called with each finished row and its index in the cache, before the cache drops it.
+        mtp: passes of the checkpoint's MTP layer; None without one.
+        settled: `[B]`, number of cached tokens of each row that are certainly text. An interrupted forward pass may
+            leave more in some layers or all, which must be dropped before the cache is used again.
     """
 
     rows: list[Row]
@@ -130,30 +133,34 @@ class DecodeLoop(Generic[CacheT]):
     isolate: bool = False
     reader: Reader[CacheT] | None = None
     leaving: Callable[[Row, int], None] | None = None
+    mtp: MtpPasses | None = None
     settled: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.settled = list(self.cache.lengths)
 
     def run(self) -> Iterator[list[Step]]:
-        """Prefill, then step after step; each yields one `Step` for every row that took part.
+        """Prefill, then decode step by step; yield one `Step` for every row that took part.
 
-        A consumer may stop at any step: tokens and cache agree whenever this generator is suspended. When it raises,
-        the first `settled` tokens of the cache are text: as in plain decoding all from which tokens were chosen, unless
-        the forward pass itself was interrupted.
+        The consumer may stop at any step: tokens and cache are consistent whenever this generator is suspended. If it
+        raises, the first `settled` tokens of the cache are text: as in plain decoding, all from which tokens were
+        chosen, unless the forward pass itself was interrupted.
         """
         yield self.prefill()
         while self.rows:
             rows = list(self.rows)
             if steps := [step for step in self.step() if step.tokens]:
-                yield steps  # before an error, too: these tokens were emitted
+                yield steps  # before any error is raised, since these tokens were emitted
             _raise_problem(rows)
 
     def prefill(self) -> list[Step]:
-        """Feed the prompts of all rows, and choose the first token of each."""
+        """Feed the prompts of all rows and choose the first token of each."""
         start = self.runner.clock.start()
-        fed = [len(row.tokens) - self.cache.lengths[0] for row in self.rows]
-        logits = self.runner.prefill([row.tokens for row in self.rows], self.cache, prompt_hook(self.rows))  # [B, V]
+        cached = self.cache.lengths[0]
+        fed = [len(row.tokens) - cached for row in self.rows]
+        texts, hook = [row.tokens for row in self.rows], prompt_hook(self.rows)
+        with nullcontext() if self.mtp is None else self.mtp.reading(self.rows):
+            logits = self.runner.prefill(texts, self.cache, hook)  # [B, V]
         self.settled = list(self.cache.lengths)
         ids = read(logits, wants_entries=False).argmax_ids  # [B]
         tokens = [row.choose_first(logits[place : place + 1], [ids[place]]) for place, row in enumerate(self.rows)]
@@ -164,10 +171,10 @@ class DecodeLoop(Generic[CacheT]):
         return steps
 
     def step(self) -> list[Step]:
-        """Draft, forward, verify, learn, keep; then rows that have ended leave the batch.
+        """Draft, forward, verify, learn, keep; then drop the rows that have ended.
 
         Returns:
-            One for each row, without tokens if the walk failed at its first node.
+            One step per row, without tokens if the walk failed at its first node.
         """
         start = self.runner.clock.start()
         self.settled = list(self.cache.lengths)
@@ -181,14 +188,17 @@ class DecodeLoop(Generic[CacheT]):
                 for part, readout in zip(parts, readouts, strict=True):
                     part.readout = readout
             else:
-                logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
+                with nullcontext() if self.mtp is None else self.mtp.watching():
+                    logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
                 fed = logits.shape[1]
                 self._choose(parts, logits, fed)
             self._verify(parts)
             self._learn(parts)
-        finally:  # after any error, too: drop what was not accepted, report what was emitted
+        finally:  # also after an error: drop the rejected nodes, report the emitted tokens
             if fed:
                 self._keep(parts, fed)
+                if self.mtp is not None:
+                    self.mtp.accept(self.rows, [_accepted(part) for part in parts], fed)
             took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
             if emitted := [step for step in steps if step.tokens]:
@@ -198,8 +208,10 @@ class DecodeLoop(Generic[CacheT]):
         return steps
 
     def _draft(self) -> list[RowStep]:
-        """Find the candidates of all rows first, so that rows which share a budget can weigh them together."""
+        """Collect the candidates of all rows before building any draft, so that a shared budget can compare them."""
         depths = [self.runner.room(cached) for cached in self.settled]
+        if self.mtp is not None:
+            self.mtp.draft(self.rows, depths)
         candidates = [row.drafter.candidates(row.tokens, depth) for row, depth in zip(self.rows, depths, strict=True)]
         if self.budget is not None:
             self.budget.decide([each.scores for each in candidates])
@@ -208,7 +220,7 @@ class DecodeLoop(Generic[CacheT]):
         return [RowStep(row, each.draft()) for row, each in zip(self.rows, candidates, strict=True)]
 
     def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor, fed: int) -> None:
-        """Choose at all nodes at once, in rows that do so, and read the logits `[B, S, V]`, S being `fed`."""
+        """Choose at all nodes at once where the chooser can, and read the logits `[B, S, V]`, S being `fed`."""
         for place, part in enumerate(parts):
             if not part.is_greedy:
                 size = len(part.draft.tree)
@@ -218,7 +230,7 @@ class DecodeLoop(Generic[CacheT]):
             _read(parts, logits)
 
     def _verify(self, parts: Sequence[RowStep]) -> None:
-        """Walk through the rows' trees, one after the other, up to the first error unless rows are isolated."""
+        """Walk the rows' trees in turn, up to the first error unless rows are isolated."""
         for part in parts:
             if part.row.problem is None:
                 part.walk()
@@ -235,7 +247,7 @@ class DecodeLoop(Generic[CacheT]):
         self.settled = list(self.cache.lengths)
 
     def _observe(self, steps: Sequence[Step], fed: int, took: Duration) -> None:
-        """Have those that decide about sizes learn what a step cost and yielded; its largest tree had `fed` nodes."""
+        """Report cost and yield of a step to the size controllers; its largest tree had `fed` nodes."""
         pass_time = self.runner.pass_time
         forward_s = pass_time.undisturbed_s
         seconds = forward_s + (took - pass_time).undisturbed_s
@@ -244,18 +256,22 @@ class DecodeLoop(Generic[CacheT]):
         if self.budget is not None:
             emitted = sum(len(step.tokens) for step in steps) / len(steps)
             self.budget.observe_pass(fed, emitted, seconds, forward_s, rows=len(steps))
+        if self.mtp is not None:
+            self.mtp.observe(sum(len(step.tokens) for step in steps), seconds)
 
     def _report(self, steps: Sequence[Step], forward_s: float) -> None:
         if self.stats is not None:
             self.stats.add(*steps, forward_s=forward_s)
 
     def drop_finished(self) -> None:
-        """Finished rows leave the batch and cost nothing any more. The last ones stay in the cache for its user."""
+        """Drop finished rows from the batch. The last ones stay in the cache for its owner."""
         if not any(row.done for row in self.rows):
             return
         for place, row in enumerate(self.rows):
             if row.done:
                 row.drafter.end()
+                if self.mtp is not None:
+                    self.mtp.leave(row)
                 if self.leaving is not None:
                     self.leaving(row, place)
         if all(row.done for row in self.rows):
@@ -264,11 +280,18 @@ class DecodeLoop(Generic[CacheT]):
             self.remove(row)
 
     def remove(self, row: Row) -> None:
-        """Have a row leave, which may not have ended; the last one takes its place."""
+        """Remove a row, finished or not; the last one takes its place."""
         place = self.rows.index(row)
+        if self.mtp is not None:
+            self.mtp.leave(row)
         self.cache.leave(place)
         self.rows[place] = self.rows[-1]
         self.rows.pop()
+
+
+def _accepted(part: RowStep) -> Sequence[int]:
+    """Return the nodes at which tokens were emitted; empty for a row that has ended."""
+    return () if part.row.done else part.verdict.path[: len(part.verdict.tokens)]
 
 
 class PromptReader(Protocol):
@@ -279,7 +302,7 @@ class PromptReader(Protocol):
 
 
 def prompt_hook(rows: Sequence[PromptReader]) -> PromptLogitsHook | None:
-    """Has the drafters of `rows` learn from their prompts; None if none of them wants to."""
+    """Return a hook that teaches the drafters their prompts; None if none of them wants to learn."""
     if not any(row.drafter.wants_prompt_entries for row in rows):
         return None
 
@@ -294,7 +317,7 @@ def prompt_hook(rows: Sequence[PromptReader]) -> PromptLogitsHook | None:
 
 
 def _read(parts: Sequence[RowStep], logits: torch.Tensor) -> None:
-    """Read what the rows need of the logits `[B, S, V]`: the one place where a step waits for the device."""
+    """Read what the rows need of the logits `[B, S, V]`: the only place where a step waits for the device."""
     if len(parts) == 1:
         (part,) = parts
         part.readout = read(logits, part.choices, wants_entries=part.draft.wants_entries)
@@ -310,10 +333,10 @@ def _read(parts: Sequence[RowStep], logits: torch.Tensor) -> None:
 
 
 def _raise_problem(rows: Sequence[Row]) -> None:
-    """Raise the error that ended one of these rows, if one did."""
+    """Raise the error that ended one of these rows, if any."""
     for row in rows:
         if row.problem is not None:
             try:
                 raise row.problem
             finally:
-                row.problem = None  # its traceback knows the row: together they would keep the cache until collected
+                row.problem = None  # breaks a reference cycle through the traceback, which would keep the cache alive

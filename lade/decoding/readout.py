@@ -1,9 +1,9 @@
-"""What is read of the logits of a pass.
+"""Reads from a pass's logits what a step needs, in one copy from device to host.
 
-    logits [M, V] ──▶ argmax, likeliest tokens, choices ──▶ one copy, of 8 numbers a row ──▶ host
-                      on the device that has them
+    logits [M, V] ──▶ argmax, top-k tokens, choices ──▶ one copy, 8 numbers per row ──▶ host
+                      on the device of the logits
 
-This is the one place where a step waits for the device.
+This is the only place where a step waits for the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN,
 
 @dataclass(frozen=True)
 class Readout:
-    """What was read of M rows of logits.
+    """Data read from M rows of logits.
 
     Attributes:
-        argmax_ids: `[M]`, the argmax of each row as plain decoding finds it: on float32, where float64 may have ties.
-        entries: `[M, WIDTH]`, its likeliest tokens with their log-odds, see `kernels`; None if not wanted.
-        choices: `[M]` ids that were chosen on the device, and came in the same copy; None if there were none.
+        argmax_ids: `[M]`, the argmax as plain decoding finds it: on float32, where float64 logits may tie.
+        entries: `[M, WIDTH]`, top-k tokens with their log-odds, see `lade.decoding.kernels`; None if not requested.
+        choices: `[M]` ids that were chosen on the device, copied along; None if there were none.
     """
 
     argmax_ids: list[int]
@@ -33,7 +33,7 @@ class Readout:
     choices: list[int] | None = None
 
     def rows(self, first: int, count: int) -> Readout:
-        """The part that belongs to `count` rows of logits from number `first` on."""
+        """Return the part for `count` rows of logits from index `first` on."""
         span = slice(first, first + count)
         return Readout(
             self.argmax_ids[span],
@@ -46,48 +46,48 @@ def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_ent
     """Read rows of logits.
 
     Args:
-        logits: `[M, V]` or `[B, M / B, V]` in any floating dtype.
-        choices: `[M]` ids on the same device, to be read along.
-        wants_entries: whether to find the entries, too.
+        logits: `[M, V]` or `[B, M / B, V]`, of any floating-point dtype.
+        choices: `[M]` ids on the same device, to be copied along; None if there are none.
+        wants_entries: also find the entries.
     """
     if not logits.is_cpu:
-        return _read_remotely(logits, choices, wants_entries=wants_entries)
-    argmax_ids, entries = _read_here(logits, wants_entries=wants_entries)
+        return _read_on_device(logits, choices, wants_entries=wants_entries)
+    argmax_ids, entries = _read_on_host(logits, wants_entries=wants_entries)
     return Readout(argmax_ids.tolist(), entries, None if choices is None else choices.tolist())
 
 
 def packed(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
-    """What `read` would read, where the logits are: int32 `[M, 1 + WIDTH]`, or `[M, 1]` without entries.
+    """Return what `read` reads as one tensor on the logits' device: int32 `[M, 1 + WIDTH]`, `[M, 1]` without entries.
 
     Args:
-        logits: `[M, V]` in any floating dtype.
-        wants_entries: whether to find the entries, too.
+        logits: `[M, V]`, of any floating-point dtype.
+        wants_entries: also find the entries.
     """
     if logits.device.type != "cpu":
         logits = logits.float().contiguous()
         ids = logits.argmax(dim=-1, keepdim=True).int()
         return torch.cat([ids, _entries(logits)], dim=1) if wants_entries else ids
-    argmax_ids, entries = _read_here(logits, wants_entries=wants_entries)
+    argmax_ids, entries = _read_on_host(logits, wants_entries=wants_entries)
     columns = [argmax_ids[:, None].astype(np.int32), *(() if entries is None else (entries,))]
     return torch.from_numpy(np.concatenate(columns, axis=1))
 
 
 def unpacked(found: torch.Tensor) -> Readout:
-    """The readout that `packed` has packed, after one copy to the host."""
+    """Return the readout held by the result of `packed`, after one copy to the host."""
     numbers = found.cpu().numpy()
     return Readout(numbers[:, 0].tolist(), numbers[:, 1:].copy() if numbers.shape[1] > 1 else None)
 
 
-def _read_here(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDArray[np.int64], Ints | None]:
-    """Argmax and entries of logits on the host."""
-    rows = logits.float().numpy().reshape(-1, logits.shape[-1])  # by numpy: an operation of torch takes 5 us here
-    if not wants_entries:  # numpy's argmax is ten times as fast as torch's, and takes the first one too
+def _read_on_host(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDArray[np.int64], Ints | None]:
+    """Return argmax and entries of logits in host memory."""
+    rows = logits.float().numpy().reshape(-1, logits.shape[-1])  # numpy: each torch operation has 5 us of overhead
+    if not wants_entries:  # numpy's argmax is ten times as fast as torch's, and returns the first of ties too
         return rows.argmax(axis=-1), None
     return reading.entries_of(np.ascontiguousarray(rows))
 
 
-def _maxima(logits: torch.Tensor) -> torch.Tensor:
-    """Of each `BLOCK` tokens, `[M, V / BLOCK, rounded up]`."""
+def _block_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """Return the maximum of each block of `BLOCK` tokens, `[M, ceil(V / BLOCK)]`."""
     whole = logits.shape[1] // BLOCK * BLOCK
     if whole == logits.shape[1]:
         return logits.view(-1, whole // BLOCK, BLOCK).amax(2)
@@ -95,8 +95,8 @@ def _maxima(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat([*parts, logits[:, whole:].amax(1, keepdim=True)], dim=1)
 
 
-def _read_remotely(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_entries: bool) -> Readout:
-    """Logits on another device: all is found there, and copied at once."""
+def _read_on_device(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_entries: bool) -> Readout:
+    """Reduce logits on their device, and copy the result to the host at once."""
     parts = [packed(logits.reshape(-1, logits.shape[-1]), wants_entries=wants_entries)]
     if choices is not None:
         parts.append(choices[:, None].int())
@@ -109,10 +109,10 @@ def _read_remotely(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_
 
 
 def _entries(logits: torch.Tensor) -> torch.Tensor:
-    """Entries `[M, WIDTH]` int32 of float32 logits `[M, V]`; see `reading.entries_of`, which does the same."""
-    scores, tokens = logits.topk(min(WIDTH, logits.shape[1]))  # [M, K], in falling order
+    """Return entries `[M, WIDTH]` int32 of float32 logits `[M, V]`: the torch counterpart of `reading.entries_of`."""
+    scores, tokens = logits.topk(min(WIDTH, logits.shape[1]))  # [M, K], descending
     best = scores[:, :1]
-    total = (_maxima(logits) - best).exp().sum(dim=-1, keepdim=True)
+    total = (_block_maxima(logits) - best).exp().sum(dim=-1, keepdim=True)
     weights = (scores - best).exp()
     odds = (weights.clamp(min=TINY) / (total - weights).clamp(min=TINY)).log()
     values = ((odds - FLOOR) / SCALE + 0.5).nan_to_num(0.0).clamp(0.0, 255.0)

@@ -1,4 +1,4 @@
-"""One row of a batch that is being decoded, and its part of a step."""
+"""One row of a batch, and its part of a step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Row:
 
     Args:
         prompt: ids of the prompt, at least one.
-        drafter: guesses the tokens to come.
+        drafter: proposes the tokens to come.
         chooser: turns logits into tokens.
-        stop: called with all tokens after each emitted one; true ends the row.
-        source: text that drafters read before the prompt, as its tokens may come again: what an encoder has read.
+        stop: called with all tokens after each emitted one; returns true to end the row.
+        source: ids of a text that drafters learn before the prompt, since its tokens may recur: the encoder's input.
 
     Attributes:
         tokens: prompt and output.
-        steps: decode steps, those after prefill, that it took part in.
-        done: whether it has ended.
-        problem: the error that ended it, if one did.
+        steps: number of decode steps (without prefill) that the row took part in.
+        done: whether the row has ended.
+        problem: the error that ended the row; None if none did.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class Row:
         return self.tokens[self._prompt_length :]
 
     def emit(self, token: int) -> bool:
-        """Append a token; returns whether a stop rule ends the row with it."""
+        """Append a token; return whether a stop rule ends the row there."""
         self.tokens.append(token)
         self.done = self._stop(self.tokens)
         return self.done
 
     def choose_first(self, logits: torch.Tensor, argmax_ids: Sequence[int]) -> int:
-        """Choose the first token, and prepare the drafter.
+        """Choose the first token, and start the drafter.
 
         Args:
             logits: `[1, V]`, after the prompt.
-            argmax_ids: `[1]`.
+            argmax_ids: `[1]`, the argmax of `logits`.
         """
         choices = self.chooser.choose_all(logits, [0])
         token = self.chooser.bind(logits, argmax_ids if choices is None else choices.tolist(), self.tokens)(0)
@@ -73,7 +73,7 @@ class Row:
         return token
 
     def fail(self, problem: Exception) -> None:
-        """End with an error."""
+        """End the row with an error."""
         self.done, self.problem = True, problem
 
 
@@ -82,12 +82,12 @@ class RowStep:
     """One row's part of one step, filled in as the step proceeds.
 
     Attributes:
-        row: the row.
-        draft: what it feeds.
-        verdict: what was accepted; nothing yet before the walk.
-        logits: `[S, V]`, at the nodes of the draft's tree; after the forward pass. Empty where nobody looks at them.
+        row: the row itself.
+        draft: the tree that it feeds.
+        verdict: the accepted path and tokens; only the root before the walk.
+        logits: `[S, V]`, at the nodes of the draft's tree, set after the forward pass. Empty where nothing needs them.
         choices: `[S]` ids, if the chooser chose at all nodes at once; see `Chooser.choose_all`.
-        readout: what was read of the logits, with those choices; empty where nobody looks at it.
+        readout: readout of the logits, including the choices; empty where nothing needs it.
     """
 
     row: Row
@@ -99,30 +99,30 @@ class RowStep:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the row takes the argmax, and nobody looks at its logits."""
+        """True if the row takes the argmax, so that its logits are not needed on the host."""
         return isinstance(self.row.chooser, Greedy)
 
     @property
     def wants_readout(self) -> bool:
-        """Whether anybody looks at what is read of the logits."""
+        """True if the drafter or the walk needs a readout of the logits."""
         return self.draft.teaches or self.choices is not None or self.is_greedy
 
     def choose_all(self) -> None:
-        """Choose at all nodes at once, if the chooser does that; its error ends the row."""
+        """Choose at all nodes at once, if the chooser can; an error ends the row."""
         try:
             self.choices = self.row.chooser.choose_all(self.logits, self.draft.tree.depths)
-        except Exception as problem:  # noqa: BLE001 - the row has it
+        except Exception as problem:  # noqa: BLE001 - stored as the row's `problem`
             self.row.fail(problem)
 
     def walk(self) -> None:
-        """Accept what the model chooses. An error of processors or stop rules ends the row."""
+        """Accept the tokens that the model chooses. An error of processors or stop rules ends the row."""
         row, ids = self.row, self.readout.argmax_ids if self.choices is None else self.readout.choices
         assert ids is not None
         try:
             walk(self.draft.tree, row.chooser.bind(self.logits, ids, row.tokens), row.emit, self.verdict)
-        except Exception as problem:  # noqa: BLE001 - likewise
+        except Exception as problem:  # noqa: BLE001 - stored as the row's `problem`
             row.fail(problem)
 
     def report(self, seconds: float) -> Step:
-        """What the step yielded for this row, and how many seconds it took."""
+        """Return the step's result for this row, given its duration in seconds."""
         return Step(self.row.steps, self.verdict.tokens, self.verdict.sources, len(self.draft.tree), seconds)

@@ -1,12 +1,12 @@
-"""The token tree of one step: everything that is fed to the model at once, given by `parents`.
+"""The token tree of one step: all tokens fed to the model at once, defined by `parents`.
 
     root ─┬─ a ─── b          ids      = [root, a, b, c]
           └─ c                parents  = [-1,   0, 1, 0]
                               position = P + depth of a node
                               mask     = a node sees the cache, its ancestors and itself
 
-Window cells and guesses are all candidates for what follows the root. Two candidates with a common prefix share its
-nodes, since the model computes the same thing for both; so any node may be accepted, whichever source proposed it.
+Window cells and guesses are all candidates for the continuation of the root. Candidates with a common prefix share
+its nodes, as the model computes the same for both; so any node may be accepted, whichever source proposed it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ROOT = 0
 
 
 class TokenTree:
-    """A trie over candidate continuations of the current token.
+    """A trie of candidate continuations of the current token.
 
     Args:
-        root: id of the current token: accepted already, not in the cache yet.
+        root: id of the current token, which is accepted but not in the cache yet.
         max_depth: deepest node that may be added (positions end with the context); None for no limit.
     """
 
@@ -36,14 +36,14 @@ class TokenTree:
         self._children: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
-        """S, the number of tokens to feed."""
+        """Return S, the number of tokens to feed."""
         return len(self.ids)
 
     def add(self, parent: int | None, token: int, source: str) -> int | None:
-        """The child of `parent` that carries `token`, added if there is none.
+        """Return the child of `parent` with this token, adding it if there is none.
 
         Returns:
-            Its index, or None where it (or its parent) would lie deeper than `max_depth`.
+            Index of the child, or None if it (or its parent) would be deeper than `max_depth`.
         """
         if parent is None:
             return None
@@ -62,13 +62,13 @@ class TokenTree:
         return node
 
     def add_path(self, tokens: Sequence[int], source: str) -> list[int]:
-        """Hang a guess, the tokens after the current one, from the root; returns its nodes without what is too deep."""
+        """Add a guess, the tokens after the root; return its nodes, without those beyond `max_depth`."""
         node: int | None = ROOT
         nodes = [node := self.add(node, token, source) for token in tokens]
         return [node for node in nodes if node is not None]
 
     def extend(self, ids: Sequence[int], parents: Sequence[int], depths: Sequence[int], source: str) -> None:
-        """Add nodes at once, none of which is there; parents come before their children."""
+        """Add several new nodes at once, parents before their children."""
         first = len(self)
         self._children.update(zip(zip(parents, ids, strict=True), range(first, first + len(ids)), strict=True))
         self.ids += ids
@@ -77,13 +77,13 @@ class TokenTree:
         self.sources += [source] * len(ids)
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if there is one."""
+        """Return the child of `node` with this token; None if there is none."""
         return self._children.get((node, token))
 
     def closure(self) -> npt.NDArray[np.bool_]:
-        """Ancestor closure: `[S, S]`, true where the row's node may see the column's node.
+        """Return the ancestor closure, `[S, S]`: true where the row's node sees the column's node.
 
-        Each node has a whole number whose bits are its ancestors': as fast as need be without a compiler.
+        Each node's ancestors are the bits of one Python integer, which is fast enough without compiled code.
         """
         size, masks = len(self), list[int]()
         for node, parent in enumerate(self.parents):

@@ -1,8 +1,8 @@
 """Verification: a walk from the root along the tokens that the model itself chooses.
 
-For one-hot guesses this is sequential rejection sampling: a guess is accepted with the probability that the model
-gives it, and where it is rejected the token already drawn is the sample. So greedy decoding and sampling are one code
-path (arXiv 2402.02057, algorithm 4 and appendix B, on a trie).
+For one-hot drafts this is sequential rejection sampling: a drafted token is accepted with the probability that the
+model gives it, and where it is rejected the token already drawn is the sample. So greedy decoding and sampling share
+one code path (arXiv 2402.02057, algorithm 4 and appendix B, on a trie).
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import torch
 from lade.decoding.tree import ROOT, TokenTree
 
 Choose = Callable[[int], int]
-"""From a node to the token that follows it."""
+"""Maps a node to the token chosen after it."""
 
 
 class Chooser(Protocol):
-    """Decides which token follows, given the logits.
+    """Chooses the next token from logits.
 
-    It chooses once per emitted token, in the order of the text. So processors with a memory of their own see what they
-    would see in plain decoding, and a generator is drawn from just as often.
+    Tokens are chosen once each, in the order of the text. So stateful processors see what they would see in plain
+    decoding, and a random generator is advanced equally often.
     """
 
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
         """Choose at every node of one step, without waiting for the device.
 
         Args:
-            logits: `[S, V]`, one row a node, in the model's dtype.
-            depths: `[S]`, of the nodes.
+            logits: `[S, V]`, one row per node, in the model's dtype.
+            depths: `[S]`, depth of each node.
 
         Returns:
-            `[S]` ids on the device; None where the choice is the argmax, or is made node by node.
+            `[S]` ids on the device; None if the choice is the argmax, or is made node by node.
         """
         ...
 
     def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
-        """Prepare for the walk through one step's nodes.
+        """Return the function that chooses at a node of one step, for use in `walk`.
 
         Args:
-            logits: `[S, V]`, one row a node, in the model's dtype.
-            ids: `[S]`, what `choose_all` returned; where that was None, the argmax at each node.
+            logits: `[S, V]`, one row per node, in the model's dtype.
+            ids: `[S]`, the ids returned by `choose_all`; if that was None, the argmax at each node.
             tokens: the row's prompt and output so far; it grows during the walk.
         """
         ...
 
 
 class Greedy:
-    """The argmax, found for all nodes at once."""
+    """Takes the argmax, for all nodes at once."""
 
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> None:
         """See `Chooser.choose_all`."""
@@ -62,14 +62,14 @@ class Greedy:
 
 @dataclass
 class Verdict:
-    """What a walk has accepted; after an error, what it had accepted before it.
+    """The result of a walk; after an error, of the part before it.
 
     Attributes:
         path: `[A]`, nodes whose keys and values stay in the cache, the root first.
         tokens: `[A]`, the token emitted at each node of the path. The last one is not in the cache: it is the next
-            root. After an error there is none for the last node of the path.
-        sources: for each token the source that proposed it; `bonus` for the last one if it was not proposed.
-        done: whether a stop rule ended the row with the last token.
+            root. After an error the last node of the path has none.
+        sources: the source that proposed each token; `bonus` for the last one if it was not drafted.
+        done: whether a stop rule ended the row at the last token.
     """
 
     path: list[int] = field(default_factory=lambda: [ROOT])
@@ -82,12 +82,12 @@ def walk(tree: TokenTree, choose: Choose, emit: Callable[[int], bool], verdict: 
     """Choose at the root; while a child carries the chosen token, descend and choose there.
 
     Args:
-        tree: the step's candidates.
+        tree: the token tree of the step.
         choose: the chooser, bound to the logits of `tree`. Called once per emitted token.
         emit: takes each token as soon as it is chosen and returns whether a stop rule ends the row there, so that
             neither chooser nor stop rules see a token that plain decoding would not have reached.
-        verdict: a new one, which grows with the walk, so that the caller knows what was accepted when `choose` or
-            `emit` raises. None: one is made.
+        verdict: an empty verdict that grows during the walk, so that the caller knows what was accepted if `choose` or
+            `emit` raises; None creates one.
 
     Returns:
         The verdict.

@@ -1,1 +1,1 @@
-"""The integration with transformers: it turns arguments of `generate` into ids, a chooser and stop rules."""
+"""The integration with transformers: turns the arguments of `generate` into ids, a chooser and stop rules."""

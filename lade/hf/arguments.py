@@ -1,7 +1,7 @@
-"""Arguments of `model.generate`, checked before it prepares anything, and the unpatched `model.generate`.
+"""Checks of the arguments of `model.generate` before it prepares anything, and the unpatched `model.generate`.
 
-Nearly all checks are made on what `model.generate` has prepared, in `lade.hf.refusals`. Here are those that cannot wait
-so long: of arguments that transformers keeps to itself or stumbles over before it calls a callable.
+Nearly all checks are made on the inputs that `model.generate` has prepared, in `lade.hf.refusals`. The checks here come
+earlier: they concern arguments that transformers does not forward to a callable, or fails on before it calls one.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from lade.errors import ConfigError, InputError, UnsupportedArgumentError, Unsup
 from lade.hf.refusals import check_shape, refuse
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.facts import in_step
+from lade.model.facts import needs_synced_passes
 from lade.model.prepared import REMEDY, argument_of, holds_media, prompts_in
 from lade.model.support.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
 
 REPLACED = "_generate_before_lade"
-"""Where an enabled model keeps a `generate` that was an attribute of its own before."""
+"""Attribute in which an enabled model keeps its former instance attribute `generate`."""
 
 _decoded_plainly: ContextVar[Any] = ContextVar("_decoded_plainly", default=None)
-"""The innermost model whose `generate` is not to be accelerated in this context."""
+"""The innermost model whose `generate` must not be accelerated in this context."""
 
 
 @contextmanager
 def original_generate(model: Any) -> Iterator[Callable[..., Any]]:
-    """While it is entered, the `generate` that it yields decodes plainly, whether or not the model is enabled.
+    """Yield a `generate` that decodes plainly while the context lasts, even on an enabled model.
 
-    That holds for the models inside PEFT's and other wrappers as well, and for this thread alone.
+    This also holds for the models inside wrappers such as PEFT's, and for this thread alone.
 
     >>> with original_generate(model) as generate:
     ...     output = generate(**inputs)
@@ -52,11 +52,14 @@ def original_generate(model: Any) -> Iterator[Callable[..., Any]]:
 
 
 def check_generate(model: Any) -> None:
-    """Raise `UnsupportedModelError` for a model whose checkpoint brings a way of decoding of its own.
+    """Raise `UnsupportedModelError` for a model whose checkpoint brings its own decoding method.
 
-    Transformers puts that in place of `generate` when it loads the model. It need not take `custom_generate=`.
+    Transformers replaces `generate` by that method when it loads the model; it need not accept `custom_generate=`.
     """
-    model = unwrap(model)
+    _check_own_generate(unwrap(model))
+
+
+def _check_own_generate(model: Any) -> None:
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
     if isinstance(own, functools.partial) and own.keywords.get("model") is model and not _is_our_recipe(own.func):
@@ -65,51 +68,51 @@ def check_generate(model: Any) -> None:
 
 
 def _is_our_recipe(function: Any) -> bool:
-    """Whether it is the `generate` that `lade export-recipe` writes, which hands a callable on."""
+    """Return whether it is the `generate` written by `lade export-recipe`, which forwards a callable."""
     return getattr(function, "__globals__", {}).get("PACKAGE") == "lookahead-decoding"
 
 
 def is_decoded_plainly(model: Any) -> bool:
-    """Whether an `original_generate` of this model, or of a wrapper around it, is running."""
+    """Return whether an `original_generate` of this model, or of a wrapper around it, is active."""
     return _decoded_plainly.get() is unwrap(model)
 
 
-KEPT = {
-    "assistant_model": "asks for another way of decoding beside lookahead",
-    "prompt_lookup_num_tokens": "asks for another way of decoding beside lookahead",
-    "custom_generate": "asks for another way of decoding beside lookahead",
-    "synced_gpus": "has all ranks make as many passes as the slowest one",
+UNFORWARDED = {
+    "assistant_model": "asks for another decoding method than lookahead",
+    "prompt_lookup_num_tokens": "asks for another decoding method than lookahead",
+    "custom_generate": "asks for another decoding method than lookahead",
+    "synced_gpus": "makes all ranks run as many passes as the slowest one",
 }
-"""Arguments that transformers does not pass to a callable, and what they do."""
+"""Arguments that transformers does not forward to a callable, and their effect."""
 
 
 def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with which `model.generate` comes to a callable, and the callable gets all that it needs.
+    """Return the arguments with which `model.generate` calls a callable and gives it all that it needs.
 
     Args:
         model: the model as the caller has it.
-        arguments: by name, as the caller gave them.
+        arguments: the caller's arguments, by name.
 
     Raises:
-        UnsupportedModelError, UnsupportedArgumentError: they never come there.
-        InputError: transformers would stumble over the prompt.
+        UnsupportedModelError, UnsupportedArgumentError: `model.generate` would not call it.
+        InputError: transformers would fail on the prompt.
     """
     inner = unwrap(model)
     if getattr(type(inner), "generate", None) is not GenerationMixin.generate:
-        supports(model).require()  # a `generate` of its own may do anything with our callable, or not be there at all
-    if in_step(inner):  # of which a callable hears nothing, and has to see to itself
+        supports(model).require()  # an overridden `generate` may do anything with our callable, or be missing
+    if needs_synced_passes(inner):  # a callable is not told, and would have to synchronize by itself
         supports(model).require()
-    check_generate(model)
-    for name, what in KEPT.items():
+    _check_own_generate(inner)
+    for name, what in UNFORWARDED.items():
         value = arguments.get(name)
         if value is not None and value is not False:
             raise UnsupportedArgumentError(f"{name}={value} {what}" if value is True else f"{name} {what}", REMEDY)
     if arguments.get("cache_implementation") == "paged":
         raise UnsupportedArgumentError("cache_implementation='paged' asks for continuous batching", REMEDY)
     if argument_of(inner, arguments, "token_healing"):
-        refuse("token_healing=True", "transformers does not pass on the tokenizer that it needs")
-    encoding = inner.config.is_encoder_decoder  # then the encoder may be fed anything
-    if not encoding and holds_media(arguments):  # for which transformers runs another encoder before a callable
+        refuse("token_healing=True", "transformers does not forward the tokenizer that it needs")
+    encoding = inner.config.is_encoder_decoder  # whose encoder may take any input
+    if not encoding and holds_media(arguments):  # transformers encodes them before it calls a callable
         supports(model).require()
     ids = arguments.get("inputs", arguments.get("input_ids"))
     if isinstance(ids, torch.Tensor) and not encoding and arguments.get("inputs_embeds") is None:
@@ -118,15 +121,15 @@ def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, A
 
 
 def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:
-    """How many beams `model.generate` would search with, given these arguments."""
+    """Return how many beams `model.generate` would use with these arguments."""
     return argument_of(model, arguments, "num_beams") or 1
 
 
 def refuse_streamed_beams(beams: int, streamer: object = None) -> None:
-    """Raise `UnsupportedArgumentError` for a streamed search of several beams, plain or not.
+    """Raise `UnsupportedArgumentError` for a streamed beam search, plain or not.
 
     Raises:
-        ConfigError: there is a `streamer`, and it is none.
+        ConfigError: `streamer` is not a streamer.
     """
     if streamer is not None:
         check_streamer(streamer)
@@ -138,17 +141,22 @@ def refuse_streamed_beams(beams: int, streamer: object = None) -> None:
 
 
 def check_decode(stats: object) -> None:
-    """Check what `lade.decode` is given beside what transformers has prepared; raises like the two that it calls."""
-    _refuse_unseen_streamer()
+    """Check the arguments of `lade.decode` beyond those that transformers has prepared.
+
+    Raises:
+        UnsupportedArgumentError: the calling `model.generate` was given a streamer.
+        ConfigError: `stats` is not a `Stats`.
+    """
+    _refuse_unforwarded_streamer()
     check_stats(stats)
 
 
-def _refuse_unseen_streamer() -> None:
+def _refuse_unforwarded_streamer() -> None:
     """Raise `UnsupportedArgumentError` for the `streamer=` of a `model.generate` that has called `lade.decode`.
 
-    Transformers keeps it to itself and never ends it: who reads a `TextIteratorStreamer` would wait for ever. To a
-    callable it passes nothing that tells of it, in none of 5.17 to 5.23, so this looks where it is: among the local
-    variables of the innermost `generate`. Nothing is served by that, and what is found is ended.
+    Transformers does not forward it and never ends it: the reader of a `TextIteratorStreamer` would block forever. No
+    version from 5.17 to 5.23 tells a callable about it, so this looks it up in the local variables of the innermost
+    `generate`. The streamer found is ended and refused, never used.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_generate(frame):
@@ -165,7 +173,7 @@ def _refuse_unseen_streamer() -> None:
 
 
 def _is_generate(frame: FrameType) -> bool:
-    """Whether a frame is of transformers' `GenerationMixin.generate`."""
+    """Return whether a frame belongs to transformers' `GenerationMixin.generate`."""
     return frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == GenerationMixin.__module__
 
 
@@ -179,7 +187,7 @@ def refuse_streamed_rows(model: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_streamed_segments(model: Any) -> None:
-    """Raise `UnsupportedArgumentError` for a model whose `generate` decodes a sound segment by segment (Whisper)."""
+    """Raise `UnsupportedArgumentError` for a model whose `generate` decodes audio segment by segment (Whisper)."""
     own = getattr(type(model), "generate", None) is not GenerationMixin.generate
     if own and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedArgumentError(
@@ -189,41 +197,41 @@ def refuse_streamed_segments(model: Any) -> None:
 
 
 def refuse_without_generate(model: Any) -> None:
-    """Raise `UnsupportedModelError` for what decodes in no way at all."""
+    """Raise `UnsupportedModelError` for an object without a `generate`."""
     if not callable(getattr(model, "generate", None)):
         remedy = GIVE_INSIDE if wraps_model(model) else "give a transformers language model"
         raise UnsupportedModelError(f"{type(model).__name__} has no generate", remedy)
 
 
 def check_stats(stats: object) -> None:
-    """Raise `ConfigError` for what figures cannot be added to."""
+    """Raise `ConfigError` if `stats` is neither a `Stats` nor None."""
     if not isinstance(stats, Stats | None):
         raise ConfigError("stats", stats, "give a lade.Stats, or None")
 
 
 def check_streamer(streamer: object) -> None:
-    """Raise `ConfigError` for what tokens cannot be put into."""
+    """Raise `ConfigError` if `streamer` has no methods `put` and `end`."""
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise ConfigError("streamer", streamer, "give a streamer of transformers, or what has its put and end")
+        raise ConfigError("streamer", streamer, "give a transformers streamer, or an object with methods put and end")
 
 
 def check_call(model: Any, arguments: Mapping[str, Any], stats: object) -> None:
-    """Check what `lade.generate` and `lade.stream` are given before anything is prepared.
+    """Check the arguments of `lade.generate` and `lade.stream` before anything is prepared.
 
     Raises:
-        UnsupportedModelError: the model is none that generates.
-        ConfigError: `stats` is none.
-        InputError: the prompt is no tensor of ids, such as a text.
+        UnsupportedModelError: the model has no `generate`.
+        ConfigError: `stats` is neither a `Stats` nor None.
+        InputError: the prompt is not a tensor of ids, but a text for instance.
     """
     refuse_without_generate(model)
     check_stats(stats)
     for name in ("inputs", "input_ids"):
         if not isinstance(value := arguments.get(name), torch.Tensor | None):
-            raise InputError(why_no_ids(name, value))
+            raise InputError(not_ids_message(name, value))
 
 
-def why_no_ids(name: str, value: object) -> str:
-    """What is wrong with a prompt that is no tensor of ids, and the remedy."""
+def not_ids_message(name: str, value: object) -> str:
+    """Return the error message for a prompt that is not a tensor of ids."""
     first = value[0] if isinstance(value, list | tuple) and value else value
     if isinstance(first, str):
         return (
@@ -231,14 +239,14 @@ def why_no_ids(name: str, value: object) -> str:
             'tokenizer(text, return_tensors="pt").input_ids'
         )
     if isinstance(value, Mapping):
-        return f"{name} is a {type(value).__name__}: give what it holds as arguments, **{name}"
+        return f"{name} is a {type(value).__name__}: pass its items as arguments, **{name}"
     return f"{name} is a {type(value).__name__}: give ids as an int64 tensor [batch, length]"
 
 
 def _with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with `stop_strings` as a criterion, since transformers hands a callable no tokenizer for them.
+    """Return the arguments with `stop_strings` turned into a criterion, as a callable gets no tokenizer for them.
 
-    They may come from a generation_config as well. Without a tokenizer they stay, for transformers to ask for one.
+    They may come from a generation config as well. Without a tokenizer they stay, and transformers asks for one.
     """
     tokenizer, strings = arguments.get("tokenizer"), argument_of(model, arguments, "stop_strings")
     if tokenizer is None or strings is None:
@@ -253,12 +261,12 @@ def _with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dic
         changed["generation_config"] = copy.deepcopy(given)
         changed["generation_config"].stop_strings = None
     if "stop_strings" in arguments or model.generation_config.stop_strings is not None:
-        changed["stop_strings"] = None  # an argument goes before what the model's generation_config says
+        changed["stop_strings"] = None  # an argument takes precedence over the model's generation_config
     return changed
 
 
 def refuse_autocast(model: Any) -> None:
-    """Raise `UnsupportedModelError` where autocast asks a packed model for another dtype, as every pass of it would."""
+    """Raise `UnsupportedModelError` if autocast wants another dtype than a packed model's, as its passes would."""
     cpu = joint.loaded("cpu") if torch.is_autocast_enabled("cpu") else None
     if cpu is not None:
         cpu.refuse_autocast(model)

@@ -1,8 +1,8 @@
-"""What it takes to call processors and criteria row by row, which plain decoding calls for a whole batch.
+"""Rules for calling processors and criteria row by row, which plain decoding calls for a whole batch.
 
 Plain decoding calls them with all rows, which are equally long. Where rows advance at their own pace, they are called
-for each row by itself, with the columns that plain decoding would show of it. For transformers' own classes that is the
-same, as they treat one row at a time; of a user's own it cannot be known, so that those rows have to go in lock-step.
+for each row separately, with the columns that plain decoding would show of it. For transformers' own classes the result
+is the same, as they treat each row independently; for a user's own it is unknown, so those rows advance in lock-step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROW_WISE_PROCESSORS = frozenset(
     TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
     """.split()  # noqa: SIM905
 )
-"""Transformers' processors that treat each row as if it were alone."""
+"""Transformers' processors that treat each row independently."""
 
 BATCH_PROCESSORS = frozenset(
     """
@@ -43,43 +43,43 @@ BATCH_PROCESSORS = frozenset(
     DiaEOSDelayPatternLogitsProcessor SynthIDTextWatermarkLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor
     """.split()  # noqa: SIM905
 )
-"""Those that pair rows, count calls, or remember the texts of all rows together. One of them is never served."""
+"""Transformers' processors that pair rows, count calls, or keep a state over all rows: they need lock-step."""
 
 REFUSED_PROCESSORS = {"WhisperNoSpeechDetection": "it runs the model for all rows"}
-"""Those that cannot be served, and why."""
+"""Transformers' processors that are refused, with the reason."""
 
 ROW_WISE_CRITERIA = frozenset({"EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"})
 BATCH_CRITERIA = frozenset({"ConfidenceCriteria"})
-"""It reads the first row only."""
+"""Transformers' criteria that read the first row only."""
 
 REMEDY = 'decode the prompts one by one, use plain model.generate, or lookahead="auto", which falls back to it'
 
 
-def must_go_together(
+def needs_lock_step(
     processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, *, streamed: bool
 ) -> bool:
-    """Whether several rows have to go in lock-step, so that all of them can be shown at once.
+    """Return whether several rows have to advance in lock-step, so that all of them can be shown at once.
 
     Args:
-        processors: those of the batch.
-        criteria: those of the batch.
-        config: says what is put out.
+        processors: logits processors of the batch.
+        criteria: stopping criteria of the batch.
+        config: the final generation config, which selects the outputs.
         streamed: whether there is a streamer, which gets one token of every row at a time.
 
     Raises:
-        UnsupportedArgumentError: a processor cannot be served in either way.
+        UnsupportedArgumentError: a processor is not supported in either mode.
     """
     for processor in processors:
         name = type(processor).__name__
         if type(processor).__module__ == logits_process.__name__ and name in REFUSED_PROCESSORS:
             _refuse(name, REFUSED_PROCESSORS[name])
-    # Without an end of sequence transformers writes on in rows that have ended, and what it records is of those, too.
+    # Without EOS transformers continues rows that have ended, and records their scores too.
     ends = [criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria]
-    writes_on = bool(ends) and not any(type(criterion) is EosTokenCriteria for criterion in ends)
+    continues_rows = bool(ends) and not any(type(criterion) is EosTokenCriteria for criterion in ends)
     recorded = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     return (
         streamed
-        or writes_on
+        or continues_rows
         or bool(recorded)
         or not all(_is_row_wise_processor(each) for each in processors)
         or not all(_is_row_wise(each, stopping_criteria.__name__, ROW_WISE_CRITERIA) for each in criteria)
@@ -100,12 +100,12 @@ def _is_row_wise(thing: Any, module: str, row_wise: frozenset[str]) -> bool:
 
 
 def check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:
-    """Refuse texts on both sides of a length at which a pass changes the frequencies of all its rows.
+    """Refuse texts on both sides of a length at which a pass changes the rotary frequencies of all its rows.
 
     Args:
-        positions: limits of the model's positions.
-        texts: of the prompts.
-        max_length: greatest length of the output, padding included.
+        positions: position limits of the model.
+        texts: texts of the prompts.
+        max_length: maximum length of the output, padding included.
     """
     shortest, longest = min(map(len, texts.ids)), max_length - min(texts.hidden)
     for limit, beyond in ((positions.longrope_switch, True), (positions.dynamic, False)):
@@ -116,26 +116,26 @@ def check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> 
             )
 
 
-def processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
-    """The processors as they are for one row alone; none that `must_go_together`.
+def row_processors(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
+    """Return the processors for one row of a batch that does not need lock-step.
 
     Args:
-        processors: those of the batch.
-        row: number of the row.
-        rows: B, the rows of the batch.
+        processors: logits processors of the batch.
+        row: index of the row.
+        rows: B, the number of rows in the batch.
     """
-    return LogitsProcessorList([_of_row(processor, row, rows) for processor in processors])
+    return LogitsProcessorList([_for_row(processor, row, rows) for processor in processors])
 
 
-def _of_row(processor: Any, row: int, rows: int) -> Any:
-    """The same processor, unless it was made with something that belongs to the rows, or keeps what they have."""
+def _for_row(processor: Any, row: int, rows: int) -> Any:
+    """Return the processor, or a copy restricted to the row if it holds data per row."""
     if rows == 1 and not _is_grammar(processor):
         return processor
     match type(processor).__name__:
         case "GrammarProcessor":
             return processor.of_row(row, rows)
         case "PrefixConstrainedLogitsProcessor":
-            allowed = functools.partial(_of_this_row, processor._prefix_allowed_tokens_fn, row)
+            allowed = functools.partial(_call_with_row, processor._prefix_allowed_tokens_fn, row)
             return PrefixConstrainedLogitsProcessor(allowed, 1)
         case "RepetitionPenaltyLogitsProcessor":
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
@@ -155,14 +155,14 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
 
 
 def _repeats_prompts(processor: Any) -> bool:
-    """Whether each prompt counts for all its rows; before transformers 5.19 the rows beyond the prompts had none."""
+    """Return whether each prompt serves all its return sequences; before transformers 5.19 only the first did."""
     rows = 2 * processor.encoder_input_ids.shape[0]
     scores = torch.ones(rows, int(processor.encoder_input_ids.max()) + 1, device=processor.encoder_input_ids.device)
     return not torch.equal(processor(processor.encoder_input_ids, scores.clone())[-1], scores[-1])
 
 
-def _of_this_row(allowed: Any, row: int, batch_id: int, input_ids: torch.Tensor) -> Any:
-    """A user's `prefix_allowed_tokens_fn`, called with the row's number in the batch."""
+def _call_with_row(allowed: Any, row: int, batch_id: int, input_ids: torch.Tensor) -> Any:
+    """Call a user's `prefix_allowed_tokens_fn` with the row's index in the batch."""
     return allowed(row, input_ids)
 
 

@@ -1,7 +1,7 @@
 """Incremental detokenization and stop strings.
 
-transformers' own `StopStringCriteria` goes through the whole vocabulary for every new set of stop strings. Looking for
-them in the text does not.
+transformers' `StopStringCriteria` scans the whole vocabulary for every new set of stop strings. Searching the decoded
+text does not.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-_INCOMPLETE = "\ufffd"  # what tokenizers make of a character whose last bytes have not come yet
-_LONGEST_HELD = 48  # more of these are no character that is coming, but bytes that never make one
+_INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are missing
+_LONGEST_HELD = 48  # a longer run of these will never become valid characters
 _TAIL_TOKENS, _LONG_TOKENS, _LONGEST_TOKENS = 8, 64, 256
 
 
 class Detokenizer:
     """Decodes a short window of the latest ids, so that the cost of a step does not grow with the text.
 
-    Whether a token starts with a space depends on the ones before it, so the window is decoded as a whole and only what
-    is new of it handed out. A character whose bytes are spread over tokens is held back until it is complete.
+    Whether a token starts with a space depends on the ones before it, so the window is decoded as a whole and only the
+    new part is returned. A character whose bytes are spread over several tokens is held back until it is complete.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        context: ids that stand before the first one pushed: after them, a word may have a space before it that it would
-            not have at the beginning of a text.
-        skip_special_tokens: whether special tokens have no text.
+        tokenizer: the transformers tokenizer that decodes the ids.
+        context: ids before the first one pushed: after them a word may begin with a space that it would not have at the
+            beginning of a text.
+        skip_special_tokens: leave out the text of special tokens.
     """
 
     def __init__(self, tokenizer: Any, context: Iterable[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         before, size = list(context), _TAIL_TOKENS
         self._ids = before[-size:]
-        while not self._decode() and size < len(before):  # special tokens only, which have no text to continue from
+        while not self._decode() and size < len(before):  # special tokens only, which decode to nothing
             size *= 2
             self._ids = before[-size:]
-        self._shown = self._decode()  # what of the window's text was handed out
+        self._shown = self._decode()  # part of the window's text that was returned
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that is complete with these tokens, which may be empty."""
+        """Add tokens and return the text that became complete, which may be empty."""
         self._ids += tokens
         text = self._decode()
-        if not text.startswith(self._shown):  # some tokenizers take back all of a run of bytes while its end is open
+        if not text.startswith(self._shown):  # some tokenizers retract a run of bytes while it is incomplete
             return self.flush() if len(self._ids) > _LONGEST_TOKENS else ""
         complete = max(len(text.rstrip(_INCOMPLETE)), len(text) - _LONGEST_HELD, len(self._shown))
         piece = text[len(self._shown) : complete]
@@ -53,25 +53,25 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What was held back, however incomplete."""
+        """Return the text held back, however incomplete."""
         text = self._decode()
         piece = text[len(self._shown) :]
         self._ids, self._shown = [], ""
         return piece
 
     def whole(self, tokens: Iterable[int]) -> str:
-        """The text of these tokens, complete or not."""
+        """Return the text of these tokens, complete or not."""
         return self.push(tokens) + self.flush()
 
     def _shorten(self, held: str) -> None:
-        """Drop the first ids of the window, at a place where the rest is decoded to what it was before."""
+        """Drop the first ids of the window, at a place where the rest decodes to the same text as before."""
         text = self._shown + held
         for size in range(_TAIL_TOKENS, 8 * _TAIL_TOKENS):
             tail = self._decode(self._ids[-size:])
             if len(tail) > len(held) and text.endswith(tail):
                 self._ids, self._shown = self._ids[-size:], tail[: len(tail) - len(held)]
                 return
-        # No such place: amid a character, or special tokens only, which would lose the space of the next word.
+        # There is none within a character, or among special tokens, where the next word would lose its space.
         if len(self._ids) > _LONGEST_TOKENS and not held:
             self._ids, self._shown = [], ""
 
@@ -81,20 +81,20 @@ class Detokenizer:
 
 
 class AnswerText(StoppingCriteria):
-    """A criterion that reads one row's new tokens as text, and ends the row with the token that completes a stop text.
+    """A criterion that decodes one row's new tokens, and ends the row at the token that completes a stop text.
 
-    The text ends before the earliest stop text that is complete by then. What may be the beginning of one is held back
-    until that is decided, and so are the first bytes of a character.
+    The text ends before the earliest stop text that is complete by then. A possible beginning of a stop text is held
+    back until it is decided, and so are the first bytes of a character.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        context: ids before the first new one: after them, a word may have a space before it that it would not have at
-            the beginning of a text.
-        stops: texts that end it, none of them empty.
-        skip_special_tokens: whether special tokens have no text.
+        tokenizer: the transformers tokenizer that decodes the ids.
+        context: ids before the first new one: after them a word may begin with a space that it would not have at the
+            beginning of a text.
+        stops: non-empty texts that end the answer.
+        skip_special_tokens: leave out the text of special tokens.
 
     Attributes:
-        stop: the stop text that the text ends before; None where there is none.
+        stop: the stop text found; None as long as there is none.
     """
 
     def __init__(
@@ -107,31 +107,31 @@ class AnswerText(StoppingCriteria):
         self._pieces: list[str] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Whether the last of `input_ids` `[1, L]` completes a stop text, `[1]` bool."""
+        """Return whether the last of `input_ids` `[1, L]` completes a stop text, `[1]` bool."""
         return torch.tensor([self.add(int(input_ids[0, -1]))], device=input_ids.device)
 
     def add(self, token: int) -> bool:
-        """Read the next token; whether a stop text is complete with it."""
+        """Add the next token; return whether it completes a stop text."""
         self._pieces.append(self._released(self._detokenizer.push([token])))
         return self.stop is not None
 
     def finish(self) -> None:
-        """There are no more tokens: what was held back belongs to the last one."""
+        """Assign the text still held back to the last token: no more tokens follow."""
         if self.stop is None and self._pieces:
             self._pieces[-1] += self._released(self._detokenizer.flush())
             self._pieces[-1] += self._held
             self._held = ""
 
     def taken(self, tokens: int) -> list[str]:
-        """What could be shown with each of so many tokens, the first ones that were not asked about yet.
+        """Remove and return the text of the next `tokens` tokens, one piece per token.
 
-        A piece may be empty: all pieces joined are the text.
+        A piece may be empty; joined, all pieces are the text.
         """
         pieces, self._pieces = self._pieces[:tokens], self._pieces[tokens:]
         return pieces
 
     def _released(self, piece: str) -> str:
-        """What of the text held back and `piece` certainly belongs to the text; the rest is held back."""
+        """Return the part of the pending text plus `piece` that is certainly text; the rest is held back."""
         text = self._held + piece
         found = [(text.find(stop), len(stop), stop) for stop in self._stops if stop in text]
         if found:
@@ -144,6 +144,6 @@ class AnswerText(StoppingCriteria):
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` may begin with, at most."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,7 @@
-"""Generation in several processes, each of which holds a part of the model.
+"""Generation in several processes that share one model.
 
-The arguments of the first process count, and everything of the user's is called there alone: processors, criteria,
-streamers, a memory. All processes return what it returns, and torch's generators go on alike in all of them.
+The arguments of the first process count, and user code is called there alone: processors, criteria, streamers, a
+memory. All processes return its result, and torch's generators advance alike in all of them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from lade.stats import Step
 T = TypeVar("T")
 
 _SPLIT = "a model that several processes decode"
+_PER_PROCESS = {
+    "past_key_values": "each of them needs a cache of its own",
+    "assistant_model": "the others do not take part in its passes",
+}
 
 
 def _processes(model: Any) -> Any | None:
-    """The backend, where several processes may decode a model; None where this one certainly does so alone."""
+    """Return the backend if several processes may decode a model; None if this process certainly decodes it alone."""
     if not isinstance(model, PreTrainedModel):
         return None
     return joint.load("processes") if tensor_parallel_size(model) > 1 else joint.loaded("processes")
 
 
 def leader_of(model: Any) -> Any | None:
-    """Return what leads the other processes in the call that this one makes; None if this process decodes alone.
+    """Return the leader of the other processes for the present call of this one; None if this process decodes alone.
 
     Args:
         model: the model inside any wrapper.
@@ -44,7 +48,7 @@ def leader_of(model: Any) -> Any | None:
 
 
 def led_by_this_process(model: Any) -> Any | None:
-    """Return a call that this process makes for all that decode a model, already begun; None if it decodes alone."""
+    """Begin a call led by this process for all that decode a model, and return it; None if it decodes alone."""
     processes = _processes(model)
     return None if processes is None else processes.led_by_this_process(model)
 
@@ -55,10 +59,10 @@ def _has_parts(model: Any) -> bool:
 
 
 def follow(model: Any) -> Any:
-    """Take part in the next call of the first process, and return what it returns.
+    """Take part in the next call of the first process, and return its result.
 
-    For scripts in which the first process alone has something to do, such as to serve a `lade.Engine`, whose `close` is
-    the end of its call. In the others a call of `lade.generate` is the same as `lade.follow`.
+    For scripts in which only the first process has work, such as serving a `lade.Engine`, whose `close` ends its call.
+    In the other processes a call of `lade.generate` is equivalent to `lade.follow`.
 
         if dist.get_rank() == 0:
             with lade.Engine(model) as engine: ...
@@ -66,12 +70,12 @@ def follow(model: Any) -> Any:
             lade.follow(model)
 
     Args:
-        model: a model whose layers are split over processes, or one made by `lade.parallel`.
+        model: a model whose layers are sharded over processes, or one made by `lade.parallel`.
 
     Raises:
         UnsupportedModelError: this process decodes it alone, or is the first one.
-        ClusterError: the processes differ, or one of them has gone.
-        Exception: whatever the call raises in the first process.
+        ClusterError: the processes have diverged, or one of them is gone.
+        Exception: any error of the call in the first process.
     """
     inner = unwrap(model)
     processes = _processes(inner)
@@ -82,8 +86,8 @@ def follow(model: Any) -> Any:
     return processes.follow_call(team, inner, _plainly(model))
 
 
-def follow_to_the_end(model: Any) -> None:
-    """Take part in all calls of the first process until it dismisses this one. What a call raises is its matter."""
+def follow_until_dismissed(model: Any) -> None:
+    """Take part in all calls of the first process until it dismisses this one; errors of the calls are ignored here."""
     processes = joint.load("processes")
     while True:
         try:
@@ -98,35 +102,35 @@ def follow_to_the_end(model: Any) -> None:
 
 
 def is_shared(model: Any) -> bool:
-    """Whether calls are made together with other processes."""
+    """Return whether calls are made together with other processes."""
     inner = unwrap(model)
     processes = _processes(inner)
     return processes is not None and processes.team_of(inner) is not None
 
 
-def shared(model: Any, call: Callable[[], T]) -> T:
+def call_together(model: Any, call: Callable[[], T]) -> T:
     """Make a call together with the other processes of a model."""
     inner = unwrap(model)
     output: T = joint.load("processes").together(inner, lambda: _without_cache(call(), inner), _plainly(model))
     return output
 
 
-def shared_steps(model: Any, begin: Callable[[], Iterator[Step]]) -> Iterator[Step]:
-    """The same for a stream."""
+def stream_together(model: Any, begin: Callable[[], Iterator[Step]]) -> Iterator[Step]:
+    """Stream steps together with the other processes of a model."""
     steps: Iterator[Step] = joint.load("processes").steps_together(unwrap(model), begin, _plainly(model))
     return steps
 
 
 @contextmanager
 def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Have the other processes of a model decode plainly, too, while the block does; they get the arguments.
+    """Send the arguments to a model's other processes, which decode plainly while the context lasts.
 
     Raises:
-        UnsupportedArgumentError: the arguments cannot be sent, or have a clock in them.
+        UnsupportedArgumentError: the arguments cannot be sent, or limit the time.
     """
     inner = unwrap(model)
     leader = leader_of(inner)
-    if leader is None or _has_parts(inner):  # with the whole model the first process needs nobody
+    if leader is None or _has_parts(inner):  # the first process has the whole model and decodes alone
         yield
         return
     remedy = "leave it out, or give arguments that lookahead decoding serves"
@@ -138,24 +142,20 @@ def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     except Exception as problem:
         reason = f"arguments that cannot be pickled ({problem}) cannot be used with plain decoding of {_SPLIT}"
         raise UnsupportedArgumentError(reason, remedy) from problem
-    with leader.passing("plain", sent, processes.generator_states(inner.device)):
+    with leader.announced("plain", sent, processes.generator_states(inner.device)):
         yield
 
 
 def refuse_shared(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedArgumentError` for arguments that the other processes of a model would need theirs of."""
-    inner = unwrap(model)
-    if leader_of(inner) is not None:
-        if arguments.get("past_key_values") is not None:
-            why = "each of them needs a cache of its own"
-            raise UnsupportedArgumentError(f"past_key_values cannot be used with {_SPLIT}: {why}", "leave it out")
-        if arguments.get("assistant_model") is not None:
-            why = "it makes passes that they do not know of"
-            raise UnsupportedArgumentError(f"assistant_model cannot be used with {_SPLIT}: {why}", "leave it out")
+    """Raise `UnsupportedArgumentError` for arguments that each of the processes would need a counterpart of."""
+    given = [name for name in _PER_PROCESS if arguments.get(name) is not None]
+    if given and leader_of(unwrap(model)) is not None:
+        name = given[0]
+        raise UnsupportedArgumentError(f"{name} cannot be used with {_SPLIT}: {_PER_PROCESS[name]}", "leave it out")
 
 
 def refuse_unshared(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedArgumentError` where a split model is decoded without the other processes being told."""
+    """Raise `UnsupportedArgumentError` if a sharded model is decoded without its other processes taking part."""
     if tensor_parallel_size(model) > 1 and leader_of(model) is None:
         raise UnsupportedArgumentError(
             f"custom_generate=lade.decode cannot be used with {_SPLIT}", "call lade.generate, or lade.enable(model)"
@@ -163,7 +163,7 @@ def refuse_unshared(model: PreTrainedModel) -> None:
 
 
 def refuse_shared_steps(model: Any) -> None:
-    """Raise `UnsupportedArgumentError` for plain decoding step by step, which cannot be stopped in all processes."""
+    """Raise `UnsupportedArgumentError` for streamed plain decoding, which cannot be stopped in all processes."""
     inner = unwrap(model)
     if leader_of(inner) is not None and not _has_parts(inner):
         raise UnsupportedArgumentError(
@@ -176,7 +176,7 @@ def _plainly(model: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def _without_cache(output: T, model: PreTrainedModel) -> T:
-    """An output object without its cache, of which each process has a part."""
+    """Return an output object without its cache, of which each process has only a part."""
     if not isinstance(output, ModelOutput) or leader_of(model) is None:
         return output
     return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})

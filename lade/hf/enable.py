@@ -1,8 +1,8 @@
-"""`lade.enable`: for callers that cannot be given another function, `model.generate` itself is accelerated.
+"""`lade.enable`: accelerate `model.generate` itself, for callers that cannot be given another function.
 
-The model gets an attribute `generate`, a method of its own in place of its class's. It is bound to the model as any
-method is, so that `copy.deepcopy` makes an enabled copy that decodes with its own weights, while a pickled model comes
-back as it was before; `save_pretrained` and `state_dict` know nothing of it.
+The model gets an instance attribute `generate` in place of its class's method. It is a bound method, so `copy.deepcopy`
+makes an enabled copy that uses its own weights, while a pickled model comes back unchanged; `save_pretrained` and
+`state_dict` are not affected.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ ModelT = TypeVar("ModelT")
 
 
 def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None = None) -> ModelT:
-    """Accelerate every later `model.generate` of this model, also by pipelines, trainers and frameworks.
+    """Accelerate every later `model.generate` of this model, including calls by pipelines, trainers and frameworks.
 
     The tokens stay those of plain `model.generate`, in 16 bits up to near ties (`lade.PrecisionWarning`). Streamers and
-    `stop_strings` work, which transformers does not pass on to `custom_generate=lade.decode`; a streamer is ended after
-    an error, too. One call can be given settings of its own: `model.generate(**inputs, lookahead=None)`.
+    `stop_strings` work, which transformers does not forward to `custom_generate=lade.decode`; a streamer is ended even
+    after an error. A single call can override the settings: `model.generate(**inputs, lookahead=None)`.
 
     >>> lade.enable(model)
     >>> transformers.pipeline("text-generation", model, tokenizer=tokenizer)("Once upon a time")
 
     Args:
-        model: a transformers causal language model, or one wrapped by PEFT or `torch.compile`. One that is enabled
+        model: a transformers causal language model, or one wrapped by PEFT or `torch.compile`. A model that is enabled
             already takes the new settings.
-        lookahead: as in `lade.generate`. With "auto", calls that cannot be served exactly, or ask for another way of
-            decoding (`custom_generate=`, `assistant_model=`), are left to plain `model.generate`, with one
+        lookahead: settings as in `lade.generate`. With "auto", calls that cannot be served exactly, or ask for another
+            decoding method (`custom_generate=`, `assistant_model=`), fall back to plain `model.generate`, with one
             `FallbackWarning`; with a `LookaheadConfig` they raise.
-        stats: is added to by every call.
+        stats: figures that every call adds to; None for none.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: `lookahead` is none of the three, or `stats` is none.
+        ConfigError: `lookahead` is none of the three, or `stats` is not a `Stats`.
         UnsupportedModelError: the model has no `generate`, or cannot be served with this `LookaheadConfig`.
     """
     config, may_fall_back = resolve(lookahead)
@@ -73,7 +73,7 @@ def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None 
 
 
 def disable(model: ModelT) -> ModelT:
-    """Undo `lade.enable`, also for a model that PEFT or `torch.compile` wrap; of any other model nothing changes.
+    """Undo `lade.enable`, also inside wrappers of PEFT or `torch.compile`; other models are left unchanged.
 
     Returns:
         The same model.
@@ -88,22 +88,22 @@ def disable(model: ModelT) -> ModelT:
 
 
 class Accelerated:
-    """The function of an enabled model's `generate`, called with the model as its first argument.
+    """The function behind an enabled model's `generate`, called with the model as its first argument.
 
     Args:
         wrapped: the `generate` of the model's class.
-        lookahead: as in `lade.generate`.
-        stats: is added to.
+        lookahead: settings as in `lade.generate`.
+        stats: figures to add to; None for none.
     """
 
-    __name__ = "generate"  # a method is pickled as the attribute of this name, which will be the class's own
+    __name__ = "generate"  # a method is pickled by this name, and unpickled as the class's own
 
     def __init__(self, wrapped: Callable[..., Any], lookahead: Lookahead, stats: Stats | None) -> None:
         self.__wrapped__, self.__doc__ = wrapped, wrapped.__doc__
         self.lookahead, self.stats = lookahead, stats
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `model.generate` returns for these arguments."""
+        """Return the result of `model.generate` for these arguments."""
         if is_decoded_plainly(model) or _is_ours(kwargs.get("custom_generate")):
             original = vars(model).get(REPLACED) or MethodType(type(model).generate, model)
             return original(*args, **kwargs)
@@ -124,33 +124,33 @@ class Accelerated:
 
 
 class EndingStreamer(BaseStreamer):
-    """Passes on to a streamer, and ends it once: a `TextIteratorStreamer` without an end is read forever."""
+    """Forwards to a streamer and ends it exactly once: without an end, a `TextIteratorStreamer` blocks forever."""
 
     def __init__(self, streamer: BaseStreamer) -> None:
         self._streamer, self._ended = streamer, False
 
     def put(self, value: Any) -> None:
-        """The prompt `[B, L]`, then tokens `[B]`."""
+        """Forward the prompt `[B, L]`, then tokens `[B]`."""
         self._streamer.put(value)
 
     def end(self) -> None:
-        """The text is complete."""
+        """End the streamer: the text is complete."""
         self._ended = True
         self._streamer.end()
 
     def close(self) -> None:
-        """End it, unless that is done."""
+        """End the streamer unless that was done."""
         if not self._ended:
             self.end()
 
 
 def _owner(model: Any) -> Any:
-    """What has the attributes of a model: `torch.compile`'s wrapper keeps none itself."""
+    """Return the object that holds a model's attributes: `torch.compile`'s wrapper has none of its own."""
     return (getattr(model, "_modules", None) or {}).get("_orig_mod", model)
 
 
 def _owners(model: Any) -> Iterator[Any]:
-    """From the outermost wrapper to the model itself, all whose `generate` may have been replaced."""
+    """Yield the objects, from the outermost wrapper to the model itself, whose `generate` may be replaced."""
     owner = _owner(model)
     yield owner
     inner = owner.get_base_model() if hasattr(owner, "get_base_model") else owner
@@ -159,7 +159,7 @@ def _owners(model: Any) -> Iterator[Any]:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Its own, without those of its class; none of what can have none."""
+    """Return the instance attributes of an object; empty for one that can have none."""
     return getattr(owner, "__dict__", {})
 
 
@@ -168,13 +168,13 @@ def _is_accelerated(function: Any) -> bool:
 
 
 def _is_ours(custom_generate: Any) -> bool:
-    """Whether a callable for `custom_generate=` is this library's, such as `lade.decode`."""
+    """Return whether a callable for `custom_generate=` is this library's, such as `lade.decode`."""
     function = custom_generate.func if isinstance(custom_generate, functools.partial) else custom_generate
     return str(getattr(function, "__module__", "")).partition(".")[0] == "lade"
 
 
 def _by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of `generate`, positional ones under their names: its own, or those of transformers."""
+    """Return the arguments of a call of `generate` by name; its own signature, or that of transformers, names them."""
     signature = inspect.signature(function)
     if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
         signature = inspect.signature(GenerationMixin.generate)

@@ -1,4 +1,4 @@
-"""The three ways to decode: `lade.generate`, `lade.stream`, and `model.generate(custom_generate=lade.decode)`."""
+"""The public ways to decode: `lade.generate`, `lade.stream`, and `model.generate(custom_generate=lade.decode)`."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from lade.hf.arguments import (
     refuse_streamed_rows,
     refuse_streamed_segments,
 )
-from lade.hf.batch_rules import must_go_together
+from lade.hf.batch_rules import needs_lock_step
 from lade.hf.distributed import (
+    call_together,
     is_shared,
     leader_of,
     refuse_shared,
     refuse_shared_steps,
     refuse_unshared,
-    shared,
-    shared_steps,
     sharing_plainly,
+    stream_together,
 )
-from lade.hf.generation_config import cleaning_up, refuse_values_of_one_call
+from lade.hf.generation_config import cleaning_up, refuse_adapter_arguments
 from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly, plain_steps
-from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guesses
+from lade.hf.predictions import Prediction, prediction_ids, refuse_unused_prediction
 from lade.hf.refusals import falling_back, refuse_slow_beams, resolve
 from lade.hf.session import Session
 from lade.model import joint
-from lade.model.prepared import Prepared, preparing
+from lade.model.prepared import Prepared, custom_generate_for
 from lade.model.support.supports import unwrap
 from lade.stats import Stats, Step
 
 
-class Decoding(Protocol):
-    """A generation that was checked and composed, and has not begun."""
+class DecodeSession(Protocol):
+    """A generation that has been checked and composed, and has not begun."""
 
     def run(self) -> Generated:
-        """Decode to the end, and return what `model.generate` returns."""
+        """Decode to the end, and return the result of `model.generate`."""
         ...
 
 
@@ -67,28 +67,28 @@ def decode(
     inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> Generated:
-    """The callable for `custom_generate=`; transformers prepares its arguments and returns what it returns.
+    """The callable for `custom_generate=`; transformers prepares its arguments and returns its result.
 
-    To a callable transformers passes neither `streamer=` nor the `tokenizer=` of `stop_strings=`: it raises for stop
-    strings, and this does for a streamer, once it has ended it. `lade.enable`, `lade.generate`, and for a streamer
-    `lade.decoder`, serve them.
+    Transformers forwards neither `streamer=` nor the `tokenizer=` of `stop_strings=` to a callable: it raises an error
+    for stop strings, and this function does for a streamer, after ending it. `lade.enable`, `lade.generate` and, for a
+    streamer, `lade.decoder` support them.
 
     >>> model.generate(**inputs, custom_generate=lade.decode, lookahead=lade.LookaheadConfig(15, 5, 15))
 
     Args:
         model: the model whose `generate` was called.
         input_ids: `[B, L]` int64, padded on the left.
-        logits_processor: called once per emitted token, as in plain decoding. In a batch transformers' own are called
-            for each row by itself, unless the rows are beams; with any other all rows go in lock-step.
-        stopping_criteria: called once per emitted token, in batches as processors are.
-        generation_config: the final, merged one.
-        lookahead: W, N, G; "auto" takes the defaults and falls back to plain decoding, with one `FallbackWarning`,
-            where they cannot be served, or are known to be slower: beams of several prompts on a CPU; None decodes
-            plainly.
-        stats: is added to.
-        prediction: ids of a text that the answer is expected to follow, see `lade.generate`.
-        inputs_tensor: what the encoder was fed, if the model has one: guesses are taken from that text, too.
-        model_kwargs: attention mask, cache and whatever else `generate` prepared.
+        logits_processor: processors, called once per emitted token as in plain decoding. In a batch transformers' own
+            are called for each row separately, unless the rows are beams; with any other all rows advance in lock-step.
+        stopping_criteria: criteria, called once per emitted token; in a batch like the processors.
+        generation_config: the final, merged config.
+        lookahead: settings: W, N, G; "auto" takes the defaults and falls back to plain decoding, with one
+            `FallbackWarning`, where they are not supported, or known to be slower: beam search over several prompts on
+            a CPU; None decodes plainly.
+        stats: figures to add to; None for none.
+        prediction: ids of the expected answer, see `lade.generate`.
+        inputs_tensor: input of the encoder, if the model has one: drafts are taken from that text too.
+        model_kwargs: attention mask, cache and other arguments that `generate` prepared.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served, or there is a streamer.
@@ -99,9 +99,9 @@ def decode(
 
 
 def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]:
-    """A `decode` that knows the streamer, which transformers does not pass to a callable.
+    """Return a `decode` with a streamer, which transformers does not forward to a callable.
 
-    Give the streamer here and not to `model.generate` as well: it gets the prompt, every token, and `end()`.
+    Do not pass the streamer to `model.generate` as well: it gets the prompt, every token, and `end()` from here.
 
     >>> model.generate(**inputs, custom_generate=lade.decoder(streamer=TextStreamer(tokenizer)))
     """
@@ -121,10 +121,10 @@ def _decode(
     inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> Generated:
-    """`decode`, and the streamer gets the prompt, every token, and its end."""
+    """Decode like `decode`; the streamer gets the prompt, every token, and `end()`."""
     check_decode(stats)
     config, auto = resolve(lookahead)
-    refuse_without_guesses(prediction, config)
+    refuse_unused_prediction(prediction, config)
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     expected = prediction_ids(prediction)
     prepared = Prepared(*arguments, wrapper=model, inputs_tensor=inputs_tensor, predictions=expected)
@@ -140,22 +140,22 @@ def _decode_with(
     auto: bool,
     unassisted: bool = True,
 ) -> Generated:
-    """The one door: whatever is refused is refused here, before anything is fed, drawn or streamed.
+    """Decode prepared inputs; the single place for refusals, before anything is fed, drawn or streamed.
 
     Args:
-        config: None decodes plainly.
-        prepared: what `model.generate` has prepared.
-        stats: is added to.
-        streamer: gets the prompt, every token, and its end.
-        auto: whether to decode plainly where lookahead decoding cannot serve.
-        unassisted: see `decoding_method`; false for a caller that calls `model.generate` again.
+        config: settings of lookahead decoding; None decodes plainly.
+        prepared: inputs prepared by `model.generate`.
+        stats: figures to add to; None for none.
+        streamer: gets the prompt, every token, and `end()`; None for none.
+        auto: fall back to plain decoding where lookahead decoding is not supported.
+        unassisted: as in `decoding_method`; false for a caller that calls `model.generate` again.
     """
     model = prepared.model
     with cleaning_up(model, prepared.generation_config):
         refuse_autocast(model)
         if streamer is not None:
             refuse_streamed_beams(prepared.beams, streamer)
-        session: Decoding | None = None
+        session: DecodeSession | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
                 refuse_unshared(model)
@@ -163,7 +163,7 @@ def _decode_with(
         if session is not None:
             return session.run()
         if leader_of(model) is not None:
-            raise NeedsGenerateError("what is prepared cannot be sent to other processes", "call model.generate")
+            raise NeedsGenerateError("prepared inputs cannot be sent to other processes", "call model.generate")
         return decode_prepared(prepared, stats, streamer, unassisted=unassisted)
 
 
@@ -176,12 +176,12 @@ def _with_grammar(model: PreTrainedModel, grammar: GrammarArgument | None, argum
 
 def _session_for(
     prepared: Prepared, config: LookaheadConfig, stats: Stats | None, streamer: BaseStreamer | None, *, auto: bool
-) -> Decoding:
+) -> DecodeSession:
     stats = Stats() if stats is None else stats
     if prepared.beams == 1:
         processors, criteria, generation_config = prepared.positional[1:]
         several, streamed = len(prepared.prompts) > 1, streamer is not None
-        if several and must_go_together(processors, criteria, generation_config, streamed=streamed):
+        if several and needs_lock_step(processors, criteria, generation_config, streamed=streamed):
             return _session_of("lock_step.LockStepSession", prepared, config=config, stats=stats, streamer=streamer)
         return Session(prepared, config=config, stats=stats, streamer=streamer)
     if auto:
@@ -189,10 +189,10 @@ def _session_for(
     return _session_of("beams.BeamSession", prepared, config=config, stats=stats)
 
 
-def _session_of(name: str, prepared: Prepared, **arguments: Any) -> Decoding:
-    """Return a session of a kind that few calls need, imported at its first use."""
+def _session_of(name: str, prepared: Prepared, **arguments: Any) -> DecodeSession:
+    """Return a session of a type that few calls need, imported on first use."""
     module, _, kind = name.partition(".")
-    session: Decoding = getattr(import_module(f"lade.hf.{module}"), kind)(prepared, **arguments)
+    session: DecodeSession = getattr(import_module(f"lade.hf.{module}"), kind)(prepared, **arguments)
     return session
 
 
@@ -260,30 +260,30 @@ def generate(
 
     Args:
         model: a transformers causal language model or encoder-decoder model, or one wrapped by PEFT.
-        inputs: `[B, L]` int64, the prompts, padded on the left, or what an encoder reads; usually given as
+        inputs: `[B, L]` int64, the prompts, padded on the left, or the encoder's input; usually given as
             `input_ids=`. Rows of a batch leave it when they end; with `num_beams` all prompts step together.
-        lookahead: see `lade.decode`.
-        stats: is added to.
-        streamer: gets the prompt, and each token after the stopping criteria and before anything else.
-        prediction: a text that the answer is expected to follow, a file to be edited for instance: its ids, or text and
-            a `tokenizer=`; in a batch one for each prompt. It changes the speed, never a token.
-        grammar: a `lade.Grammar` that the answer has to follow, with a `tokenizer=`; in a batch one for all prompts, or
-            one for each. The tokens are those of `model.generate` with its processor among `logits_processor`.
-        generate_arguments: anything that `model.generate` takes. After an error a cache passed as `past_key_values`
-            holds the text so far, as after plain decoding.
+        lookahead: settings, "auto" or None, see `lade.decode`.
+        stats: figures to add to; None for none.
+        streamer: gets the prompt, and each token right after the stopping criteria were called; None for none.
+        prediction: expected answer, for instance a file that is to be edited: ids, or text with a `tokenizer=`; in a
+            batch one per prompt. It changes the speed, never a token.
+        grammar: a `lade.Grammar` that constrains the answer, with a `tokenizer=`; in a batch one for all prompts, or
+            one per prompt. The tokens are those of `model.generate` with its processor in `logits_processor`.
+        generate_arguments: any other argument of `model.generate`. After an error a cache passed as
+            `past_key_values` holds the text so far, as after plain decoding.
 
     Returns:
-        What `model.generate` returns: `[B, L + new]` int64, or an output object with `return_dict_in_generate=True`,
-        which has no `past_key_values` where there are several rows that are not beams, or padding.
+        The result of `model.generate`: `[B, L + new]` int64, or an output object with `return_dict_in_generate=True`,
+        without `past_key_values` if there is padding, or several rows that are not beams.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
-        InputError: the prompt cannot be decoded, the prediction is none, or the grammar cannot be used.
-        ConfigError: there is a prediction, and `lookahead=None`.
+        InputError: the prompt cannot be decoded, or the prediction or the grammar is not valid.
+        ConfigError: a prediction was given with `lookahead=None`.
     """
     arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
     call = functools.partial(_generate, model, arguments, lookahead, stats, streamer, prediction, grammar)
-    return shared(model, call) if is_shared(model) else call()
+    return call_together(model, call) if is_shared(model) else call()
 
 
 def _generate(
@@ -296,13 +296,13 @@ def _generate(
     grammar: GrammarArgument | None,
 ) -> Generated:
     config, auto = resolve(lookahead)
-    refuse_without_guesses(prediction, config)
+    refuse_unused_prediction(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
     refuse_shared(model, arguments)
     check_call(model, arguments, stats)
     with cleaning_up(model, arguments.get("generation_config")):
         arguments = _with_grammar(unwrap(model), grammar, arguments)
-        if streamer is not None:  # a plain search of beams would raise as well, after warnings and in other words
+        if streamer is not None:  # plain beam search would raise too, but after warnings and with another message
             refuse_streamed_beams(num_beams(unwrap(model), arguments), streamer)
         prepared: dict[str, Any] | None = None
         if config is not None:
@@ -311,7 +311,7 @@ def _generate(
         if prepared is not None:
             use = functools.partial(_decode_with, config, stats=stats, streamer=streamer, auto=auto, unassisted=False)
             with suppress(NeedsGenerateError):
-                output: Generated = model.generate(custom_generate=preparing(use, model, texts), **prepared)
+                output: Generated = model.generate(custom_generate=custom_generate_for(use, model, texts), **prepared)
                 return output
         with sharing_plainly(model, arguments):
             return generate_plainly(model, stats, streamer, arguments)
@@ -327,17 +327,17 @@ def stream(
     grammar: GrammarArgument | None = None,
     **generate_arguments: Any,
 ) -> Iterator[Step]:
-    """`generate` for one prompt, step by step: an iterator over `Step`s, whose tokens together are the new tokens.
+    """Run `generate` for one prompt, step by step: an iterator over `Step`s, whose tokens together are the new tokens.
 
-    Arguments and errors are those of `generate`; errors are raised by the call, not by the first step. Stopping early
-    leaves nothing broken: a cache passed as `past_key_values` then holds the text of the steps that were yielded.
+    Arguments and errors are those of `generate`; errors are raised by the call, not by the first step. The iteration
+    may be stopped early: a cache passed as `past_key_values` then holds the text of the steps that were yielded.
 
     >>> for step in lade.stream(model, input_ids=ids, max_new_tokens=200):
     ...     print(tokenizer.decode(step.tokens), end="", flush=True)
     """
     arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
     begin = functools.partial(_stream, model, arguments, lookahead, stats, prediction, grammar)
-    return shared_steps(model, begin) if is_shared(model) else begin()
+    return stream_together(model, begin) if is_shared(model) else begin()
 
 
 def _stream(
@@ -349,7 +349,7 @@ def _stream(
     grammar: GrammarArgument | None,
 ) -> Iterator[Step]:
     config, auto = resolve(lookahead)
-    refuse_without_guesses(prediction, config)
+    refuse_unused_prediction(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
     refuse_shared(model, arguments)
     check_call(model, arguments, stats)
@@ -361,10 +361,10 @@ def _stream(
         refuse_streamed_rows(inner, arguments)
         if config is not None:
             with falling_back(stats, allowed=auto):
-                refuse_values_of_one_call(arguments, "lade.stream")
+                refuse_adapter_arguments(arguments, "lade.stream")
                 refuse_streamed_segments(inner)
                 make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
                 prepared = arguments_for_callable(model, arguments)
-                return iter(model.generate(custom_generate=preparing(make, model, texts), **prepared))
+                return iter(model.generate(custom_generate=custom_generate_for(make, model, texts), **prepared))
         refuse_shared_steps(model)
         return plain_steps(model, stats, arguments)

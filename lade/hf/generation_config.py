@@ -1,7 +1,7 @@
 """Validation of a `generation_config`, and removal of PEFT's per-call hooks when generation fails.
 
-Transformers notices some of them when it loads, and most of them deep inside a generation. What it can live with, such
-as the id -1 of a token that is none, is all right here, too.
+Transformers reports some invalid fields when it loads a config, and most of them deep inside a generation. Values that
+it tolerates, such as -1 for a token that does not exist, are accepted here too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from lade.errors import LadeError, UnsupportedArgumentError
-from lade.model.support.adapters import remove_hooks_of_one_call, values_of_one_call
+from lade.model.support.adapters import call_values, remove_call_hooks
 from lade.model.support.supports import unwrap
 
 
 @dataclass(frozen=True)
-class Nonsense:
-    """A value that a field cannot have.
+class InvalidField:
+    """A field with an invalid value.
 
     Attributes:
-        field: its name.
-        value: as it was found.
+        field: name of the field.
+        value: the value found.
         remedy: what to give instead.
     """
 
@@ -43,12 +43,12 @@ Fits = Callable[[Any], bool]
 
 
 def is_whole(value: object, least: float = -math.inf) -> bool:
-    """Whether it is a whole number, `least` or more."""
+    """Return whether a value is a whole number >= `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object, above: float = -math.inf, most: float = math.inf) -> bool:
-    """Whether it is a finite number greater than `above`, `most` or less."""
+    """Return whether a value is a finite number > `above` and <= `most`."""
     whole_or_not = isinstance(value, int | float) and not isinstance(value, bool)
     return whole_or_not and math.isfinite(value) and above < value <= most  # type: ignore[arg-type, operator]
 
@@ -117,11 +117,11 @@ ALWAYS: dict[str, tuple[Fits, str]] = {
     "exponential_decay_length_penalty": (_is_decay, "give a pair such as [20, 1.05], or leave it out"),
     "guidance_scale": _NUMBER,
     "token_healing": (_is_off, "leave it out: it needs a tokenizer as an argument of generate"),
-    "is_assistant": (_is_off, "leave it out: it is of models that draft for others"),
+    "is_assistant": (_is_off, "leave it out: it is for models that draft for others"),
     "constraints": _CONSTRAINED,
     "force_words_ids": _CONSTRAINED,
 }
-"""Fields that any generation uses: what fits, and what to give instead. None is "not set"."""
+"""Fields that any generation uses: a predicate for valid values, and the remedy. None means "not set"."""
 LOADING: dict[str, tuple[Fits, str]] = {
     "max_new_tokens": _COUNT,
     "num_return_sequences": _COUNT,
@@ -129,7 +129,7 @@ LOADING: dict[str, tuple[Fits, str]] = {
     "watermarking_config": (lambda value: isinstance(value, dict), "give an object, or leave it out"),
     "compile_config": (lambda value: isinstance(value, dict), "give an object, or leave it out"),
 }
-"""Fields that transformers cannot even load with other values."""
+"""Fields with which transformers fails to load the config if they are invalid."""
 SAMPLING: dict[str, tuple[Fits, str]] = {
     "temperature": (lambda value: is_number(value, 0), "give a number > 0"),
     "top_k": (lambda value: is_whole(value, 0), "give a whole number >= 1, or 0 for no limit"),
@@ -142,20 +142,20 @@ SAMPLING: dict[str, tuple[Fits, str]] = {
 }
 """Fields that only sampling uses."""
 BEAMS: dict[str, tuple[Fits, str]] = {"length_penalty": _NUMBER, "early_stopping": LOADING["early_stopping"]}
-"""Fields that only a search of beams uses."""
-_OF_ENDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
-_WITHIN = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id")
+"""Fields that only beam search uses."""
+_EOS_FIELDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
+_ID_FIELDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id")
 
 
-def nonsense_in(
+def find_invalid(
     values: Mapping[str, Any], *tables: Mapping[str, tuple[Fits, str]], vocabulary: int | None = None
-) -> Nonsense | None:
-    """The first field whose value cannot be used; None if all can.
+) -> InvalidField | None:
+    """Return the first field with an invalid value; None if all are valid.
 
     Args:
-        values: by the names of the fields; None is "not set".
-        tables: those of this module to look in.
-        vocabulary: ids that some fields may only have are below it; None where it is not known.
+        values: values by field name; None means "not set".
+        tables: tables of this module to check against.
+        vocabulary: vocabulary size, to check ids against; None if unknown.
     """
     for table in tables:
         for field, (fits, remedy) in table.items():
@@ -163,58 +163,58 @@ def nonsense_in(
             if value is None:
                 continue
             if not fits(value):
-                return Nonsense(field, value, remedy)
-            if field in _WITHIN and vocabulary is not None and max(_ids_in(value), default=0) >= vocabulary:
-                return Nonsense(field, value, f"give ids below {vocabulary}, the size of the vocabulary")
-    return _ends_that_are_none(values, vocabulary) if ALWAYS in tables else None
+                return InvalidField(field, value, remedy)
+            if field in _ID_FIELDS and vocabulary is not None and max(_ids_in(value), default=0) >= vocabulary:
+                return InvalidField(field, value, f"give ids below {vocabulary}, the size of the vocabulary")
+    return _invalid_eos(values, vocabulary) if ALWAYS in tables else None
 
 
-def _ends_that_are_none(values: Mapping[str, Any], vocabulary: int | None) -> Nonsense | None:
-    """Ids that end no text do no harm, unless another field makes something of their scores."""
+def _invalid_eos(values: Mapping[str, Any], vocabulary: int | None) -> InvalidField | None:
+    """Check for ids that end no text, which are invalid only if another field uses their scores."""
     ends = list(_ids_in(values.get("eos_token_id")))
     remedy = "leave out {}, or give ids of the vocabulary"
-    for field in _OF_ENDS:
+    for field in _EOS_FIELDS:
         if values.get(field) and min(ends, default=0) < 0:
-            return Nonsense("eos_token_id", values["eos_token_id"], remedy.format(field))
+            return InvalidField("eos_token_id", values["eos_token_id"], remedy.format(field))
     beyond = vocabulary is not None and max(ends, default=0) >= vocabulary
     if values.get("exponential_decay_length_penalty") and beyond:
-        return Nonsense("eos_token_id", values["eos_token_id"], remedy.format("exponential_decay_length_penalty"))
+        return InvalidField("eos_token_id", values["eos_token_id"], remedy.format("exponential_decay_length_penalty"))
     return None
 
 
 def _ids_in(value: object) -> Iterable[int]:
-    """All whole numbers in a value."""
+    """Return all whole numbers in a nested value."""
     if isinstance(value, list | tuple):
         return [token for part in value for token in _ids_in(part)]
     return [value] if isinstance(value, int) else []
 
 
-OF_ADAPTERS = ("adapter_names", "alora_offsets", "task_ids")
+ADAPTER_ARGUMENTS = ("adapter_names", "alora_offsets", "task_ids")
 REMEDY = "choose the adapter with set_adapter, or use lade.generate"
 
 
-def refuse_values_of_one_call(arguments: dict[str, Any], where: str) -> None:
-    """Raise `UnsupportedArgumentError` for arguments that act only while `model.generate` runs.
+def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
+    """Raise `UnsupportedArgumentError` for arguments that PEFT applies only while `model.generate` runs.
 
     Args:
-        arguments: arguments of `model.generate`, which here returns before the first pass.
-        where: the function or class that decodes then, for the message.
+        arguments: arguments of `model.generate`, which returns before the first pass here.
+        where: name of the function or class that decodes afterwards, for the error message.
     """
-    for name in OF_ADAPTERS:
+    for name in ADAPTER_ARGUMENTS:
         if arguments.get(name) is not None:
             raise UnsupportedArgumentError(
                 f"{name} cannot be used with {where}: PEFT applies it only while model.generate runs", REMEDY
             )
 
 
-def refuse_hooks_of_one_call(model: PreTrainedModel, where: str) -> None:
-    """Raise `UnsupportedArgumentError` where PEFT has hooks of one generation on the model."""
-    refuse_values_of_one_call(dict.fromkeys(values_of_one_call(model), True), where)
+def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
+    """Raise `UnsupportedArgumentError` if PEFT's per-call hooks are installed on the model."""
+    refuse_adapter_arguments(dict.fromkeys(call_values(model), True), where)
 
 
 @contextmanager
 def cleaning_up(model: Any, generation_config: object) -> Iterator[None]:
-    """Clean up after a block that raises; see `clean_up`."""
+    """Call `clean_up` if the block raises."""
     try:
         yield
     except BaseException as problem:
@@ -223,23 +223,23 @@ def cleaning_up(model: Any, generation_config: object) -> Iterator[None]:
 
 
 def clean_up(model: Any, problem: BaseException, given: object) -> None:
-    """Take PEFT's hooks of one generation off a model, and note what transformers stumbled over.
+    """Remove PEFT's per-call hooks from a model, and add a note about an invalid generation_config to the error.
 
     Args:
         model: the model whose generation has failed.
-        problem: gets a note if a field of a generation_config is nonsense, which transformers mostly does not name.
-        given: the generation_config that was an argument, if one was.
+        problem: the error, which mostly does not name the invalid field itself.
+        given: the argument `generation_config`; None if there was none.
     """
     model = unwrap(model)
     if isinstance(model, nn.Module):
-        remove_hooks_of_one_call(model)
+        remove_call_hooks(model)
     if isinstance(problem, LadeError):
         return
     for config in (given, getattr(model, "generation_config", None)):
-        wrong = _nonsense_in(config) if isinstance(config, GenerationConfig) else None
+        wrong = _find_invalid(config) if isinstance(config, GenerationConfig) else None
         if wrong and f"the generation_config has {wrong}" not in getattr(problem, "__notes__", ()):
             problem.add_note(f"the generation_config has {wrong}")
 
 
-def _nonsense_in(config: GenerationConfig) -> Nonsense | None:
-    return nonsense_in(config.to_dict(), ALWAYS, SAMPLING if config.do_sample else {})
+def _find_invalid(config: GenerationConfig) -> InvalidField | None:
+    return find_invalid(config.to_dict(), ALWAYS, SAMPLING if config.do_sample else {})

@@ -1,12 +1,12 @@
 """The composition of one generation: runner, step cost, tree budget, drafters, output.
 
 A generation of one row or several (`Session`), a batch in lock-step and an engine all decode through a `DecodeJob`, so
-that whatever is learned of a model, its passes and its texts reaches all of them.
+that everything learned about a model, its passes and its texts is shared by all of them.
 
     runner      makes the forward passes: eager or captured, in one process or several, behind an encoder
     cost        seconds of a pass by its size: the curve of this model on this machine, refreshed by every step
-    budget      one size for the trees of all rows; None where a row decides for itself
-    drafters    one for each row, from its `DraftSpec`
+    budget      one size for the trees of all rows; None where each row chooses its own
+    drafters    one per row, from its `DraftSpec`
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
-from lade.hf.predictions import text_of_rows
+from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
+from lade.errors import ConfigError, UnsupportedArgumentError
+from lade.hf.predictions import predictions_by_row
 from lade.hf.processors import Record
 from lade.model import joint
 from lade.model.backend import runner_for
@@ -38,13 +40,14 @@ from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids, vocabulary_of
 from lade.model.runner import EagerRunner
+from lade.model.support.supports import mtp_search_refusal
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
 
 
-def kind_of_text(prepared: Prepared, config: LookaheadConfig) -> str:
-    """A name of the kind of text that a call asks for, such as "sampled at 0.7, with a memory"."""
+def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
+    """Return a label for the kind of text that a call generates, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
     grammar = joint.loaded("grammar")
@@ -57,18 +60,17 @@ Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
 
 def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
-    """What `model.generate` returns, given the new tokens of each row.
+    """Return the result of `model.generate`, given the new tokens of each row.
 
     Args:
-        prepared: has the prompts, and says whether an output object is wanted and what a row that ended early is
-            padded with.
-        written: the new tokens of each row.
+        prepared: inputs prepared by `model.generate`, with the prompts, the output options and the padding id.
+        written: new tokens of each row.
         record: scores and logits for the output object.
-        cache: the cache for the output object; None for none.
+        cache: cache for the output object; None for none.
     """
     prompts, config = prepared.input_ids, prepared.generation_config
     longest = max(map(len, written))
-    pad: Any = config._pad_token_tensor  # which is the end of sequence where there is no pad_token_id
+    pad: Any = config._pad_token_tensor  # EOS if there is no pad_token_id
     pad = None if pad is None else int(pad)
     new = [tokens + [pad] * (longest - len(tokens)) for tokens in written]
     ids = torch.cat([prompts, prompts.new_tensor(new)], dim=1)
@@ -82,7 +84,7 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
 
 
 def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:
-    """An empty record of what the output object is to have; see `Record` for `top`."""
+    """Return an empty record of the requested outputs; see `Record` for `top`."""
     wanted = generation_config.return_dict_in_generate
     return Record(
         scores=() if wanted and generation_config.output_scores else None,
@@ -93,16 +95,16 @@ def record_for(generation_config: GenerationConfig, top: int | None = None) -> R
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """What the drafter of one row is made from; checked before anything is fed.
+    """Specification of one row's drafter; checked before anything is fed.
 
     Attributes:
         config: the method and its sizes.
-        memory: shared by the rows of one call; None for the config's own, or a new one.
-        excluded: ids after which nothing is drafted: end of sequence, padding, placeholders of images.
+        memory: memory shared by the rows of one call; None for the config's own, or a new one.
+        excluded: ids after which nothing is drafted: EOS, padding, placeholders of media inputs.
         vocabulary: V; ids below it can be fed.
-        source_text: ids of what an encoder was fed, drafted from as if it stood before the prompt.
-        prediction: ids of the text that the answer is expected to follow; None without one.
-        constraint: what a grammar forces and forbids; None without one.
+        source_text: ids of the encoder's input, drafted from as if they preceded the prompt.
+        prediction: ids of the expected answer; None without one.
+        constraint: tokens that a grammar forces and forbids; None without one.
     """
 
     config: LookaheadConfig
@@ -115,28 +117,28 @@ class DraftSpec:
 
     @property
     def sizes_trees(self) -> bool:
-        """Whether tree sizes are chosen by what passes cost, rather than given."""
+        """True if tree sizes are chosen by the cost of passes, not fixed."""
         return self.config.adaptive and self.config.budget is None
 
     @classmethod
     def of_rows(cls, prepared: Prepared, config: LookaheadConfig, prompts: Sequence[list[int]]) -> list[DraftSpec]:
-        """One for each row.
+        """Return one specification per row.
 
         Args:
-            prepared: what `model.generate` has prepared.
+            prepared: inputs prepared by `model.generate`.
             config: the method and its sizes.
-            prompts: `[B]`, the tokens of each row's prompt, without padding.
+            prompts: `[B]`, tokens of each row's prompt, without padding.
 
         Raises:
-            InputError: there are more or fewer predictions than prompts, or they have ids out of the vocabulary.
-            UnsupportedArgumentError: a prediction with a method that drafts from no text.
+            InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
+            UnsupportedArgumentError: there is a prediction, but the method drafts from no text.
         """
         rows = len(prompts)
         excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
         vocabulary = vocabulary_of(prepared.model)
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
-        predictions = text_of_rows(prepared, config, rows)
+        predictions = predictions_by_row(prepared, config, rows)
         grammar = joint.loaded("grammar")
         constraints = [None] * rows if grammar is None else grammar.constraints_for(prepared, prompts)
         return [
@@ -146,19 +148,21 @@ class DraftSpec:
 
 
 class DecodeJob:
-    """What rows of one model are decoded with.
+    """Components that decode the rows of one model.
 
     Args:
-        model: one that `lade.supports`.
-        runner: see `runner_of`.
-        kind: of text; what is learned of one kind is not used for another.
-        rows: B at first.
-        batched: whether the rows share the size of their trees, however many they are.
-        most: tokens that a row feeds in a step at most; None for what the runner's processes can take.
+        model: a model that `lade.supports`.
+        runner: runner of its passes, see `runner_of`.
+        kind: kind of text; observations about one kind are not used for another.
+        rows: B, the initial number of rows.
+        batched: whether the rows share one tree size, even if there is only one.
+        most: maximum number of tokens that a row feeds in a step; None for the runner's limit.
+        without_mtp: reason why the loop makes no passes of MTP layers; empty if it does.
 
     Attributes:
-        runner: as given.
-        budget: one size for the trees of all rows, from the first drafter on that needs one; None without.
+        runner: the runner given.
+        budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
+        mtp: passes of the checkpoint's MTP layer, once a drafter needs them; None before that or without a layer.
     """
 
     def __init__(
@@ -170,9 +174,12 @@ class DecodeJob:
         rows: int = 1,
         batched: bool = False,
         most: int | None = None,
+        without_mtp: str = "",
     ) -> None:
         self.runner = runner
         self.budget: BatchBudget | None = None
+        self.mtp: MtpPasses | None = None
+        self._without_mtp = without_mtp
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
         self._most = most_fed(runner.parts) if most is None else most
         self._cost: StepCost | BatchCost | None = None
@@ -180,25 +187,43 @@ class DecodeJob:
 
     @property
     def reader(self) -> Reader[Any] | None:
-        """See `DecodeLoop.reader`."""
+        """Reader of the logits, see `DecodeLoop.reader`."""
         return self.runner.reader
 
     def drafter(self, spec: DraftSpec, *, alone: bool = False) -> Drafter:
-        """A drafter for one row.
+        """Return a drafter for one row.
 
         Args:
-            spec: what it is made from.
-            alone: whether the row is the only one of its batch for now, so that it learns from its prompt anyway.
+            spec: specification of the drafter.
+            alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
         """
         return self.drafters([spec], alone=alone)[0]
 
     def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
-        """One for each row; the step cost is looked up, or measured, if they need it and it was not before."""
+        """Return one drafter per row; the step cost is looked up or measured if they need it for the first time."""
         if self._cost is None and any(spec.sizes_trees for spec in specs):
             self._begin_sizing()
         if self._habits is not None:
             self._habits.copies.begin_text()
+        self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
+
+    def adopt(self, drafter: Drafter) -> Drafter:
+        """Use a caller's own drafter for the only row; an MTP layer predicts for it if it takes predictions."""
+        if drafter.mtp is not None:
+            self.mtp = _mtp_passes(self.runner, [LookaheadConfig(budget=1, mtp=True)], self._kind)
+            assert self.mtp is not None  # otherwise `_mtp_passes` has raised
+            self.mtp.fixed = MOST_PASSES
+        return drafter
+
+    def _begin_mtp(self, configs: Sequence[LookaheadConfig]) -> None:
+        """Load the model's MTP layer, if a row may draft with it."""
+        if self._without_mtp:
+            _refuse_mtp(configs, self._without_mtp)
+        elif self.mtp is None:
+            self.mtp = _mtp_passes(self.runner, configs, self._kind)
+        if self.mtp is not None and self._cost is not None:
+            self.mtp.fixed = None  # passes are chosen by their cost, as tree sizes are
 
     def _begin_sizing(self) -> None:
         if self._batched:
@@ -215,6 +240,8 @@ class DecodeJob:
         sizing: dict[str, Any] = {}
         if spec.sizes_trees:
             sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
+        if self.mtp is not None and spec.config.mtp is not False:
+            sizing["mtp"] = self.mtp.weights
         return drafter_for(
             config,
             spec.excluded,
@@ -226,7 +253,7 @@ class DecodeJob:
         )
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
-        """Drafts from text: from the one that is expected, and from the row's own."""
+        """Return the sources of drafts from text: the prediction, and the row's own text."""
         sources = list[Source]()
         if spec.prediction is not None:
             sources.append(Prediction(spec.prediction, spec.excluded))
@@ -236,24 +263,25 @@ class DecodeJob:
         return sources
 
     def resize(self, rows: int) -> None:
-        """`rows` are decoded from now on, 0 when all have ended; flushes what was observed of as many as there were."""
+        """Set the number of rows, 0 when all have ended; pending observations of the old number are flushed."""
         if isinstance(self._cost, BatchCost) and rows != self._cost.rows:
             if self.budget is not None:
                 self.budget.settle()
             self._cost.resize(rows)
 
     def save(self) -> None:
-        """Save the step costs that have moved; for the end of a generation."""
+        """Save the step costs that have changed, at the end of a generation."""
         save_refreshed(self._model)
 
 
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:
-    """The runner of one call: behind its encoder, if the model has one.
+    """Return the runner of one call, behind an encoder if the model has one.
 
     Args:
-        prepared: what `model.generate` has prepared.
-        plan: how the model takes its masks.
-        lock_step: whether transformers' own loop decodes, which sees the logits of every pass; then none is captured.
+        prepared: inputs prepared by `model.generate`.
+        plan: the model's mask format.
+        lock_step: whether transformers' own loop decodes, which needs the logits of every pass: no pass is captured
+            then.
     """
     if prepared.facts.has_encoder:
         behind_encoder: EagerRunner = joint.load("encoder_decoder").runner_on_encoded(prepared, plan)
@@ -268,5 +296,62 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
 
 
 def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:
-    """Return the runner of all requests of an engine."""
+    """Return the runner for all requests of an engine."""
     return runner_for(ModelFacts.of(model), plan, GenerationConfig())
+
+
+def _refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
+    """Raise `UnsupportedArgumentError` if a config requires MTP layers."""
+    if any(config.mtp for config in configs):
+        raise UnsupportedArgumentError(f"mtp=True cannot be used: {reason}", "leave it out: the memory drafts alone")
+
+
+def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -> LookaheadConfig:
+    """Translate transformers' `use_mtp=True`: return the config with `mtp=True`.
+
+    Args:
+        generation_config: the prepared config, a copy for this call; its `use_mtp` is reset, since transformers' own
+            MTP loop draws samples differently from plain decoding.
+        config: the method and its sizes.
+
+    Raises:
+        ConfigError: the config excludes MTP layers.
+    """
+    if not getattr(generation_config, "use_mtp", None):
+        return config
+    if config.mtp is False:
+        raise ConfigError("mtp", False, "use_mtp=True asks for the model's MTP layers: leave out one of the two")
+    generation_config.use_mtp = None
+    return replace(config, mtp=True)
+
+
+def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
+    """Return the passes of a model's MTP layer for the rows of one batch; None without a layer.
+
+    Args:
+        runner: runner of the model's passes.
+        configs: the configs of the rows.
+        kind: kind of text; observations about one kind are not used for another.
+
+    Raises:
+        UnsupportedArgumentError: a config requires MTP layers, and none can be used.
+    """
+    wanting = [config for config in configs if config.mtp is not False and config.adaptive]
+    if not wanting:
+        return None
+    loaded: Any = _runner_refusal(runner) or mtp_search_refusal(runner.facts)
+    if not loaded:
+        loaded = joint.load("mtp").layer_of(runner.model)
+    if isinstance(loaded, str):
+        _refuse_mtp(wanting, loaded)
+        return None
+    layer = joint.load("mtp").runner_of(runner.model, loaded, runner.facts.cache_name or "past_key_values")
+    fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
+    return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
+
+
+def _runner_refusal(runner: EagerRunner) -> str:
+    """Return why a runner's passes cannot feed MTP layers; empty if they can."""
+    if type(runner) is not EagerRunner:
+        return f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
+    return ""

@@ -1,12 +1,11 @@
-"""The original library's API, word for word, on today's transformers.
+"""The original library's API, name by name, on current transformers.
 
     import os; os.environ["USE_LADE"] = "1"
     import lade; lade.augment_all(); lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
 
-From then on every greedy `model.generate` is accelerated while the environment variable USE_LADE is 1, and nothing at
-all is changed while it is not. This is the only module that reads an environment variable, patches transformers, keeps
-settings of its own, or prints: that is what this API means. New code says
-`model.generate(custom_generate=lade.decode)`.
+After that every greedy `model.generate` is accelerated while the environment variable USE_LADE is 1, and nothing is
+changed while it is not. This is the only module that reads an environment variable, patches transformers, keeps global
+settings, or prints: the original API is defined that way. New code calls `model.generate(custom_generate=lade.decode)`.
 
 Source of the names: github.com/hao-ai-lab/LookaheadDecoding, lade/utils.py.
 """
@@ -33,17 +32,17 @@ from lade.model.prepared import Prepared
 from lade.stats import Stats
 
 LOGGED_GENERATIONS = 65_536
-"""Entries of the log, those of the last generations: a program that runs for weeks must not fill its memory."""
+"""Maximum number of log entries, those of the last generations, so that memory stays bounded."""
 
 
 @dataclass
 class _Log:
-    """What the accelerated generations came to.
+    """Figures of the accelerated generations.
 
     Attributes:
-        tokens: emitted, by all of them.
-        passes: forward passes, of all of them.
-        entries: of the last generations [tokens, forward passes] each, as the original library logs them.
+        tokens: number of tokens emitted by all of them.
+        passes: number of forward passes of all of them.
+        entries: [tokens, forward passes] of each of the last generations, as the original library logs them.
     """
 
     tokens: int = 0
@@ -58,7 +57,7 @@ class _Log:
 
 @dataclass
 class _Settings:
-    """What `config_lade` set, and what was logged since."""
+    """Settings of `config_lade`, and the log since then."""
 
     lookahead: LookaheadConfig = field(default_factory=lambda: LookaheadConfig(adaptive=False, prompt_ngrams=False))
     debug: bool = False
@@ -70,7 +69,7 @@ _original: list[Callable[..., Any]] = []
 
 
 def augment_all() -> None:
-    """Let every later greedy `model.generate` use lookahead decoding while USE_LADE=1; calling it twice is the same."""
+    """Let every later greedy `model.generate` use lookahead decoding while USE_LADE=1; idempotent."""
     if _original:
         return
     original = GenerationMixin._sample
@@ -96,24 +95,24 @@ def config_lade(
     backend: str = "nccl",
     USE_FLASH: int | None = None,
 ) -> None:
-    """Set W (WINDOW_SIZE), N (LEVEL), G (GUESS_SET_SIZE) and the rest; what is left out keeps its value.
+    """Set W (WINDOW_SIZE), N (LEVEL), G (GUESS_SET_SIZE) and other settings; None keeps the present value.
 
     Args:
-        WINDOW_SIZE: W.
-        LEVEL: N.
+        WINDOW_SIZE: W, columns of the lookahead window.
+        LEVEL: N, length of the n-grams.
         DEBUG: 1 prints the acceleration summary after each generation.
-        GUESS_SET_SIZE: G.
-        ALWAYS_FWD_ONE: 1 (the default) moves the window by one position a step. 0 is not available.
-        SPLIT_FLAG: accepted without effect on the tokens; the original library splits its attention with it.
-        DIST_WORKERS: 1. More than one is not available here: `lade.parallel` has several processes share each tree.
-        POOL_FROM_PROMPT: 1 takes n-grams of the prompt and of the accepted text into the pool.
-        backend: the backend of `DIST_WORKERS`; without effect.
+        GUESS_SET_SIZE: G, guesses per step.
+        ALWAYS_FWD_ONE: 1 (the default) moves the window by one position per step. 0 is not available.
+        SPLIT_FLAG: splits attention in the original library; ignored, as it has no effect on the tokens.
+        DIST_WORKERS: 1. More is not available here: with `lade.parallel` several processes share each tree.
+        POOL_FROM_PROMPT: 1 adds n-grams of the prompt and of the accepted text to the pool.
+        backend: communication backend of `DIST_WORKERS`; ignored.
         USE_FLASH: 0. Flash attention kernels take no tree mask, so 1 is not available: SDPA is used.
 
     Raises:
         ConfigError: W, N or G is out of range. The settings stay as they were.
 
-    A setting that is not available warns and leaves decoding exact.
+    A setting that is not available causes a warning, and decoding stays exact.
     """
     now = _settings.lookahead
     _settings.lookahead = LookaheadConfig(
@@ -144,9 +143,9 @@ def log_history(clear: bool = False) -> None:
 
 
 def save_log(log_dir: str | os.PathLike[str]) -> None:
-    """Write the log to this file with `torch.save`: a list of [tokens, forward passes], one entry a generation.
+    """Write the log with `torch.save`: a list of [tokens, forward passes], one entry per generation.
 
-    The last 65,536 generations since `config_lade` are in it; `log_history` adds up all of them.
+    It has the last 65,536 generations since `config_lade`; `log_history` adds up all of them.
     """
     if not Path(log_dir).parent.is_dir():
         raise ConfigError("log_dir", str(log_dir), "its folder does not exist; make it first")
@@ -174,7 +173,7 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
         if os.environ.get("USE_LADE", "0") not in ("", "0"):
             make = functools.partial(Session, config=_settings.lookahead, stats=stats, streamer=streamer)
             with falling_back(stats):
-                session = make(prepared, prompt_streamed=True)  # by transformers, before it called us
+                session = make(prepared, prompt_streamed=True)  # transformers has streamed the prompt already
         if session is None:
             loop = functools.partial(original, model, *prepared.positional, **model_kwargs)
             return loop(synced_gpus=synced_gpus, streamer=streamer)
@@ -186,7 +185,7 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _log(stats: Stats) -> None:
-    passes = stats.steps + stats.generations  # prefill counts, of each row of a batch
+    passes = stats.steps + stats.generations  # including the prefill of each row
     _settings.log.add(stats.new_tokens, passes)
     if _settings.debug:
         ratio = stats.new_tokens / passes

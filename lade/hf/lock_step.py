@@ -1,7 +1,7 @@
-"""Batches in lock-step: transformers' own loop, with a proxy of the model that answers from token trees.
+"""Batches in lock-step: transformers' own loop, with a model proxy that answers from token trees.
 
-`GenerationMixin._sample` runs as it is, so processors, criteria, streamers and scores are its own, called in its order
-with all rows `[B, L]`, rows that have ended included; only the model that it is given is a stand-in.
+`GenerationMixin._sample` runs unchanged, so processors, criteria, streamers and scores are transformers' own, called in
+its order with all rows `[B, L]`, rows that have ended included; only the model that it calls is a proxy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.lock_step import LockStepLogits, LockStepRow
 from lade.hf.batch_rules import check_lengths
-from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, runner_of
+from lade.hf.job import DecodeJob, DraftSpec, Output, runner_of, text_kind
 from lade.hf.plain import decoding_method
 from lade.hf.refusals import check, warn_of_precision
 from lade.model import joint
@@ -28,22 +28,22 @@ from lade.model.prepared import Prepared, ids_of
 from lade.stats import Stats
 
 
-class Answers(Protocol):
-    """Gives the logits that the loop asks the model for."""
+class LogitsProvider(Protocol):
+    """Provides the logits that the loop requests from the model."""
 
     def prefill(self) -> torch.Tensor:
-        """Logits after the prompts, `[B, V]`."""
+        """Return the logits after the prompts, `[B, V]`."""
         ...
 
     def extend(self, tokens: list[int]) -> torch.Tensor:
-        """Logits after the texts `[B, V]`, whose last tokens are these."""
+        """Return the logits `[B, V]` after the texts, which end with these tokens."""
         ...
 
 
-class StandIn:
-    """The model and its cache, as far as a loop asks them for logits; all else is the model's own."""
+class ModelProxy:
+    """Replaces the model and its cache in a loop's requests for logits; everything else is forwarded to the model."""
 
-    def __init__(self, model: PreTrainedModel, answers: Answers) -> None:
+    def __init__(self, model: PreTrainedModel, answers: LogitsProvider) -> None:
         self._model, self._answers = model, answers
 
     def __getattr__(self, name: str) -> Any:
@@ -53,18 +53,18 @@ class StandIn:
         return _output(self._answers.prefill())
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-        """The texts `[B, L]`, as they are passed to the call."""
+        """Return the texts `[B, L]`, to be passed to `__call__`."""
         return {"input_ids": input_ids}
 
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
-        """Logits `[B, 1, V]` after the texts."""
+        """Return the logits `[B, 1, V]` after the texts."""
         return _output(self._answers.extend(input_ids[:, -1].tolist()))
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
         return model_kwargs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        """No: a compiled call would be the model's."""
+        """Return False, since a compiled call would bypass the proxy."""
         return False
 
 
@@ -72,18 +72,21 @@ def _output(logits: torch.Tensor) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits[:, None]))
 
 
+_WITHOUT_MTP = "rows in lock-step are verified by transformers' own loop, which does not keep hidden states"
+
+
 class LockStepSession:
     """A batch prepared by `model.generate` and not started yet, whose rows emit their tokens together.
 
     Args:
-        prepared: what `model.generate` has prepared.
+        prepared: inputs prepared by `model.generate`.
         config: the method and its sizes.
-        stats: is added to.
-        streamer: gets the prompts and every token, as from `model.generate`.
+        stats: figures to add to.
+        streamer: gets the prompts and every token, as from `model.generate`; None for none.
 
     Raises:
-        InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
-        UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
+        InputError: the prompt is empty, has ids outside the vocabulary, or is too long for a table of positions.
+        UnsupportedModelError, UnsupportedArgumentError: it cannot be decoded exactly.
     """
 
     def __init__(
@@ -95,8 +98,8 @@ class LockStepSession:
         self._runner = runner.for_prompts(images)
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
         warn_of_precision(prepared.wrapper)
-        kind = kind_of_text(prepared, config)
-        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True)
+        kind = text_kind(prepared, config)
+        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True, without_mtp=_WITHOUT_MTP)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]
@@ -109,39 +112,39 @@ class LockStepSession:
     def _row(self, number: int, prompt: list[int], drafter: Drafter) -> LockStepRow:
         config, criteria = self._prepared.generation_config, self._prepared.stopping_criteria
         padding: Any = config._pad_token_tensor
-        if padding is not None:  # as `_sample` has it: else rows that have ended write on
+        if padding is not None:  # as in `_sample`: without EOS, rows that have ended continue
             padding = int(padding) if any(hasattr(each, "eos_token_id") for each in criteria) else None
         source = self._prepared.source_text(number)
         return LockStepRow(prompt, drafter, padding, ids_of(config.eos_token_id), source)
 
     def run(self) -> Output:
-        """Decode to the end; what `model.generate` returns."""
+        """Decode to the end and return the result of `model.generate`."""
         prepared, streamer = self._prepared, self._streamer
         sample, answers = decoding_method(prepared), self._answers
-        stand_in, criteria = StandIn(prepared.model, answers), _Watched(prepared.stopping_criteria, answers)
+        proxy, criteria = ModelProxy(prepared.model, answers), _ObservedCriteria(prepared.stopping_criteria, answers)
         ids, processors, _, config = prepared.positional
         streamed = {} if streamer is None else {"streamer": streamer}
         try:
             if streamer is not None:
                 streamer.put(ids.cpu())
             output: Output = sample(
-                stand_in, ids, processors, criteria, config, past_key_values=stand_in, use_cache=True, **streamed
+                proxy, ids, processors, criteria, config, past_key_values=proxy, use_cache=True, **streamed
             )
         except BaseException:
             if streamer is not None:
-                with suppress(Exception):  # the reader of a TextIteratorStreamer would wait forever
+                with suppress(Exception):  # else the reader of a TextIteratorStreamer would block forever
                     streamer.end()
             raise
         finally:
             answers.report()
             self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
-            return replace(output, past_key_values=None)  # ours has no slots for padding; assigning leaves its item
+            return replace(output, past_key_values=None)  # our cache lacks slots for padding; assignment keeps the item
         return output
 
 
-class _Watched(StoppingCriteriaList):
-    """The same criteria, whose calls tell which tokens were chosen, and which rows they end."""
+class _ObservedCriteria(StoppingCriteriaList):
+    """Stopping criteria whose calls reveal the chosen tokens and the rows that end."""
 
     def __init__(self, criteria: StoppingCriteriaList, answers: LockStepLogits[Any]) -> None:
         super().__init__(criteria)

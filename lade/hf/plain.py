@@ -1,4 +1,4 @@
-"""Plain decoding by transformers, whole or streamed, with its forward passes counted and timed."""
+"""Plain decoding by transformers, at once or streamed, with its forward passes counted and timed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutp
 from lade.errors import LadeError, UnsupportedArgumentError
 from lade.hf.arguments import original_generate, refuse_autocast
 from lade.hf.generation_config import clean_up
-from lade.model.facts import in_step
+from lade.model.facts import needs_synced_passes
 from lade.model.prepared import Prepared, argument_of, ids_of
 from lade.model.support.supports import unwrap
 from lade.model.thread_patches import hooked
-from lade.model.user_cache import begin_plainly, cache_in
+from lade.model.user_cache import cache_in, prepare_for_plain
 from lade.stats import Stats, Step
 
 EVERY_PASS = sys.maxsize
-"""The length of a row that gets a token from every pass, as the beams of a prompt do."""
+"""Stands for the length of a row that gets a token from every pass, as the beams of a prompt do."""
 
 
 @dataclass
 class _Pass:
-    """One forward pass, or one that has not come to its end."""
+    """One forward pass; `end` is 0 until it completes."""
 
     fed: int
     start: float
@@ -44,13 +44,13 @@ class _Pass:
 
 @contextmanager
 def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
-    """Count and time the forward passes that this thread makes meanwhile, as one generation of one token a pass.
+    """Count and time this thread's forward passes while the context lasts, as one generation of one token per pass.
 
-    Passes over more than one token at the beginning (a prefill in chunks) count as prefill. After an error the last
-    pass does not count: it has failed, or its token was never emitted.
+    Passes over several tokens at the beginning (chunked prefill) count as prefill. After an error the last pass is not
+    counted: it has failed, or its token was never emitted.
 
     Yields:
-        A list; put in how many tokens each row of a batch has got, and every row counts.
+        An empty list for the number of tokens of each row of a batch; if it is filled, every row counts.
     """
     rows: list[int] = []
     if stats is None:
@@ -71,20 +71,20 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
         try:
             yield rows
         except BaseException:
-            _add_passes(stats, _with_token(passes), begin, perf_counter(), rows)
+            _add_passes(stats, _completed(passes), begin, perf_counter(), rows)
             raise
         _add_passes(stats, passes, begin, perf_counter(), rows)
 
 
-def _with_token(passes: Sequence[_Pass]) -> Sequence[_Pass]:
-    """The passes of a failed generation whose tokens were emitted: those that another pass came after."""
+def _completed(passes: Sequence[_Pass]) -> Sequence[_Pass]:
+    """Return the passes of a failed generation whose tokens were emitted: those followed by another pass."""
     prefilled = any(each.fed == 1 for each in passes[1:])
     return passes[:-1] if prefilled else ()
 
 
 def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:
     prefill = max(1, next((i for i, each in enumerate(passes) if each.fed == 1), len(passes)))
-    laps = [*(each.start for each in passes[prefill:]), end]  # a step ends where the next pass begins
+    laps = [*(each.start for each in passes[prefill:]), end]  # a step ends when the next pass begins
 
     def add(index: int, source: str, fed: int, seconds: float, forward_s: float) -> None:
         going_on = sum(length > index for length in rows) if rows else 1
@@ -98,20 +98,20 @@ def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float,
 
 
 Generated = torch.Tensor | GenerateOutput
-"""Ids `[B, L + new]`, or the output object of `return_dict_in_generate=True`."""
+"""Result of `generate`: ids `[B, L + new]`, or an output object with `return_dict_in_generate=True`."""
 
 
 class NeedsGenerateError(UnsupportedArgumentError):
-    """No loop decodes what `model.generate` has prepared in this mode: only `model.generate` itself does."""
+    """Only `model.generate` itself can decode in this mode, no single loop can decode prepared inputs."""
 
 
 def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[..., Any]:
-    """Transformers' own loop for the mode of `prepared`, unbound.
+    """Return transformers' own loop for the generation mode, unbound.
 
     Args:
-        prepared: what `model.generate` has prepared.
-        unassisted: whether assisted modes may have the loop without their assistant, which transformers does not pass
-            to a callable: the tokens are the same.
+        prepared: inputs prepared by `model.generate`.
+        unassisted: let assisted modes use the loop without their assistant, which transformers does not forward to a
+            callable: the tokens are the same.
 
     Raises:
         NeedsGenerateError: there is no such loop.
@@ -130,62 +130,62 @@ def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[
 def decode_prepared(
     prepared: Prepared, stats: Stats | None, streamer: BaseStreamer | None, *, unassisted: bool = True
 ) -> Generated:
-    """Plain decoding of what `model.generate` has prepared.
+    """Decode prepared inputs plainly.
 
     Args:
-        prepared: what `model.generate` has prepared.
-        stats: is added to.
-        streamer: gets the prompt and every token.
-        unassisted: see `decoding_method`.
+        prepared: inputs prepared by `model.generate`.
+        stats: figures to add to; None for none.
+        streamer: gets the prompt and every token; None for none.
+        unassisted: let assisted modes decode without their assistant, see `decoding_method`.
 
     Raises:
-        NeedsGenerateError: see `decoding_method`.
+        NeedsGenerateError: no loop decodes in this mode, see `decoding_method`.
     """
     method = decoding_method(prepared, unassisted=unassisted)
-    begin_plainly(prepared.user_cache, prepared.model)
+    prepare_for_plain(prepared.user_cache, prepared.model)
     streamed = {} if streamer is None else {"streamer": streamer}
     if streamer is not None:
         streamer.put(prepared.input_ids.cpu())
     with metered(prepared.model, stats) as rows:
-        more = {**streamed, "synced_gpus": True} if in_step(prepared.model) else streamed
+        more = {**streamed, "synced_gpus": True} if needs_synced_passes(prepared.model) else streamed
         output: Generated = method(prepared.model, *prepared.positional, **prepared.model_kwargs, **more)
         if stats is not None:
             prompts, width = len(prepared.prompts), prepared.input_ids.shape[1]
-            rows.extend(_lengths(prepared.generation_config, prompts, width, output))
+            rows.extend(_generated_lengths(prepared.generation_config, prompts, width, output))
     return output
 
 
 def generate_plainly(
     model: Any, stats: Stats | None, streamer: BaseStreamer | None, arguments: dict[str, Any]
 ) -> Generated:
-    """`model.generate` itself, also of an enabled model.
+    """Call the plain `model.generate`, even on an enabled model.
 
     Args:
         model: the model as the caller has it.
-        stats: is added to.
-        streamer: gets the prompt and every token.
+        stats: figures to add to; None for none.
+        streamer: gets the prompt and every token; None for none.
         arguments: arguments of `model.generate`, by name.
     """
     inner = unwrap(model)
     refuse_autocast(inner)
-    begin_plainly(cache_in(arguments), inner)
+    prepare_for_plain(cache_in(arguments), inner)
     if streamer is not None:
         arguments = {**arguments, "streamer": streamer}
     with metered(model, stats) as rows, original_generate(model) as generate:
         output: Generated = generate(**arguments)
         if stats is not None:
-            rows.extend(_lengths_by(inner, arguments, output))
+            rows.extend(_lengths_from_arguments(inner, arguments, output))
     return output
 
 
-def _lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
-    """How many tokens plain decoding gave each row, its end of sequence included; the beams of a prompt are one row.
+def _generated_lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
+    """Return the number of tokens generated in each row, EOS included; the beams of a prompt are one row.
 
     Args:
-        config: has the fields of a generation_config that say how many beams there are and how rows end.
-        prompts: P, how many there are.
-        width: columns of the prompts.
-        output: what `model.generate` returned.
+        config: object with the fields `num_beams`, `eos_token_id` and `pad_token_id` of a generation config.
+        prompts: P, the number of prompts.
+        width: number of columns of the prompts.
+        output: result of `model.generate`.
     """
     if (config.num_beams or 1) > 1:
         return [EVERY_PASS] * prompts
@@ -193,11 +193,11 @@ def _lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
     ends = ids_of(config.eos_token_id)
     if len(rows) == 1 or not ends:
         return [len(row) for row in rows]
-    return [_length(row, ends, config.pad_token_id) for row in rows]
+    return [_generated_length(row, ends, config.pad_token_id) for row in rows]
 
 
-def _lengths_by(model: Any, arguments: dict[str, Any], output: Any) -> list[int]:
-    """The same by the arguments of `model.generate`; none where they do not say it."""
+def _lengths_from_arguments(model: Any, arguments: dict[str, Any], output: Any) -> list[int]:
+    """Return the lengths given the arguments of `model.generate`; empty where these do not determine them."""
     prompts = arguments.get("inputs", arguments.get("input_ids"))
     if not isinstance(prompts, torch.Tensor) or not isinstance(getattr(output, "sequences", output), torch.Tensor):
         return []
@@ -205,10 +205,10 @@ def _lengths_by(model: Any, arguments: dict[str, Any], output: Any) -> list[int]
         return []
     fields = ("num_beams", "eos_token_id", "pad_token_id")
     config = SimpleNamespace(**{name: argument_of(model, arguments, name) for name in fields})
-    return _lengths(config, prompts.shape[0], prompts.shape[1], output)
+    return _generated_lengths(config, prompts.shape[0], prompts.shape[1], output)
 
 
-def _length(row: list[int], ends: Collection[int], padding: int | None) -> int:
+def _generated_length(row: list[int], ends: Collection[int], padding: int | None) -> int:
     for length, token in enumerate(row, start=1):
         if token in ends:
             return length
@@ -216,14 +216,14 @@ def _length(row: list[int], ends: Collection[int], padding: int | None) -> int:
 
 
 class _Closed(BaseException):
-    """Ends a generation whose reader has stopped; not an `Exception`, so that no handler on the way catches it."""
+    """Ends a generation whose reader has stopped; not an `Exception`, so that no handler in between catches it."""
 
 
 class _Channel(BaseStreamer):
-    """Carries tokens from the thread that generates to the one that reads, which requests each of them.
+    """Carries tokens from the generating thread to the reading one, on request.
 
-    The generating thread waits between two tokens. Running ahead, it would leave text in a user's cache, and draws from
-    torch's generator, that the reader has never seen.
+    The generating thread waits between two tokens. If it ran ahead, a user's cache would contain text, and torch's
+    generator draws, that the reader has never seen.
     """
 
     def __init__(self) -> None:
@@ -240,26 +240,26 @@ class _Channel(BaseStreamer):
         self._prompt_seen = True
 
     def end(self) -> None:
-        """No-op: the reader stops when the thread ends, so that an error after the last token is not lost."""
+        """Do nothing: the reader stops when the thread ends, so that an error after the last token is not lost."""
 
     def request(self) -> None:
-        """For the reader: generate the next token."""
+        """Let the generating thread produce the next token; called by the reader."""
         self._requested.release()
 
     def close(self) -> None:
-        """For the reader: end the generation where it is."""
+        """End the generation; called by the reader."""
         self._closed = True
         self._requested.release()
 
 
 def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> Iterator[Step]:
-    """`model.generate` as an iterator: one `Step` a token. Stopping early ends the generation.
+    """Run `model.generate` as an iterator with one `Step` per token. Stopping early ends the generation.
 
     Raises:
-        LadeError: it is read in a process that was forked meanwhile, which has no thread that generates.
+        LadeError: it is read in a forked process, which lacks the generating thread.
     """
     channel, casting = _Channel(), _autocasts(unwrap(model))
-    begin_plainly(cache_in(arguments), unwrap(model))
+    prepare_for_plain(cache_in(arguments), unwrap(model))
 
     def work() -> None:
         try:
@@ -292,17 +292,17 @@ def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> I
 
 
 def _next(channel: _Channel, home: int) -> list[int] | BaseException | None:
-    """The next item; `home` is the process whose thread generates."""
+    """Return the next item; `home` is the process with the generating thread."""
     if os.getpid() != home:
         raise LadeError(
             f"this stream is generated in process {home}, and process {os.getpid()}, which was forked from it, has no "
-            "thread for that: begin it again in this process"
+            "thread for that: start a new stream in this process"
         )
     return channel.items.get()
 
 
 def _autocasts(model: PreTrainedModel) -> list[torch.autocast]:
-    """Contexts in which another thread casts as this one does: autocast is a setting of each thread."""
+    """Return contexts that apply this thread's autocast settings, which are per thread, to another thread."""
     return [
         torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
         for kind in sorted({"cpu", model.device.type})

@@ -1,4 +1,4 @@
-"""`prediction=`: a text that the answer is expected to follow, in all the ways in which callers give one."""
+"""`prediction=`: the expected answer, in all forms in which callers give it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lade.model.prepared import Prepared, vocabulary_of
 Prediction: TypeAlias = (
     str | torch.Tensor | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor]
 )
-"""Text or ids `[L]` for one prompt, or one of them for each prompt of a batch."""
+"""Text or ids `[L]` for one prompt, or one of these per prompt of a batch."""
 
 
-def refuse_without_guesses(prediction: Prediction | None, config: LookaheadConfig | None) -> None:
-    """Raise `ConfigError` for a text that is expected where nothing is ever guessed."""
+def refuse_unused_prediction(prediction: Prediction | None, config: LookaheadConfig | None) -> None:
+    """Raise `ConfigError` for a prediction where nothing is drafted."""
     if prediction is not None and config is None:
-        raise ConfigError("prediction", "a text", "lookahead=None guesses nothing: leave one of them out")
+        raise ConfigError("prediction", "a text", "lookahead=None drafts nothing: leave one of them out")
 
 
 def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list[list[int]]:
-    """The ids of each text that is expected, one text a prompt; nothing where nothing is.
+    """Return the ids of each prediction, one per prompt; empty without any.
 
     Args:
-        prediction: as the caller gave it.
-        tokenizer: of the model; needed for text.
+        prediction: predictions as the caller gave them; None for none.
+        tokenizer: tokenizer of the model, needed for text.
 
     Raises:
-        InputError: it is neither text nor ids, or text without a tokenizer.
+        InputError: a prediction is neither text nor ids, or text without a tokenizer.
     """
     if prediction is None:
         return []
@@ -44,9 +44,7 @@ def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list
     elif isinstance(prediction, str):
         several = [prediction]
     elif isinstance(prediction, Mapping) or not isinstance(prediction, Sequence):
-        raise InputError(
-            f"prediction is of type {type(prediction).__name__}: give text, or ids, or one for each prompt"
-        )
+        raise InputError(f"prediction is of type {type(prediction).__name__}: give text, or ids, or one per prompt")
     else:
         several = [prediction] if all(_is_id(token) for token in prediction) else list(prediction)
     return [_ids_of(one, tokenizer) for one in several]
@@ -59,7 +57,7 @@ def _ids_of(one: Any, tokenizer: Any) -> list[int]:
         one = tokenizer(one, add_special_tokens=False)["input_ids"]
     ids = one.tolist() if isinstance(one, torch.Tensor) else one
     if not isinstance(ids, Sequence) or not all(_is_id(token) for token in ids):
-        raise InputError(f"prediction has {one!r:.60}: give text or ids, one of them for each prompt")
+        raise InputError(f"prediction has {one!r:.60}: give text or ids, one per prompt")
     return list(ids)
 
 
@@ -67,26 +65,26 @@ def _is_id(token: object) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-def text_of_rows(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[Sequence[int] | None]:
-    """`[B]`, the text that each row is expected to write; None where none is.
+def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[Sequence[int] | None]:
+    """Return the prediction of each row, `[B]`; None where there is none.
 
     Args:
-        prepared: what `model.generate` has prepared.
-        config: the method.
-        rows: B.
+        prepared: inputs prepared by `model.generate`.
+        config: the method and its sizes.
+        rows: B, the number of rows.
 
     Raises:
-        InputError: there are more or fewer texts than prompts, or ids out of the vocabulary.
+        InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
         UnsupportedArgumentError: the method drafts from no text.
     """
     texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
     if not texts:
         return [None] * rows
     if not config.adaptive and not config.guesses:
-        refuse("prediction with guesses=0", "then nothing is guessed but the window's own cells")
+        refuse("prediction with guesses=0", "nothing but the window is drafted then")
     if len(texts) * repeated != rows:
         raise InputError(
-            f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one for each, empty or not"
+            f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one per prompt, which may be empty"
         )
     vocabulary = vocabulary_of(prepared.model)
     for token in (token for text in texts for token in text):

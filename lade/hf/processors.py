@@ -1,9 +1,9 @@
-"""Transformers' logits processors and stopping criteria, called once per emitted token or for all nodes of a tree.
+"""Choosers and stop rules from transformers' logits processors and stopping criteria.
 
-Node by node, each emitted token costs a dozen kernels and a wait for the device; on a GPU that is much of a small
-model's step. Processors that do not read the text may as well be called for every node, reached or not, before
-the host waits. On a CPU that would be work for nodes that are mostly rejected; there it is of use that such processors
-need neither the text nor a copy of the logits.
+Called node by node, they cost a dozen kernels and a synchronization per emitted token; on a GPU that is a large part of
+a small model's step. Processors that do not read the text can be called for all nodes at once, accepted or not, before
+the host synchronizes. On a CPU that would be wasted work on nodes that are mostly rejected; but such processors need
+neither the text nor a copy of the logits there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row, StopRule
 from lade.decoding.verify import Choose, Chooser, Greedy
-from lade.hf.batch_rules import processors_of_row
+from lade.hf.batch_rules import row_processors
 from lade.hf.detokenizer import AnswerText
 from lade.hf.sampling import NO_TOKEN, Sampler
 from lade.model.prepared import Prepared
@@ -37,11 +37,11 @@ from lade.stats import TokenLogprobs
 
 
 class Transcript:
-    """The text so far as the tensor `[1, L]` that processors and criteria expect, grown without copying it each time.
+    """The text so far as the tensor `[1, L]` that processors and criteria expect, in a growing buffer.
 
     Args:
-        input_ids: `[1, L]`, the prompt just as it was given, padding included.
-        skipped: how many columns more than its text the prompt has; less than 0 where embeddings stand for ids.
+        input_ids: `[1, L]`, the prompt as given, padding included.
+        skipped: number of columns of the prompt beyond its text; negative where embeddings stand for ids.
     """
 
     def __init__(self, input_ids: torch.Tensor, skipped: int = 0) -> None:
@@ -50,11 +50,11 @@ class Transcript:
 
     @property
     def device(self) -> torch.device:
-        """Where the text is, and what is called with it."""
+        """Device of the text, and of the processors and criteria called with it."""
         return self._buffer.device
 
     def upto(self, tokens: Sequence[int]) -> torch.Tensor:
-        """`[1, L]`: the prompt as given and all emitted tokens."""
+        """Return the prompt as given and all emitted tokens, `[1, L]`."""
         length = len(tokens) + self.skipped
         if length > self._buffer.shape[1]:
             self._buffer = pad(self._buffer, (0, self._buffer.shape[1] + 1))
@@ -62,7 +62,7 @@ class Transcript:
         if length > self._length:
             tail = tokens[self._length - self.skipped :]
             if self._on_host:
-                self._buffer.numpy()[0, self._length : length] = tail  # a tensor of it would take ten times as long
+                self._buffer.numpy()[0, self._length : length] = tail  # ten times as fast as by a tensor
             else:
                 self._buffer[0, self._length : length] = torch.tensor(tail, device=self._buffer.device)
             self._length = length
@@ -70,20 +70,21 @@ class Transcript:
 
 
 StopReason = Literal["eos", "stop_token", "stop_text", "length", "time", "criterion"]
-"""What ends an answer: an end of sequence, another id that was to end it, a text, the greatest length, the time that it
-may take, or another criterion. Where several do with one token, the first of these counts."""
+"""Reason why an answer ends: EOS, a stop token, a stop text, the maximum length, the time limit or another criterion.
+If several apply to one token, the first of these counts."""
 
 
 @dataclass
 class Record:
-    """What is kept of the emitted tokens beside themselves.
+    """Data recorded about the emitted tokens.
 
     Attributes:
-        scores: `[1, V]` float32 after the processors, one a token; None if not wanted.
-        logits: `[1, V]` float32 before them, one a token; None if not wanted.
-        top: ids whose log-probabilities are kept beside that of the emitted one; None to keep none.
-        logprobs: of tokens that nobody has asked about yet.
-        ended_by: what ended the answer; None before its end.
+        scores: `[1, V]` float32 after the processors, one per token; None if not requested.
+        logits: `[1, V]` float32 before the processors, one per token; None if not requested.
+        top: number of top ids whose log-probabilities are recorded besides that of the emitted one; None to record
+            none.
+        logprobs: log-probabilities of the tokens that were not taken yet.
+        ended_by: the reason why the answer ended; None before its end.
     """
 
     scores: tuple[torch.Tensor, ...] | None = None
@@ -93,24 +94,24 @@ class Record:
     ended_by: StopReason | None = None
 
     def __bool__(self) -> bool:
-        """Whether logits have to be looked at one by one."""
+        """Return whether the logits of each token have to be examined."""
         return self.scores is not None or self.logits is not None or self.top is not None
 
     def add(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Append one token's."""
+        """Append scores and logits of one token."""
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
 
     def add_logprobs(self, token: int, logprobs: torch.Tensor) -> None:
-        """Append an emitted token's, given those of all ids, `[1, V]`."""
+        """Append the log-probabilities of an emitted token, given those of all ids, `[1, V]`."""
         values, ids = logprobs[0].topk(min(self.top or 0, logprobs.shape[1]))
         top = list(zip(ids.tolist(), values.tolist(), strict=True))
         self.logprobs.append(TokenLogprobs(token, float(logprobs[0, token]), top))
 
     def taken(self, tokens: int) -> list[TokenLogprobs] | None:
-        """Those of so many tokens, the first ones that were not asked about yet; None if not wanted."""
+        """Remove and return the log-probabilities of the next `tokens` tokens; None if not requested."""
         if self.top is None:
             return None
         taken, self.logprobs = self.logprobs[:tokens], self.logprobs[tokens:]
@@ -118,14 +119,16 @@ class Record:
 
 
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the text so far, `[1, L]`, and logits `[1, V]` to scores `[1, V]`."""
+"""Maps the text so far, `[1, L]`, and logits `[1, V]` to scores `[1, V]`."""
 
 
-def called_directly(processors: LogitsProcessorList) -> Process:
-    """What a list of processors does, which looks at the signature of each whenever it is called: that takes as long
-    as the processors themselves. One that wants further arguments is left to the list, which has a word for it.
+def direct_call(processors: LogitsProcessorList) -> Process:
+    """Return a function that applies the processors without inspecting their signatures at each call, as the list does.
+
+    Inspection takes as long as the processors themselves. If one of them needs further arguments, the list is returned,
+    which raises a helpful error.
     """
-    whole: Any = processors  # annotated with LongTensor, which no torch function returns
+    whole: Any = processors  # annotated with LongTensor, a type that no torch function returns
     if any(len(signature(processor.__call__).parameters) > 2 for processor in processors):
         return cast(Process, whole)
 
@@ -137,11 +140,11 @@ def called_directly(processors: LogitsProcessorList) -> Process:
     return process
 
 
-class Processed:
-    """The token after transformers' logits processors (temperature, repetition penalty, the user's own ...).
+class ProcessedChooser:
+    """Chooses tokens after transformers' logits processors (temperature, repetition penalty, the user's own ...).
 
-    A draw is made once per emitted token, with the noise that plain decoding draws for it. So the same seed gives the
-    same tokens, and leaves torch's generator in the same state.
+    Each emitted token is drawn once, with the noise that plain decoding draws for it. So the same seed gives the same
+    tokens, and leaves torch's generator in the same state.
 
     Args:
         processors: called with the text so far and the logits of one node.
@@ -153,7 +156,7 @@ class Processed:
     def __init__(
         self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
     ) -> None:
-        self._processors = called_directly(processors)
+        self._processors = direct_call(processors)
         self._transcript, self._sampler, self._record = transcript, sampler, record
 
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
@@ -164,8 +167,8 @@ class Processed:
         """See `lade.decoding.verify.Chooser.bind`."""
 
         def choose(node: int) -> int:
-            input_ids, raw = self._shown(logits[node : node + 1], tokens)
-            logprobs = None if self._record.top is None else raw.log_softmax(dim=-1)  # before anyone writes to it
+            input_ids, raw = self._processor_inputs(logits[node : node + 1], tokens)
+            logprobs = None if self._record.top is None else raw.log_softmax(dim=-1)  # before processors modify it
             scores = self._processors(input_ids, raw)
             self._record.add(scores, raw)
             if self._sampler is not None:
@@ -178,19 +181,19 @@ class Processed:
 
         return choose
 
-    def _shown(self, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What processors get: the text so far, `[1, L]`, and float32 logits `[1, V]` that they may write to."""
+    def _processor_inputs(self, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the text so far, `[1, L]`, and float32 logits `[1, V]` that processors may modify."""
         input_ids = self._transcript.upto(tokens)
         return input_ids, logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
 
 
-class Streamed:
-    """Stop rules that pass each token on to a streamer, once the criteria have been called with it.
+class StreamedStop:
+    """A stop rule that forwards each token to a streamer after the criteria were called with it.
 
-    Plain decoding does it in this order, so criteria and processors that read the streamer see the same there.
+    Plain decoding uses this order, so criteria and processors that read the streamer see the same.
 
     Args:
-        stop: is called first.
+        stop: the stop rule, which is called first.
         streamer: gets each token as `[1]` int64, on the CPU.
     """
 
@@ -198,37 +201,36 @@ class Streamed:
         self._stop, self._streamer = stop, streamer
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Whether the row ends with its last token."""
+        """Return whether the row ends at its last token."""
         done = self._stop(tokens)
         self._streamer.put(torch.tensor(tokens[-1:]))
         return done
 
 
-BLIND_PROCESSORS = frozenset(
+TEXT_FREE_PROCESSORS = frozenset(
     """
     EpsilonLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization MinPLogitsWarper SuppressTokensLogitsProcessor
     TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
-"""Transformers' processors that make of each row what they would make of it alone, whatever the text, and that do not
-wait for the device."""
+"""Transformers' processors that treat each row independently, do not read the text, and do not wait for the device."""
 
 
-def pays_at_once(device: torch.device) -> bool:
-    """Whether a wait costs more there than processing all nodes; also, whether torch draws there as `draws` knows."""
+def prefers_batched(device: torch.device) -> bool:
+    """Return whether processing all nodes beats a synchronization there, and torch draws as `draw_ahead` assumes."""
     return device.type == "cuda"
 
 
-def can_be_asked_at_once(processors: LogitsProcessorList) -> bool:
-    """Whether all of them are `BLIND_PROCESSORS`."""
+def are_text_free(processors: LogitsProcessorList) -> bool:
+    """Return whether all processors are `TEXT_FREE_PROCESSORS`."""
     return all(
-        type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in BLIND_PROCESSORS
+        type(processor).__module__ == logits_process.__name__ and type(processor).__name__ in TEXT_FREE_PROCESSORS
         for processor in processors
     )
 
 
-class Blind(Processed):
-    """Calls processors that do not read the text without one, and with the logits as they are; see `Processed`."""
+class TextFreeChooser(ProcessedChooser):
+    """Calls processors that do not read the text, without a text or a copy of the logits; see `ProcessedChooser`."""
 
     def __init__(
         self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
@@ -236,23 +238,23 @@ class Blind(Processed):
         super().__init__(processors, transcript, sampler=sampler, record=record)
         self._no_text = torch.empty((1, 0), dtype=torch.long, device=transcript.device)
 
-    def _shown(self, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """No text, `[1, 0]`, and float32 logits `[1, V]`, which none of these processors writes to."""
+    def _processor_inputs(self, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an empty text, `[1, 0]`, and float32 logits `[1, V]`, which these processors do not modify."""
         return self._no_text, logits.to(dtype=torch.float32, device=self._no_text.device)
 
 
-class AtOnce(Processed):
-    """Makes the choices for all nodes of a step on the device; see `Processed`, whose tokens it emits.
+class BatchedChooser(ProcessedChooser):
+    """Chooses at all nodes of a step on the device; emits the same tokens as `ProcessedChooser`.
 
-    What was drawn ahead is taken only as it is emitted, so that torch's generator is where plain decoding has it
-    whenever other code may read it.
+    Draws made ahead are taken only when their token is emitted, so that torch's generator is in the state of plain
+    decoding whenever other code may read it.
     """
 
     _probabilities: torch.Tensor | None = None  # [S, V]
 
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
         """See `lade.decoding.verify.Chooser.choose_all`."""
-        raw = logits.float()  # which none of these processors writes to
+        raw = logits.float()  # which these processors do not modify
         no_text = torch.empty((len(raw), 0), dtype=torch.long, device=raw.device)
         scores = self._processors(no_text, raw)  # [S, V]
         if self._sampler is None:
@@ -269,7 +271,7 @@ class AtOnce(Processed):
 
         def choose(node: int) -> int:
             if ids[node] == NO_TOKEN:
-                return sampler.draw(probabilities[node : node + 1])  # which raises
+                return sampler.draw(probabilities[node : node + 1])  # raises
             sampler.take()
             return ids[node]
 
@@ -289,17 +291,17 @@ _RANK: tuple[StopReason, ...] = ("eos", "stop_text", "criterion", "length", "tim
 class StopRules:
     """Transformers' stopping criteria for one row.
 
-    Length, end of sequence and `AnswerText` are decided on plain numbers; with any other criterion among them all are
-    called, once per emitted token, as plain decoding does.
+    Length, EOS and `AnswerText` are evaluated on plain numbers; if there is any other criterion, all of them are
+    called, once per emitted token as in plain decoding.
 
     Args:
-        criteria: those of the row.
+        criteria: criteria of the row.
         transcript: the text so far.
-        record: has the scores for them, and gets what ended the row.
+        record: provides scores for the criteria, and gets the reason of the end.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, transcript: Transcript, record: Record) -> None:
-        self._criteria: Any = criteria  # annotated with LongTensor, which no torch function returns
+        self._criteria: Any = criteria  # annotated with LongTensor, a type that no torch function returns
         self._transcript, self._record = transcript, record
         self._eos: set[int] = set()
         self._text: AnswerText | None = None
@@ -309,7 +311,7 @@ class StopRules:
                 self._eos.update(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxLengthCriteria:
                 self._max_length = min(self._max_length, criterion.max_length)
-                # Beyond the model's length this criterion warns the user, so from there on it is called for real.
+                # Beyond the model's length this criterion warns the user, so from there on it is called itself.
                 self._plain_until = min(self._plain_until, criterion.max_position_embeddings or sys.maxsize)
             elif type(criterion) is AnswerText and self._text is None:
                 self._text = criterion
@@ -317,10 +319,10 @@ class StopRules:
                 self._plain_until = 0
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Whether the row ends with its last token."""
+        """Return whether the row ends at its last token."""
         length = len(tokens) + self._transcript.skipped
         if length > self._plain_until:
-            return self._ask(tokens)
+            return self._call_criteria(tokens)
         stopped = self._text is not None and self._text.add(tokens[-1])
         if tokens[-1] in self._eos:
             self._record.ended_by = "eos"
@@ -332,7 +334,7 @@ class StopRules:
             return False
         return True
 
-    def _ask(self, tokens: Sequence[int]) -> bool:
+    def _call_criteria(self, tokens: Sequence[int]) -> bool:
         """Call every criterion, as `StoppingCriteriaList` does."""
         input_ids, scores = self._transcript.upto(tokens), self._record.scores
         answers = [(criterion, criterion(input_ids, scores)) for criterion in self._criteria]
@@ -343,7 +345,7 @@ class StopRules:
 
 
 def _all(ends: Any) -> bool:
-    """Of a `[1]` bool; old criteria answer with a Python bool."""
+    """Return whether a `[1]` bool is true; older criteria return a Python bool."""
     return bool(ends) if isinstance(ends, bool) else bool(ends.all())
 
 
@@ -357,27 +359,27 @@ def row_for(
     record: Record,
     streamer: BaseStreamer | None = None,
 ) -> Row:
-    """The row that writes the answer to one prompt of a batch.
+    """Return the row that generates the answer to one prompt of a batch.
 
     Args:
-        prepared: the batch.
-        number: the prompt's row in it.
-        text: of the prompt; it has further columns where some are masked, and fewer where embeddings stand for ids.
-        drafter: drafts for this row alone.
+        prepared: inputs of the batch.
+        number: index of the prompt's row.
+        text: text of the prompt, without masked columns, and with ids in place of embeddings.
+        drafter: drafter for this row alone.
         sampler: draws its tokens; None for the argmax.
-        record: gets scores and logits.
-        streamer: gets each token.
+        record: collects scores and logits.
+        streamer: gets each token; None for none.
     """
     prompt, rows = prepared.input_ids[number : number + 1], len(prepared.input_ids)
-    processors = processors_of_row(prepared.logits_processor, number, rows)
+    processors = row_processors(prepared.logits_processor, number, rows)
     transcript = Transcript(prompt, prompt.shape[1] - len(text))
     chooser: Chooser = Greedy()
     if processors or sampler or record:
-        make: type[Processed] = Processed
-        if can_be_asked_at_once(processors) and not record:
-            make = AtOnce if pays_at_once(prompt.device) else Blind
+        make: type[ProcessedChooser] = ProcessedChooser
+        if are_text_free(processors) and not record:
+            make = BatchedChooser if prefers_batched(prompt.device) else TextFreeChooser
         chooser = make(processors, transcript, sampler=sampler, record=record)
     stop: StopRule = StopRules(prepared.stopping_criteria, transcript, record)
     if streamer is not None:
-        stop = Streamed(stop, streamer)
+        stop = StreamedStop(stop, streamer)
     return Row(text, drafter, chooser, stop, prepared.source_text(number))

@@ -1,4 +1,4 @@
-"""Refusals of generations that cannot be served, the fallback to plain decoding, and its warnings."""
+"""Refusals of generations that are not supported, the fallback to plain decoding, and warnings."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from lade.model.prepared import (
     Prepared,
     PromptTexts,
     has_more_than_text,
-    is_empty,
+    is_unset,
+    marks_only_text,
     placeholder_ids,
-    says_text,
     vocabulary_of,
 )
 from lade.model.runner import EagerRunner, input_device
-from lade.model.slot_patches import padding_counts_from
-from lade.model.support.causality_check import counts_padding
+from lade.model.slot_patches import padding_matters_from
+from lade.model.support.causality_check import depends_on_padding
 from lade.model.support.supports import is_listed, support_by, unwrap
-from lade.model.user_cache import can_borrow, lacks_indexer, why_unfit
+from lade.model.user_cache import can_borrow, lacks_indexer, unfit_reason
 from lade.stats import Stats
 
 ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
-"""Prepared arguments that concern the encoder alone."""
+"""Prepared arguments that concern the encoder only."""
 KNOWN_MODEL_KWARGS = frozenset(
     """
     attention_mask cache_params cache_position decoder_attention_mask inputs_embeds logits_to_keep past_key_values
@@ -61,20 +61,20 @@ KNOWN_MODEL_KWARGS = frozenset(
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _ON_DEVICE = "lookahead decoding keeps keys and values of the whole text on the model's device"
 FOREIGN_CACHES = {
-    "quantized": "it rounds keys and values, and a tree sees those of tokens that plain decoding has not rounded yet",
+    "quantized": "it rounds keys and values later than they are cached, so a tree would see other values",
     "offloaded": _ON_DEVICE,
     "offloaded_static": _ON_DEVICE,
 }
 
 
 def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
-    """What `lookahead=` means.
+    """Interpret `lookahead=`.
 
     Returns:
-        The config (None for plain decoding), and whether to fall back to plain decoding where it cannot be served.
+        The config (None for plain decoding), and whether to fall back to plain decoding where it is not supported.
 
     Raises:
-        ConfigError: it is none of a `LookaheadConfig`, "auto" and None.
+        ConfigError: it is neither a `LookaheadConfig` nor "auto" nor None.
     """
     if lookahead is None or isinstance(lookahead, LookaheadConfig):
         return lookahead, False
@@ -88,20 +88,20 @@ def check(
     modes: Collection[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
     plan: MaskPlan | None = None,
 ) -> tuple[MaskPlan, PromptTexts, PreparedPrompts | None]:
-    """All checks that any way of decoding needs.
+    """Make all checks that every way of decoding needs.
 
     Args:
-        prepared: what `generate` has prepared.
-        modes: generation modes that are served.
-        plan: how the model takes its masks, where that is known; None to find out whether it can be served.
+        prepared: inputs prepared by `generate`.
+        modes: generation modes that the caller supports.
+        plan: the model's mask format if known; None to check the model.
 
     Returns:
-        How the model takes its masks; the texts of the prompts; and the prompts as they are to be prefilled, where that
-        takes more than their texts.
+        The model's mask format; the texts of the prompts; and the prepared prompts, if prefill needs more than the
+        texts.
 
     Raises:
-        InputError: no decoding could continue the prompt.
-        UnsupportedModelError, UnsupportedArgumentError: lookahead decoding cannot.
+        InputError: no decoding method could continue the prompt.
+        UnsupportedModelError, UnsupportedArgumentError: lookahead decoding does not support it.
     """
     plan = support_by(prepared.facts, prepared.wrapper).require() if plan is None else plan
     _refuse_arguments(prepared, modes)
@@ -124,7 +124,7 @@ def check(
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> None:
-    """Refuse arguments that lookahead decoding does not serve, whatever the prompt."""
+    """Refuse arguments that lookahead decoding does not support, whatever the prompt."""
     config = prepared.generation_config
     mode = config.get_generation_mode()
     if mode not in modes:
@@ -133,19 +133,19 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
         refuse(f"guidance_scale={config.guidance_scale}", "it runs the model a second time at each token")
     for name in REFUSED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name):
-            refuse(f"{name}=True", "a pass over a tree has no such tensors of one token at a time")
+            refuse(f"{name}=True", "a pass over a tree has no such tensors for a single token")
     encoded = prepared.facts.has_encoder
     if not encoded and has_more_than_text(prepared.model, prepared.model_kwargs):
-        return _refuse_caches(prepared)  # the rest is found out from what plain decoding would feed
+        return _refuse_caches(prepared)  # other arguments are taken from the inputs of plain decoding
     known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if encoded else KNOWN_MODEL_KWARGS
     for name, value in prepared.model_kwargs.items():
-        if name not in known and not is_empty(value) and not says_text(prepared.model, name, value):
+        if name not in known and not is_unset(value) and not marks_only_text(prepared.model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
     _refuse_caches(prepared)
 
 
 def _check_decoder(prepared: Prepared) -> None:
-    """Refuse what only decoders without an encoder are served with."""
+    """Refuse arguments that are supported only without an encoder."""
     mask = prepared.model_kwargs.get("decoder_attention_mask")
     if mask is not None and not bool((mask == 1).all()):
         refuse("a decoder_attention_mask with padding", "plain decoding may count it; give decoder_input_ids without")
@@ -154,7 +154,7 @@ def _check_decoder(prepared: Prepared) -> None:
 
 
 def _refuse_caches(prepared: Prepared) -> None:
-    """Refuse what is no cache that a tree can be kept in."""
+    """Refuse caches that cannot hold a tree."""
     kind, cache = prepared.generation_config.cache_implementation, prepared.user_cache
     if prepared.model_kwargs.get("use_cache") is False:
         refuse("use_cache=False", "a token tree needs the KV cache")
@@ -162,15 +162,15 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse(f"cache_implementation={kind!r}", FOREIGN_CACHES[kind])
     if cache is not None and prepared.cache_name == "cache_params":
         what = "cache_params on a model whose layers are all recurrent"
-        refuse(what, "its states do not tell how much they hold, so plain decoding feeds the whole prompt once more")
+        refuse(what, "its states do not tell their length, so plain decoding feeds the whole prompt again")
     if cache is not None and not isinstance(cache, TreeCache) and prepared.facts.recurrent:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
-        refuse(what, "it keeps no states that a path of a tree can be folded into; give a lade.TreeCache")
+        refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
     if cache is not None and prepared.facts.has_encoder:
         refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
     if cache is not None and lacks_indexer(cache, prepared.facts):
         what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
-        refuse(what, "it keeps no keys of theirs; give DynamicCache(config=model.config) or a lade.TreeCache")
+        refuse(what, "it holds no indexer keys; give DynamicCache(config=model.config) or a lade.TreeCache")
     if cache is not None and not can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",
@@ -179,20 +179,28 @@ def _refuse_caches(prepared: Prepared) -> None:
 
 
 def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
-    """The arguments that led to a generation mode, for the error."""
-    names = ("do_sample", "num_beams", "num_beam_groups", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers")
+    """Return the arguments that selected a generation mode, for the error message."""
+    names = (
+        "do_sample",
+        "num_beams",
+        "num_beam_groups",
+        "prompt_lookup_num_tokens",
+        "use_mtp",
+        "penalty_alpha",
+        "dola_layers",
+    )
     values = {name: getattr(config, name, None) for name in names}
     given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
     return ", ".join(given) or f"generation mode {mode.value}"
 
 
 def refuse(what: str, why: str) -> None:
-    """Raise the `UnsupportedArgumentError` for an argument."""
+    """Raise `UnsupportedArgumentError` for an argument."""
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 
 def check_shape(input_ids: torch.Tensor) -> None:
-    """Raise `InputError` for what are no ids `[B, L]` of one token at least."""
+    """Raise `InputError` unless the ids are `[B, L]` with at least one token."""
     if input_ids.ndim != 2 or torch.is_floating_point(input_ids):
         raise InputError(
             f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}: "
@@ -203,9 +211,9 @@ def check_shape(input_ids: torch.Tensor) -> None:
 
 
 def _check_prompts(model: PreTrainedModel, prompts: torch.Tensor, placeholders: Collection[int]) -> None:
-    """Raise `InputError` for prompts `[P, L]` that no decoding could continue. Waits for the device once.
+    """Raise `InputError` for prompts `[P, L]` that no decoding could continue. Synchronizes with the device once.
 
-    Ids that only stand for images may lie outside the vocabulary: they are never embedded.
+    Placeholder ids may be outside the vocabulary, as they are never embedded.
     """
     check_shape(prompts)
     if placeholders:
@@ -227,7 +235,7 @@ def _check_prompts(model: PreTrainedModel, prompts: torch.Tensor, placeholders: 
 
 
 def _check_gaps(facts: ModelFacts, plan: MaskPlan) -> None:
-    """Refuse masked tokens amid the text where plain decoding counts them."""
+    """Refuse masked tokens within the text where plain decoding counts them."""
     what = "an attention_mask with gaps"
     if facts.recurrent or not is_listed(facts.model):
         refuse(what, "plain decoding of this model may count masked tokens; give the text without them")
@@ -239,41 +247,41 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     """Refuse left padding where plain decoding counts it as text."""
     if not padding:
         return
-    model, limit = facts.model, padding_counts_from(facts.text_config)
+    model, limit = facts.model, padding_matters_from(facts.text_config)
     if limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
     if generation_config.prefill_chunk_size is not None and facts.recurrent:
         chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size} with left padding"
-        refuse(chunks, "recurrent layers tell where a chunk begins, and count padding in some; leave one of them out")
+        refuse(chunks, "recurrent layers depend on chunk boundaries, and count padding in some; leave one of them out")
     unknown = not is_listed(model) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "trying whether this model counts it takes passes of all its processes")
-    if unknown and counts_padding(model):
+    if unknown and depends_on_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 
 def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
-    """Refuse a user's cache from which we cannot decode as plain decoding does."""
+    """Refuse a user's cache that lookahead decoding cannot continue as plain decoding does."""
     cache = prepared.user_cache
     if cache is None:
         return
     if len(texts) > 1:
-        refuse("past_key_values for a batch", "its rows come to have lengths of their own; leave it out")
+        refuse("past_key_values for a batch", "the lengths of its rows will differ; leave it out")
     if texts.padding:
         refuse(
             "masked tokens or padding with past_key_values",
-            "our cache has no slots for padding; give the prompt without it",
+            "lade's cache has no slots for padding; give the prompt without it",
         )
     if prepared.embeddings is not None and cache.get_seq_length():
-        refuse("inputs_embeds with past_key_values", "which of them are cached is not known; leave one of them out")
-    if reason := why_unfit(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
+        refuse("inputs_embeds with past_key_values", "it is unknown which of them are cached; leave one of them out")
+    if reason := unfit_reason(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
         refuse("past_key_values", reason)
 
 
 def refuse_slow_beams(prepared: Prepared) -> None:
-    """For "auto": raise `UnsupportedArgumentError` for what lookahead decoding is known to make slower.
+    """For "auto", raise `UnsupportedArgumentError` for beam search that lookahead decoding is known to slow down.
 
-    A pass for several searches feeds some fifty tokens for each of them. On a CPU that takes longer than it saves.
+    A pass for several searches feeds some fifty tokens for each of them. On a CPU that costs more than it saves.
     """
     prompts, beams = len(prepared.prompts), prepared.beams
     if prepared.input_ids.device.type == "cpu" and prompts > 1 and beams > 1:
@@ -291,24 +299,26 @@ def check_switch(runner: EagerRunner, prompt_length: int, max_length: int) -> No
 
 
 def _check_positions(prepared: Prepared, texts: PromptTexts) -> bool:
-    """Whether the positions of a text count on from 0. Refuses others, unless they come after an image in the cache."""
+    """Return whether positions count up from 0; refuse others, unless they follow an image in the cache."""
     positions = prepared.model_kwargs.get("position_ids")
     if positions is None:
-        # ALiBi and recurrent layers go by the mask
+        # ALiBi and recurrent layers derive positions from the mask.
         by_mask = hasattr(prepared.model.base_model, "build_alibi_tensor") or prepared.facts.recurrent
         if texts.padding and not by_mask:
-            why = "transformers sees no position_ids in this model's forward, and would count the padding"
+            why = "this model's forward takes no position_ids, so transformers would count the padding"
             refuse("left padding", why)
         return True
     axes = positions if positions.ndim == 3 else positions[None]  # of time, height and width in some models
-    count_on = all(_counts_on(axis[:: prepared.beams].expand(len(texts), -1), texts.columns) for axis in axes)
-    if not count_on and positions.ndim == 2:
-        refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
-    return count_on
+    are_consecutive = all(
+        _are_consecutive(axis[:: prepared.beams].expand(len(texts), -1), texts.columns) for axis in axes
+    )
+    if not are_consecutive and positions.ndim == 2:
+        refuse("position_ids", "positions ahead of the text are known only if they count up from 0")
+    return are_consecutive
 
 
-def _counts_on(position_ids: torch.Tensor, columns: Sequence[Sequence[int]]) -> bool:
-    """Whether `position_ids` `[B, L]` count on from 0 in the columns that are text."""
+def _are_consecutive(position_ids: torch.Tensor, columns: Sequence[Sequence[int]]) -> bool:
+    """Return whether `position_ids` `[B, L]` count up from 0 in the text's columns."""
     rows = zip(position_ids.tolist(), columns, strict=True)
     return all([row[column] for column in seen] == list(range(len(seen))) for row, seen in rows)
 
@@ -316,7 +326,7 @@ def _counts_on(position_ids: torch.Tensor, columns: Sequence[Sequence[int]]) -> 
 logger = logging.getLogger(__name__)
 
 LIBRARIES = frozenset({"lade", "transformers", "transformers_modules", "torch", "peft", "contextlib", "functools"})
-"""Packages between the user's line and a fallback; `transformers_modules` holds the code of checkpoints."""
+"""Packages skipped to find the user's line for a warning; `transformers_modules` holds code of checkpoints."""
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 
@@ -326,12 +336,12 @@ _warning = ForkSafeLock()
 
 @contextmanager
 def falling_back(stats: Stats | None, *, allowed: bool = True) -> Iterator[None]:
-    """Suppress an `UnsupportedError` of the block, and report why decoding is plain.
+    """Suppress an `UnsupportedError` of the block, and report the fallback to plain decoding.
 
-    The report is one `FallbackWarning` at the user's line, a line in the log, and `stats.fallback`.
+    The report is one `FallbackWarning` at the user's line, a log record, and `stats.fallback`.
 
     Args:
-        stats: gets the reason.
+        stats: gets the reason; None for none.
         allowed: whether to fall back, as `lookahead="auto"` does; otherwise the error is raised.
     """
     try:
@@ -342,27 +352,27 @@ def falling_back(stats: Stats | None, *, allowed: bool = True) -> Iterator[None]
         logger.info("decoding plainly: %s", problem.reason)
         if stats is not None:
             stats.fallback = problem.reason
-        warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=_level_of_user())
+        warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=_user_stacklevel())
 
 
 def warn_of_precision(model: Any) -> None:
-    """Give the `PrecisionWarning` of a model that is about to be accelerated, at the user's line; see `precision_note`.
+    """Issue the `PrecisionWarning` of a model about to be accelerated, at the user's line; see `precision_note`.
 
-    To be called once nothing can be refused any more, and before anything is fed or borrowed: a warning may be raised.
+    Call it after all refusals, and before anything is fed or borrowed, as the warning may be turned into an error.
     """
     note = precision_note(model)
     if note:
-        warnings.warn(note, PrecisionWarning, stacklevel=_level_of_user())
+        warnings.warn(note, PrecisionWarning, stacklevel=_user_stacklevel())
 
 
 def precision_note(model: Any) -> str:
-    """Why accelerated output may differ from `generate`'s, and what prevents it.
+    """Return why accelerated output may differ from `generate`'s, and the remedy.
 
     Args:
         model: a transformers model, or one wrapped by PEFT or `torch.compile`.
 
     Returns:
-        Empty where output does not depend on what else is in a pass, and for a model that was asked about before.
+        The note; empty if the model is batch-invariant or in full precision, and at later calls for the same model.
     """
     inner = unwrap(model)
     device = input_device(inner).type
@@ -385,8 +395,8 @@ def _remedy(model: Any, *, cast: bool) -> str:
     return "`lade.invariant(model)`" if joint.load("cpu").can_be_invariant(model) else "loading the model in float32"
 
 
-def _level_of_user() -> int:
-    """The `stacklevel` with which a warning of the caller points at the user's line."""
+def _user_stacklevel() -> int:
+    """Return the `stacklevel` that makes a warning of the caller point at the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back

@@ -1,18 +1,18 @@
-"""Seeded sampling in an order of our own: rows of a batch at their own pace, or all nodes of a tree at once.
+"""Seeded sampling in a different order than plain decoding: rows at their own pace, or all nodes of a tree at once.
 
 Plain decoding calls `torch.multinomial` once per token, on the probabilities `[B, V]` of all rows, those that have
-ended included. For one sample a row that call is an argmax of `p / q`, q being noise `[B, V]` from an exponential
-distribution, drawn in one go (aten/src/ATen/native/Distributions.cpp, `multinomial_out`). So the noise of a token
-depends on its number and its row alone, not on the probabilities: it can be drawn as soon as it is needed first, and be
-kept, or drawn again, until the last row has come as far.
+ended included. For one sample per row that call is an argmax of `p / q`, q being noise `[B, V]` from an exponential
+distribution, drawn in one operation (aten/src/ATen/native/Distributions.cpp, `multinomial_out`). So the noise of a
+token depends on its index and row only, not on the probabilities: it can be drawn when it is first needed, and kept, or
+drawn again, until the last row has used it.
 
             token 1   token 2   token 3          a block `[B, V]` each, drawn in this order
     row 0    used      used      used
     row 1    used      next      kept            block 1 is not needed any more
 
-The nodes of a tree use the noise of the tokens that they would be followed by, which depends on their depth. What is
-drawn ahead for nodes that are then not reached is kept for the next tree; torch's generator is taken back to where
-plain decoding would have it.
+The nodes of a tree use the noise of the tokens after them, which depends on their depth. NoiseBlocks drawn ahead for
+nodes that are not reached is kept for the next tree; torch's generator is set back to where plain decoding would have
+it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ import torch
 from lade.model.inputs import upload
 
 MOST_BYTES = 2**28
-"""Of noise that is kept."""
+"""Maximum size of the noise that is kept."""
 NO_TOKEN = -1
-"""Stands where probabilities are none."""
+"""Stands for the choice from invalid probabilities."""
 
 
 class Sampler(Protocol):
     """Draws the tokens of one row."""
 
     def draw(self, probabilities: torch.Tensor) -> int:
-        """The next token, given probabilities `[1, V]` float32.
+        """Draw the next token, given probabilities `[1, V]` float32.
 
         Raises:
-            RuntimeError: they are none, as `torch.multinomial` has it.
+            RuntimeError: the probabilities are invalid, as in `torch.multinomial`.
         """
         ...
 
     def draw_ahead(self, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """What each node of a tree would be followed by, without a wait for the device; no token is taken yet.
+        """Draw the token after each node of a tree, without waiting for the device; no token is taken yet.
 
         Args:
             probabilities: `[S, V]` float32.
-            depths: `[S]`, how many tokens come before.
+            depths: `[S]`, number of new tokens before each node's choice.
 
         Returns:
             `[S]` int64 on the same device, `NO_TOKEN` where `draw` would raise.
@@ -56,35 +56,35 @@ class Sampler(Protocol):
         ...
 
     def take(self) -> None:
-        """A token that was drawn ahead is taken."""
+        """Take the next token, which was drawn ahead."""
         ...
 
 
-class Noise:
-    """The blocks `[B, V]` of a batch, by the number of the token they are for.
+class NoiseBlocks:
+    """The noise blocks `[B, V]` of a batch, by index of the token that they are for.
 
-    Torch's generator draws each of them once, in order. What does not fit into `most_bytes` is not kept: it is drawn
-    again from the state that the generator had, which takes longer.
+    Torch's generator draws each of them once, in order. Blocks that do not fit into `most_bytes` are not kept, but
+    drawn again from the saved state of the generator, which takes longer.
 
     Args:
-        rows: B, the rows of the batch.
-        most_bytes: bytes that blocks may take, the one in use not counted.
-        generator: draws them; None for torch's own of the device.
+        rows: B, the number of rows in the batch.
+        most_bytes: maximum size of the blocks kept, the one in use not counted.
+        generator: draws the blocks; None for torch's default generator of the device.
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:
         self._rows, self._most_bytes, self._generator = rows, most_bytes, generator
         self._kept: dict[int, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each block was drawn
-        self._next = 0  # the first block that was never drawn
-        self._at = 0  # the block that the generator would draw now
+        self._states: dict[int, torch.Tensor] = {}  # states of the generator before each block was drawn
+        self._next = 0  # first block never drawn
+        self._at = 0  # block that the generator would draw now
 
     def __len__(self) -> int:
-        """Blocks that are kept."""
+        """Return the number of blocks kept."""
         return len(self._kept)
 
     def block(self, number: int, probabilities: torch.Tensor) -> torch.Tensor:
-        """The noise of a token, the next one or any not forgotten; `probabilities` has its V, dtype and device."""
+        """Return the noise of a token, the next one or any not dropped; `probabilities` defines V, dtype and device."""
         if number in self._kept:
             return self._kept[number]
         block = probabilities.new_empty(self._rows, probabilities.shape[-1])
@@ -109,7 +109,7 @@ class Noise:
         self._next = self._at
 
     def rewind(self, number: int) -> None:
-        """Have the generator where it is before this block is drawn; those drawn already are still known."""
+        """Set the generator back to before this block; blocks drawn already remain available."""
         if self._generator is None or number == self._at:
             return
         if number < self._at:
@@ -118,7 +118,7 @@ class Noise:
         self._at = number
 
     def recheck(self) -> None:
-        """Drop what was drawn ahead if other code has used the generator since: plain decoding draws after that."""
+        """Drop noise drawn ahead if other code has used the generator since: plain decoding would draw after that."""
         if self._generator is None or self._at == self._next:
             return
         if not torch.equal(self._generator.get_state(), self._states[self._at]):
@@ -128,7 +128,7 @@ class Noise:
             self._next = self._at
 
     def forget(self, number: int) -> None:
-        """Of the blocks before this one."""
+        """Drop the blocks before this one."""
         for known in (self._kept, self._states):
             for old in [old for old in known if old < number]:
                 del known[old]
@@ -137,50 +137,50 @@ class Noise:
 class Draws:
     """The draws of a batch.
 
-    Whatever was drawn ahead, torch's generator is where plain decoding has it once as many tokens are taken as by the
-    row that has most. The blocks kept take 4 V bytes for each row and each token that the first row is ahead of the
-    last one, up to a bound.
+    Whatever was drawn ahead, torch's generator is in the state of plain decoding after as many tokens as the most
+    advanced row has taken. The blocks kept take 4 V bytes per row and token between the first and the last row, up to a
+    bound.
 
     Args:
-        rows: B, the rows of the batch.
-        most_bytes: bytes that blocks may take, see `Noise`.
-        generator: draws the noise; None for torch's own of the device.
+        rows: B, the number of rows in the batch.
+        most_bytes: maximum size of the blocks kept, see `NoiseBlocks`.
+        generator: draws the noise; None for torch's default generator of the device.
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:
-        self._noise = Noise(rows, most_bytes, generator)
+        self._noise = NoiseBlocks(rows, most_bytes, generator)
         self._taken = [0] * rows
         self._most_taken = 0
 
     def draw(self, row: int, probabilities: torch.Tensor) -> int:
-        """The next token of a row; see `Sampler.draw`."""
-        _check(probabilities)
+        """Draw the next token of a row; see `Sampler.draw`."""
+        _check_probabilities(probabilities)
         noise = self._noise.block(self._taken[row], probabilities)
         token = int((probabilities[0] / noise[row]).argmax())
         self.take(row)
         return token
 
     def draw_ahead(self, row: int, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """The next tokens of a row, by the node of a tree; see `Sampler.draw_ahead`."""
+        """Draw the next tokens of a row, one per node of a tree; see `Sampler.draw_ahead`."""
         first = self._taken[row]
         self._noise.recheck()
         try:
             blocks = [self._noise.block(first + depth, probabilities)[row] for depth in range(max(depths) + 1)]
-        finally:  # out of memory, too, must not leave the generator ahead of the text
+        finally:  # even without memory the generator must not stay ahead of the text
             self._noise.rewind(self._most_taken)
         (levels,) = upload([np.array(depths, dtype=np.int64)], probabilities.device)
         tokens = (probabilities / torch.stack(blocks)[levels]).argmax(dim=-1)  # [S]
-        return tokens.where(_are_sound(probabilities), NO_TOKEN)
+        return tokens.where(_are_valid(probabilities), NO_TOKEN)
 
     def take(self, row: int) -> None:
-        """A row's next token is taken."""
+        """Take a row's next token."""
         self._taken[row] += 1
         self._most_taken = max(self._most_taken, self._taken[row])
         self._noise.rewind(self._most_taken)
         self._noise.forget(min(self._taken))
 
     def leave(self, row: int) -> None:
-        """A row has ended: no block need be kept for it."""
+        """Remove a row that has ended: no block is kept for it."""
         self._taken[row] = sys.maxsize
         self._noise.forget(min(self._taken))
 
@@ -190,7 +190,7 @@ class RowSampler:
 
     Args:
         draws: the draws of the batch.
-        row: number of the row.
+        row: index of the row.
     """
 
     def __init__(self, draws: Draws, row: int) -> None:
@@ -210,10 +210,10 @@ class RowSampler:
 
 
 class LoneSampler(RowSampler):
-    """Draws for a row that is alone, or that has a generator of its own; see `Sampler`.
+    """Draws for a single row, or one with a generator of its own; see `Sampler`.
 
     Args:
-        generator: draws the tokens; None for torch's own of the device.
+        generator: draws the tokens; None for torch's default generator of the device.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -221,12 +221,12 @@ class LoneSampler(RowSampler):
         self._generator = generator
 
     def draw(self, probabilities: torch.Tensor) -> int:
-        """By torch itself; see `Sampler.draw`."""
+        """Draw by `torch.multinomial`; see `Sampler.draw`."""
         return int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Torch's own generator of a device."""
+    """Return torch's default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -237,18 +237,18 @@ def generator_of(device: torch.device) -> torch.Generator:
     return generators[module.current_device() if device.index is None else device.index]
 
 
-def _check(probabilities: torch.Tensor) -> None:
-    """What `torch.multinomial` checks, with its words."""
-    if not bool(_are_inside(probabilities).all()):
+def _check_probabilities(probabilities: torch.Tensor) -> None:
+    """Raise the errors of `torch.multinomial` for invalid probabilities."""
+    if not bool(_are_in_range(probabilities).all()):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     if not bool(probabilities.sum() > 0):
         raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
 
 
-def _are_sound(probabilities: torch.Tensor) -> torch.Tensor:
-    """Of `[S, V]`, whether `torch.multinomial` takes them, `[S]` bool."""
-    return _are_inside(probabilities).all(dim=-1) & (probabilities.sum(dim=-1) > 0)
+def _are_valid(probabilities: torch.Tensor) -> torch.Tensor:
+    """Return which rows of `[S, V]` `torch.multinomial` accepts, `[S]` bool."""
+    return _are_in_range(probabilities).all(dim=-1) & (probabilities.sum(dim=-1) > 0)
 
 
-def _are_inside(probabilities: torch.Tensor) -> torch.Tensor:
+def _are_in_range(probabilities: torch.Tensor) -> torch.Tensor:
     return (probabilities >= 0) & (probabilities < torch.inf)

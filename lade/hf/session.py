@@ -15,7 +15,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
-from lade.hf.job import DecodeJob, DraftSpec, Output, kind_of_text, output_of, record_for, runner_of
+from lade.hf.job import DecodeJob, DraftSpec, Output, output_of, record_for, runner_of, text_kind, with_use_mtp
 from lade.hf.processors import row_for
 from lade.hf.refusals import check, check_switch, warn_of_precision
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
@@ -26,20 +26,20 @@ from lade.stats import Stats, Step
 
 
 class Session:
-    """Iterate over it for its steps; `output` then is what `model.generate` would have returned.
+    """A generation: iterate over it for its steps; `output()` then returns the result of `model.generate`.
 
     Args:
-        prepared: what `model.generate` has prepared; several rows advance at their own pace, see `batch_rules`.
+        prepared: inputs prepared by `model.generate`; several rows advance at their own pace, see `batch_rules`.
         config: the method and its sizes.
-        stats: is added to.
-        streamer: gets the prompt and every token, as from `model.generate`.
-        prompt_streamed: whether it has got the prompt already.
-        drafter: drafts in place of the one that `config` describes; a new one for each generation.
+        stats: figures to add to.
+        streamer: gets the prompt and every token, as from `model.generate`; None for none.
+        prompt_streamed: whether the streamer has got the prompt already.
+        drafter: a drafter to use instead of the one that `config` describes; a new one for each generation.
 
     Raises:
-        InputError: the prompt is empty, has ids out of the vocabulary, or is too long for a table of positions.
+        InputError: the prompt is empty, has ids outside the vocabulary, or is too long for a table of positions.
         ValueError: a drafter is given for several rows.
-        UnsupportedModelError, UnsupportedArgumentError: it cannot be served exactly.
+        UnsupportedModelError, UnsupportedArgumentError: it cannot be decoded exactly.
     """
 
     def __init__(
@@ -53,32 +53,38 @@ class Session:
         drafter: Drafter | None = None,
     ) -> None:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
+        config = with_use_mtp(prepared.generation_config, config)
         plan, self._texts, images = check(prepared)
+        self._is_batch = len(self._texts) > 1
         runner = self._checked_runner(plan)
         warn_of_precision(prepared.wrapper)
-        # The cache that transformers makes where the user gave none is empty, and of no use for a tree.
+        # Without a user's cache transformers makes one, which is empty and cannot hold a tree.
         self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch
         max_length = prepared.generation_config.max_length
         self._cache = runner.borrow(self._given_cache, max_length, handed_out=handed_out)
         self._record = record_for(prepared.generation_config)
         sampled = bool(prepared.generation_config.do_sample)
-        self._draws = Draws(len(self._texts)) if self._is_batch and sampled else None
-        kind = kind_of_text(prepared, config)
-        self._job = DecodeJob(prepared.model, runner, kind, rows=len(self._texts), batched=self._is_batch)
+        self._draws = Draws(len(self._texts.ids)) if self._is_batch and sampled else None
+        kind = text_kind(prepared, config)
+        without_mtp = "" if images is None else "prompts with media, embeddings or gaps have different positions"
+        rows, batched = len(self._texts.ids), self._is_batch
+        self._job = DecodeJob(prepared.model, runner, kind, rows=rows, batched=batched, without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))
-        self._known = sys.maxsize  # tokens of the text that the caller knows
-        cache: Any = self._cache  # of the runner's own kind
+        self._known = sys.maxsize  # number of tokens that the caller has received
+        cache: Any = self._cache  # of the type that the runner needs
         self._loop = DecodeLoop(
-            list(self._rows), runner.for_prompts(images), cache, stats, self._job.budget, reader=self._job.reader
+            list(self._rows),
+            runner.for_prompts(images),
+            cache,
+            stats,
+            self._job.budget,
+            reader=self._job.reader,
+            mtp=self._job.mtp,
         )
 
-    @property
-    def _is_batch(self) -> bool:
-        return len(self._texts) > 1
-
     def _checked_runner(self, plan: MaskPlan) -> EagerRunner:
-        """The runner, once it has been checked that it can make all passes of these texts."""
+        """Return the runner, after checking that it can make all passes of these texts."""
         prepared, config = self._prepared, self._prepared.generation_config
         runner = runner_of(prepared, plan)
         check_switch(runner, self._texts.width, config.max_length - self._texts.shown + self._texts.width)
@@ -87,11 +93,11 @@ class Session:
         return runner
 
     def _drafters(self, config: LookaheadConfig, given: Drafter | None) -> list[Drafter]:
-        """One for each row."""
+        """Return one drafter per row."""
         if given is not None:
             if self._is_batch:
                 raise ValueError("a drafter serves one row: give it with one prompt")
-            return [given]
+            return [self._job.adopt(given)]
         return self._job.drafters(DraftSpec.of_rows(self._prepared, config, self._texts.ids))
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:
@@ -113,9 +119,9 @@ class Session:
         return rows
 
     def __iter__(self) -> Iterator[Step]:
-        """Decode; one `Step` per forward pass and row.
+        """Decode, yielding one `Step` per forward pass and row.
 
-        However the iteration ends, a user's cache then holds only text that the steps have yielded.
+        However the iteration ends, a user's cache then holds only text of the steps that were yielded.
         """
         self._known = len(self._texts.ids[0])
         with self._running():
@@ -125,7 +131,7 @@ class Session:
                 yield from steps
 
     def run(self) -> Output:
-        """Decode to the end. An error leaves a user's cache as it leaves it in plain decoding."""
+        """Decode to the end. An error leaves a user's cache as plain decoding would."""
         with self._running():
             for _ in self._loop.run():
                 self._after_pass()
@@ -133,7 +139,7 @@ class Session:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Give the streamer the prompt, and in the end its end, the cache back, and what was measured to its file."""
+        """Stream the prompt; at the end, end the streamer, give the cache back and save the measured costs."""
         with ExitStack() as stack:
             stack.push(self._end_stream)
             stack.callback(self._job.save)
@@ -143,19 +149,19 @@ class Session:
             yield
 
     def _give_back(self, problem: type[BaseException] | None, *_: object) -> None:
-        """Give the cache back, without what is not text; empty where it is not used again."""
+        """Give the cache back with accepted text only; empty if it is not used again."""
         used = not self._is_batch and (self._prepared.user_cache is not None or problem is None)
         self._cache.give_back(min(self._loop.settled[0], self._known) if used else 0)
 
     def _end_stream(self, problem: type[BaseException] | None, *_: object) -> None:
-        """After an error, too: the reader of a TextIteratorStreamer would wait forever."""
+        """End the streamer, even after an error: the reader of a TextIteratorStreamer would block forever."""
         if self._streamer is None:
             return
         with suppress(Exception) if problem else nullcontext():  # a broken streamer must not hide the first error
             self._streamer.end()
 
     def _after_pass(self) -> None:
-        """Update what all rows of a batch share."""
+        """Update the state that all rows of a batch share."""
         if self._draws is not None:
             for number, row in enumerate(self._rows):
                 if row.done:
@@ -163,10 +169,10 @@ class Session:
         self._job.resize(len(self._loop.rows))
 
     def output(self) -> Output:
-        """What `model.generate` returns: ids `[B, L]` int64, prompts included, or an output object with them.
+        """Return the result of `model.generate`: ids `[B, L]` int64, prompts included, or an output object with them.
 
-        A row that ended before others is padded.
+        Rows that ended before others are padded.
         """
-        # Ours has no slots for padding, and plain decoding would count them; of a batch it has the last rows only.
+        # Our cache has no slots for padding, which plain decoding would expect, and only the last rows of a batch.
         cache = None if self._is_batch or self._texts.padding else self._given_cache
         return output_of(self._prepared, [row.written for row in self._rows], self._record, cache)

@@ -1,4 +1,4 @@
-"""The interface of backends, and the runner of a generation: one of a backend, or the eager one."""
+"""The interface of backends, and the choice of a generation's runner: a backend's or the eager one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lade.model.runner import EagerRunner, input_device
 
 
 class Backend:
-    """What any backend may do for the core; by default nothing. Each adds what the core asks of it alone."""
+    """Operations that the core asks of any backend; the defaults do nothing. Subclasses add specific ones."""
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
-        """Return why this backend keeps a model from being served exactly; empty where it does not.
+        """Return the reason why this backend cannot serve a model exactly; empty if it can.
 
         Args:
-            facts: what the call knows of the model.
+            facts: facts about the model.
             config: configuration of its decoder.
         """
         return ""
@@ -31,14 +31,14 @@ class Backend:
         own_cache: bool,
         captures: bool,
     ) -> EagerRunner | None:
-        """Return the runner that this backend has for a model; None where it leaves the passes to others.
+        """Return this backend's runner for a model; None if it has none for it.
 
         Args:
-            facts: what the call knows of the model.
-            plan: how the model takes its masks.
-            generation_config: see `EagerRunner`.
-            own_cache: False where the user's cache is decoded on.
-            captures: False where the caller needs every pass to be launched by itself.
+            facts: facts about the model.
+            plan: the model's mask format.
+            generation_config: the final generation config, see `EagerRunner`.
+            own_cache: false if decoding continues a user's cache.
+            captures: false if the caller needs every pass launched eagerly.
         """
         return None
 
@@ -51,22 +51,22 @@ def runner_for(
     own_cache: bool = True,
     captures: bool = True,
 ) -> EagerRunner:
-    """Return the runner that makes a model's passes: several processes' first, captured passes next, else eager ones.
+    """Return the runner for a model: that of several processes if there are any, else captured passes, else eager ones.
 
     Args:
-        facts: what the call knows of the model, a decoder without an encoder that `lade.supports`.
-        plan: how the model takes its masks.
-        generation_config: see `EagerRunner`.
-        own_cache: False where the user's cache is decoded on, which has no fixed addresses.
-        captures: False where each pass has to be launched by itself.
+        facts: facts about the model, a decoder without an encoder that `lade.supports`.
+        plan: the model's mask format.
+        generation_config: the final generation config, see `EagerRunner`.
+        own_cache: false if decoding continues a user's cache, which has no fixed addresses.
+        captures: false if every pass has to be launched eagerly.
 
     Raises:
         UnsupportedArgumentError: the processes that decode the model cannot serve these passes.
     """
-    concerned = [joint.loaded("processes")]
+    candidates = [joint.loaded("processes")]
     if captures and input_device(facts.model).type == "cuda":
-        concerned.append(joint.load("cuda_graphs"))
-    for backend in filter(None, concerned):
+        candidates.append(joint.load("cuda_graphs"))
+    for backend in filter(None, candidates):
         runner: EagerRunner | None = backend.runner(
             facts, plan, generation_config, own_cache=own_cache, captures=captures
         )

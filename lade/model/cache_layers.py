@@ -1,4 +1,4 @@
-"""Layers of a `TreeCache`: growth, joined buffers, and moves of accepted tokens."""
+"""Layers of a `TreeCache`: growing buffers, buffers joined across layers, and moves of accepted tokens."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from lade.decoding.tree import TokenTree
 from lade.model.inputs import upload
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types of so many bytes that numpy has, too, which knows no bfloat16: what is moved is not looked at."""
+"""Integer dtypes by element size: numpy has no bfloat16, and a move needs only the bytes."""
 
 
-class Whole(NamedTuple):
-    """Buffers of several layers in one piece.
+class JoinedBuffer(NamedTuple):
+    """Buffers of several layers in one tensor.
 
     Attributes:
         tensor: `[N, rows, H, capacity, D]`.
-        array: the same memory, where it is the host's; else None. There operations of torch take several times as long
-            as those of numpy.
+        array: numpy view of the same memory if it is on the host, else None. On the host an operation of torch takes
+            several times as long as one of numpy.
     """
 
     tensor: torch.Tensor
     array: npt.NDArray[Any] | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Whole:
-        """With the array that belongs to it."""
+    def of(cls, tensor: torch.Tensor) -> JoinedBuffer:
+        """Return the tensor together with its numpy view."""
         if not tensor.is_cpu:
             return cls(tensor, None)
         return cls(tensor, tensor.detach().view(_BITS[tensor.element_size()]).numpy())
 
 
 class Move(NamedTuple):
-    """Tokens of one row that are to follow each other, the same in all layers.
+    """Tokens of one row that are to be made contiguous, the same in all layers.
 
     Attributes:
-        row: of the batch.
-        sources: `[M]`, slots where the tokens lie, ascending.
-        target: the slot where the first one belongs, never after where it lies.
+        row: index of the row in the batch.
+        sources: `[M]`, slots of the tokens, ascending.
+        target: slot to which the first one moves, never after its present one.
     """
 
     row: int
@@ -55,50 +55,50 @@ class Move(NamedTuple):
 
     @property
     def targets(self) -> range:
-        """`[M]`, slots where the tokens belong."""
+        """Slots to which the tokens move, `[M]`."""
         return range(self.target, self.target + len(self.sources))
 
     @property
-    def is_one_piece(self) -> bool:
-        """Whether the tokens lie side by side."""
+    def is_contiguous(self) -> bool:
+        """True if the tokens are in adjacent slots."""
         return self.sources[-1] - self.sources[0] == len(self.sources) - 1
 
-    def make_here(self, array: npt.NDArray[Any]) -> None:
-        """Make it in `[N, rows, H, capacity, D]`; numpy takes care of pieces that overlap where they belong."""
+    def apply_on_host(self, array: npt.NDArray[Any]) -> None:
+        """Apply the move to `[N, rows, H, capacity, D]`; numpy handles overlapping slices correctly."""
         own, count, first = array[:, self.row], len(self.sources), self.sources[0]
-        moved = own[:, :, first : first + count] if self.is_one_piece else own[:, :, self.sources]
+        moved = own[:, :, first : first + count] if self.is_contiguous else own[:, :, self.sources]
         own[:, :, self.target : self.target + count] = moved
 
-    def make_remotely(self, whole: torch.Tensor, sources: torch.Tensor | None) -> None:
-        """Make it in `[N, rows, H, capacity, D]`, given the slots there; None for a piece that does not overlap."""
+    def apply_on_device(self, whole: torch.Tensor, sources: torch.Tensor | None) -> None:
+        """Apply the move to `[N, rows, H, capacity, D]`; `sources` holds the slots, None if a slice does."""
         row, count = whole.select(1, self.row), len(self.sources)
         moved = row.narrow(2, self.sources[0], count) if sources is None else row.index_select(2, sources)
         row.narrow(2, self.target, count).copy_(moved)
 
 
-def make_all(moves: Sequence[Move], wholes: Sequence[Whole]) -> None:
-    """Make moves, in each row one at most; slots are uploaded once to each device, and only if they have to be."""
+def apply_moves(moves: Sequence[Move], wholes: Sequence[JoinedBuffer]) -> None:
+    """Apply moves, at most one per row; slots are uploaded once per device, and only if needed."""
     move, lone = moves[0], len(moves) == 1
-    needs_no_slots = lone and move.is_one_piece and move.sources[0] > move.targets[-1]
+    needs_no_slots = lone and move.is_contiguous and move.sources[0] > move.targets[-1]
     uploaded: dict[torch.device, list[torch.Tensor]] = {}
     for whole, array in wholes:
         if array is not None:
             for each in moves:
-                each.make_here(array)
+                each.apply_on_host(array)
         elif needs_no_slots:
-            move.make_remotely(whole, None)
+            move.apply_on_device(whole, None)
         else:
             if whole.device not in uploaded:
-                uploaded[whole.device] = upload([np.array(column) for column in _columns(moves)], whole.device)
+                uploaded[whole.device] = upload([np.array(column) for column in _slot_columns(moves)], whole.device)
             sources, rows, targets = uploaded[whole.device]
-            if lone:  # as a slice, which is faster
-                move.make_remotely(whole, sources)
+            if lone:  # by slices, which is faster
+                move.apply_on_device(whole, sources)
             else:
                 whole[:, rows, :, targets] = whole[:, rows, :, sources]
 
 
-def _columns(moves: Sequence[Move]) -> list[list[int]]:
-    """`[M]` each: slots where tokens lie, their rows, and slots where they belong."""
+def _slot_columns(moves: Sequence[Move]) -> list[list[int]]:
+    """Return source slots, their rows and target slots of all moves, `[M]` each."""
     return [
         [slot for move in moves for slot in move.sources],
         [move.row for move in moves for _ in move.sources],
@@ -109,31 +109,31 @@ def _columns(moves: Sequence[Move]) -> list[list[int]]:
 _NAMES = "keys", "values", "indexer_keys"
 _buffers_of = attrgetter(*_NAMES)
 SPARE_TOKENS = 256
-"""Tokens that a buffer has room for beyond those needed, at least."""
+"""Minimum number of tokens that a buffer can hold beyond those needed."""
 
 
 class Ancestry(Protocol):
-    """Who descends from whom in the trees of one pass.
+    """The ancestor relation in the trees of one pass.
 
     Attributes:
         size: S, nodes of each row.
-        state: the text's state in the layer whose convolution came last, for cores that mixers do not pass it to.
+        state: the text's state in the layer whose convolution ran last, for kernels that mixers do not pass it to.
     """
 
     size: int
     state: torch.Tensor | None
 
     def closure(self, device: torch.device) -> torch.Tensor:
-        """`[B, S, S]` bool, true where the row's node is the column's node or descends from it."""
+        """Return `[B, S, S]` bool, true where the row's node is the column's node or descends from it."""
         ...
 
     def windows(self, width: int, cached: int, device: torch.device) -> torch.Tensor:
-        """Where the last inputs of each node lie: its own, those of its ancestors, and of the text before them.
+        """Return the columns of the last inputs of each node: its own, its ancestors' and those of the text before.
 
         Args:
             width: number of inputs that a convolution sees, at least 1.
-            cached: number of inputs of the text that are kept, in front of those of the nodes.
-            device: where the result goes.
+            cached: number of cached inputs of the text, which precede those of the nodes.
+            device: device of the result.
 
         Returns:
             `[B, S, width]` int64, columns of the `cached + S` inputs, the node's own one last.
@@ -142,7 +142,7 @@ class Ancestry(Protocol):
 
 
 class Recurrence(Protocol):
-    """How one model's recurrent layers take part in passes over token trees.
+    """Handler of one model's recurrent layers in passes over token trees.
 
     Attributes:
         forgets: whether a pass over several tokens begins with an empty state.
@@ -150,7 +150,7 @@ class Recurrence(Protocol):
 
     @property
     def forgets(self) -> bool:
-        """See above."""
+        """True if a pass over several tokens begins with an empty state."""
         ...
 
     def layers(self) -> list[Any]:
@@ -158,22 +158,22 @@ class Recurrence(Protocol):
         ...
 
     def ancestry(self, trees: Sequence[TokenTree]) -> Ancestry:
-        """Return who descends from whom in one pass over trees, one a row."""
+        """Return the ancestor relation of one pass over trees, one per row."""
         ...
 
     def patched_for(self, ancestry: Ancestry) -> AbstractContextManager[None]:
-        """Have the model's recurrent functions follow the paths of the trees, as long as the context lasts."""
+        """Patch the model's recurrent functions to follow the paths of the trees, while the context lasts."""
         ...
 
 
 class TreeLayer(CacheLayerMixin):
-    """Keys and values of one layer: buffers `[rows, H, capacity, D]`, of which row b uses the first `lengths[b]`.
+    """Keys and values of one layer: buffers `[rows, H, capacity, D]`, of which row b uses the first `lengths[b]` slots.
 
-    There are B rows in use, the first ones. Between a pass and `TreeCache.keep` the tokens fed lie after the longest
-    row, in all rows.
+    The first B rows are in use. Between a pass and `TreeCache.keep` the tokens fed are after the longest row, in all
+    rows.
 
     Attributes:
-        indexer_keys: a third buffer, `[rows, 1, capacity, D]`, where an indexer picks the keys that are seen.
+        indexer_keys: a third buffer, `[rows, 1, capacity, D]`, if an indexer selects the visible keys.
     """
 
     is_sliding = False
@@ -188,7 +188,7 @@ class TreeLayer(CacheLayerMixin):
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by the name of the attribute."""
+        """The allocated buffers, by attribute name."""
         return {name: buffer for name, buffer in zip(_NAMES, _buffers_of(self), strict=True) if buffer is not None}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -196,7 +196,7 @@ class TreeLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.lengths = [0] * key_states.shape[0]
         rows, heads, needed, _ = key_states.shape
-        slots = needed + _spare(needed)
+        slots = needed + _spare_capacity(needed)
         self.keys = _zeros(key_states, (rows, heads, slots, key_states.shape[3]))
         self.values = _zeros(value_states, (rows, value_states.shape[1], slots, value_states.shape[3]))
         self.is_initialized = True
@@ -204,7 +204,7 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append T tokens to every row; returns keys and values `[B, H, max(lengths), D]`, views of the buffers."""
+        """Append T tokens to every row; return keys and values `[B, H, max(lengths), D]`, views of the buffers."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -219,10 +219,10 @@ class TreeLayer(CacheLayerMixin):
         """Add the indexer's keys of the tokens that `update` has appended; see `transformers.Cache.update_indexer`.
 
         Args:
-            indexer_key_states: `[B, T, D]`.
+            indexer_key_states: `[B, T, D]`, keys of the new tokens.
 
         Returns:
-            Those of all tokens, `[B, max(lengths), D]`, a view of the buffer.
+            The keys of all tokens, `[B, max(lengths), D]`, a view of the buffer.
         """
         assert self.keys is not None
         rows, visible = len(self.lengths), max(self.lengths)
@@ -235,7 +235,7 @@ class TreeLayer(CacheLayerMixin):
         return buffer[:rows, 0, :visible]
 
     def repeat(self, tokens: int) -> None:
-        """Append copies of what there is; see `TreeCache.repeat`."""
+        """Append copies of the cached tokens; see `TreeCache.repeat`."""
         held = self.get_seq_length()
         used = [buffer[:, :, :held] for buffer in self.buffers.values()]
         keys, values, *indexer = (states.repeat(1, 1, -(-tokens // held), 1)[:, :, :tokens] for states in used)
@@ -244,7 +244,7 @@ class TreeLayer(CacheLayerMixin):
             self.update_indexer(states[:, 0])
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have buffers of just this size; see `TreeCache.reserve`."""
+        """Resize the buffers to exactly this size; see `TreeCache.reserve`."""
         used = len(self.lengths), self.get_seq_length()
         for name, buffer in self.buffers.items():
             setattr(self, name, _resized(buffer, used, rows, slots))
@@ -257,12 +257,12 @@ class TreeLayer(CacheLayerMixin):
             self.reserve(max(1, 2 * rows), max(length, self.keys.shape[2]))
         for buffer, taken in zip(self.buffers.values(), part.buffers.values(), strict=True):
             buffer[rows, :, :length] = taken[0, :, :length]
-            buffer[rows, :, length:] = 0  # no weight makes zero of another row's NaN
+            buffer[rows, :, length:] = 0  # a NaN left by another row would survive a weight of zero
         self.lengths = [*self.lengths, length]
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> TreeLayer:
-        """A layer with copies of these, `[B, H, T, D]`, and no room for more."""
+        """Return a layer with copies of keys and values, `[B, H, T, D]`, without spare capacity."""
         layer = cls()
         layer.dtype, layer.device = keys.dtype, keys.device
         layer.keys, layer.values = copied(keys), copied(values)
@@ -270,7 +270,7 @@ class TreeLayer(CacheLayerMixin):
         return layer
 
     def copy_row(self, row: int, tokens: int) -> TreeLayer:
-        """A layer with copies of the first tokens of one row; see `TreeCache.copy_row`."""
+        """Return a layer with copies of the first tokens of one row; see `TreeCache.copy_row`."""
         layer = TreeLayer()
         layer.dtype, layer.device = self.dtype, self.device
         for name, buffer in self.buffers.items():
@@ -279,7 +279,7 @@ class TreeLayer(CacheLayerMixin):
         return layer
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and saved layers are made of: buffers of their own, without the room that is not used."""
+        """Return the state to copy or pickle: buffers trimmed to the part in use."""
         rows, tokens = len(self.lengths), self.get_seq_length()
         used = {name: copied(buffer[:rows, :, :tokens]) for name, buffer in self.buffers.items()}
         return {**vars(self), **used}
@@ -301,26 +301,26 @@ class TreeLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row; `tokens_to_remove` <= 0, as transformers wants it."""
+        """Drop the last tokens of every row; `tokens_to_remove` <= 0, as in transformers."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} is not valid: give minus the number of tokens")
         self.lengths = [length + tokens_to_remove for length in self.lengths]
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all tokens and buffers."""
         self.keys = self.values = self.indexer_keys = None
         self.lengths, self.is_initialized = [], False
 
     def get_seq_length(self) -> int:
-        """Cached tokens of the longest row."""
+        """Return the number of cached tokens of the longest row."""
         return max(self.lengths, default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width and offset of the mask for `query_length` more tokens."""
+        """Return width and offset of the mask for `query_length` more tokens."""
         return self.get_seq_length() + int(query_length), 0
 
     def get_max_length(self) -> int:
-        """-1: it grows as needed."""
+        """Return -1: the layer grows as needed."""
         return -1
 
     @property
@@ -345,29 +345,29 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TokenCounter(TreeLayer):
-    """Counts the tokens of rows whose states do not tell: stands after the layers of a model without attention.
+    """Counts the tokens of rows whose layers are all recurrent; appended to the layers of models without attention.
 
-    To the cache it is a layer like others, whose keys and values are of no width.
+    To the cache it is a layer like any other, with keys and values of width zero.
     """
 
     def count(self, rows: int, tokens: int) -> None:
-        """Each of the rows was fed `tokens` more."""
+        """Add `tokens` to the count of each row."""
         nothing = torch.empty(rows, 1, tokens, 0)
         self.update(nothing, nothing)
 
 
 class StatefulLayer:
-    """A layer with recurrent states, which passes over trees take part in; the recurrent backend has one."""
+    """A layer with recurrent states that supports passes over trees; implemented by the recurrent backend."""
 
     state_bytes: Any
-    """Bytes of one row's states."""
+    """Bytes of the states of one row."""
 
     def begin(self, ancestry: Ancestry | None) -> None:
-        """Begin a pass: over trees, or a plain one, which changes the states themselves."""
+        """Begin a pass: over trees, or a plain one, which updates the states in place."""
         raise NotImplementedError
 
     def keep(self, last: torch.Tensor) -> None:
-        """After a pass over trees, fold in the path of each row that ends with node `last[b]`; `[B]` int64."""
+        """After a pass over trees, advance each row's states along the path to node `last[b]`; `[B]` int64."""
         raise NotImplementedError
 
     def blank(self) -> Any:
@@ -379,7 +379,7 @@ class StatefulLayer:
         raise NotImplementedError
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have memory for this many rows, at least for those there are; see `TreeCache.reserve`."""
+        """Allocate memory for this many rows, at least for those in use; see `TreeCache.reserve`."""
         raise NotImplementedError
 
     def take(self, part: Any) -> None:
@@ -387,54 +387,54 @@ class StatefulLayer:
         raise NotImplementedError
 
     def leave(self, row: int) -> None:
-        """Evict a row; the last one takes its place."""
+        """Remove a row; the last one takes its place."""
         raise NotImplementedError
 
 
 class JoinedLayers:
-    """Layers whose keys and values are made views of one tensor, so that one operation moves what lies in all of them.
+    """Layers whose keys and values are views of one tensor, so that a single operation moves tokens in all of them.
 
     Layers replace their buffers when these grow or when rows are selected; then they are joined again. Buffers that
-    differ in shape, type or device stay by themselves.
+    differ in shape, dtype or device stay separate.
     """
 
     def __init__(self, layers: Sequence[TreeLayer]) -> None:
         self.layers = layers
         self._views: list[torch.Tensor | None] = []
-        self._wholes: list[Whole] = []
+        self._joined_buffers: list[JoinedBuffer] = []
 
-    def put(self, source: int, target: int, length: int) -> None:
+    def copy_row_to(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of one row to another, in all layers."""
         for whole, _ in self.joined():
             whole[:, target, :, :length] = whole[:, source, :, :length]
 
-    def joined(self) -> list[Whole]:
-        """What the buffers of these layers are views of."""
+    def joined(self) -> list[JoinedBuffer]:
+        """Return the joined buffers, joining them first if a layer has replaced its own."""
         if not self._views or not all(map(is_, self._buffers(), self._views)):
             self._join([buffer for buffer in self._buffers() if buffer is not None])
             self._views = list(self._buffers())
-        return self._wholes
+        return self._joined_buffers
 
     def _buffers(self) -> Iterator[torch.Tensor | None]:
-        """Those of all layers, and None for each that there is not; without a call of Python's own for any of them."""
+        """Yield the buffers of all layers, None for missing ones, without a Python-level call per layer."""
         return chain.from_iterable(map(_buffers_of, self.layers))
 
     def _join(self, buffers: list[torch.Tensor]) -> None:
-        """Make one of buffers, as far as that can be."""
+        """Move the buffers into one tensor, if shape, dtype and device agree."""
         if len({(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers}) != 1:
-            self._wholes = [Whole.of(buffer[None]) for buffer in buffers]
+            self._joined_buffers = [JoinedBuffer.of(buffer[None]) for buffer in buffers]
             return
         whole = empty(buffers[0], (len(buffers), *buffers[0].shape))
-        self._wholes = [Whole.of(torch.stack(buffers, out=whole))]
+        self._joined_buffers = [JoinedBuffer.of(torch.stack(buffers, out=whole))]
         places = ((layer, name) for layer in self.layers for name in layer.buffers)
-        for (layer, name), view in zip(places, self._wholes[0].tensor.unbind(), strict=True):
+        for (layer, name), view in zip(places, self._joined_buffers[0].tensor.unbind(), strict=True):
             setattr(layer, name, view)
 
 
 def _appended(buffer: torch.Tensor, rows: int, first: int, states: torch.Tensor) -> torch.Tensor:
-    """Copy states `[rows, H, T, D]` to where they belong; what is visible then, a view of the buffer.
+    """Write states `[rows, H, T, D]` into the buffer; return the part in use, a view.
 
-    With as few operations as can be: a small model's step is made of hundreds of them, and these come in every layer.
+    It makes as few operations as possible: a small model's step consists of hundreds, and these recur in every layer.
     """
     used = buffer if buffer.shape[0] == rows else buffer.narrow(0, 0, rows)
     fed = states.shape[2]
@@ -443,18 +443,18 @@ def _appended(buffer: torch.Tensor, rows: int, first: int, states: torch.Tensor)
 
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:
-    """A buffer `[B, H, capacity, D]` with capacity for `needed` tokens and some more."""
+    """Return a copy of the buffer `[B, H, capacity, D]` with capacity for `needed` tokens and some spare ones."""
     rows, _, tokens, _ = buffer.shape
-    return _resized(buffer, (rows, tokens), rows, needed + _spare(needed))
+    return _resized(buffer, (rows, tokens), rows, needed + _spare_capacity(needed))
 
 
-def _spare(tokens: int) -> int:
-    """Room beside that for so many: half as much again, so that copies stay rare."""
+def _spare_capacity(tokens: int) -> int:
+    """Return the spare capacity beyond `tokens`: half as much again, so that copies stay rare."""
     return max(SPARE_TOKENS, tokens // 2)
 
 
 def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int) -> torch.Tensor:
-    """A buffer of this size, with what is used of the old one: its first rows and tokens."""
+    """Return a buffer of this size with the used rows and tokens of the old one."""
     most_rows, longest = used
     resized = _zeros(buffer, (max(rows, most_rows), buffer.shape[1], max(tokens, longest), buffer.shape[3]))
     resized[:most_rows, :, :longest] = buffer[:most_rows, :, :longest]
@@ -462,38 +462,38 @@ def _resized(buffer: torch.Tensor, used: tuple[int, int], rows: int, tokens: int
 
 
 def copied(states: torch.Tensor) -> torch.Tensor:
-    """A buffer with these states and no room for more."""
+    """Return a buffer with a copy of these states, without spare capacity."""
     return empty(states, states.shape).copy_(states)
 
 
 def writable(thing: Any) -> Any:
-    """The same, with copies of the tensors in it, and in its dictionaries, that only inference mode may write to."""
+    """Return the value with copies of those tensors in it (also in dicts) that are writable in inference mode alone."""
     if isinstance(thing, dict):
         return {name: writable(value) for name, value in thing.items()}
     return copied(thing) if isinstance(thing, torch.Tensor) and thing.is_inference() else thing
 
 
 def selected(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A buffer with these rows `[B]` int64 of another one, in this order."""
+    """Return a buffer with these rows `[B]` int64 of another one, in this order."""
     return copied(states[rows.to(states.device)])
 
 
 def _zeros(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A buffer for such states, see `empty`."""
+    """Return a zeroed buffer for such states, see `empty`."""
     return empty(states, shape).zero_()
 
 
 def empty(states: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A buffer for such states; an ordinary tensor in inference mode, too, since it is written to after a pass."""
+    """Return a buffer for such states; an ordinary tensor even in inference mode, as it is written to after a pass."""
     with torch.inference_mode(False):
         return states.new_empty(shape)
 
 
 def _joined(parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], lengths: Sequence[int]) -> torch.Tensor:
-    """A buffer of these rows, with room to grow."""
+    """Return a buffer of these rows, with room to grow."""
     rows = [(parts[part], row) for part, row in places]
     first, longest = parts[0], max(lengths)
-    buffer = _zeros(first, (len(rows), first.shape[1], longest + _spare(longest), first.shape[3]))
+    buffer = _zeros(first, (len(rows), first.shape[1], longest + _spare_capacity(longest), first.shape[3]))
     for number, ((part, row), length) in enumerate(zip(rows, lengths, strict=True)):
         buffer[number, :, :length] = part[row, :, :length]
     return buffer

@@ -1,7 +1,7 @@
-"""Fields of a model's configuration: nested values, token embeddings, position limits.
+"""Fields of a model's configuration: nested values, token embeddings, windows of the layers, position limits.
 
-Window cells and guesses lie at positions that plain decoding has not reached yet. Two things must not notice them: a
-table of learned positions, which ends, and rotary scalings that look at the longest position of a pass and switch all
+Drafted tokens have positions that plain decoding has not reached yet. Two mechanisms must not be affected by them: a
+table of learned positions, which ends, and rotary scalings that depend on the longest position of a pass and switch all
 frequencies (dynamic NTK at the model's length, longrope at the original one). So no tree crosses such a *limit*; the
 token that crosses it is fed alone, as in plain decoding.
 """
@@ -17,44 +17,44 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def field(config: PretrainedConfig, name: str, default: Any = None) -> Any:
-    """The value of a field.
+    """Return the value of a configuration field.
 
     Args:
         config: the text config of a model.
         name: name of the field.
-        default: value for configs that have no such field.
+        default: value for configs without that field.
 
     Returns:
-        One value, or a list of the layers' values where they differ: transformers raises an error if such a field
+        One value, or the list of the layers' values where they differ: transformers raises an error if such a field
         (`head_dim` of Gemma 4) is read from the model's config.
     """
     try:
         return getattr(config, name, default)
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which not every version has
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which older versions lack
         return [getattr(layer, name, default) for layer in config.per_layer_config]
 
 
 def per_layer(config: PretrainedConfig, name: str) -> list[Any]:
-    """The value of a field in each layer; None where there is no such field."""
+    """Return the value of a field for each layer; None where the field is missing."""
     value = field(config, name)
     layers = field(config, "num_hidden_layers") or 1
     return value if isinstance(value, list) and len(value) == layers else [value] * layers
 
 
 def token_embeddings(model: PreTrainedModel) -> Any:
-    """Where the tokens of a text are looked up; those of the decoder, if the encoder has others."""
+    """Return the token embeddings; the decoder's, if the encoder has others."""
     return (model.get_decoder() if model.config.is_encoder_decoder else model).get_input_embeddings()
 
 
-def config_of_text(model: PreTrainedModel) -> PretrainedConfig:
-    """The configuration of the layers that write the text: of a multimodal model's language model, or of a decoder."""
+def decoder_config(model: PreTrainedModel) -> PretrainedConfig:
+    """Return the configuration of the generating layers: a multimodal model's language model, or a decoder."""
     config: PretrainedConfig
     config = model.get_decoder().config if model.config.is_encoder_decoder else model.config.get_text_config(True)
     return config
 
 
 LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt", "biogpt", "xglm", "openai-gpt"})
-"""Families that look positions up in a table: beyond its end even plain decoding fails."""
+"""Families with learned positions: beyond the end of their table even plain decoding fails."""
 
 
 CONTEXT_FIELDS = frozenset(
@@ -63,16 +63,51 @@ CONTEXT_FIELDS = frozenset(
     n_positions seq_length
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
-"""What configurations call the length of the context."""
+"""Names of the context length in configurations."""
+
+
+SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
+_WINDOW_FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
+
+
+def layer_windows(config: PretrainedConfig) -> list[tuple[str, int | None]]:
+    """Return type and window of each layer, as transformers' cache reads them; None for no window."""
+    pairs = list(zip(_lengths(config, _WINDOW_FIELDS[SLIDING]), _lengths(config, _WINDOW_FIELDS[CHUNKED]), strict=True))
+    kinds = field(config, "layer_types") or [
+        SLIDING if window is not None else CHUNKED if chunk is not None else FULL_ATTENTION for window, chunk in pairs
+    ]
+    windows = ({SLIDING: window, CHUNKED: chunk} for window, chunk in pairs)
+    return [(kind, window.get(kind)) for kind, window in zip(kinds, windows, strict=False)]
+
+
+def _lengths(config: PretrainedConfig, name: str) -> list[int | None]:
+    return [length if isinstance(length, int) else None for length in per_layer(config, name)]
+
+
+def window_too_short(config: PretrainedConfig) -> str:
+    """Return field and value of a window of fewer than two tokens; empty if there is none.
+
+    Transformers' cache keeps the last `window - 1` tokens as `[-window + 1:]`, which for a window of 1 is all of them:
+    prompts are masked, and later tokens see everything. Shorter windows fail.
+    """
+    for kind, window in layer_windows(config):
+        if window is not None and window < 2:
+            return f"{_WINDOW_FIELDS[kind]}={window}"
+    return ""
+
+
+def window_lengths(config: PretrainedConfig) -> set[int]:
+    """Return the lengths of the sliding windows and chunks of all layers."""
+    return {window for _, window in layer_windows(config) if window is not None}
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Position limits of one model. Frequencies that change go by the longest row of a pass.
+    """Position limits of one model. Frequencies that change depend on the longest row of a pass.
 
     Attributes:
-        limits: positions, ascending: no tree crosses them, and the token that lies on one is fed alone. Beyond the
-            last one every token is fed alone.
+        limits: positions, ascending, that no tree crosses; the token at one is fed alone. Beyond the last one every
+            token is fed alone.
         longrope_switch: the limit at which longrope changes its frequencies; some models then recompute the whole text.
         dynamic: the limit from which on dynamic NTK changes its frequencies with every token.
     """
@@ -83,7 +118,7 @@ class Positions:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Positions:
-        """The limits that the text config of a model states."""
+        """Return the limits declared by the text config of a model."""
         lengths = [field(config, name) for name in CONTEXT_FIELDS]
         length = min((value for value in lengths if isinstance(value, int)), default=None)
         switch = _longrope_switch(config)
@@ -92,7 +127,7 @@ class Positions:
         return cls(tuple(limits), switch, length if dynamic else None)
 
     def room(self, cached: int) -> int | None:
-        """Greatest depth of a tree whose root lies at position `cached`; None where there is no limit."""
+        """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
         if not self.limits:
             return None
         if cached in self.limits:
@@ -100,7 +135,7 @@ class Positions:
         return next((limit - 1 - cached for limit in self.limits if cached < limit), 0)
 
     def changes_by(self, length: int) -> bool:
-        """Whether frequencies are others, or recomputed, in a pass whose longest row has so many tokens."""
+        """Return whether rotary frequencies change in a pass whose longest row has `length` tokens."""
         return any(limit is not None and length > limit for limit in (self.longrope_switch, self.dynamic))
 
 

@@ -1,13 +1,13 @@
 """Facts about a model for one call: modules, forward signature, weights, hooks and foreign code.
 
-Before a call can be served, a dozen things have to be known about its model: adapters, hooks, replaced forwards,
-quantised layers, indexers, recurrent layers, training mode. All of them may change from one call to the next without a
-word: `load_adapter`, `train`, `module.forward = ...`, `to(dtype)`. So nothing is remembered from an earlier call.
-Instead a call walks through the modules once, `ModelFacts.of`, and hands the result on to all that ask.
+A call depends on a dozen properties of its model: adapters, hooks, replaced forwards, quantised layers, indexers,
+recurrent layers, training mode. Any of them may change silently between calls, by `load_adapter`, `train`,
+`module.forward = ...` or `to(dtype)`. So nothing is cached across calls. Instead a call traverses the modules once,
+in `ModelFacts.of`, and passes the result on.
 
-**Foreign code.** What the tests say about a listed architecture holds for transformers' own code. A tracer, a profiler,
-a kernel library or a user's hook may swallow the positions of a tree, or look at the last token of a pass only. So a
-model that carries such code is checked like one of an unknown architecture.
+**Foreign code.** The tests of a listed architecture cover transformers' own code. A tracer, a profiler, a kernel
+library or a user's hook may drop the positions of a tree, or look at only the last token of a pass. So a model with
+such code is checked like one of an unknown architecture.
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ from lade.model.cache_layers import Recurrence
 from lade.model.config import Positions
 
 CACHE_NAMES = ("past_key_values", "cache_params")
-"""What models call the argument that takes their cache; the latter those whose layers are all recurrent."""
+"""Names of the cache argument of `forward`; the second is that of models whose layers are all recurrent."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class _Arguments(NamedTuple):
-    """Names that a function gives its arguments, and whether it takes others, too."""
+    """Parameter names of a function, and whether it has `**kwargs`."""
 
     names: frozenset[str]
     takes_any: bool
 
 
-_known: WeakKeyDictionary[Callable[..., Any], _Arguments] = WeakKeyDictionary()
+_signatures: WeakKeyDictionary[Callable[..., Any], _Arguments] = WeakKeyDictionary()
 
 
-def accepted(model: PreTrainedModel) -> frozenset[str]:
-    """Arguments that can be passed to `forward` by name and mean something there.
+def accepted_arguments(model: PreTrainedModel) -> frozenset[str]:
+    """Return the keyword arguments that have a meaning for `forward`.
 
-    Those that it names itself; and if it takes any (`**kwargs`), as tracers and profilers do, those that the class, one
-    of its bases, or the base model names. Whether they arrive is for the check of the model to find out.
+    These are the parameters that it names and, if it has `**kwargs`, as tracers and profilers do, those that the class,
+    its bases or the base model name. Whether a wrapper forwards them is found by the check of the model.
     """
     own = _arguments(model.forward)
     return own.names.union(*(_arguments(forward).names for forward in _forwards(model))) if own.takes_any else own.names
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
-    """What the model calls the argument that takes its cache; None where it is none of the names that we know."""
-    names = accepted(model)
+    """Return the name of the cache argument of `forward`; None if it has none of the known names."""
+    names = accepted_arguments(model)
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def _forwards(model: PreTrainedModel) -> Iterator[Callable[..., Any]]:
-    """All that a wrapper may hand its arguments on to."""
+    """Yield all functions that a wrapper may forward its arguments to."""
     for module in (model, model.base_model):
         yield from (vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
 
 
 def _arguments(forward: Callable[..., Any]) -> _Arguments:
-    """Those of a function, or of the function behind a method, `self` included; read once, which takes a while."""
+    """Return the parameters of a function or of the function behind a method, `self` included. Results are cached."""
     function = getattr(forward, "__func__", forward)
     try:
-        found = _known.get(function)
-    except TypeError:  # what is no function may not be hashed, or not be held weakly
+        found = _signatures.get(function)
+    except TypeError:  # callable objects may not be hashable or weakly referenceable
         return _read(function)
     if found is None:
-        found = _known[function] = _read(function)
+        found = _signatures[function] = _read(function)
     return found
 
 
@@ -90,8 +90,8 @@ def _read(function: Callable[..., Any]) -> _Arguments:
     return _Arguments(names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters))
 
 
-def parts_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a weight wraps, such as codes and scales, however deep; the weight itself if it wraps none."""
+def inner_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a weight wraps, such as codes and scales, recursively; or the weight itself."""
     flatten: Any = getattr(weight, "__tensor_flatten__", None)  # PyTorch's protocol for tensors that wrap others
     if flatten is None:
         yield weight
@@ -99,26 +99,26 @@ def parts_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     names, _ = flatten()
     parts = [getattr(weight, name) for name in names]
     for part in parts:
-        if isinstance(part, torch.Tensor):  # a split weight names its group of processes, too
-            yield from parts_of(part)
+        if isinstance(part, torch.Tensor):  # a sharded weight lists its process group too
+            yield from inner_tensors(part)
 
 
 def bytes_by_kind(weights: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Bytes in memory by the class of the weight and the dtype it passes for, such as "Parameter float32"."""
+    """Return bytes in memory by class and nominal dtype of the weights, with names such as "Parameter float32"."""
     found: dict[tuple[type, torch.dtype], int] = {}
     for weight in weights:
         kind, wraps = (type(weight), weight.dtype), type(weight) is not torch.nn.Parameter
-        nbytes = sum(part.nbytes for part in parts_of(weight)) if wraps else weight.nbytes
+        nbytes = sum(part.nbytes for part in inner_tensors(weight)) if wraps else weight.nbytes
         found[kind] = found.get(kind, 0) + nbytes
     named: dict[str, int] = {}
-    for (kind_of, dtype), nbytes in found.items():  # classes of several libraries may have one name
+    for (kind_of, dtype), nbytes in found.items():  # classes of several libraries may share a name
         name = f"{kind_of.__name__} {dtype}".replace("torch.", "")
         named[name] = named.get(name, 0) + nbytes
     return named
 
 
 TRUSTED = frozenset({"accelerate", "lade", "peft", "torch", "transformers"})
-"""Packages whose wrappers and hooks hand on what they are given."""
+"""Packages whose wrappers and hooks forward their arguments unchanged."""
 _METHODS = ("forward", "prepare_inputs_for_generation")
 RECURRENT_FUNCTIONS = (
     "causal_conv1d_fn",
@@ -127,22 +127,22 @@ RECURRENT_FUNCTIONS = (
     "mamba2_chunk_scan",
     "mamba_selective_scan",
 )
-"""What transformers' mixers call for several tokens, by the name under which their module knows it."""
+"""Functions that transformers' mixers call for several tokens, by their names in the mixers' modules."""
 _INDEXER_ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
 
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """What a model is made of at one moment, and what follows from it, found out when it is first asked for.
+    """Properties of a model at one moment; derived ones are computed on first access.
 
     Attributes:
         model: the model, itself one of the modules.
-        modules: all of them, each once, from the outside in.
-        kinds: the same by their class.
-        hooked: those with hooks before or after their `forward`.
-        replaced: those with a `forward` of their own beside that of their class, also under accelerate's hooks.
-        compiled: those that `torch.compile` compiles in place.
-        training: whether any of them is in training mode.
+        modules: all modules, each once, parents before children.
+        kinds: the modules by class.
+        hooked: modules with forward hooks or forward pre-hooks.
+        replaced: modules with an instance attribute `forward`, also beneath accelerate's hooks.
+        compiled: modules that `torch.compile` compiles in place.
+        training: whether any module is in training mode.
     """
 
     model: Any
@@ -155,11 +155,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFacts:
-        """Look at a model, some 0.3 us for each module."""
+        """Survey a model, at some 0.3 us per module."""
         modules, met, training = [model], {id(model)}, False
         kinds: dict[type[nn.Module], list[nn.Module]] = {}
         hooked, replaced, compiled = list[nn.Module](), list[nn.Module](), list[nn.Module]()
-        for module in modules:  # which gets longer meanwhile
+        for module in modules:  # the list grows during iteration
             state, kind = module.__dict__, type(module)
             if kind in kinds:
                 kinds[kind].append(module)
@@ -180,14 +180,14 @@ class ModelFacts:
         return cls(model, modules, kinds, hooked, replaced, compiled, training)
 
     def having(self, name: str) -> list[Any]:
-        """Modules with an attribute that is no module, parameter or buffer: `hasattr` is slow where there is none."""
+        """Return the modules with an attribute other than a module, parameter or buffer; faster than `hasattr`."""
         found = list[nn.Module]()
         for kind, modules in self.kinds.items():
             if hasattr(kind, name):
                 found += modules
             elif kind.__getattr__ is nn.Module.__getattr__:
                 found += [module for module in modules if name in vars(module)]
-            else:  # a wrapper that hands on what it is asked for
+            else:  # a wrapper that forwards attribute access
                 found += [module for module in modules if hasattr(module, name)]
         return found
 
@@ -199,64 +199,64 @@ class ModelFacts:
 
     @cached_property
     def text_config(self) -> PretrainedConfig:
-        """The configuration of the language model, which a multimodal model holds as a part."""
+        """Configuration of the language model, which is a part of a multimodal model."""
         config: PretrainedConfig = self.model.config.get_text_config(decoder=True)
         return config
 
     @cached_property
     def positions(self) -> Positions:
-        """Where its table of positions ends, or its rotary frequencies change."""
+        """Position limits: the end of its position table, or changes of its rotary frequencies."""
         return Positions.of(self.text_config)
 
     @cached_property
     def accepts(self) -> frozenset[str]:
-        """Names of the arguments that mean something to its forward pass."""
-        return accepted(self.model)
+        """Keyword arguments that have a meaning for its forward pass."""
+        return accepted_arguments(self.model)
 
     @cached_property
     def cache_name(self) -> str | None:
-        """Under which name its forward takes the cache; None for none of those that are known."""
+        """Name of the cache argument of its forward; None if it has none of the known names."""
         return cache_name(self.model)
 
     @cached_property
     def indexers(self) -> list[Any]:
-        """Modules that pick single keys for attention; those that pool keys have other fields beside `index_topk`."""
+        """Indexers that select single keys for attention; those that pool keys have fields beside `index_topk`."""
         return [part for part in self.having("index_topk") if _picks_single_keys(part)]
 
     @cached_property
     def recurrent_functions(self) -> list[tuple[ModuleType, str]]:
-        """The functions for several tokens that its recurrent layers call: where each is looked up, and its name."""
+        """Functions for several tokens that its recurrent layers call, as (module of the lookup, name)."""
         names = sorted({kind.__module__ for kind in self.kinds})
         modules = [sys.modules[name] for name in names if name in sys.modules]
         found = [(module, name) for module in modules for name in RECURRENT_FUNCTIONS if hasattr(module, name)]
-        return found if found and has_states(self.model.config) else []
+        return found if found and has_recurrent_layers(self.model.config) else []
 
-    @property
+    @cached_property
     def recurrent(self) -> bool:
-        """Whether it has recurrent layers whose functions are known."""
+        """True if it has recurrent layers with known functions."""
         return bool(self.recurrent_functions)
 
     @cached_property
     def recurrence(self) -> Recurrence | None:
-        """How its recurrent layers take part in passes over trees; None without such layers."""
+        """The handler of its recurrent layers in passes over trees; None without such layers."""
         found: Recurrence | None = joint.load("recurrent").of(self) if self.recurrent else None
         return found
 
-    @property
+    @cached_property
     def has_encoder(self) -> bool:
-        """Whether it is an encoder-decoder model."""
+        """True if it is an encoder-decoder model."""
         return bool(self.model.config.is_encoder_decoder)
 
     @cached_property
     def foreign(self) -> list[Any]:
-        """Functions, hooks and classes that take part in a pass and come from none of the trusted packages.
+        """Functions, hooks and classes that take part in a pass and belong to no trusted package.
 
-        So do configurations that are not the model's: what is read in that one, a layer may not go by. Linear layers of
-        other makes are none of them, as each is tried by itself.
+        Configurations other than the model's count too: a layer may follow one that was not checked. Linear layers of
+        other libraries do not count, as each is checked individually.
         """
         config = self.text_config
         found = [
-            *_attention_of(config),
+            *_attention_functions(config),
             *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks"),
         ]
         found.extend([vars(self.model).get(name) for name in _METHODS])
@@ -265,7 +265,9 @@ class ModelFacts:
             found.extend(_hooks(state, "_forward_hooks", "_forward_pre_hooks"))
         kinds = self.kinds
         found.extend(
-            _of_classes([kind for kind in kinds if _is_trusted(kind) or not _is_tried_by_itself(kinds[kind][0])])
+            _classes_and_methods(
+                [kind for kind in kinds if _is_trusted(kind) or not _is_checked_individually(kinds[kind][0])]
+            )
         )
         configs = [vars(module).get("config") for module in self.modules]
         strays = [own for own in configs if isinstance(own, PretrainedConfig) and own is not config]
@@ -273,19 +275,19 @@ class ModelFacts:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What `torch.compile` has made of a module, by `module.compile()` or as its `forward`; None for nothing."""
+    """Return the compiled form of a module, from `module.compile()` or as its `forward`; None if there is none."""
     forward = vars(module).get("forward")
     return module._compiled_call_impl or (forward if hasattr(forward, "_torchdynamo_orig_callable") else None)
 
 
 def is_one_graph(module: nn.Module) -> bool:
-    """Whether a module was compiled with `fullgraph=True`, as far as what compiles it can be asked."""
+    """Return whether a module was compiled with `fullgraph=True`, as far as its compiler tells."""
     cells = getattr(compiled_call(module), "__closure__", None) or ()
     return any(getattr(cell.cell_contents, "fullgraph", False) is True for cell in cells)
 
 
-def has_states(config: PretrainedConfig) -> bool:
-    """Whether any layer is recurrent: families that have such layers may also be built without."""
+def has_recurrent_layers(config: PretrainedConfig) -> bool:
+    """Return whether any layer is recurrent: families with such layers may also be built without."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
@@ -294,14 +296,14 @@ def _picks_single_keys(part: Any) -> bool:
     return picks and set(inspect.signature(type(part).forward).parameters) > _INDEXER_ARGUMENTS
 
 
-def _of_classes(kinds: Sequence[type]) -> list[Any]:
-    """The classes, and their methods: these may have been replaced in classes of trusted packages."""
+def _classes_and_methods(kinds: Sequence[type]) -> list[Any]:
+    """Return the classes and their methods, which may have been patched in classes of trusted packages."""
     bases = dict.fromkeys(chain.from_iterable([kind.__mro__ for kind in kinds]))
     return [*kinds, *[vars(base).get(name) for base in bases for name in _METHODS]]
 
 
-def _attention_of(config: PretrainedConfig) -> Iterator[Any]:
-    """The functions of the attention implementation."""
+def _attention_functions(config: PretrainedConfig) -> Iterator[Any]:
+    """Yield the functions of the attention implementation."""
     yield ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
     yield torch.nn.functional.scaled_dot_product_attention
 
@@ -310,27 +312,27 @@ def _hooks(state: Mapping[str, Any], *tables: str) -> Iterator[Any]:
     return chain.from_iterable(state[table].values() for table in tables)
 
 
-def _is_tried_by_itself(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or an embedding, which only looks up."""
+def _is_checked_individually(module: nn.Module) -> bool:
+    """Return whether it is a linear layer, or an embedding, which only looks up."""
     return hasattr(module, "in_features") or hasattr(module, "num_embeddings")
 
 
 def _is_trusted(thing: Any) -> bool:
-    """Whether a class or a callable is defined in a trusted package, and so is all that it wraps."""
+    """Return whether a class or callable, and everything it wraps, is defined in a trusted package."""
     if type(thing) is FunctionType and not thing.__dict__:  # most are
         return str(thing.__globals__.get("__name__")).partition(".")[0] in TRUSTED
-    if isinstance(thing, type):  # which wraps nothing
+    if isinstance(thing, type):  # a class wraps nothing
         return str(thing.__module__).partition(".")[0] in TRUSTED
-    return _home(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_by(thing)))
+    return _defining_module(thing).partition(".")[0] in TRUSTED and all(map(_is_trusted, _wrapped_callables(thing)))
 
 
-def _home(thing: Any) -> str:
-    """The module that defines it. A function may bear the name of another one's module (`functools.wraps`)."""
+def _defining_module(thing: Any) -> str:
+    """Return the name of the defining module, which `functools.wraps` does not change."""
     match thing:
         case partial():
-            return _home(thing.func)
+            return _defining_module(thing.func)
         case MethodType():
-            return _home(thing.__func__)
+            return _defining_module(thing.__func__)
         case FunctionType():
             return str(thing.__globals__.get("__name__"))
         case type() | BuiltinFunctionType():
@@ -338,8 +340,8 @@ def _home(thing: Any) -> str:
     return type(thing).__module__
 
 
-def _wrapped_by(thing: Any) -> Iterator[Any]:
-    """What a callable hands its arguments on to, as far as it says so."""
+def _wrapped_callables(thing: Any) -> Iterator[Any]:
+    """Yield the callables that one forwards its arguments to, as far as it tells."""
     if isinstance(thing, type):
         return
     if isinstance(thing, MethodType):
@@ -351,28 +353,28 @@ def _wrapped_by(thing: Any) -> Iterator[Any]:
 
 
 TENSOR_PARALLEL_HOME = "transformers.distributed.tensor_parallel"
-"""The module whose functions replace the forwards of layers that are split over processes."""
+"""The module whose functions replace the forwards of sharded layers."""
 INVARIANCE = "batch_invariance"
-"""The attribute by which `lade.invariant` marks a model."""
+"""Attribute with which `lade.invariant` marks a model."""
 
 
 def tensor_parallel_size(model: Any) -> int:
-    """Over how many processes its layers are split; 1 where they are not."""
+    """Return the number of processes that the layers are sharded over; 1 if they are not."""
     return getattr(model, "_tp_size", None) or 1
 
 
 def is_tensor_parallel(forward: Any) -> bool:
-    """Whether a forward that a module has of its own is one of transformers' for a split layer."""
+    """Return whether an instance's `forward` is one of transformers' for sharded layers."""
     return getattr(forward, "__module__", "") == TENSOR_PARALLEL_HOME
 
 
-def in_step(model: Any) -> bool:
-    """Whether all processes have to make as many passes, as `model.generate` finds it out."""
+def needs_synced_passes(model: Any) -> bool:
+    """Return whether all processes must make equally many passes, decided as in `model.generate` (`synced_gpus`)."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     asked: Any = generation
     return several and bool(asked.is_deepspeed_zero3_enabled() or asked.is_fsdp_managed_module(model))
 
 
 def is_invariant(model: nn.Module) -> bool:
-    """Whether `lade.invariant` has made the model's rows round alike in every pass."""
+    """Return whether `lade.invariant` has made the model batch-invariant."""
     return vars(model).get(INVARIANCE) is not None

@@ -1,16 +1,17 @@
-"""The joint between the core and its backends.
+"""The table of backends, through which the core loads them.
 
-A backend serves what an ordinary decoder on one device does not have. The core imports none of them: it asks what a
-call knows of its model (`ModelFacts`) whether one is needed, and loads it then. A call that needs none imports none.
+A backend serves a feature beyond an ordinary decoder on one device. The core imports none of them: it checks the facts
+about a model (`ModelFacts`) for whether one is needed, and loads it then. A call that needs none imports none.
 
-    name             serves                                                      is needed where
+    name             serves                                                      needed if
     recurrent        linear attention, state space models, short convolutions    `facts.recurrent_functions`
     encoder_decoder  token trees in a decoder behind an encoder                  `facts.has_encoder`
-    media            prompts with images, video or audio                         a prompt has some
+    media            prompts with images, video or audio                         a prompt has such inputs
     grammar          structured output, by llguidance                            a `lade.Grammar` is used
-    cpu              packed linear layers, batch-invariant models                such layers are in the model
+    cpu              packed linear layers, batch-invariant models                the model has such layers
     tree_attention   `attn_implementation="lade_tree"`                           the config names it
     cuda_graphs      forward passes captured as CUDA graphs                      the model is on a CUDA device
+    mtp              drafts by the multi-token prediction layers of a checkpoint  its configuration has such layers
     processes        several processes that decode together                      the model is split, or `lade.parallel`
 """
 
@@ -21,14 +22,24 @@ from importlib import import_module
 from typing import Any
 
 _HOME = "lade.backends"
-BACKENDS = ("recurrent", "encoder_decoder", "media", "grammar", "cpu", "tree_attention", "cuda_graphs", "processes")
+BACKENDS = (
+    "recurrent",
+    "encoder_decoder",
+    "media",
+    "grammar",
+    "cpu",
+    "tree_attention",
+    "cuda_graphs",
+    "mtp",
+    "processes",
+)
 
 
 def load(name: str) -> Any:
-    """Import a backend and return it: the one public object of `lade/backends/NAME/backend.py`."""
+    """Import a backend and return it: the public object of `lade/backends/NAME/backend.py`."""
     return import_module(f"{_HOME}.{name}.backend").BACKEND
 
 
 def loaded(name: str) -> Any | None:
-    """Return a backend if anything of it was imported; None otherwise, since then nothing of it is in any model."""
+    """Return a backend if it is imported; else None, as then no model can use it."""
     return load(name) if f"{_HOME}.{name}" in sys.modules else None

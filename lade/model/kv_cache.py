@@ -1,23 +1,23 @@
-"""A KV cache with rows of different lengths that keeps an accepted path of a token tree.
+"""A KV cache with rows of different lengths, which keeps the accepted paths of token trees.
 
-An image takes fewer positions than tokens in models that count time, height and width (Qwen's and their kin): after it
-the text goes on with positions that are a constant away from the slots, on each axis and in each row.
-
-To transformers it is an ordinary dynamic cache: what a forward pass feeds is appended, in the same slots of every row,
-after the longest one. After a pass over a tree, `keep` moves the accepted nodes to the end of what their row has and
-forgets the others:
+To transformers it is an ordinary dynamic cache: each forward pass appends its tokens, in the same slots of every row,
+after the longest one. After a pass over trees, `keep` moves the accepted nodes to the end of their row's tokens and
+drops the others:
 
     row 0   [ cached ........ | root a b c d ]   keep [0, 2, 4]  ->  [ cached ........ | root b d ]
     row 1   [ cached .. |     | root a b c d ]   keep [0]        ->  [ cached .. | root ]
 
-So a pass writes each layer's keys at once, however long the rows are, and what is moved is moved in all layers at once.
-Rows come and go without the others being copied: there may be room for more rows than there are, and where one leaves,
+So a pass writes each layer's keys at once, whatever the lengths of the rows, and accepted tokens are moved in all
+layers at once. Rows join and leave without copying the others: buffers may have spare rows, and where a row leaves,
 the last one takes its place.
 
-All layers keep all positions, those of sliding windows too: their masks leave out what lies outside the window.
+All layers keep all positions, even with a sliding window: masks hide the tokens outside it.
 
-Recurrent layers keep the states of the text. A pass over a tree leaves them alone, and `keep` folds the path in. They
-cannot go back, so a cache with such layers whose last tokens are not wanted is emptied.
+Recurrent layers hold the states of the text. A pass over a tree leaves these unchanged, and `keep` advances them along
+the accepted path. They cannot be rewound, so removing the last tokens of a cache with such layers empties it.
+
+In models whose positions count time, height and width (Qwen's multimodal ones), an image takes fewer positions than
+tokens: the text after it has positions at a constant offset from the slots, per axis and row (`PositionOffsets`).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from lade.model.cache_layers import (
     StatefulLayer,
     TokenCounter,
     TreeLayer,
-    make_all,
+    apply_moves,
 )
 
 Axes = tuple[int, ...]
-"""What to add to a position, one number an axis; empty where a position is one number, the slot's."""
+"""Offsets from slot to position, one per axis; empty if positions equal slots."""
 
 
 @dataclass(frozen=True)
 class PositionOffsets:
-    """The offsets of the rows of a cache.
+    """Position offsets of the rows of a cache.
 
     Attributes:
-        rows: `[B]`, of each row; empty where no row has any.
+        rows: `[B]`, offsets of each row; empty if no row has any.
     """
 
     rows: tuple[Axes, ...] = ()
@@ -64,40 +64,40 @@ class PositionOffsets:
 
     @classmethod
     def collected(cls, places: Sequence[tuple[PositionOffsets, int]]) -> PositionOffsets:
-        """Those of rows that others have: of each the offsets it is among, and its number there."""
+        """Gather the offsets of rows of several caches, given as (offsets, index of the row)."""
         rows = tuple(offsets.rows[row] if offsets else () for offsets, row in places)
         return cls(rows) if any(rows) else cls()
 
     def selected(self, rows: Sequence[int]) -> PositionOffsets:
-        """Those of these rows, in this order."""
+        """Return the offsets of these rows, in this order."""
         return self.collected([(self, row) for row in rows])
 
     @property
     def axes(self) -> int:
-        """Numbers that make a position; 0 where it is the slot's."""
+        """Number of axes of a position; 0 if positions equal slots."""
         return max(map(len, self.rows), default=0)
 
     def array(self) -> npt.NDArray[np.int64]:
-        """`[axes, B, 1]`; zeros for rows of text alone."""
+        """Return the offsets as `[axes, B, 1]`, with zeros for rows of text alone."""
         rows = [row or (0,) * self.axes for row in self.rows]
         return np.array(rows, dtype=np.int64).T[..., None]
 
     def on(self, device: torch.device) -> torch.Tensor | None:
-        """`[axes, B, 1]` int64, uploaded once; None where no row has any."""
+        """Return the offsets as `[axes, B, 1]` int64, uploaded once per device; None if no row has any."""
         if self.rows and device not in self._uploaded:
             self._uploaded[device] = torch.from_numpy(self.array().copy()).to(device)
         return self._uploaded.get(device)
 
 
 _JOINED_LAYERS = 8
-"""Layers whose buffers are made one; more would take fewer operations, but more memory whenever the cache grows."""
+"""Number of layers whose buffers are joined; more need fewer operations, but more memory when the cache grows."""
 
 
 class TreeCache(Cache):
     """KV cache of B rows for any decoder-only transformers model; layers are added as the model updates them.
 
     Attributes:
-        offsets: of the positions that follow what is cached.
+        offsets: offsets of the positions that follow the cached tokens.
     """
 
     def __init__(self) -> None:
@@ -106,27 +106,27 @@ class TreeCache(Cache):
         self._groups: list[JoinedLayers] = []
         self._grouped_layers = 0
         self._tree_pass: Ancestry | None = None
-        self._state_tokens: int | None = None  # what the states of the only row hold, if that is known
+        self._state_tokens: int | None = None  # number of tokens in the states of a single row, if known
         self.offsets = PositionOffsets()
 
     @staticmethod
     def buffer_rows(rows: int) -> int:
-        """See `lade.model.kv_cache.BufferSizes`: as many as there are."""
+        """Return `rows`; see `BufferSizes`."""
         return rows
 
     @staticmethod
     def buffer_slots(tokens: int, tree: int = 0) -> int:
-        """See `lade.model.kv_cache.BufferSizes`: as many as there are tokens."""
+        """Return `tokens + tree`; see `BufferSizes`."""
         return tokens + tree
 
     @staticmethod
     def spare_tokens(tokens: int) -> int:
-        """See `lade.model.kv_cache.BufferSizes`: half as many again."""
+        """Return half as many tokens again; see `BufferSizes`."""
         return max(SPARE_TOKENS, tokens // 2)
 
     @classmethod
     def of_length(cls, tokens: int) -> TreeCache:
-        """A cache that reports `tokens` and holds none, to find out what a model would do with it."""
+        """Return a cache that reports `tokens` but holds none, to probe what a model would do with it."""
         cache, layer = cls(), TreeLayer()
         layer.lengths = [tokens]
         cache.layers.append(layer)
@@ -134,7 +134,7 @@ class TreeCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """`[B]`, cached tokens of each row; `[0]` before the first pass."""
+        """Number of cached tokens of each row, `[B]`; `[0]` before the first pass."""
         for layer in self.layers:
             if isinstance(layer, TreeLayer):
                 return layer.lengths or [0]
@@ -147,13 +147,13 @@ class TreeCache(Cache):
 
     @property
     def recurrent(self) -> list[StatefulLayer]:
-        """Layers with states."""
+        """Layers with recurrent states."""
         return [layer for layer in self.layers if isinstance(layer, StatefulLayer)]
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """See transformers' own.
+        """Update a convolution state, as `transformers.Cache` does.
 
         Raises:
             UnsupportedArgumentError: there are no layers with states: plain `model.generate` was given an empty cache.
@@ -161,28 +161,28 @@ class TreeCache(Cache):
         if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], StatefulLayer):
             raise UnsupportedArgumentError(
                 "an empty lade.TreeCache has no layers for the states of this model",
-                "begin it with lade.generate, which decodes plainly for lookahead=None, or give model.generate a "
+                "fill it by lade.generate, which decodes plainly with lookahead=None, or give model.generate a "
                 "DynamicCache(config=model.config)",
             )
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """See transformers' own; None where there is no such layer, which `update_conv_state` refuses."""
+        """Return a convolution state, as `transformers.Cache` does; None for a layer that does not exist yet."""
         return super().get_conv_state(layer_idx, state_idx) if layer_idx < len(self.layers) else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """See transformers' own; None likewise."""
+        """Return a recurrent state, as `transformers.Cache` does; None for a layer that does not exist yet."""
         return super().get_recurrent_state(layer_idx, state_idx) if layer_idx < len(self.layers) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and saved caches are made of; they join their layers' buffers anew, which are then others."""
+        """Return the state to copy or pickle; the copy joins its layers' buffers anew."""
         return {**vars(self), "_groups": [], "_grouped_layers": 0}
 
     def begin(self, tree_pass: Ancestry | None = None) -> None:
-        """Begin a pass that recurrent layers take part in; `keep` or `settle` ends it.
+        """Begin a pass with recurrent layers, which `keep` or `settle` ends.
 
         Args:
-            tree_pass: its trees; None for a plain pass, which changes the states as it goes.
+            tree_pass: ancestor relation of its trees; None for a plain pass, which updates the states in place.
         """
         self._tree_pass = tree_pass
         for layer in self.recurrent:
@@ -191,44 +191,44 @@ class TreeCache(Cache):
             self._state_tokens = None
 
     def count(self, rows: int, tokens: int) -> None:
-        """After a pass: each of the rows was fed `tokens` more, which only attention notices by itself."""
+        """After a pass, count the `tokens` fed to each row, in models without attention layers to do so."""
         for layer in self.layers:
             if type(layer) is TokenCounter:  # `isinstance` of an abstract class takes 1 us a layer
                 layer.count(rows, tokens)
 
     def settle(self) -> None:
-        """End a plain pass: the states hold all that was fed."""
-        self._leave_trees()
+        """End a plain pass: the states now include all tokens fed."""
+        self._end_tree_pass()
         lengths = self.lengths
         self._state_tokens = lengths[0] if len(lengths) == 1 else None
 
-    def _leave_trees(self) -> None:
-        """End a pass over trees, if one has begun; where it was interrupted, the states are those before it."""
+    def _end_tree_pass(self) -> None:
+        """End a pass over trees, if one has begun; after an interruption the states are those before it."""
         if self._tree_pass is not None:
             self._tree_pass = None
             for layer in self.recurrent:
                 layer.begin(None)
 
     def reset(self) -> None:
-        """Forget everything: the cache is empty, and falsy, which transformers tests before it drops a cache."""
+        """Drop everything. The cache is then falsy, which transformers tests before it drops a cache."""
         self.layers.clear()
         self._groups.clear()
         self._tree_pass = self._state_tokens = None
         self.offsets = PositionOffsets()
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
-        """Of the tokens that came last, keep those of the path and drop the others.
+        """Keep the tokens on each row's path, and drop the others among the row's last ones.
 
         Args:
-            paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens, or of those
-                that the row held before them. They begin with the root; only without recurrent layers, or where the
-                states no longer matter, may they be empty.
-            fed: tokens that the last forward pass appended to every row.
-            held: for each row, how many tokens before the `fed` ones its path counts, too; none unless given.
+            paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens, or of the
+                `held` ones before them. A path begins with the root; it may be empty only without recurrent layers, or
+                if the states no longer matter.
+            fed: number of tokens that the last forward pass appended to every row.
+            held: for each row, number of tokens before the `fed` ones that its path includes; None for zeros.
         """
         if not self.layers:
             return
-        if len(paths) == fed == 1 and paths[0] and not held:  # a root alone stays where it is
+        if len(paths) == fed == 1 and paths[0] and not held:  # a lone root stays in place
             self.settle()
             return
         before, lengths = self.lengths, list[int]()
@@ -242,50 +242,50 @@ class TreeCache(Cache):
             if in_place < len(slots):
                 moves.append(Move(row, [start + slot for slot in slots[in_place:]], start + in_place))
         if moves:
-            make_all(moves, [whole for group in self._grouped() for whole in group.joined()])
+            apply_moves(moves, [whole for group in self._grouped() for whole in group.joined()])
         for layer in self.attending:
             layer.lengths = lengths
-        if self._tree_pass is not None and all(paths):  # a plain pass has fed the root alone, which is always kept
+        if self._tree_pass is not None and all(paths):  # a plain pass fed only the root, which is always kept
             last = torch.tensor([path[-1] for path in paths])
             for recurrent in self.recurrent:
                 recurrent.keep(last)
         self.settle()
 
     def trim(self, lengths: Sequence[int]) -> None:
-        """After a plain pass over rows that were padded behind: row b keeps its first `lengths[b]` tokens.
+        """After a plain pass over rows padded on the right, keep the first `lengths[b]` tokens of row b.
 
-        There may be no layers with states, which would have taken in the padding.
+        The cache must have no recurrent layers, whose states would include the padding.
         """
         for layer in self.attending:
             layer.lengths = list(lengths)
         self.settle()
 
     def repeat(self, tokens: int) -> None:
-        """Append so many tokens to every row: copies of the keys and values that it holds, as many times as it takes.
+        """Append `tokens` tokens to every row, by repeating its keys and values.
 
-        For timing passes over a text that is longer than what was fed; their content does not change what they cost.
+        Used to time passes over a longer text than was fed: the content does not affect their cost.
         """
         for layer in self.attending:
             layer.repeat(tokens)
 
     def give_back(self, tokens: int) -> None:
-        """End a generation: keep the first tokens of the only row, whatever layers an interrupted pass has updated.
+        """End a generation: keep the first tokens of the only row, whichever layers an interrupted pass has updated.
 
         Args:
-            tokens: number of tokens to keep; every layer holds them. Where states hold others, nothing is kept.
+            tokens: number of tokens to keep, which every layer holds. If the states differ, nothing is kept.
         """
         if not tokens or (self._state_tokens != tokens and self.recurrent):
             self.reset()
-        self._leave_trees()
+        self._end_tree_pass()
         self.offsets = PositionOffsets()
         for layer in self.attending:
             layer.lengths = [tokens]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row; states cannot go back, so where there are any, all is forgotten.
+        """Drop the last tokens of every row; with recurrent layers, which cannot be rewound, drop everything.
 
         Args:
-            tokens_to_remove: minus their number, as transformers wants it.
+            tokens_to_remove: minus the number of tokens, as in transformers.
         """
         if self.recurrent:
             if tokens_to_remove:
@@ -295,11 +295,11 @@ class TreeCache(Cache):
             layer.crop(tokens_to_remove)
 
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
-        """Become a cache of rows that others hold; those are emptied on the way, layer by layer.
+        """Take over rows of other caches, which are emptied layer by layer.
 
         Args:
             parts: caches of the same model, none of them empty.
-            places: `[B]`, for each row the number of its part, and its number there; a row may occur twice.
+            places: `[B]`, index of each row's part, and of the row in it; a row may be used twice.
         """
         self.reset()
         self.offsets = PositionOffsets.collected([(parts[part].offsets, row) for part, row in places])
@@ -314,12 +314,12 @@ class TreeCache(Cache):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of one row, in all layers together; 0 before the first pass."""
+        """Bytes of one token of one row over all layers; 0 before the first pass."""
         return sum(self.device_bytes.values())
 
     @property
     def device_bytes(self) -> dict[torch.device, int]:
-        """Those bytes by the device that has them: a model's layers may lie on several."""
+        """Bytes of one token of one row by device, as a model's layers may be on several."""
         found: dict[torch.device, int] = {}
         for buffer in (buffer for layer in self.attending for buffer in layer.buffers.values()):
             size = buffer.shape[1] * buffer.shape[3] * buffer.element_size()
@@ -328,25 +328,25 @@ class TreeCache(Cache):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one row's states, in all recurrent layers together; 0 before the first pass."""
+        """Bytes of one row's states over all recurrent layers; 0 before the first pass."""
         return sum(layer.state_bytes for layer in self.recurrent)
 
     @property
     def room(self) -> tuple[int, int]:
-        """Rows, and tokens of each, that there are buffers for; none before the first pass."""
+        """Allocated rows, and slots of each; zeros before the first pass."""
         for layer in self.layers:
             if isinstance(layer, TreeLayer):
                 return (0, 0) if layer.keys is None else (layer.keys.shape[0], layer.keys.shape[2])
         return (0, 0)
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Resize the buffers to this many rows and slots, at least to what is cached, which is copied."""
+        """Resize the buffers to this many rows and slots, at least to those in use, and copy their content."""
         for layer in self.layers:
             if isinstance(layer, TreeLayer | StatefulLayer):
                 layer.reserve(rows, slots)
 
     def take(self, part: TreeCache) -> None:
-        """Append the only row of another cache of the same model, which is then empty."""
+        """Append the only row of another cache of the same model, which is emptied."""
         rows = range(len(self.lengths) if self.layers else 0)
         self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in rows), (part.offsets, 0)])
         if not self.layers:
@@ -359,7 +359,7 @@ class TreeCache(Cache):
         part.reset()
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
-        """See `lade.model.kv_cache.RowCache`."""
+        """Return a cache with a copy of the first tokens of a row, see `RowCache`."""
         if self.recurrent:
             raise ValueError("states cannot go back to the first tokens of a text")
         copy = TreeCache()
@@ -368,20 +368,20 @@ class TreeCache(Cache):
         return copy
 
     def dynamic_pair(self) -> Any:
-        """Return self- and cross-attention as plain decoding behind an encoder leaves them; None without an encoder."""
+        """Return the self- and cross-attention caches of plain encoder-decoder generation; None without an encoder."""
         return None
 
     def adopt(self, other: TreeCache) -> None:
-        """Become another cache of rows of text, which is not used any more."""
+        """Take over the content of another cache, which must not be used afterwards."""
         self.layers, other.layers = other.layers, []
         self._groups.clear()
 
     def leave(self, row: int) -> None:
-        """Evict a row; the last one takes its place and its number."""
+        """Remove a row; the last one takes its place."""
         last = len(self.lengths) - 1
         if row < last:
             for group in self._grouped():
-                group.put(last, row, max(self.lengths))  # also what lies after it: no other row's states may stay
+                group.copy_row_to(last, row, max(self.lengths))  # full length, so that nothing of the old row stays
         lengths, order = list(self.lengths), list(range(last + 1))
         lengths[row], order[row] = lengths[last], last
         self.offsets = self.offsets.selected(order[:last])
@@ -412,45 +412,45 @@ class TreeCache(Cache):
 
 
 class BufferSizes(Protocol):
-    """How large a kind of cache makes its buffers for what is to lie in them."""
+    """Sizes that a type of cache allocates for given contents."""
 
     def buffer_rows(self, rows: int) -> int:
-        """Rows of buffers that hold `rows`."""
+        """Return the number of rows to allocate for `rows`."""
         ...
 
     def buffer_slots(self, tokens: int, tree: int = 0) -> int:
-        """Slots of a row that has `tokens`, and after them those of a tree."""
+        """Return the number of slots to allocate for a row of `tokens` with `tree` nodes after them."""
         ...
 
     def spare_tokens(self, tokens: int) -> int:
-        """Tokens to reserve beyond `tokens` that there are, so that buffers are seldom replaced."""
+        """Return how many tokens to reserve beyond `tokens`, so that buffers are seldom replaced."""
         ...
 
 
 class RowCache(KVCache, BufferSizes, Protocol):
-    """Keys and values of rows that join one by one, each prefilled by itself."""
+    """Keys and values of rows that join one by one, each prefilled separately."""
 
     @property
     def room(self) -> tuple[int, int]:
-        """Rows, and slots of each, that there are buffers for; none while it is empty."""
+        """Allocated rows, and slots of each; zeros while it is empty."""
         ...
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have buffers of this size, at least for what there is; see `BufferSizes` for sizes that suit."""
+        """Resize the buffers, at least to the size in use; `BufferSizes` gives suitable sizes."""
         ...
 
     def take(self, part: TreeCache) -> None:
-        """Append the only row of another cache of the same model; that one is empty then."""
+        """Append the only row of another cache of the same model, which is emptied."""
         ...
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
-        """A cache of its own with the first tokens of a row of text; there may be no layers with states."""
+        """Return a separate cache with the first tokens of a row; the cache must have no recurrent layers."""
         ...
 
     def give_back(self, tokens: int) -> None:
-        """End a generation: a user's cache holds the first `tokens` of the only row, other buffers are released."""
+        """End a generation: a user's cache keeps the first `tokens` of the only row, other buffers are released."""
         ...
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         ...

@@ -1,12 +1,11 @@
 """Attention masks of a tree step, by architecture: spans, layer types, indexed attention.
 
-What a node may see is one boolean matrix: the cache, its ancestors and itself. Layers with a sliding window or with
-chunks see less of it, counted in *positions*: two nodes at the same depth lie in different slots and equally far.
+The base mask is one boolean matrix: a node sees the cache, its ancestors and itself. Layers with a sliding window or
+chunks see less, counted in *positions*: two nodes at the same depth are in different slots but equally far.
 
-The indexer's own keys lie in the cache as a third tensor, and its mask leaves out what a node may not see. What is left
-is the order of the keys: many scores are exactly 0, and which of equal ones `topk` takes depends on where they lie and
-on how many keys there are. So in a pass over trees the visible scores of each node are put side by side, as they lie in
-plain decoding, before any are picked.
+Indexed attention: the indexer's keys are a third tensor in the cache, and its mask hides the keys that a node may not
+see. What remains is the order of keys: many scores are exactly 0, and which of several ties `topk` selects depends on
+their order and number. So in a pass over trees the visible scores of each node are first arranged as in plain decoding.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from transformers import PretrainedConfig
 
 from lade.decoding.tree import TokenTree
 from lade.model import joint
-from lade.model.config import field, per_layer
+from lade.model.config import CHUNKED, FULL_ATTENTION, SLIDING, layer_windows
 from lade.model.inputs import FULL, AttentionSpan, chunked, filled, sliding, upload
 from lade.model.thread_patches import Override, overridden
 
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
 
 TREE_ATTENTION, INVARIANT_ATTENTION = "lade_tree", "lade_invariant"
-"""Attention implementations of this package, by the names that transformers knows them by."""
+"""Names under which this package registers its attention implementations with transformers."""
 
 
 class Inputs(Protocol):
@@ -46,21 +45,21 @@ class Inputs(Protocol):
 
     @property
     def ids(self) -> torch.Tensor:
-        """`[B, S]`, see above."""
+        """Token ids, `[B, S]`."""
         ...
 
     @property
     def positions(self) -> torch.Tensor:
-        """`[B, S]`, see above."""
+        """Positions of the tokens, `[B, S]`."""
         ...
 
     @property
     def key_positions(self) -> torch.Tensor:
-        """`[B, K]`, see above."""
+        """Position of every slot, `[B, K]`."""
         ...
 
     def mask(self, span: AttentionSpan) -> torch.Tensor | None:
-        """Return what each node may see, `[B, 1, S, K]` bool; None for everything."""
+        """Return the slots that each node may see, `[B, 1, S, K]` bool; None if it sees all."""
         ...
 
 
@@ -69,10 +68,10 @@ class StepInputs:
     """Tensors of one step over B trees; S is the largest number of nodes to feed, K = max(P) + S.
 
     Attributes:
-        ids: `[B, S]` int64; rows with fewer nodes are filled up with copies of their root.
+        ids: `[B, S]` int64; rows with fewer nodes are padded with copies of their root.
         positions: `[B, S]` int64.
         key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
-        allowed: `[B, S, K]` bool, what each node may see.
+        allowed: `[B, S, K]` bool, the slots that each node may see.
     """
 
     ids: torch.Tensor
@@ -84,18 +83,18 @@ class StepInputs:
     def of(
         cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
     ) -> StepInputs:
-        """Join one tree a row. All that is fed is appended after the longest row.
+        """Combine one tree per row; the tokens fed are appended after the longest row.
 
         Args:
-            trees: one for each row; S is the largest number of nodes to feed.
+            trees: B trees; S is the largest number of nodes to feed.
             lengths: `[B]`, cached tokens of each row.
-            held: `[B]`, how many of these tokens, the last ones, are nodes of the row's tree (its first ones, which are
-                not fed again); none unless given.
-            device: where the tensors go.
+            device: device of the tensors.
+            held: `[B]`, number of cached tokens, the last ones, that are the first nodes of the row's tree and are not
+                fed again; None for zeros.
         """
         held = held or [0] * len(trees)
         if len(trees) == 1:
-            return cls._alone(trees[0], lengths[0], held[0], device)
+            return cls._of_single_row(trees[0], lengths[0], held[0], device)
         rows, first = len(trees), max(lengths)
         step = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
         before = (np.array(lengths) - np.array(held))[:, None]  # [B, 1], tokens in front of the trees
@@ -105,7 +104,7 @@ class StepInputs:
         key_positions = np.concatenate([np.broadcast_to(slots, (rows, first)), positions], axis=1)
         allowed = np.zeros((rows, step, first + step), dtype=np.bool_)
         allowed[:, :, :first] = (slots < before)[:, None]
-        allowed[:, nodes, first + nodes] = True  # all see themselves, padding too, so that no softmax is empty
+        allowed[:, nodes, first + nodes] = True  # padding sees itself too, so that no softmax is empty
         for row, (tree, own) in enumerate(zip(trees, held, strict=True)):
             if len(tree) > 1:
                 closure, size = tree.closure()[own:], len(tree) - own
@@ -115,8 +114,8 @@ class StepInputs:
         return cls(*upload((ids, positions, key_positions, allowed), device))
 
     @classmethod
-    def _alone(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
-        """The same for a single row, which needs no padding."""
+    def _of_single_row(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
+        """Build the tensors for a single row, which needs no padding."""
         before = length - held
         key_positions = np.arange(before + len(tree))
         positions = key_positions[before:]
@@ -128,7 +127,7 @@ class StepInputs:
         return cls(*upload([array[None] for array in rows], device))
 
     def mask(self, span: AttentionSpan) -> torch.Tensor:
-        """What each node may see of what is near enough, `[B, 1, S, K]` bool."""
+        """Return the slots within `span` that each node may see, `[B, 1, S, K]` bool."""
         if span == FULL:
             return self.allowed[:, None]
         near = span(self.positions[:, :, None], self.key_positions[:, None, :])
@@ -137,15 +136,15 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """How a model takes its masks.
+    """The mask format of a model.
 
     Attributes:
-        spans: how far back the layers see, by layer type; None for those that take no mask, such as recurrent ones.
-        by_layer_type: whether the model takes a dict of masks with these types as keys; otherwise it has one type only.
+        spans: attention span by layer type; None for layers without a mask, such as recurrent ones.
+        by_layer_type: whether the model takes a dict of masks keyed by layer type; otherwise it has one type only.
         additive: whether masks are added to the scores (eager attention) or boolean (SDPA).
-        compact: whether its attention knows `TreeMask`.
-        placed: whether its attention wants a `PlacedMask`.
-        pads: whether nothing that stands behind a token reaches it, so that prompts may be padded there.
+        compact: whether its attention takes a `TreeMask`.
+        placed: whether its attention needs a `PlacedMask`.
+        pads: whether no token affects those before it, so that prompts may be padded on the right.
     """
 
     spans: Mapping[str, AttentionSpan | None]
@@ -155,9 +154,9 @@ class MaskPlan:
     placed: bool = False
     pads: bool = False
 
-    @property
+    @cached_property
     def attends(self) -> bool:
-        """Whether any layer takes a mask."""
+        """True if any layer takes a mask."""
         return any(span is not None for span in self.spans.values())
 
     def inputs(
@@ -167,10 +166,10 @@ class MaskPlan:
         device: torch.device,
         held: Sequence[int] | None = None,
     ) -> Inputs:
-        """One step over one tree a row, see `StepInputs.of`.
+        """Build the inputs of one step over one tree per row, see `StepInputs.of`.
 
-        In a batch whose rows hold nodes these do not lie beside those fed, which a `TreeMask` cannot say: it gets
-        dense masks, which all attention knows.
+        In a batch whose rows hold nodes, these are not adjacent to those fed, which a `TreeMask` cannot express: such
+        steps use dense masks, which every attention implementation takes.
         """
         if self.compact and (len(trees) == 1 or not any(held or ())):
             found: Inputs = joint.load("tree_attention").inputs(trees, lengths, device, sum(held or ()))
@@ -178,7 +177,7 @@ class MaskPlan:
         return StepInputs.of(trees, lengths, device, held)
 
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
-        """Masks `[B, 1, S, K]` for one step; additive ones in `dtype`, the model's."""
+        """Return the masks `[B, 1, S, K]` of one step; additive ones in `dtype`, the model's."""
         masks = {kind: None if span is None else self._shaped(inputs, span, dtype) for kind, span in self.spans.items()}
         return masks if self.by_layer_type else next(iter(masks.values()))
 
@@ -196,25 +195,25 @@ class MaskPlan:
 
 
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
-"""Names of the layer type, today and in older versions of transformers."""
+"""Names of the layer type in current and older versions of transformers."""
 
 
 class KeyPicks:
-    """Which keys the nodes of one step pick, given their scores.
+    """The keys that an indexer selects for the nodes of one step.
 
     Args:
-        inputs: of the step; K slots of the cache and of the step.
+        inputs: inputs of the step, with K slots of the cache and of the step.
     """
 
     def __init__(self, inputs: StepInputs) -> None:
         self._inputs = inputs
 
     def patch(self, indexer: nn.Module) -> AbstractContextManager[Override]:
-        """While the context lasts, the indexer picks as it would for each node's text alone, when this thread calls."""
+        """Patch an indexer for this thread, while the context lasts, to select keys as for each node's text alone."""
 
         def own(forward: Callable[..., Any]) -> Callable[..., Any]:
             def picking(*args: Any, **kwargs: Any) -> Any:
-                with _Picking(self):
+                with _TopKOverride(self):
                     return forward(*args, **kwargs)
 
             return picking
@@ -223,26 +222,26 @@ class KeyPicks:
 
     @cached_property
     def _order(self) -> torch.Tensor:
-        """`[B, S, K]` int64, slots by their position; those that a node does not see come last."""
+        """Slots in the order of their positions, `[B, S, K]` int64; those hidden from a node come last."""
         last = self._inputs.key_positions.max() + 1
         positions = self._inputs.key_positions[:, None].expand(self._inputs.allowed.shape)
         return positions.masked_fill(~self._inputs.allowed, last).argsort(dim=-1)
 
     @cached_property
     def _visible(self) -> list[tuple[int, torch.Tensor]]:
-        """Each number of visible keys, with the nodes `[B, S]` bool that see so many."""
+        """Each number of visible keys, with a mask `[B, S]` of the nodes that see that many."""
         counts = self._inputs.allowed.sum(dim=-1)
         return [(number, counts == number) for number in counts.unique().tolist()]
 
     def best(self, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and slots of the best keys, as `Tensor.topk` gives them for each node's text alone.
+        """Return scores and slots of the top keys, as `Tensor.topk` gives them for each node's text alone.
 
         Args:
-            scores: `[B, S, K]`.
-            k: how many to pick; of a node that sees fewer, the first one stands for those that are missing.
+            scores: `[B, S, K]`, the indexer's scores.
+            k: number of keys to select; at a node that sees fewer, its first key fills the rest.
 
         Returns:
-            Both `[B, S, k]`.
+            Scores and slots, each `[B, S, k]`.
         """
         order = self._order.to(scores.device)
         slots = order[..., :1].expand(*order.shape[:2], k).clone()
@@ -256,8 +255,8 @@ class KeyPicks:
         return scores.gather(-1, slots), slots
 
 
-class _Picking(TorchFunctionMode):
-    """Answers `topk` for what runs inside."""
+class _TopKOverride(TorchFunctionMode):
+    """Overrides `topk` for the code inside."""
 
     def __init__(self, picks: KeyPicks) -> None:
         super().__init__()
@@ -270,36 +269,33 @@ class _Picking(TorchFunctionMode):
         return torch.return_types.topk(self._picks.best(*args[:2]))
 
 
-SLIDING, CHUNKED, FULL_ATTENTION = "sliding_attention", "chunked_attention", "full_attention"
 LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION}) | INDEXED
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "moe", "mlp"})
-"""Of models with recurrent layers; the last two hold nothing of the text."""
+"""Layer types of models with recurrent layers; the last two keep no state."""
 _WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
-_FIELDS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 
 def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
-    """The masks of a model with this text config.
+    """Return the mask format of a model with this text config.
 
     Args:
-        config: the text config.
-        by_layer_type: whether the model takes a dict of masks, one for each layer type, or one mask for all layers.
+        config: text config of the model.
+        by_layer_type: whether the model takes a dict of masks, one per layer type, or one mask for all layers.
 
     Raises:
-        ValueError: layers that take the same mask see differently far; the message is the reason, as a
-            phrase that continues "it ...".
+        ValueError: layers that share a mask have different spans; the message is the reason, a phrase to follow "it".
     """
     spans: dict[str, AttentionSpan | None] = {}
-    layers = _layers(config)
+    layers = layer_windows(config)
     if by_layer_type:
         for kind in sorted({kind for kind, _ in layers}):
-            window = _only(window for each, window in layers if each == kind)
+            window = _common_window(window for each, window in layers if each == kind)
             seen = FULL if window is None else chunked(window) if kind == CHUNKED else sliding(window)
             spans[kind] = None if kind in RECURRENT_TYPES else seen
     else:
-        # A model that knows of no layer types does not mask by them. But the cache of plain decoding goes by them, and
-        # holds the last tokens only of a layer with a window or with chunks.
-        window = _only(window for _, window in layers)
+        # A model without layer types in its masks does not mask by them. But transformers' cache follows them, and
+        # keeps only the last tokens for a layer with a window or with chunks.
+        window = _common_window(window for _, window in layers)
         attends = any(kind not in _WITHOUT_ATTENTION for kind, _ in layers)
         spans["attention"] = None if not attends else FULL if window is None else sliding(window)
     backend = config._attn_implementation
@@ -312,39 +308,8 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
     )
 
 
-def window_too_short(config: PretrainedConfig) -> str:
-    """The field and value of a window of fewer than two tokens; empty if there is none.
-
-    The cache of plain decoding keeps the last `window - 1` tokens as `[-window + 1:]`, which for a window of 1 are all
-    of them: prompts are masked, and what follows sees everything. Shorter ones fail.
-    """
-    for kind, window in _layers(config):
-        if window is not None and window < 2:
-            return f"{_FIELDS[kind]}={window}"
-    return ""
-
-
-def windows_of(config: PretrainedConfig) -> set[int]:
-    """Lengths of the sliding windows and chunks of the layers."""
-    return {window for _, window in _layers(config) if window is not None}
-
-
-def _layers(config: PretrainedConfig) -> list[tuple[str, int | None]]:
-    """Type and window of each layer, as transformers' own cache reads them."""
-    pairs = list(zip(_lengths(config, _FIELDS[SLIDING]), _lengths(config, _FIELDS[CHUNKED]), strict=True))
-    kinds = field(config, "layer_types") or [
-        SLIDING if window is not None else CHUNKED if chunk is not None else FULL_ATTENTION for window, chunk in pairs
-    ]
-    windows = ({SLIDING: window, CHUNKED: chunk} for window, chunk in pairs)
-    return [(kind, window.get(kind)) for kind, window in zip(kinds, windows, strict=False)]
-
-
-def _lengths(config: PretrainedConfig, name: str) -> list[int | None]:
-    return [length if isinstance(length, int) else None for length in per_layer(config, name)]
-
-
-def _only(windows: Iterable[int | None]) -> int | None:
+def _common_window(windows: Iterable[int | None]) -> int | None:
     found = set(windows)
     if len(found) > 1:
-        raise ValueError(f"takes one mask for layers that see differently far ({sorted(map(str, found))})")
+        raise ValueError(f"takes one mask for layers with different windows ({sorted(map(str, found))})")
     return found.pop()

@@ -1,20 +1,20 @@
-"""Prefill: prompt groups, chunk boundaries, multimodal prompts, and the pass itself.
+"""Prefill: grouping of prompts, safe split points, prepared prompts, and the pass itself.
 
-For most models any will do: attention computes the same for a token, whatever is fed with it. Two kinds of models give
-other results when the same text is fed in other pieces:
+For most models a text may be split anywhere, as attention computes the same for a token whatever is fed with it. Two
+kinds of models depend on the split:
 
-- recurrent layers feed a single token with another function than several, and what the latter limits, the former may
-  not; some begin with an empty state whenever several tokens are fed;
-- indexers pick among the keys of all that is fed at once, and which of equal ones they pick depends on how many there
-  are. A token that sees no more keys than they pick sees all of these, however it is fed.
+- recurrent layers use another function for a single token than for several, and only the latter may clamp its values;
+  some also start from an empty state whenever several tokens are fed;
+- indexers select among the keys of all tokens of a pass, and how ties are broken depends on their number. A token that
+  sees no more keys than are selected sees all of them, however it is fed.
 
-Or embeddings that are given in place of ids, or masked tokens amid the text.
+Some prompts have more than ids: media inputs, embeddings, or masked tokens within the text. Only the prefill sees
+these. So the prompts of such a batch are fed once, whole and together, as in plain decoding, padding included; then the
+masked tokens are removed from the cache, and what follows is text.
 
-Only the prefill sees these. So the prompts of a batch are fed once, whole and together, just as plain decoding feeds
-them, padding included; then what is masked is taken out of the cache, and what follows is text.
-
-`logits_to_keep` counts from the end of all rows alike. So what the base model returns is exchanged for the states of
-the last tokens, and the model itself makes logits of them, scaled and capped as it does.
+`logits_to_keep` counts from the end of all rows alike, so it cannot select the last tokens of padded rows. Instead the
+base model's output is replaced by the hidden states of the last tokens, from which the model itself computes the
+logits, with any scaling or capping that it applies.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from lade.model.slot_patches import SlotPatches
 from lade.model.thread_patches import hooked
 
 PASS_TOKENS = {"cpu": 64, "cuda": 256}
-"""What a pass costs beside its tokens, in tokens, by the type of device. On a CPU three models of 0.3 to 134 million
-parameters took 45 to 75. A GPU reads all weights in the time in which it multiplies some hundred tokens by them."""
+"""Fixed cost of a pass, in tokens, by device type. On a CPU three models of 0.3 to 134 million parameters took 45 to
+75. A GPU reads all weights in the time that it takes to multiply some hundred tokens by them."""
 
 
 def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
-    """Lengths that are fed together, each prompt padded to the longest of its group, so that all costs least.
+    """Group lengths that are fed together, each prompt padded to the longest of its group, at the least total cost.
 
     Args:
-        prompts: how many prompts there are of each length.
-        pass_tokens: what a pass costs beside its tokens, in tokens.
+        prompts: number of prompts by length.
+        pass_tokens: fixed cost of a pass, in tokens.
 
     Returns:
-        The lengths of each pass, shorter prompts first. A group costs `pass_tokens`, and its prompts times its longest.
+        The lengths of each pass, shortest first. A pass costs `pass_tokens` plus its number of prompts times its
+        longest.
     """
     lengths = sorted(prompts)
-    best = [(0, 0)]  # of the n shortest lengths: what they cost, and how many of them are in groups before the last
+    best = [(0, 0)]  # for the n shortest lengths: their cost, and how many of them are before the last group
     for end, longest in enumerate(lengths, start=1):
         rows, choices = 0, []
         for first in range(end - 1, -1, -1):
@@ -72,16 +73,16 @@ def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
 
 
 class TextPieces:
-    """The pieces into which texts are cut for one model.
+    """Split points of texts for one model.
 
     Args:
-        recurrence: of its recurrent layers; None without any.
-        slots: its indexers are among them.
+        recurrence: handler of its recurrent layers; None without any.
+        slots: patches of the model, which know its indexers.
 
     Attributes:
-        anywhere: whether a text may be cut anywhere; if not, an answer in it has to be fed as decoding fed it.
-        shareable: first tokens of a text whose keys and values are those of any text that begins like it. Where there
-            are states, these are not of first tokens, so none.
+        anywhere: whether a text may be split anywhere; if not, an answer within it has to be fed as decoding fed it.
+        shareable: number of first tokens whose keys and values any text with the same beginning shares. With recurrent
+            layers it is 0, as states cannot be truncated.
     """
 
     def __init__(self, recurrence: Recurrence | None, slots: SlotPatches) -> None:
@@ -91,12 +92,12 @@ class TextPieces:
         self.shareable = 0 if self._has_states else sys.maxsize if self._picked is None else self._picked
 
     def end(self, fed: int, most: int, length: int) -> int:
-        """Where the next piece of a prompt ends, so that pieces give what the whole prompt gives.
+        """Return the end of the next piece of a prompt, such that the pieces give the same result as the whole prompt.
 
         Args:
-            fed: tokens that the cache holds.
-            most: tokens to feed, at most, unless the pieces have to be longer.
-            length: of the prompt.
+            fed: number of tokens in the cache.
+            most: maximum number of tokens to feed, which is exceeded if the piece has to be longer.
+            length: length of the prompt.
         """
         end = min(length, fed + (max(most, 2) if self._has_states else most))
         if self._forgets or (self._picked is not None and end > self._picked):
@@ -106,16 +107,16 @@ class TextPieces:
 
 @dataclass(frozen=True)
 class PreparedPrompts:
-    """What plain decoding hands to its prefill.
+    """Inputs of the prefill as plain decoding has prepared them.
 
     Attributes:
-        input_ids: `[B * k, L]` int64, padded on the left; k beams of a prompt stand beneath each other.
-        arguments: all others, by name, but for the cache.
-        columns: `[B]`, those of each prompt that are text, ascending; the others are masked.
-        width: L, columns that are fed.
-        readable: whether a drafter may read the logits of all tokens of a text: its columns have no gaps, and ids.
-        offsets: `[B]`, of the positions that come after.
-        beams: k.
+        input_ids: `[B * k, L]` int64, padded on the left; the k beams of a prompt are adjacent rows.
+        arguments: all other arguments by name, except the cache.
+        columns: `[B]`, ascending unmasked columns of each prompt.
+        width: L, the number of columns fed.
+        readable: whether a drafter may read the logits of all text tokens: there are ids, and no gaps.
+        offsets: `[B]`, offsets of the positions after the prompt.
+        beams: k, the number of beams per prompt.
     """
 
     input_ids: torch.Tensor
@@ -128,16 +129,16 @@ class PreparedPrompts:
 
     @property
     def paddings(self) -> list[int]:
-        """`[B]`, masked columns of each prompt."""
+        """Number of masked columns of each prompt, `[B]`."""
         return [self.width - len(seen) for seen in self.columns]
 
     def feed(self, model: Any, generation_config: GenerationConfig, cache: TreeCache) -> torch.Tensor:
-        """Feed what `cache` does not hold yet, and have its rows begin with their text.
+        """Feed the tokens that are not cached yet, and remove masked ones from the cache.
 
         Args:
             model: the model whose `generate` has prepared the prompts.
-            generation_config: transformers' prefill reads `prefill_chunk_size` from it.
-            cache: empty, or, for a single prompt without padding, with the first tokens of it.
+            generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
+            cache: an empty cache or, for a single prompt without padding, one with its first tokens.
 
         Returns:
             Logits of each prompt's last token, `[B, V]`.
@@ -156,18 +157,18 @@ class PreparedPrompts:
 
 
 class PaddedStates(prompt_logits.DecoderOutput):
-    """Has the model compute the logits of last tokens alone, while the context is open and this thread calls it.
+    """Lets the model compute the logits of last tokens only, in calls by this thread while the context is open.
 
     Args:
-        model: is fed prompts, padded behind to the longest.
-        lengths: `[P]`, of the prompts.
-        kept: whether to keep the states of all prompt tokens, for `prompt_logits`.
+        model: the model that is fed prompts padded on the right to the longest.
+        lengths: `[P]`, lengths of the prompts.
+        kept: whether to keep the hidden states of all prompt tokens for `prompt_logits`.
     """
 
     def __init__(self, model: PreTrainedModel, lengths: Sequence[int], *, kept: bool) -> None:
         super().__init__(model)
         self._lengths, self._kept = lengths, kept
-        self._states: dict[int, torch.Tensor] = {}  # by length, `[B, T, H]` of the last tokens of these prompts
+        self._states: dict[int, torch.Tensor] = {}  # by prompt length: `[B, T, H]` of the last tokens
 
     def _collect(self, output: Any) -> Any:
         states: torch.Tensor = output[0]  # [P, W, H]
@@ -185,17 +186,17 @@ class PaddedStates(prompt_logits.DecoderOutput):
         return [number for number, other in enumerate(self._lengths) if other == length]
 
     def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Those of the last tokens `[P, V]`, of what the model returned; which is more where it has no base model."""
+        """Return the logits `[P, V]` of the last tokens; a model without a base model returns those of all tokens."""
         return logits[:, 0] if logits.shape[1] == 1 else _last(logits, self._lengths)
 
     def prompt_logits(self, logits: torch.Tensor) -> Iterator[tuple[list[int], int, torch.Tensor]]:
-        """Logits of the prompts' last tokens, a bounded number at a time, shorter prompts first.
+        """Yield the logits of the prompts' last tokens in chunks of bounded size, shorter prompts first.
 
         Args:
-            logits: `[P, V]`; see `HiddenStates.prompt_logits`.
+            logits: `[P, V]`, logits of the last tokens; see `HiddenStates.prompt_logits`.
 
         Yields:
-            Numbers of B prompts of equal length, the number of a token, and their logits `[B, T, V]` from there on.
+            Indices of B prompts of equal length, the index of a token, and their logits `[B, T, V]` from there on.
         """
         for length in sorted(self._states):
             rows = self._rows_of(length)
@@ -204,7 +205,7 @@ class PaddedStates(prompt_logits.DecoderOutput):
 
 
 def _last(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Of states `[P, W, H]` those of the prompts' last tokens, `[P, H]`."""
+    """Return the states of the prompts' last tokens, `[P, H]`, out of `[P, W, H]`."""
     ends = torch.tensor(lengths, device=states.device) - 1
     return states[torch.arange(len(lengths), device=states.device), ends]
 
@@ -213,10 +214,10 @@ class PromptPasses:
     """Feeds prompts to one model.
 
     Args:
-        model: a decoder-only model that `lade.supports`.
-        plan: how it takes its masks.
-        generation_config: transformers' prefill reads `prefill_chunk_size` from it.
-        device: where ids are fed in.
+        facts: facts about the model, a decoder that `lade.supports`.
+        plan: the model's mask format.
+        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
+        device: device of the input ids.
     """
 
     def __init__(
@@ -229,13 +230,13 @@ class PromptPasses:
 
     @property
     def pad(self) -> bool:
-        """Whether they may be of several lengths; of chunks, the last one has not the last tokens of all."""
+        """True if prompts of several lengths may share a pass; not in chunked prefill: last tokens differ by chunk."""
         return self._plan.pads and self._plan.attends and self._generation_config.prefill_chunk_size is None
 
     def with_all_logits(self) -> PromptPasses:
-        """The same, for one prompt at a time, whose hooks are called with the logits that the model itself returns.
+        """Return passes over one prompt at a time, whose hooks get the logits that the model itself returns.
 
-        Otherwise they get what its head makes of the hidden states, which models may scale or cap.
+        Other passes apply the head to the hidden states, without the scaling or capping of some models.
         """
         passes = copy.copy(self)
         passes._all_logits = True
@@ -248,13 +249,13 @@ class PromptPasses:
         cache: TreeCache,
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """Feed what the cache does not hold yet.
+        """Feed the tokens that are not cached yet.
 
         Args:
-            prompts: of equal length; of any length to an empty cache, if they may be padded.
-            sharing: numbers of the rows that have each prompt.
-            cache: holds the first tokens of all of them, or nothing.
-            hook: is called with the logits of their tokens.
+            prompts: P prompts of equal length; of any length with an empty cache, if they may be padded.
+            sharing: indices of the rows that have each prompt.
+            cache: a cache that is empty or holds the first tokens of all of them.
+            hook: called with the logits of their tokens; None for no call.
 
         Returns:
             Logits of the last tokens, `[P, V]`.
@@ -267,35 +268,35 @@ class PromptPasses:
             kwargs["logits_to_keep"] = 1
         cached = cache.get_seq_length()
         if cached and self._plan.attends:
-            kwargs["attention_mask"] = torch.ones_like(ids)  # by its width transformers knows what is cached already
-        with self._watched(hook) as hidden:
-            missing = ids if self._plan.attends else ids[:, cached:]  # of states transformers does not know how much
+            kwargs["attention_mask"] = torch.ones_like(ids)  # its width tells transformers how much is cached
+        with self._observing(hook) as hidden:
+            missing = ids if self._plan.attends else ids[:, cached:]  # transformers cannot tell how much states hold
             output = self._model._prefill(missing, self._generation_config, kwargs)
         cache.count(len(ids), ids.shape[1] - cached)
         cache.settle()
         logits: torch.Tensor = output.logits[:, -1]
         if hook and hidden:
-            hidden.tell(hook, logits, ids.shape[1], sharing)
+            hidden.report(hook, logits, ids.shape[1], sharing)
         elif hook:
-            self._tell_all(hook, sharing, cached, output.logits[:, cached - ids.shape[1] :], ids.shape[1] - cached)
+            self._report_all(hook, sharing, cached, output.logits[:, cached - ids.shape[1] :], ids.shape[1] - cached)
         return logits
 
-    def _watched(self, hook: PromptLogitsHook | None) -> AbstractContextManager[HiddenStates | None]:
-        """What a pass is made in, so that a hook can be told the logits of the prompt."""
+    def _observing(self, hook: PromptLogitsHook | None) -> AbstractContextManager[HiddenStates | None]:
+        """Return the context of a pass in which a hook can read the logits of the prompt."""
         if hook is None or not self._all_logits:
             return nullcontext() if hook is None else HiddenStates(self._model)
-        return hooked(self._model, before=self._keep_all)  # some models have a word of their own in what is kept
+        return hooked(self._model, before=self._keep_all)  # some models override `logits_to_keep`
 
     def _keep_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if "logits_to_keep" in self._accepts:
             kwargs["logits_to_keep"] = 0
 
-    def _tell_all(
+    def _report_all(
         self, hook: PromptLogitsHook, sharing: Sequence[Sequence[int]], start: int, logits: torch.Tensor, fed: int
     ) -> None:
-        """Call a hook with logits `[P, T, V]` that the model returned for T = `fed` tokens from number `start` on."""
+        """Call a hook with logits `[P, T, V]` that the model returned for T = `fed` tokens from index `start` on."""
         if logits.shape[1] != fed:
-            why = f"prompt_logprobs cannot be used with {type(self._model).__name__}: it returns few logits of a prompt"
+            why = f"prompt_logprobs cannot be used with {type(self._model).__name__}: it returns only some logits"
             raise UnsupportedArgumentError(why, "leave it out")
         for numbers, own in zip(sharing, logits, strict=True):
             hook(numbers, start, own)
@@ -307,9 +308,9 @@ class PromptPasses:
         cache: TreeCache,
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """The same of prompts of several lengths; attention is causal, so nothing sees what they are padded with.
+        """Feed prompts of several lengths in one pass. Attention is causal, so no token sees the padding after it.
 
-        That is their own last token: nobody else's numbers get into a row, should they be none.
+        Each row is padded with its own last token, so that no other row's NaN or infinity can enter it.
         """
         lengths = list(map(len, prompts))
         width = max(lengths)

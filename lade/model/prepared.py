@@ -2,9 +2,9 @@
 
     input_ids        0  0  5  9  7        -  -  -          embeddings instead of ids
     attention_mask   0  0  1  0  1        1  1  1
-    text                   5     7        0  0  0          any id stands for an embedding
+    text                   5     7        0  0  0          a placeholder id for each embedding
 
-Padding on the left and gaps are no text. Processors and criteria are shown the columns as they were given.
+Padding on the left and gaps in the mask are not part of the text. Processors and criteria see the columns as given.
 """
 
 from __future__ import annotations
@@ -25,74 +25,83 @@ from lade.model.facts import ModelFacts
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """V: ids below it can be fed."""
+    """Return V, the number of token embeddings: smaller ids can be fed."""
     return int(token_embeddings(model).weight.shape[0])
 
 
 def special_ids(generation_config: GenerationConfig) -> set[int]:
-    """Ids after which nothing is drafted: end of sequence and padding."""
+    """Return the ids after which nothing is drafted: EOS and padding."""
     return ids_of(generation_config.eos_token_id) | ids_of(generation_config.pad_token_id)
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Ids that stand for images, videos and sounds in the prompts of a multimodal model; no text has them."""
+    """Return the ids that stand for images, video and audio in a multimodal model's prompts, and never for text."""
     names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
     return {value for name in names if isinstance(value := getattr(model.config, name, None), int)}
 
 
 def ids_of(tokens: Any) -> set[int]:
-    """One id, several, or None, as `generate` takes them."""
+    """Return one id, several or None, as `generate` takes them, as a set."""
     several = tokens.flatten().tolist() if isinstance(tokens, torch.Tensor) else tokens
     return {int(token) for token in (several if isinstance(several, list) else [several]) if token is not None}
 
 
-NAMES = ("pixel_", "image", "video", "audio", "input_features", "input_values", "high_res_pixel_", "mm_encoder_outputs")
-"""How arguments of `generate` begin that hold pictures, films, sounds, or what was made of them."""
+MEDIA_PREFIXES = (
+    "pixel_",
+    "image",
+    "video",
+    "audio",
+    "input_features",
+    "input_values",
+    "high_res_pixel_",
+    "mm_encoder_outputs",
+)
+"""Prefixes of the arguments of `generate` that hold images, video, audio or features of these."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""That are opened. Pillow knows dozens more; for EPS it has Ghostscript run the program that such a file is."""
-KINDS_OF_TOKENS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
-"""In multimodal models 0 stands for text. In others such ids have embeddings of their own."""
+"""Image formats that are opened. Pillow supports dozens more, among them EPS, which Ghostscript executes."""
+TOKEN_TYPE_ARGUMENTS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
+"""Token type arguments. In multimodal models 0 stands for text; in others such ids have embeddings of their own."""
 
 
-def names_media(name: str) -> bool:
-    """Whether an argument of that name holds anything else than text."""
-    return name.startswith(NAMES)
+def is_media_name(name: str) -> bool:
+    """Return whether an argument of that name holds image, video or audio inputs."""
+    return name.startswith(MEDIA_PREFIXES)
 
 
-def is_empty(value: Any) -> bool:
-    """Whether an argument is as good as left out, such as the `mm_encoder_outputs={}` of a text prompt."""
+def is_unset(value: Any) -> bool:
+    """Return whether an argument is as good as omitted, such as the `mm_encoder_outputs={}` of a text prompt."""
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)
 
 
 def holds_media(arguments: Mapping[str, Any]) -> bool:
-    """Whether arguments of `generate`, or what it made of them, hold images, videos or sounds."""
-    return any(names_media(name) and not is_empty(value) for name, value in arguments.items())
+    """Return whether arguments of `generate`, as given or prepared, hold images, video or audio."""
+    return any(is_media_name(name) and not is_unset(value) for name, value in arguments.items())
 
 
-def says_text(model: PreTrainedModel, name: str, value: Any) -> bool:
-    """Whether an argument only says that all tokens of the prompt are text.
+def marks_only_text(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Return whether an argument merely marks all tokens of the prompt as text.
 
     Args:
         model: the causal language model.
         name: name of the argument.
-        value: its value, `[B, L]`.
+        value: value of the argument, `[B, L]`.
     """
-    return _says_kinds(model, name, value) and not value.any()
+    return _is_token_types(model, name, value) and not value.any()
 
 
 def has_more_than_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether a prompt has more than text in it, or only says so of some tokens, whose features are cached already.
+    """Return whether a prompt has media inputs, or marks tokens as media whose features are cached already.
 
     Args:
         model: the causal language model.
-        arguments: what `generate` has prepared.
+        arguments: keyword arguments that `generate` has prepared.
     """
-    marked = (value.any() for name, value in arguments.items() if _says_kinds(model, name, value))
+    marked = (value.any() for name, value in arguments.items() if _is_token_types(model, name, value))
     return holds_media(arguments) or any(marked)
 
 
-def _says_kinds(model: PreTrainedModel, name: str, value: Any) -> bool:
-    if name not in KINDS_OF_TOKENS or not isinstance(value, torch.Tensor):
+def _is_token_types(model: PreTrainedModel, name: str, value: Any) -> bool:
+    if name not in TOKEN_TYPE_ARGUMENTS or not isinstance(value, torch.Tensor):
         return False
     return model.config.get_text_config(decoder=True) is not model.config  # else it is not multimodal
 
@@ -106,15 +115,14 @@ class Prepared:
 
     Attributes:
         model: the causal language model.
-        input_ids: `[B, L]` int64, padded on the left; with beams each prompt stands there `num_beams` times.
-        logits_processor: called once per emitted token.
-        stopping_criteria: called once per emitted token.
-        generation_config: the final, merged one.
-        model_kwargs: attention mask, positions, cache and whatever else `generate` prepared.
+        input_ids: `[B, L]` int64, padded on the left; with beam search each prompt is repeated `num_beams` times.
+        logits_processor: processors, called once per emitted token.
+        stopping_criteria: criteria, called once per emitted token.
+        generation_config: the final, merged config.
+        model_kwargs: attention mask, positions, cache and other arguments that `generate` prepared.
         wrapper: the model as the caller has it: a wrapper of PEFT or `torch.compile`, or `model` itself.
-        inputs_tensor: what the encoder of an encoder-decoder model was fed, `[P, T]` ids or anything else; None where
-            it is not known.
-        predictions: ids of the text that the answer to each prompt is expected to follow; empty where none is.
+        inputs_tensor: input of the encoder of an encoder-decoder model, `[P, T]` ids or features; None if unknown.
+        predictions: ids of the expected answer to each prompt, which drafts follow; empty for none.
     """
 
     model: PreTrainedModel
@@ -129,29 +137,29 @@ class Prepared:
 
     @property
     def positional(self) -> tuple[torch.Tensor, LogitsProcessorList, StoppingCriteriaList, GenerationConfig]:
-        """What transformers' own loops take after the model."""
+        """The positional arguments of transformers' own decoding loops, after the model."""
         return self.input_ids, self.logits_processor, self.stopping_criteria, self.generation_config
 
-    @property
+    @cached_property
     def beams(self) -> int:
-        """Beams per prompt; 1 without beam search."""
+        """Number of beams per prompt; 1 without beam search."""
         return self.generation_config.num_beams or 1
 
-    @property
+    @cached_property
     def prompts(self) -> torch.Tensor:
-        """`[P, L]` int64: `input_ids` with each prompt once."""
+        """The prompts, `[P, L]` int64: `input_ids` with each prompt once."""
         return self.input_ids[:: self.beams]
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """What the model is made of; looked at once a call."""
+        """Facts about the model, surveyed once per call."""
         return ModelFacts.of(self.model)
 
     def source_text(self, row: int) -> list[int]:
-        """Return the ids that an encoder has read for one row, without padding; empty without an encoder of such ids.
+        """Return the ids that the encoder has read for one row, without padding; empty unless an encoder takes ids.
 
         Args:
-            row: its number among all that are decoded.
+            row: index of the row among all that are decoded.
         """
         if not self.facts.has_encoder:
             return []
@@ -160,31 +168,31 @@ class Prepared:
 
     @property
     def cache_name(self) -> str:
-        """Under which name the model takes its cache."""
+        """Name of the model's cache argument."""
         return self.facts.cache_name or "past_key_values"
 
     @property
     def embeddings(self) -> torch.Tensor | None:
-        """`[P, L, H]`, what a decoder is fed in place of the ids of its prompts; None where it is fed ids."""
+        """Input embeddings, `[P, L, H]`, that the decoder is fed instead of prompt ids; None if it is fed ids."""
         given: torch.Tensor | None = self.model_kwargs.get("inputs_embeds")
         return None if given is None or self.model.config.is_encoder_decoder else given[:: self.beams]
 
-    @property
+    @cached_property
     def user_cache(self) -> Cache | None:
-        """The `past_key_values` that the user gave; None for a cache that transformers made, which is empty."""
+        """The user's `past_key_values`; None for a cache made by transformers, which is empty."""
         cache: Any = self.model_kwargs.get(self.cache_name)
         return cache if getattr(cache, "_is_user_defined", False) else None
 
 
-def preparing(
+def custom_generate_for(
     use: Callable[[Prepared], T], wrapper: Any = None, predictions: Sequence[Sequence[int]] = ()
 ) -> Callable[..., T]:
-    """The callable for `custom_generate=` that passes what `model.generate` has prepared to `use`.
+    """Return a callable for `custom_generate=` that passes the inputs prepared by `model.generate` to `use`.
 
     Args:
-        use: its result is what `model.generate` returns.
-        wrapper: see `Prepared`; None for the model itself.
-        predictions: see `Prepared`.
+        use: called with the prepared inputs; its result becomes that of `model.generate`.
+        wrapper: the model as the caller has it, see `Prepared`; None for the model itself.
+        predictions: expected answers, see `Prepared`.
     """
 
     def custom_generate(
@@ -204,19 +212,19 @@ def preparing(
 
 
 REMEDY = 'leave it out, use plain model.generate, or lookahead="auto", which falls back to it'
-_STAND_IN = 0
-"""The id in a text whose embeddings alone are given; it is neither fed nor shown."""
+_PLACEHOLDER = 0
+"""Stands in a text for each embedding that has no id; it is neither fed nor shown."""
 
 
 @dataclass(frozen=True)
 class PromptTexts:
-    """The texts of P prompts.
+    """The texts of P prompts, without padding.
 
     Attributes:
-        ids: `[P]`, of each text.
-        columns: `[P]`, those that it stands in, ascending.
-        width: L, columns that plain decoding prefills.
-        shown: columns that processors are shown: L, or 0 where there are embeddings alone.
+        ids: `[P]` lists of ids, one per text.
+        columns: `[P]` sequences with the column of each id, ascending.
+        width: L, the number of columns that plain decoding prefills.
+        shown: number of columns that processors see: L, or 0 for embeddings without ids.
     """
 
     ids: Sequence[list[int]]
@@ -226,62 +234,62 @@ class PromptTexts:
 
     @classmethod
     def of(cls, prepared: Prepared) -> PromptTexts:
-        """Those of a decoder's prompts.
+        """Extract the texts of a decoder's prompts.
 
         Raises:
-            UnsupportedArgumentError: the mask or the embeddings are none that ids could stand for.
+            UnsupportedArgumentError: mask or embeddings do not match the ids.
         """
         prompts, kwargs, embeddings = prepared.prompts, prepared.model_kwargs, prepared.embeddings
         shown = width = prompts.shape[1]
         if embeddings is not None:
             width = embeddings.shape[1]
             if shown not in (0, width):
-                _refuse(f"inputs_embeds of {width} columns", f"input_ids have {shown}, and stand for others")
-            prompts = prompts if shown else prompts.new_full((len(prompts), width), _STAND_IN)
+                _refuse(f"inputs_embeds of {width} columns", f"input_ids have {shown} columns, which do not match")
+            prompts = prompts if shown else prompts.new_full((len(prompts), width), _PLACEHOLDER)
         mask = kwargs.get("attention_mask")
-        columns = _unmasked(prompts, None if mask is None else mask[:: prepared.beams])
+        columns = _unmasked_columns(prompts, None if mask is None else mask[:: prepared.beams])
         ids = [[row[column] for column in seen] for row, seen in zip(prompts.tolist(), columns, strict=True)]
         return cls(ids, columns, width, shown)
 
     @classmethod
     def without_padding(cls, prompts: torch.Tensor) -> PromptTexts:
-        """Those of prompts `[P, L]` that are text in all columns."""
+        """Return the texts of prompts `[P, L]` without padding or gaps."""
         width = prompts.shape[1]
         return cls(prompts.tolist(), [range(width)] * len(prompts), width, width)
 
     def __len__(self) -> int:
-        """P."""
+        """Return P, the number of prompts."""
         return len(self.ids)
 
     @property
     def hidden(self) -> list[int]:
-        """`[P]`, how many columns more than its text processors are shown of a prompt; fewer are less than 0."""
+        """Columns that processors see of each prompt beyond its text, `[P]`; negative if they see fewer."""
         return [self.shown - len(text) for text in self.ids]
 
     @property
     def padding(self) -> int:
-        """Columns that the model does not see of the shortest text."""
+        """Number of masked columns of the shortest text."""
         return self.width - min(map(len, self.ids))
 
     @property
     def has_gaps(self) -> bool:
-        """Whether columns are masked after others that are not."""
+        """True if any column is masked after one that is not."""
         return any(list(seen) != list(range(self.width - len(seen), self.width)) for seen in self.columns)
 
 
-def _unmasked(prompts: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Sequence[int]]:
-    """The columns that each row of `[P, L]` shows, given its mask `[P, L]` of 0 and 1, or None for all."""
+def _unmasked_columns(prompts: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Sequence[int]]:
+    """Return the unmasked columns of each row of `[P, L]`, given its mask `[P, L]` of 0 and 1, or None for no mask."""
     rows, width = prompts.shape
     if attention_mask is None:
         return [range(width)] * rows
     if attention_mask.shape != prompts.shape:
-        _refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column a token")
+        _refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column per token")
     columns: list[Sequence[int]] = []
     for mask in attention_mask.tolist():
         if not any(mask):
             _refuse("an attention_mask of zeros", "there is no text to continue")
         if not mask[-1]:
-            _refuse("an attention_mask that ends with 0", "plain decoding then begins after padding on the right")
+            _refuse("an attention_mask that ends with 0", "plain decoding would continue after padding on the right")
         columns.append([column for column, seen in enumerate(mask) if seen])
     return columns
 
@@ -294,7 +302,7 @@ PROMPTS = ("inputs", "input_ids", "inputs_embeds")
 
 
 def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """A field of the final generation_config: an argument, None included, or what a config says."""
+    """Return a field of the final generation config: the argument if given, even None, else the value of a config."""
     if name in arguments:
         return arguments[name]
     configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
@@ -303,5 +311,5 @@ def argument_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
 
 
 def prompts_in(arguments: Mapping[str, Any]) -> Any:
-    """The prompts as `model.generate` is given them, under whatever name; None without any."""
+    """Return the prompts among the arguments of `model.generate`, under any of their names; None if there are none."""
     return next((arguments[name] for name in PROMPTS if arguments.get(name) is not None), None)

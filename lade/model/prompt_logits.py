@@ -1,7 +1,7 @@
-"""The hidden states of a prefill, from which the language model head computes the logits of all prompt tokens.
+"""Logits of all prompt tokens, computed from the hidden states of a prefill.
 
-Prefill has the model compute the logits of the last token only: those of a long prompt would take gigabytes. The hidden
-states before the head are small. The head then runs over them in pieces.
+Prefill computes the logits of the last token only: those of a long prompt would take gigabytes. The hidden states
+before the language model head are small, and the head is then applied to them in chunks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lade.model.thread_patches import hooked
 from lade.stats import TokenLogprobs
 
 MOST_TOKENS = 1024
-"""Of a longer prompt only the hidden states of the last tokens are kept: the head is not free."""
+"""Maximum number of last prompt tokens whose hidden states are kept, to bound the cost of the head."""
 _PIECE_LOGITS, _MOST_LOGITS = 2**24, 2**28
 
 
 class DecoderOutput(ABC):
-    """Sees what the base model returns to this thread while the context is open."""
+    """Intercepts the output of the base model in calls by this thread, while the context is open."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
@@ -42,11 +42,11 @@ class DecoderOutput(ABC):
 
     @abstractmethod
     def _collect(self, output: Any) -> Any:
-        """Take in what was returned; what is returned instead, None for the same."""
+        """Receive the output; return a replacement, or None to leave it."""
 
 
 class HiddenStates(DecoderOutput):
-    """Collects what the base model returns to this thread while the context is open."""
+    """Collects the base model's hidden states in calls by this thread, while the context is open."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -54,28 +54,28 @@ class HiddenStates(DecoderOutput):
 
     def _collect(self, output: Any) -> None:
         states: torch.Tensor = output[0]  # [B, T, H]
-        if self._states is not None and states.shape[1] < MOST_TOKENS:  # a chunk of a prefill in chunks
+        if self._states is not None and states.shape[1] < MOST_TOKENS:  # a chunk of a chunked prefill
             states = torch.cat([self._states, states], dim=1)
         if states.shape[1] > MOST_TOKENS:
-            states = states[:, -MOST_TOKENS:].clone()  # a view would keep those before, too
+            states = states[:, -MOST_TOKENS:].clone()  # a view would keep all of them alive
         self._states = states
 
     def prompt_logits(self, logits: torch.Tensor, length: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Logits of the prompt's last tokens, a bounded number at a time.
+        """Yield the logits of the prompt's last tokens in chunks of bounded size.
 
         Args:
-            logits: `[B, V]` that the model returned for the last token. Some models scale what the head returns, or cap
-                it: the others are scaled likewise.
-            length: tokens in the prompt, cached ones included.
+            logits: `[B, V]` that the model returned for the last token. Some models scale or cap the head's output: the
+                other logits are scaled by the same factor.
+            length: number of tokens in the prompt, cached ones included.
 
         Yields:
-            The number of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model that is
-            split over several devices the head may lie on another one.
+            The index of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model split over
+            several devices the head may be on another one.
         """
         if self._states is not None:
             yield from logits_of(self._model, self._states, logits, length)
 
-    def tell(
+    def report(
         self,
         hook: PromptLogitsHook,
         logits: torch.Tensor,
@@ -86,11 +86,11 @@ class HiddenStates(DecoderOutput):
         """Call a hook with these logits, prompt by prompt.
 
         Args:
-            hook: what to call.
-            logits: see `prompt_logits`.
-            length: likewise, padding included.
-            rows: for each prompt the numbers of the rows that have it.
-            paddings: how many columns before each prompt are no tokens of it; None for nowhere any.
+            hook: the hook to call.
+            logits: `[B, V]` that the model returned for the last token, see `prompt_logits`.
+            length: number of tokens in the prompt, cached ones and padding included.
+            rows: for each prompt the indices of the rows that have it.
+            paddings: number of padding columns before each prompt; None for zeros.
         """
         places = [(numbers, 0) for numbers in rows] if paddings is None else list(zip(rows, paddings, strict=True))
         for start, piece in self.prompt_logits(logits, length):
@@ -101,15 +101,15 @@ class HiddenStates(DecoderOutput):
 
 
 class PromptLogprobs:
-    """How likely a model finds the tokens of a prompt, taken in while it is fed.
+    """Collects the log-probabilities of a prompt's tokens while it is fed.
 
     Args:
-        ids: of the prompt.
-        top: so many of the likeliest ids are kept for each place.
-        vocabulary: V.
+        ids: ids of the prompt.
+        top: number of top ids to keep at each position.
+        vocabulary: V, the vocabulary size.
 
     Attributes:
-        piece_tokens: that may be fed at a time, as each of them has V logits.
+        piece_tokens: maximum number of tokens to feed at a time, as each of them has V logits.
     """
 
     def __init__(self, ids: Sequence[int], top: int, vocabulary: int) -> None:
@@ -118,24 +118,24 @@ class PromptLogprobs:
         self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def check_piece(self, tokens: int) -> None:
-        """Raise `InputError` where more have to be fed at a time than there is memory for."""
+        """Raise `InputError` if more tokens have to be fed at a time than memory allows."""
         if tokens > self._most_tokens:
             raise InputError(
-                f"prompt_logprobs: this model has to be fed {tokens} tokens at once, and the logits of more than "
+                f"prompt_logprobs: this model must be fed {tokens} tokens at once, and the logits of more than "
                 f"{self._most_tokens} take too much memory: give a shorter prompt"
             )
 
     def take(self, start: int, logits: torch.Tensor) -> None:
-        """Take in logits `[T, V]` of tokens from number `start` on; a prompt that is fed again begins with 0."""
+        """Add logits `[T, V]` of tokens from index `start` on; 0 starts over, when a prompt is fed again."""
         if start == 0:
             self._pieces = []
-        following = torch.tensor(self._ids[start + 1 : start + 1 + len(logits)], device=logits.device)  # what they say
+        following = torch.tensor(self._ids[start + 1 : start + 1 + len(logits)], device=logits.device)  # the targets
         logprobs = logits[: len(following)].to(torch.float32).log_softmax(dim=-1)
         values, ids = logprobs.topk(min(self._top, logprobs.shape[1]))
         self._pieces.append((logprobs.gather(1, following[:, None])[:, 0].cpu(), ids.cpu(), values.cpu()))
 
-    def beside(self, hook: PromptLogitsHook | None) -> PromptLogitsHook:
-        """A hook that has both see the logits of the prompt."""
+    def chained_with(self, hook: PromptLogitsHook | None) -> PromptLogitsHook:
+        """Return a hook that adds the logits here and passes them on to `hook`, if it is not None."""
 
         def see(same_prompt: Sequence[int], start: int, logits: torch.Tensor) -> None:
             self.take(start, logits)
@@ -145,7 +145,7 @@ class PromptLogprobs:
         return see
 
     def tokens(self) -> list[TokenLogprobs | None]:
-        """Those of all tokens that were fed; None for the first one, about which nothing is said."""
+        """Return the log-probabilities of all tokens fed; None for the first one, which nothing predicts."""
         made: list[TokenLogprobs | None] = [None]
         for own, ids, values in self._pieces:
             for value, top_ids, top_values in zip(own.tolist(), ids.tolist(), values.tolist(), strict=True):
@@ -157,10 +157,10 @@ class PromptLogprobs:
 def logits_of(
     model: Any, states: torch.Tensor, logits: torch.Tensor, length: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """See `HiddenStates.prompt_logits`; of states `[B, T, H]`, which are those of the prompts' last tokens."""
+    """Yield logits from states `[B, T, H]` of the prompts' last tokens; see `HiddenStates.prompt_logits`."""
     head = model.get_output_embeddings()
     if head is None or not _can_read(head, states):
-        return  # something lies between decoder and head: nothing is known about the prompt then
+        return  # another layer is between decoder and head: the logits cannot be computed here
     piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
     first = length - states.shape[1]
     whole = head(states) if states.shape[1] <= piece else None
@@ -175,7 +175,7 @@ def logits_of(
 
 
 def _can_read(head: Any, states: torch.Tensor) -> bool:
-    """Whether a head takes what the decoder returned, as far as shapes and dtypes tell."""
+    """Return whether a head accepts the decoder's output, as far as shapes and dtypes tell."""
     weight = getattr(head, "weight", None)
     reads = weight is None or not weight.is_floating_point() or weight.dtype == states.dtype
     return reads and states.ndim == 3 and states.shape[-1] == getattr(head, "in_features", states.shape[-1])

@@ -1,7 +1,7 @@
-"""Random numbers of this thread, kept away from the generators that a process shares.
+"""Random numbers drawn by one thread, separated from the generators that the process shares.
 
-Saving and restoring the state of such a generator would take back what other threads have drawn meanwhile. So the
-operations of torch that draw are met on their way, in this thread alone: they are refused, or given another generator.
+Saving and restoring the state of a shared generator would undo the draws of other threads. So torch operations that
+draw are intercepted in this thread alone: they are refused, or given another generator.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class RandomModelError(ValueError):
 
 
 def without_draws(trial: Callable[[], T]) -> T:
-    """The result of a trial that draws no random numbers.
+    """Run a trial that must not draw random numbers, and return its result.
 
-    Python's and NumPy's generators cannot be watched in one thread alone. So where one of them has moved, the trial is
-    repeated: others draw now and then, a model in each pass. Only what it has drawn of theirs is put back.
+    Python's and NumPy's generators cannot be watched per thread. So if one of them has advanced, the trial is repeated:
+    other threads draw now and then, a random model in each pass. Only a random model's draws from them are undone.
 
     Args:
-        trial: passes of a model; is called up to three times.
+        trial: passes of a model; called up to three times.
 
     Raises:
-        RandomModelError: it draws some, of torch's generators none, since its first draw ends it.
+        RandomModelError: the trial draws random numbers; of torch's generators, none was advanced by it.
     """
-    first = states = _states()
+    first = states = _generator_states()
     for _ in range(_TRIALS):
         with DrawsFrom(None):
             result = trial()
-        before, states = states, _states()
+        before, states = states, _generator_states()
         if states == before:
             return result
     random.setstate(first[0])
@@ -50,16 +50,16 @@ def without_draws(trial: Callable[[], T]) -> T:
 
 
 class DrawsFrom(TorchDispatchMode):
-    """A block in which this thread's random numbers come from a generator of its own.
+    """Context in which this thread draws its random numbers from a separate generator.
 
     >>> with DrawsFrom(torch.Generator().manual_seed(7)):
-    ...     layer = torch.nn.Linear(8, 8)  # has the weights that torch.manual_seed(7) would give it
+    ...     layer = torch.nn.Linear(8, 8)  # the weights that torch.manual_seed(7) would give it
 
     Args:
-        generator: of the CPU; None: nothing may be drawn.
+        generator: a CPU generator; None forbids drawing.
 
     Raises:
-        RandomModelError: something would be drawn all the same.
+        RandomModelError: an operation would draw although `generator` is None.
     """
 
     def __init__(self, generator: torch.Generator | None) -> None:
@@ -76,7 +76,7 @@ class DrawsFrom(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this call of an operation draws from a generator that the process shares."""
+    """Return whether this call of an operation draws from a generator that the process shares."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     declared = func._schema.arguments
@@ -87,7 +87,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _with_generator(func: Any) -> Any:
-    """The form of an operation that takes a generator."""
+    """Return the overload of an operation that takes a generator."""
     wanted = {**_types(func), "generator": "Optional[Generator]"}
     forms = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
     return next(form for form in forms if _types(form) == wanted)
@@ -97,6 +97,6 @@ def _types(func: Any) -> dict[str, str]:
     return {argument.name: str(argument.type) for argument in func._schema.arguments}
 
 
-def _states() -> tuple[Any, bytes]:
-    """Of Python's generator, and of NumPy's old one, whose arrays do not compare as a whole."""
+def _generator_states() -> tuple[Any, bytes]:
+    """Return the states of Python's generator and of NumPy's legacy one, pickled to be comparable."""
     return random.getstate(), pickle.dumps(np.random.get_state())

@@ -1,4 +1,4 @@
-"""Run an unmodified transformers model: prefill, and one forward pass over a token tree per step."""
+"""Run an unmodified transformers model: prefill, and one forward pass over token trees per step."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from lade.model.user_cache import borrow
 
 
 class FrequencySwitch:
-    """What transformers does at the switch of one model.
+    """Transformers' behaviour where a model changes its rotary frequencies (longrope).
 
     Args:
-        model: its `prepare_inputs_for_generation` is asked.
-        length: tokens beyond which other frequencies are used; None where they never change.
-        device: where ids are fed in.
+        model: the model, whose `prepare_inputs_for_generation` decides.
+        length: number of tokens beyond which the frequencies change; None if they never do.
+        device: device of the input ids.
     """
 
     def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
         self._model, self._length, self._device = model, length, device
 
     def recomputes(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
-        """Whether plain decoding drops the cache here and computes the text with new frequencies."""
+        """Return whether plain decoding drops the cache here and recomputes the text with new frequencies."""
         if self._length is None or not cache.get_seq_length():
             return False
         return self._prepared(torch.tensor(rows, device=self._device), cache).get("past_key_values") is None
 
     def drops_cache_wrongly(self) -> bool:
-        """Whether plain decoding drops the cache at the switch and feeds the last token only, as if it were the text.
+        """Return whether plain decoding drops the cache at the switch but feeds only the last token.
 
         Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
         """
@@ -69,27 +69,27 @@ class FrequencySwitch:
 
 
 class EagerRunner:
-    """One call of `model.forward` per step, whatever the number of tokens.
+    """Calls `model.forward` once per step, whatever the number of tokens.
 
     Args:
         model: a decoder-only model that `lade.supports`.
-        plan: how the model takes its masks.
-        generation_config: transformers' prefill reads `prefill_chunk_size` from it.
-        facts: of the model, where the call has looked at it already.
+        plan: the model's mask format.
+        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
+        facts: facts about the model; None to survey it now.
 
     Attributes:
-        facts: of the model, from the beginning of the call, or of an engine's last request.
-        pieces: into which texts may be cut.
+        facts: facts about the model as of the start of the call, or of an engine's last request.
+        pieces: where texts may be split for prefill.
     """
 
     sizing: BufferSizes = TreeCache
-    """How large its caches make their buffers, as long as there is memory."""
+    """Buffer sizes of its caches."""
     refeeds = False
-    """Whether `extend` feeds nodes again that an earlier pass has fed."""
+    """True if `extend` feeds the held nodes again."""
     processes = 1
-    """How many make its passes together."""
+    """Number of processes that make its passes together."""
     step_sizes: Sequence[int] = ()
-    """Tokens a row that passes are padded to, ascending: what lies between costs as much. None where they are not."""
+    """Ascending sizes, in tokens per row, that passes are padded to; empty if they are not padded."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class EagerRunner:
 
     @property
     def pass_time(self) -> Duration:
-        """What the last call of `forward` spent in the model; reading waits for the device to end it."""
+        """Time spent in the model by the last call of `forward`; reading it waits for the device."""
         return self._stopwatch.taken
 
     @pass_time.setter
@@ -124,29 +124,29 @@ class EagerRunner:
 
     @property
     def parts(self) -> int:
-        """Into how many parts it cuts each tree, each of which a process of its own feeds."""
+        """Number of parts that each tree is split into, each fed by a process of its own."""
         return 1
 
     @property
     def reader(self) -> Reader[Any] | None:
-        """See `DecodeLoop.reader`; None where `forward` returns the logits here."""
+        """Reader of the logits, see `DecodeLoop.reader`; None if `forward` returns them in this process."""
         return None
 
-    def look_again(self) -> None:
-        """Look at the model's modules again, which may have changed between two requests of an engine."""
+    def refresh_facts(self) -> None:
+        """Survey the model's modules again, as they may have changed between two requests of an engine."""
         self.facts = ModelFacts.of(self.model)
         self.mode = PassMode(self.facts, self.plan)
 
     def room(self, cached: int) -> int | None:
-        """How deep a tree may be whose root lies at position `cached`; None for no limit."""
+        """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
         return self.positions.room(cached)
 
     def eager(self) -> EagerRunner:
-        """A runner of the same model that captures nothing, and works on a `TreeCache`."""
+        """Return a runner of the same model without captured passes, for a `TreeCache`."""
         return self
 
     def for_prompts(self, prompts: PreparedPrompts | None) -> Self:
-        """A runner of the same model whose prefill feeds these prompts as they were prepared; itself for None."""
+        """Return a runner of the same model whose prefill feeds these prompts as prepared; itself for None."""
         if prompts is None:
             return self
         runner = copy.copy(self)
@@ -154,59 +154,60 @@ class EagerRunner:
         return runner
 
     def with_all_logits(self) -> Self:
-        """A runner of the same model whose prefill, of one prompt of text, shows its hook the model's own logits."""
+        """Return a runner of the same model whose prefill of one prompt gives its hook the model's own logits."""
         runner = copy.copy(self)
         runner._prompt_passes = self._prompt_passes.with_all_logits()
         return runner
 
     def tree_cache(self) -> TreeCache:
-        """An empty cache for passes that are not captured."""
+        """Return an empty cache for eager passes."""
         return TreeCache()
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
-        """An empty cache of the kind that this runner works on.
+        """Return an empty cache of the type that this runner needs.
 
         Args:
-            tokens: greatest length that a row is going to have, if that is known.
-            limit: slots of all rows together that buffers of earlier generations may have; None for no limit.
+            tokens: maximum length of a row; None if unknown.
+            limit: maximum number of slots, over all rows, in buffers reused from earlier generations; None for no
+                limit.
         """
         return TreeCache()
 
     def borrow(self, given: Cache, tokens: int, *, handed_out: bool) -> RowCache:
-        """The cache to decode one generation with; `RowCache.give_back` ends it.
+        """Return the cache for one generation, which `RowCache.give_back` ends.
 
         Args:
             given: the user's cache, or an empty `TreeCache` of our own.
-            tokens: greatest length that a row is going to have.
+            tokens: maximum length of a row.
             handed_out: whether the caller gets `given` in the end.
         """
         return borrow(given)
 
     def host(self, cache: TreeCache, tokens: int) -> Any:
-        """A cache that `forward` works on, with the rows of another one, which is not to be used any more.
+        """Return a cache of the type that `forward` needs with the rows of another, which must not be used afterwards.
 
         Args:
-            cache: the other one.
-            tokens: greatest length that a row is going to have.
+            cache: the cache whose rows are taken over.
+            tokens: maximum length of a row.
         """
         return cache
 
     def pass_sizes(self, largest: int) -> Sequence[int]:
-        """Sizes whose first pass takes longer than the later ones, among those of up to `largest` tokens a row."""
+        """Return the pass sizes of up to `largest` tokens per row whose first pass takes longer than later ones."""
         return ()
 
     @property
     def pads(self) -> bool:
-        """Whether prompts of several lengths are fed in one pass where that costs less than passes of their own."""
+        """True if prompts of several lengths are padded into one pass where that costs less than separate passes."""
         return self._prompt_passes.pad and self.pieces.anywhere
 
     @property
     def pass_tokens(self) -> int:
-        """What a prefill costs beside its tokens, in tokens."""
+        """Fixed cost of a prefill pass, in tokens."""
         return PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"])
 
     def padded(self, lengths: Sequence[int]) -> int:
-        """Tokens that a prefill of prompts of these lengths feeds, padding included."""
+        """Return how many tokens a prefill of prompts of these lengths feeds, padding included."""
         prompts = Counter(lengths)
         return sum(max(group) * sum(prompts[length] for length in group) for group in self._groups(prompts))
 
@@ -214,17 +215,19 @@ class EagerRunner:
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
-        """Feed what `cache` does not hold yet, as transformers does it (in chunks if configured), each prompt once.
+        """Feed the tokens that are not cached yet, as transformers does (in chunks if configured), each prompt once.
 
-        Prompts of several lengths are padded, behind their last token, where that saves more than it costs; others are
-        fed into caches of their own, which are then joined. An empty cache is for rows of any length.
+        Prompts of several lengths are padded on the right where that saves more than it costs; others are fed into
+        separate caches, which are then joined. With an empty cache rows may have any length.
 
         Returns:
             Logits of each row's last token, `[B, V]`; the language model head runs on that token only.
         """
         if self._prompts is not None:
             return self._prefill_prepared(self._prompts, cache, hook)
-        sharing: dict[tuple[int, ...], list[int]] = {}  # numbers of the rows that share each prompt
+        if len(rows) == 1:
+            return self._prefill(rows, [[0]], cache, hook)
+        sharing: dict[tuple[int, ...], list[int]] = {}  # indices of the rows that share each prompt
         for number, row in enumerate(rows):
             sharing.setdefault(tuple(row), []).append(number)
         groups = self._groups(Counter(map(len, sharing)))
@@ -244,7 +247,7 @@ class EagerRunner:
         return torch.stack(logits)
 
     def _groups(self, prompts: Mapping[int, int]) -> list[set[int]]:
-        """Which lengths are fed together, given the number of prompts of each."""
+        """Return the groups of lengths that are fed together, given the number of prompts of each length."""
         if not self.pads or self.positions.changes_by(max(prompts)):
             return [{length} for length in sorted(prompts)]
         return grouped(prompts, self.pass_tokens)
@@ -252,7 +255,7 @@ class EagerRunner:
     def _prefill_prepared(
         self, prompts: PreparedPrompts, cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
-        """Feed prompts that have more than text in them; each row is one of them. Logits `[B, V]`."""
+        """Feed prompts with media inputs, gaps or embeddings, one per row; return logits `[B, V]`."""
         whole = not cache.get_seq_length()
         try:
             self._begin_prompt(cache)
@@ -265,7 +268,7 @@ class EagerRunner:
             raise
         if hook and hidden:
             rows = [[row] for row in range(len(prompts.paddings))]
-            hidden.tell(hook, logits, prompts.width, rows, prompts.paddings)
+            hidden.report(hook, logits, prompts.width, rows, prompts.paddings)
         return logits
 
     def _prefill(
@@ -275,7 +278,7 @@ class EagerRunner:
         cache: TreeCache,
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """Feed prompts in one pass; `sharing` are the numbers of the rows of each. Logits `[P, V]`."""
+        """Feed prompts in one pass; `sharing` lists the rows of each prompt. Return logits `[P, V]`."""
         cached = cache.get_seq_length()
         forgotten = self._recurrence is not None and self._recurrence.forgets and len(prompts[0]) - cached > 1
         whole = self.switch.recomputes(prompts, cache) or not cached or forgotten
@@ -285,27 +288,27 @@ class EagerRunner:
             self._begin_prompt(cache)
             return self._prompt_passes.feed(prompts, sharing, cache, hook)
         except BaseException:
-            if whole:  # some layers hold tokens that others lack, and none what they held before
+            if whole:  # some layers hold tokens that others lack, and the former content is gone
                 cache.reset()
             raise
 
     def _begin_prompt(self, cache: TreeCache) -> None:
-        """Have recurrent layers take part in a prefill."""
+        """Prepare the cache's recurrent layers for a prefill."""
         if self._recurrence is not None and not cache.layers:
             cache.layers += self._recurrence.layers()
         cache.begin()
 
     @torch.no_grad()
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
-        """Feed one tree a row.
+        """Feed one tree per row.
 
         Args:
-            trees: their roots are the last tokens of `rows`.
+            trees: B trees, whose roots are the last tokens of `rows`.
             rows: all tokens so far, the root included.
-            cache: holds everything before the roots; the trees are appended to it.
+            cache: a cache that holds everything before the roots; the trees are appended to it.
 
         Returns:
-            Logits of all nodes, `[B, S, V]`, S being the largest tree's size; in rows with a smaller tree the
+            Logits of all nodes, `[B, S, V]`, S being the size of the largest tree; in rows with a smaller tree the
             logits after its last node are undefined.
         """
         at_switch = len(rows) == 1 and cache.lengths[0] == self.positions.longrope_switch
@@ -324,7 +327,7 @@ class EagerRunner:
         return ordinary(logits)
 
     def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
-        """Tensors of a pass; roots alone are fed as plain decoding feeds them, unless patches need other inputs."""
+        """Build the inputs of a pass; lone roots are fed as in plain decoding, unless patches need other inputs."""
         if max(map(len, trees)) == 1 and not self._slot_patches and not self.plan.compact:
             return RootInputs.of([tree.ids[ROOT] for tree in trees], lengths, self.device)
         return self.plan.inputs(trees, lengths, self.device)
@@ -332,7 +335,7 @@ class EagerRunner:
     def _patched_for(
         self, inputs: Inputs, trees: Sequence[TokenTree], cache: TreeCache
     ) -> AbstractContextManager[object]:
-        """Whatever the model needs to be patched for a pass; most models nothing."""
+        """Return the context with all patches that the model needs for a pass; most models need none."""
         if not self._slot_patches and self._recurrence is None:
             return nullcontext()
         with ExitStack() as stack:  # undone if one of them fails
@@ -342,7 +345,7 @@ class EagerRunner:
             return stack.pop_all()
 
     def _begin(self, recurrence: Recurrence, trees: Sequence[TokenTree], cache: TreeCache, stack: ExitStack) -> None:
-        """Have recurrent layers take part in a pass; where it feeds roots alone, it is one of plain decoding."""
+        """Prepare recurrent layers for a pass; one over lone roots is a pass of plain decoding."""
         if max(map(len, trees)) == 1:
             cache.begin()
             return
@@ -352,12 +355,12 @@ class EagerRunner:
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
-        """Feed the nodes of one tree a row that the cache does not hold yet.
+        """Feed the nodes of one tree per row that the cache does not hold yet.
 
         Args:
-            trees: their first nodes are cached already.
+            trees: B trees, whose first nodes are cached already.
             held: `[B]`, number of these nodes.
-            cache: its rows end with these nodes; the other ones are appended to it.
+            cache: a cache whose rows end with these nodes; the others are appended to it.
 
         Returns:
             Logits of the nodes fed, `[B, S, V]`, S being the largest number of them; in rows with fewer the logits
@@ -372,7 +375,7 @@ class EagerRunner:
         return ordinary(logits)
 
     def _arguments(self, inputs: Inputs, cache: Cache, offsets: torch.Tensor | None) -> dict[str, Any]:
-        """The arguments of the model for one pass over trees; offsets `[axes, B, 1]` are added to their positions."""
+        """Return the model's arguments for one pass over trees; offsets `[axes, B, 1]` are added to the positions."""
         arguments: dict[str, Any] = {
             "input_ids": inputs.ids,
             "attention_mask": self.plan.masks(inputs, self._dtype),
@@ -386,7 +389,7 @@ class EagerRunner:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where ids are fed in: with the embeddings, or where accelerate brings them if their weights lie elsewhere."""
+    """Return the device for input ids: that of the embeddings, or where accelerate moves them if offloaded."""
     embeddings: Any = model.get_input_embeddings()
     device: torch.device = embeddings.weight.device
     if device.type == "meta":

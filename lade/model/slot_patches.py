@@ -1,11 +1,11 @@
-"""Patches for models that count cache slots where a tree counts positions.
+"""Patches for models that use cache slots where a tree needs positions.
 
-In plain decoding a token's slot in the cache is its position. In a tree several nodes share a position and lie in
-slots of their own, so whatever a model derives from slots is patched to use the positions for the length of a pass:
+In plain decoding a token's slot in the cache equals its position. In a tree several nodes share a position but have
+different slots, so every computation on slots is patched to use positions during a pass:
 
 - ALiBi biases (bloom) grow with the key's slot;
 - the attention temperature of layers without rotary embedding (llama4) grows with the query's slot;
-- indexers (DeepSeek V3.2) pick keys among slots, see `lade.model.masks`.
+- indexers (DeepSeek V3.2) select keys by slot, see `lade.model.masks`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lade.model.thread_patches import Override, hooked, overridden
 
 
 class SlotPatches:
-    """Patches the parts of one model that count slots; most models have none."""
+    """Patches the parts of one model that use slots; most models have none."""
 
     def __init__(self, facts: ModelFacts) -> None:
         model = facts.model
@@ -37,19 +37,19 @@ class SlotPatches:
 
     @property
     def picked_keys(self) -> int | None:
-        """How many keys a token sees, which are picked by a score among all that a pass has; None for all."""
+        """Number of keys that an indexer selects for a token; None without indexers."""
         return min((indexer.index_topk for indexer in self._indexers), default=None)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to patch."""
+        """Return whether the model needs patches."""
         return self._alibi is not None or bool(self._tempered) or bool(self._indexers)
 
     @contextmanager
     def patched_for(self, inputs: Inputs) -> Iterator[None]:
-        """While the context lasts, they use the positions in `inputs` when this thread calls them.
+        """Patch calls by this thread, while the context lasts, to use the positions in `inputs`.
 
         Raises:
-            UnsupportedModelError: they were not called, or not by this thread.
+            UnsupportedModelError: the patched parts were not called, or not by this thread.
         """
         if not self:
             yield
@@ -66,19 +66,17 @@ class SlotPatches:
             if not any(override.used for override in overrides):
                 raise UnsupportedModelError(
                     "its layers were not called by the thread that decodes, and do not see a tree's positions",
-                    "call the model as it is, or use plain model.generate",
+                    "call the model without the wrapper, or use plain model.generate",
                 )
 
 
-def padding_counts_from(config: PretrainedConfig) -> int | None:
-    """The length of text from which plain decoding counts left padding, too, and depends on it; None for never."""
+def padding_matters_from(config: PretrainedConfig) -> int | None:
+    """Return the text length from which plain decoding depends on left padding; None if it never does."""
     if _has_temperature(config):
         return int(config.floor_scale)
-    if not INDEXED.isdisjoint(
-        field(config, "layer_types") or ()
-    ):  # which of equal scores are picked depends on the slots
+    if not INDEXED.isdisjoint(field(config, "layer_types") or ()):  # how ties are broken depends on the slots
         return int(config.index_topk) + 1
-    return Positions.of(config).longrope_switch  # models that then drop their cache look at the number of slots
+    return Positions.of(config).longrope_switch  # models that drop their cache there count slots
 
 
 def _has_temperature(config: PretrainedConfig) -> bool:
@@ -92,7 +90,7 @@ def _scales_queries(layer: Any) -> bool:
 def _biased_by_position(decoder: Any, key_positions: torch.Tensor) -> AbstractContextManager[Override]:
     def own(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def build_alibi_tensor(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-            ones = torch.ones_like(key_positions)  # as many as slots: no position is beyond its slot
+            ones = torch.ones_like(key_positions)  # one per slot suffices: no position exceeds its slot
             by_position = build(ones, num_heads, dtype)  # [B * heads, 1, positions]
             columns = key_positions.repeat_interleave(num_heads, dim=0)[:, None]  # [B * heads, 1, K]
             return by_position.gather(2, columns)
@@ -104,7 +102,7 @@ def _biased_by_position(decoder: Any, key_positions: torch.Tensor) -> AbstractCo
 
 @contextmanager
 def _tempered_by_position(layer: Any, inputs: Inputs) -> Iterator[Override]:
-    """The layer multiplies each query by a factor; here its projection is multiplied by the right one instead."""
+    """Scale queries by position: the layer's own scaling is switched off, and its query projection scaled instead."""
     positions = inputs.positions.float()
     factor = torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
     factor = factor[..., None]  # [B, S, 1]

@@ -1,12 +1,12 @@
-"""Hooks and attribute overrides that act on the calling thread only.
+"""Hooks and attribute overrides that affect the calling thread only.
 
-A module runs its hooks whichever thread calls it. These do nothing but for the thread that registered them, and
-nothing at all once they are removed, not even in a copy of the module that was made while they were there.
+A module runs its hooks in whichever thread calls it. The hooks here do nothing in other threads than the one that
+registered them, and nothing at all once they are removed, not even in a copy of the module made in the meantime.
 
     module.attribute = Override     to a thread inside `overridden`: a value of its own
-                                    to all others: what the attribute was
+                                    to all others: the original attribute
 
-The first thread that needs it puts it in, and the last one takes it out.
+The first thread that needs an override installs it, and the last one removes it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ After = Callable[[Any], Any]
 
 @contextmanager
 def hooked(module: nn.Module, *, before: Before | None = None, after: After | None = None) -> Iterator[None]:
-    """Watch the calls that this thread makes of a module, while the context lasts.
+    """Observe the calls of a module by this thread, while the context lasts.
 
     Args:
-        module: may be called by other threads, too.
-        before: is given the arguments of each call, positional and named.
-        after: is given what each call returns, and may return something else in its place.
+        module: the module, which other threads may call too.
+        before: called with the arguments of each call, positional and named; None for no hook.
+        after: called with each result, and may return a replacement; None for no hook.
     """
     here = threading.local()
     here.active = True
 
     def pre_hook(module: Any, args: Any, kwargs: Any = None) -> None:
-        # Another thread that is running hooks while this one is removed may call it without `kwargs`.
+        # A thread that runs hooks while this one is being removed may call it without `kwargs`.
         if before is not None and getattr(here, "active", False):
             before(args, kwargs)
 
@@ -55,14 +55,14 @@ def hooked(module: nn.Module, *, before: Before | None = None, after: After | No
 
 
 class Override:
-    """Stands for a flag or a function, of which some threads have their own.
+    """Replaces a flag or function that has a different value in some threads.
 
     Args:
-        original: what it stands for, to the other threads and in copies of the module.
-        inherited: whether the module has that from its class.
+        original: the value for the other threads and for copies of the module.
+        inherited: whether the module inherits the original from its class.
 
     Attributes:
-        threads: number of threads that have their own.
+        threads: number of threads with a value of their own.
     """
 
     def __init__(self, original: Any, *, inherited: bool) -> None:
@@ -72,12 +72,12 @@ class Override:
 
     @property
     def used(self) -> bool:
-        """Whether this thread has read its own one."""
+        """True if this thread has read its own value."""
         return getattr(self._here, "used", False)
 
     @contextmanager
     def own(self, value: Any) -> Iterator[None]:
-        """Give this thread its own while the context lasts."""
+        """Set this thread's own value while the context lasts."""
         self._here.value, self._here.used = value, False
         try:
             yield
@@ -85,7 +85,7 @@ class Override:
             del self._here.value, self._here.used
 
     def is_own(self) -> bool:
-        """Whether this thread has its own."""
+        """Return whether this thread has its own value."""
         return hasattr(self._here, "value")
 
     def _current(self) -> Any:
@@ -98,14 +98,14 @@ class Override:
         return bool(self._current())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function of the calling thread returns."""
+        """Call the function of the calling thread."""
         return self._current()(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.original,)
+        return _identity, (self.original,)
 
 
-def _itself(original: Any) -> Any:
+def _identity(original: Any) -> Any:
     return original
 
 
@@ -114,37 +114,37 @@ _changing = ForkSafeLock()
 
 @contextmanager
 def overridden(module: nn.Module | ModuleType, name: str, own: Callable[[Any], Any]) -> Iterator[Override]:
-    """Let this thread see another attribute while the context lasts.
+    """Give this thread another value of an attribute while the context lasts.
 
     Args:
-        module: may be called by other threads, too; a Python module whose functions know this one by its name, too.
+        module: an nn.Module, or a Python module whose functions look the attribute up; other threads may use it too.
         name: name of the attribute, which is a flag or a function.
-        own: makes what this thread is to see of what the attribute was.
+        own: maps the original value to this thread's.
 
     Raises:
-        RuntimeError: this thread does so already.
+        RuntimeError: the attribute is overridden in this thread already.
     """
-    override = _put_in(module, name)
+    override = _install(module, name)
     try:
         with override.own(own(override.original)):
             yield override
     finally:
-        _take_out(module, name, override)
+        _uninstall(module, name, override)
 
 
-def _put_in(module: nn.Module | ModuleType, name: str) -> Override:
+def _install(module: nn.Module | ModuleType, name: str) -> Override:
     with _changing:
         override = vars(module).get(name)
         if not isinstance(override, Override):
             override = Override(getattr(module, name), inherited=name not in vars(module))
             setattr(module, name, override)
         elif override.is_own():
-            raise RuntimeError("a pass over a tree was begun inside another one of the same model and thread")
+            raise RuntimeError("a pass over a tree began inside another one of the same model and thread")
         override.threads += 1
         return override
 
 
-def _take_out(module: nn.Module | ModuleType, name: str, override: Override) -> None:
+def _uninstall(module: nn.Module | ModuleType, name: str, override: Override) -> None:
     with _changing:
         override.threads -= 1
         if override.threads or vars(module).get(name) is not override:

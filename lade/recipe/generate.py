@@ -36,7 +36,7 @@ def lookahead_from(value: Any) -> Lookahead:
         ConfigError: it is none of these, or a field does not exist or is out of range.
 
     >>> lookahead_from("window=7;ngram=5;guesses=7")
-    LookaheadConfig(window=7, ngram=5, guesses=7, prompt_ngrams=True, adaptive=False, budget=None, memory=None, seed=0)
+    LookaheadConfig(window=7, ngram=5, guesses=7, ...)
     """
     if isinstance(value, str) and value.strip().lower() in ("auto", "none"):
         return "auto" if value.strip().lower() == "auto" else None

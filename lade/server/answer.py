@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from fastapi import Request
 from starlette.responses import Response
 
-from lade.backends.grammar.compiled import Budget
+from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice_stream import Choice, Piece, Prompt, figures_of, predictions_of, usage_of
@@ -61,7 +61,7 @@ class Answer(ABC):
         self.seed = first_seed(body)
         self.choices: list[Choice] = []
         self._predicted: list[int] | None = None
-        self._masks = Budget(MASK_SECONDS, MASK_TOKEN_SECONDS)
+        self._masks = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
     @property
     @abstractmethod

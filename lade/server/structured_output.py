@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import thread_time
 from typing import Any, NamedTuple, TypeVar
 
-from lade.backends.grammar.compiled import KEPT, Budget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
 from lade.backends.grammar.processor import GrammarProcessor, processor_of
 from lade.backends.grammar.trial import GrammarTrial
 from lade.errors import InputError, MissingExtraError
@@ -66,7 +66,7 @@ class Forms:
         try:
             vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
             self._trial = GrammarTrial(vocabulary.specials)
-            self._vocabulary = vocabulary.tried_by(self._try)
+            self._vocabulary = vocabulary.with_trial(self._try)
         except MissingExtraError as problem:
             self._missing = problem
         except InputError as problem:
@@ -113,7 +113,7 @@ class Forms:
         """Raise `ApiError` for a grammar that cannot be used."""
         self.processor(grammar, param)
 
-    def processor(self, grammar: Grammar, param: str, budget: Budget | None = None) -> GrammarProcessor:
+    def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
         """Return the processor of one answer, with the request's common mask budget; raises like `require`."""
         try:
             return processor_of([grammar], self.vocabulary(param), budget)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -58,7 +58,7 @@ def feed_chunk(active: ActiveRequest, row: Row, runner: EagerRunner, max_tokens:
     hook = None if row.written else prompt_hook([row])
     feeding = runner.for_prompts(images)
     if (logprobs := active.prompt_logprobs) is not None:
-        feeding, hook = feeding.with_all_logits(), logprobs.beside(hook)
+        feeding, hook = feeding.with_all_logits(), logprobs.chained_with(hook)
         max_tokens = min(max_tokens, logprobs.piece_tokens)
     end = prompt if images else pieces.end(active.fed, max_tokens, prompt)
     if logprobs is not None:
@@ -169,7 +169,7 @@ class EngineBatch:
 
     def _drafter(self, request: EngineRequest) -> Drafter:
         drafter = self._job.drafter(request.draft_spec, alone=len(self.running.active) == 1)
-        self._loop.budget = self._job.budget
+        self._loop.budget, self._loop.mtp = self._job.budget, self._job.mtp
         return self._reuse.drafter(drafter)
 
     def advance(self) -> None:
@@ -228,6 +228,10 @@ class EngineBatch:
             if self._loop.rows and self._cache.room == (0, 0):  # the failed pass took the shared cache with it
                 self._end_rows(problem)
 
+    def _reading(self, rows: Sequence[Row]) -> AbstractContextManager[object]:
+        """Return a block in which texts of these rows are fed; an MTP layer is shown the states, if there is one."""
+        return nullcontext() if self._loop.mtp is None else self._loop.mtp.reading(rows)
+
     def _prefill_chunk(self, active: ActiveRequest, max_tokens: int) -> int:
         """Feed the next chunk of a text, see `feed_chunk`; after the last chunk the row joins the batch.
 
@@ -237,7 +241,8 @@ class EngineBatch:
         with self._ending_on_error(active):
             start = perf_counter()
             row, before = self._start(active), active.fed
-            logits, resumed = feed_chunk(active, row, self._prefill_runner, max_tokens), bool(row.written)
+            with self._reading([row]):
+                logits, resumed = feed_chunk(active, row, self._prefill_runner, max_tokens), bool(row.written)
             self._count_prefill(start, [] if resumed else [active])
             if active.fed == len(active.text):
                 argmax_ids = None if resumed else read(logits, wants_entries=False).argmax_ids
@@ -273,7 +278,8 @@ class EngineBatch:
     def _read_prompts(self, rows: Mapping[ActiveRequest, Row]) -> tuple[torch.Tensor, list[int]]:
         """Feed the prompts of rows and give each its own cache; return last-token logits `[B, V]` and their argmax."""
         texts, cache = [active.text for active in rows], self._prefill_runner.tree_cache()
-        logits = self._prefill_runner.prefill(texts, cache, prompt_hook(list(rows.values())))
+        with self._reading(list(rows.values())):
+            logits = self._prefill_runner.prefill(texts, cache, prompt_hook(list(rows.values())))
         for place, active in enumerate(rows):
             active.cache, active.fed = cache.copy_row(place, len(texts[place])), len(texts[place])
         return logits, read(logits, wants_entries=False).argmax_ids
@@ -315,7 +321,7 @@ class EngineBatch:
         """Return the row of a request about to be fed, creating it and loading its cached prefix if needed."""
         if active.row is None:
             active.handle.mark_started()
-            self._runner.look_again()
+            self._runner.refresh_facts()
             active.row = active.request.row(self._drafter(active.request))
         if not active.fed:
             active.cache = self._prefill_runner.tree_cache()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.logits_cache import NotingDrafter, Said
+from lade.decoding.drafting.logits_cache import CachedLogits, RecordingDrafter
 from lade.decoding.row import Row
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -45,7 +45,7 @@ class CachedText:
     scope: str | None
     tokens: Tokens
     cache: TreeCache
-    said: Said
+    said: CachedLogits
     client: str | None = None
 
     @property
@@ -155,7 +155,7 @@ class PrefixReuse:
 
     def drafter(self, drafter: Drafter) -> Drafter:
         """Wrap a drafter so that the logits it learns from are recorded for later requests."""
-        return NotingDrafter(drafter) if self.prefix_cache.max_bytes else drafter
+        return RecordingDrafter(drafter) if self.prefix_cache.max_bytes else drafter
 
     def take(self, active: ActiveRequest) -> None:
         """Copy the cached prefix of an unfed text into its request's cache; the last token is always fed."""
@@ -205,7 +205,7 @@ class PrefixReuse:
         text, scope = row.tokens[:tokens], active.request.scope
         if not self._serves(active) or not self.prefix_cache.lacks(scope, text):
             return
-        said = row.drafter.said.first(tokens) if isinstance(row.drafter, NotingDrafter) else Said()
+        said = row.drafter.said.first(tokens) if isinstance(row.drafter, RecordingDrafter) else CachedLogits()
         try:
             ids, client = np.array(text, dtype=np.int64), active.request.client
             self.prefix_cache.put(CachedText(scope, ids, copy_row(place, tokens), said, client))

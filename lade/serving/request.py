@@ -16,18 +16,18 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import Grammar
-from lade.hf.arguments import arguments_for_callable, why_no_ids
+from lade.hf.arguments import arguments_for_callable, not_ids_message
 from lade.hf.detokenizer import AnswerText
-from lade.hf.generation_config import cleaning_up, refuse_hooks_of_one_call, refuse_values_of_one_call
+from lade.hf.generation_config import cleaning_up, refuse_adapter_arguments, refuse_adapter_hooks
 from lade.hf.job import DraftSpec, Output, output_of, record_for
-from lade.hf.predictions import Prediction, prediction_ids, refuse_without_guesses
+from lade.hf.predictions import Prediction, prediction_ids, refuse_unused_prediction
 from lade.hf.processors import StopReason, row_for
 from lade.hf.refusals import check, warn_of_precision
 from lade.hf.sampling import LoneSampler
 from lade.model import joint
 from lade.model.config import LEARNED_POSITIONS, Positions
 from lade.model.masks import MaskPlan
-from lade.model.prepared import Prepared, ids_of, preparing, vocabulary_of
+from lade.model.prepared import Prepared, custom_generate_for, ids_of, vocabulary_of
 from lade.model.prompt_logits import PromptLogprobs
 from lade.model.runner import input_device
 from lade.model.support.supports import unwrap
@@ -73,7 +73,7 @@ class RequestOptions:
     client: str | None = None
 
     def __post_init__(self) -> None:
-        refuse_without_guesses(self.prediction, self.lookahead)
+        refuse_unused_prediction(self.prediction, self.lookahead)
         seed, stops = self.seed, self.stop_texts
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
             raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
@@ -242,7 +242,7 @@ def prepare(
     if options.grammar is not None:
         arguments = joint.load("grammar").with_grammar(unwrap(model), options.grammar, arguments)
     make = functools.partial(EngineRequest, options=options, text=text, plan=plan)
-    use = preparing(make, model, prediction_ids(options.prediction, options.tokenizer))
+    use = custom_generate_for(make, model, prediction_ids(options.prediction, options.tokenizer))
     with cleaning_up(model, arguments.get("generation_config")):
         try:
             _refuse_contexts(unwrap(model), arguments)
@@ -259,8 +259,8 @@ def refuse(what: str, why: str) -> None:
 
 def _refuse_contexts(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Refuse hooks and contexts that end with the caller's call: an engine decodes later, in its own thread."""
-    refuse_values_of_one_call(arguments, "lade.Engine")
-    refuse_hooks_of_one_call(model, "lade.Engine")
+    refuse_adapter_arguments(arguments, "lade.Engine")
+    refuse_adapter_hooks(model, "lade.Engine")
     if torch.is_autocast_enabled(input_device(model).type):
         refuse("torch.autocast", "it decodes in a thread of its own, which has none; load the model in that dtype")
 
@@ -269,7 +269,7 @@ def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) ->
     """Return the prompt as an int64 tensor, `[1, L]`."""
     if not isinstance(input_ids, torch.Tensor):
         if isinstance(input_ids, str | Mapping) or any(isinstance(token, str) for token in input_ids):
-            raise InputError(why_no_ids("input_ids", input_ids))
+            raise InputError(not_ids_message("input_ids", input_ids))
         if not all(isinstance(token, int) for token in input_ids):
             raise InputError("input_ids are no whole numbers: give the ids of one prompt, [L] or [1, L]")
         input_ids = torch.tensor(input_ids, dtype=torch.long)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from lade.backends.cpu.packing import pack as packing
 from lade.errors import UnsupportedModelError
+from lade.model import joint
 from lade.model.backend import runner_for
 from lade.model.facts import ModelFacts
 from lade.model.support.supports import supports
@@ -35,20 +35,21 @@ def pack_if_it_pays(model: PreTrainedModel, *, folder: Path | None = None) -> st
     Returns:
         Why it was not packed; None if it was.
     """
+    cpu = joint.load("cpu")
     try:
-        if not packing.packable(model):
+        if not cpu.packable(model):
             return "its layers are small"
     except UnsupportedModelError as problem:
         return str(problem)
     before = _cost_of(model, folder)
     if before is None:
         return "what its steps take cannot be measured beforehand"
-    packing.pack(model)
+    cpu.pack(model)
     after = _cost_of(model, folder)
     assert after is not None  # as before
     if pays(before, after):
         return None
-    packing.unpack(model)
+    cpu.unpack(model)
     return "its steps would be slower: " + ", ".join(
         f"{size} tokens {1e3 * before.seconds(size):.1f} ms, packed {1e3 * after.seconds(size):.1f}"
         for size in (1, FEW)

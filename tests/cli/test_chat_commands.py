@@ -67,7 +67,7 @@ def test_a_chat_says_what_plain_generate_says_to_the_whole_conversation(chat, pl
     assert chat(*TURNS, arguments=arguments).answers == plainly(TURNS)
     sampled = chat(*TURNS, path=sampling, arguments=[*arguments, "--seed", 5]).answers
     assert sampled == plainly(TURNS, seed=5, **SAMPLED) != plainly(TURNS)
-    assert chat(*TURNS, path=sampling, arguments=[*arguments, "--greedy"]).answers == plainly(TURNS)
+    assert chat(*TURNS, path=sampling, arguments=[*arguments, "--temperature", 0]).answers == plainly(TURNS)
 
 
 def test_how_tokens_are_chosen_is_said_first(chat, sampling):
@@ -75,29 +75,27 @@ def test_how_tokens_are_chosen_is_said_first(chat, sampling):
         return chat(path=path, arguments=arguments).stderr.splitlines()[1]
 
     limits = "temperature 2.5, top_k 6, top_p 0.9"
-    assert said(sampling) == f"samples as the checkpoint asks: {limits} · --greedy: not"
-    assert said(sampling, "--temperature", 1, "--top-k", 0) == (
-        "samples as the checkpoint asks: temperature 1, top_k 0, top_p 0.9 · --greedy: not"
-    )
-    assert said(sampling, "--do-sample") == f"samples as --do-sample asks: {limits}"
-    assert said(sampling, "--greedy") == "takes the likeliest tokens as --greedy asks; the checkpoint would sample"
+    assert said(sampling) == f"sampling as the checkpoint asks: {limits} · greedy with --temperature 0"
+    assert said(sampling, "--temperature", 1, "--top-k", 0) == "sampling: temperature 1, top_k 0, top_p 0.9"
+    assert said(sampling, "--do-sample") == f"sampling: {limits}"
+    assert said(sampling, "--temperature", 0) == "greedy; the checkpoint asks for sampling"
 
 
 def test_a_checkpoint_that_asks_for_nothing_is_greedy(chat, templated):
     lines = chat(path=templated).stderr.splitlines()
-    assert lines[1] == "takes the likeliest tokens, as the checkpoint asks for no sampling · --do-sample: samples"
+    assert lines[1] == "greedy, as the checkpoint asks for no sampling · sampling with --temperature T"
 
 
 def test_greedy_and_sampling_options_contradict_each_other(lade, sampling):
-    fails(lade("chat", "-m", sampling, "--greedy", "--do-sample"), "greedy=True", "--do-sample")
-    for option, value in (("--temperature", 1.0), ("--seed", 3), ("--min-p", 0.1)):
-        fails(lade("chat", "-m", sampling, "--greedy", option, value), f"{option[2:]}={value}", "--greedy")
+    fails(lade("chat", "-m", sampling, "--temperature", 0, "--do-sample"), "--temperature 0", "--do-sample")
+    for option, value in (("--top-k", 3), ("--seed", 3), ("--min-p", 0.1)):
+        fails(lade("chat", "-m", sampling, "--temperature", 0, option, value), f"{option} {value}", "--temperature")
 
 
 def test_a_checkpoint_out_of_range_is_said_before_the_first_turn(lade, templated, tmp_path, edited):
     copy = edited(templated, tmp_path / "m", generation_config={"do_sample": True, "temperature": 0.0})
     fails(lade("chat", "-m", copy), "generation_config", "--temperature")
-    assert lade("chat", "-m", copy, "--greedy", stdin="").exit_code == 0
+    assert lade("chat", "-m", copy, "--temperature", 0, stdin="").exit_code == 0
 
 
 def test_a_system_prompt_holds_from_the_next_turn_on_and_can_be_taken_back(chat, plainly):
@@ -105,7 +103,7 @@ def test_a_system_prompt_holds_from_the_next_turn_on_and_can_be_taken_back(chat,
     with_it = plainly(TURNS[:2], before=WITH_SYSTEM)
     assert result.answers == [*with_it, with_it[0], plainly(TURNS[:1])[0]]
     assert with_it[0] != plainly(TURNS[:1])[0]
-    assert "the system prompt is gone" in result.stderr and "there is no system prompt" in result.stderr
+    assert "system prompt removed" in result.stderr and "there is no system prompt" in result.stderr
     assert chat(TURNS[0], arguments=["--system", "be brief"]).answers == with_it[:1]
 
 
@@ -124,12 +122,12 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% for m in messages if m['role'] != 'system' %}" + TEMPLATE[26:], "leaves system prompts out"),
+        ("{% for m in messages if m['role'] != 'system' %}" + TEMPLATE[26:], "ignores system prompts"),
         (
             "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}" + TEMPLATE,
             "No system!",
         ),
-        (None, "no chat template"),
+        (None, "chat template"),
     ],
 )
 def test_a_system_prompt_that_the_model_would_not_see_is_refused(
@@ -157,7 +155,7 @@ def test_retry_draws_with_the_next_seed(chat, plainly, sampling):
     result = chat(TURNS[0], "/retry", path=sampling, arguments=["--seed", 7])
     assert result.answers == [plainly(TURNS[:1], seed=seed, **SAMPLED)[0] for seed in (7, 8)]
     assert result.answers[0] != result.answers[1]
-    assert "nothing was said yet" in chat("/retry").stderr
+    assert "error: " in chat("/retry").stderr
 
 
 @pytest.mark.slow
@@ -186,11 +184,11 @@ def test_a_conversation_goes_on_from_a_file(chat, request, kind, tmp_path):
         ("[" * 100_000, "no JSON"),
         ("[]", '"messages"'),
         ('{"messages": 3}', '"messages"'),
-        ('{"messages": [3]}', "message 1 is none of the role user"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "message 1 is none of the role user"),
+        ('{"messages": [3]}', "message 1"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "message 1"),
         ('{"messages": [{"role": "user", "content": null}]}', "message 1 has no text"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "message 1 is not Unicode"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "no answer"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "unanswered"),
         (json.dumps({"messages": [{"role": role, "content": "x" * 300} for role in ("user", "assistant")]}), "512"),
     ],
 )
@@ -208,15 +206,13 @@ def test_what_cannot_be_saved(chat, tmp_path):
     result = chat(f"/save {tmp_path / 'c.json'}", TURNS[0], "/save", f"/save {tmp_path / 'notes.txt'}",
                   f"/save {tmp_path / 'no' / 'c.json'}", f"/save {tmp_path}")  # fmt: skip
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    for line, words in zip(
-        lines, ("nothing was said", "/save FILE", "holds no conv", "No such", "holds no"), strict=True
-    ):
+    for line, words in zip(lines, ("nothing to save", "/save FILE", "is no conv", "No such", "is no"), strict=True):
         assert words in line
     assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_answer_that_was_cut_is_marked(chat, templated, tmp_path, edited, plainly, tokenizer):
-    assert chat(TURNS[0]).stderr.count(f"[cut after {NEW} tokens; --max-new-tokens allows more]") == 1
+    assert chat(TURNS[0]).stderr.count(f"[cut off after {NEW} tokens; --max-new-tokens allows more]") == 1
     (answer,) = plainly(TURNS[:1])
     last = tokenizer(answer)["input_ids"][-1]
     place = tokenizer(answer)["input_ids"].index(last)
@@ -235,12 +231,12 @@ def test_text_of_several_lines_is_one_turn(chat, plainly):
 
 def test_commands_take_what_they_take(chat):
     result = chat("/reset now", "/quit later", "/etc", "/load", "/exit")
-    lines = [line for line in result.stderr.splitlines() if line.startswith(("error", "there"))]
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("error", "unknown"))]
     assert lines == [
-        "error: /reset takes nothing after it: give /reset",
-        "error: /quit takes nothing after it: give /quit",
-        "there is no /etc: /help lists the commands",
-        "error: /load needs the name of a file: give /load FILE",
+        "error: /reset takes no argument",
+        "error: /quit takes no argument",
+        "unknown command /etc: /help lists the commands",
+        "error: /load needs a file: /load FILE",
     ]
 
 
@@ -251,7 +247,7 @@ def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch
     from lade.cli import run as decoding
     from lade.cli.conversation import Conversation
 
-    original, answered, pressed = decoding.stream, Conversation.answered, []
+    original, answered, pressed = decoding.stream, Conversation.add_answer, []
 
     def stream(*args, **kwargs):
         for step in original(*args, **kwargs):
@@ -269,7 +265,7 @@ def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch
         answered(self, turn, answer)
 
     monkeypatch.setattr(decoding, "stream", stream)
-    monkeypatch.setattr(Conversation, "answered", interrupted)
+    monkeypatch.setattr(Conversation, "add_answer", interrupted)
     result = chat(TURNS[0], "/reset", *TURNS)
     assert "interrupted" in result.stderr and len(result.answers) == 4
     assert len(result.answers[0]) < NEW and result.answers[1:] == plainly(TURNS)
@@ -278,13 +274,13 @@ def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch
 def test_ctrl_c_that_comes_after_the_last_step_changes_nothing(chat, plainly, monkeypatch):
     from lade.cli.conversation import Conversation
 
-    answered = Conversation.answered
+    answered = Conversation.add_answer
 
     def interrupted(self, turn, answer):
         signal.raise_signal(signal.SIGINT)
         answered(self, turn, answer)
 
-    monkeypatch.setattr(Conversation, "answered", interrupted)
+    monkeypatch.setattr(Conversation, "add_answer", interrupted)
     result = chat(*TURNS)
     assert result.answers == plainly(TURNS) and "interrupted" not in result.stderr
 

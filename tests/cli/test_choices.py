@@ -85,6 +85,14 @@ def test_sampling_is_that_of_model_generate_with_the_same_seed(generate, expecte
         assert (report["do_sample"], report["num_beams"], report["seed"]) == (True, 1, 11)
 
 
+def test_a_temperature_above_0_samples_and_0_does_not(generate, expected):
+    report = generate("--temperature", 1.5, "--seed", 11)
+    assert report["token_ids"] == expected(seed=11, do_sample=True, temperature=1.5)
+    assert report["do_sample"] is True and report["seed"] == 11
+    report = generate("--temperature", 0)
+    assert report["token_ids"] == expected(do_sample=False) and report["do_sample"] is False
+
+
 def test_an_explicit_method_samples_as_well_once_the_library_does(lade, generate, served, folder, expected):
     arguments = ["--do-sample", "--seed", 3, "--window", 4, "--ngram", 3]
     if served(do_sample=True):
@@ -110,7 +118,7 @@ def test_the_seed_is_in_the_statistics_line(lade, folder):
 def test_each_line_of_a_file_can_be_repeated_on_its_own(lade, folder, generate, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    result = lade("generate", "-m", folder, "--prompt-file", file, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
+    result = lade("generate", "-m", folder, "--prompts", file, "-n", NEW, "--json", "--do-sample", "--top-k", 20)
     for line, prompt in zip(result.stdout.splitlines(), ("one", "two"), strict=True):
         report = json.loads(line)
         again = generate("--do-sample", "--top-k", 20, "--seed", report["seed"], prompt=prompt)
@@ -219,23 +227,24 @@ def test_ctrl_c_gives_the_best_beam_so_far_and_a_second_one_nothing(lade, folder
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--temperature", 0.7], ["temperature=0.7", "--do-sample"]),
-        (["--top-k", 0], ["top-k=0", "--do-sample"]),
-        (["--top-p", 0.9], ["top-p=0.9", "--do-sample"]),
-        (["--min-p", 0.1], ["min-p=0.1", "--do-sample"]),
-        (["--seed", 0], ["seed=0", "--do-sample"]),
-        (["--do-sample", "--temperature", 0], ["temperature=0.0", "> 0"]),
-        (["--do-sample", "--temperature", "nan"], ["temperature=nan", "> 0"]),
-        (["--do-sample", "--temperature", "inf"], ["temperature=inf", "> 0"]),
-        (["--do-sample", "--top-k", -1], ["top-k=-1", "0 for no limit"]),
-        (["--do-sample", "--top-p", 0], ["top-p=0.0", "> 0 and <= 1"]),
-        (["--do-sample", "--top-p", 1.1], ["top-p=1.1", "> 0 and <= 1"]),
-        (["--do-sample", "--min-p", -0.1], ["min-p=-0.1", "from 0 to 1"]),
-        (["--do-sample", "--min-p", 1.1], ["min-p=1.1", "from 0 to 1"]),
-        (["--do-sample", "--seed", -1], ["seed=-1", "from 0 to"]),
-        (["--do-sample", "--seed", 2**63], ["seed=9223372036854775808", "from 0 to"]),
-        (["--repetition-penalty", 0], ["repetition-penalty=0.0", "> 0"]),
-        (["--num-beams", 0], ["num-beams=0", ">= 1"]),
+        (["--temperature", -0.5], ["--temperature -0.5", "0 for greedy"]),
+        (["--temperature", 0, "--seed", 3], ["--seed 3", "--temperature above 0"]),
+        (["--top-k", 0], ["--top-k 0", "--do-sample"]),
+        (["--top-p", 0.9], ["--top-p 0.9", "--do-sample"]),
+        (["--min-p", 0.1], ["--min-p 0.1", "--do-sample"]),
+        (["--seed", 0], ["--seed 0", "--do-sample"]),
+        (["--do-sample", "--temperature", 0], ["--temperature 0", "--do-sample"]),
+        (["--do-sample", "--temperature", "nan"], ["--temperature nan", "1e-10"]),
+        (["--do-sample", "--temperature", "inf"], ["--temperature inf", "1e-10"]),
+        (["--do-sample", "--top-k", -1], ["--top-k -1", "0 for no limit"]),
+        (["--do-sample", "--top-p", 0], ["--top-p 0.0", "> 0 and <= 1"]),
+        (["--do-sample", "--top-p", 1.1], ["--top-p 1.1", "> 0 and <= 1"]),
+        (["--do-sample", "--min-p", -0.1], ["--min-p -0.1", "from 0 to 1"]),
+        (["--do-sample", "--min-p", 1.1], ["--min-p 1.1", "from 0 to 1"]),
+        (["--do-sample", "--seed", -1], ["--seed -1", "from 0 to"]),
+        (["--do-sample", "--seed", 2**63], ["--seed 9223372036854775808", "from 0 to"]),
+        (["--repetition-penalty", 0], ["--repetition-penalty 0.0", "> 0"]),
+        (["--num-beams", 0], ["--num-beams 0", ">= 1"]),
         (["--stop", ""], ["--stop", "empty"]),
         (["--stop", "caf\udce9"], ["--stop", "not UTF-8"]),
     ],
@@ -251,7 +260,7 @@ def test_a_stop_text_that_no_tokens_spell(lade, folder, tmp_path, edited):
     data["model"]["vocab"] = {"ab" if token == "h" else token: i for token, i in data["model"]["vocab"].items()}
     (copy / "tokenizer.json").write_text(json.dumps(data))
     for command in (["generate", "-p", "a"], ["chat"]):
-        fails(lade(command[0], "-m", copy, *command[1:], "--stop", "h"), "stop='h'", "spell")
+        fails(lade(command[0], "-m", copy, *command[1:], "--stop", "h"), "--stop h", "spell")
 
 
 def test_range_checks_take_what_is_just_in_range():
@@ -282,5 +291,5 @@ def test_a_chat_stops_and_penalises(lade, folder, generate):
 
 
 def test_a_chat_has_no_beams(lade, folder):
-    fails(lade("chat", "-m", folder, "--num-beams", 2), "num-beams=2", "lade generate")
+    fails(lade("chat", "-m", folder, "--num-beams", 2), "--num-beams 2", "lade generate")
     assert lade("chat", "-m", folder, "--num-beams", 1, stdin="").exit_code == 0

@@ -34,15 +34,15 @@ def generate(lade, folder):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--window", -1], ["window=-1", ">= 0"]),
-        (["--ngram", 1], ["ngram=1", ">= 2"]),
-        (["--guesses", -2], ["guesses=-2", ">= 0"]),
-        (["--max-new-tokens", 0], ["max-new-tokens=0", ">= 1"]),
-        (["--method", "magic"], ["'magic'", "plain, lookahead, adaptive, auto"]),
+        (["--window", -1], ["--window -1", ">= 0"]),
+        (["--ngram", 1], ["--ngram 1", ">= 2"]),
+        (["--guesses", -2], ["--guesses -2", ">= 0"]),
+        (["--max-new-tokens", 0], ["--max-new-tokens 0", ">= 1"]),
+        (["--method", "magic"], ["magic", "plain, lookahead, adaptive, auto"]),
         (["--method", "plain", "--window", 3], ["--window 3", "leave out"]),
-        (["--dtype", "int8"], ["'int8'", "float32"]),
-        (["--device", "abacus"], ["'abacus'", "cpu"]),
-        (["--device", "cuda:99"], ["'cuda:99'", "cpu"]),
+        (["--dtype", "int8"], ["int8", "float32"]),
+        (["--device", "abacus"], ["abacus", "cpu"]),
+        (["--device", "cuda:99"], ["cuda:99", "cpu"]),
         (["-"], ["exactly one prompt"]),
         (["hello"], ["exactly one prompt"]),
     ],
@@ -55,10 +55,10 @@ def test_prompts_that_are_none(generate, monkeypatch):
     fails(generate(prompt=""), "empty")
     for dash in ([], ["-"]):
         for stdin in ("", "\n"):
-            fails(generate(*dash, prompt=None, stdin=stdin), "standard input is empty", "--prompt-file")
+            fails(generate(*dash, prompt=None, stdin=stdin), "standard input is empty", "--prompts")
     fails(generate("", prompt=None), "empty")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    with pytest.raises(InputError, match=r"exactly one prompt .* --prompt-file FILE, or through a pipe"):
+    with pytest.raises(InputError, match=r"exactly one prompt .* --prompts FILE, or through a pipe"):
         Source().read()
     monkeypatch.undo()
     fails(generate("-", prompt=None, stdin=b"caf\xe9 au lait"), "standard input", "not UTF-8", "byte 3")
@@ -67,13 +67,13 @@ def test_prompts_that_are_none(generate, monkeypatch):
 
 
 def test_prompt_files(generate, tmp_path):
-    fails(generate("--prompt-file", tmp_path / "none.txt", prompt=None), "none.txt", "No such file")
-    fails(generate("--prompt-file", tmp_path, prompt=None), tmp_path, "directory")
+    fails(generate("--prompts", tmp_path / "none.txt", prompt=None), "none.txt", "No such file")
+    fails(generate("--prompts", tmp_path, prompt=None), tmp_path, "directory")
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 au lait")
-    fails(generate("--prompt-file", latin, prompt=None), "latin.txt", "not UTF-8 at byte 3")
+    fails(generate("--prompts", latin, prompt=None), "latin.txt", "not UTF-8 at byte 3")
     latin.write_text("")
-    fails(generate("--prompt-file", latin, prompt=None), "empty")
+    fails(generate("--prompts", latin, prompt=None), "empty")
     lines = tmp_path / "p.jsonl"
     good = '{"prompt": "fine"}\n'
     for bad, words in [
@@ -85,9 +85,9 @@ def test_prompt_files(generate, tmp_path):
         ('{"prompt": "\\ud800"}', ["line 2", "UTF-8"]),
     ]:
         lines.write_text(good + bad + "\n")
-        fails(generate("--prompt-file", lines, prompt=None), *words)
+        fails(generate("--prompts", lines, prompt=None), *words)
     lines.write_text("\n")
-    fails(generate("--prompt-file", lines, prompt=None), "no lines")
+    fails(generate("--prompts", lines, prompt=None), "no lines")
 
 
 @pytest.mark.slow
@@ -149,9 +149,9 @@ def test_an_explicit_method_is_not_replaced(generate, lade, unsupported):
 def test_the_other_commands(lade, folder, tmp_path):
     fails(lade("info", "-m", tmp_path), "no config.json")
     fails(lade("chat", "-m", tmp_path), "no config.json")
-    fails(lade("demo", "-m", folder, "--prompts", 0), "prompts=0")
+    fails(lade("demo", "-m", folder, "--limit", 0), "--limit 0")
     fails(lade("demo", "-m", folder, "-p", ""), "empty")
-    fails(lade("demo", "-m", folder, "--ngram", 1), "ngram=1")
+    fails(lade("demo", "-m", folder, "--ngram", 1), "--ngram 1")
 
 
 def test_debug_shows_the_traceback(generate, tmp_path):

@@ -92,17 +92,17 @@ def test_penalties_of_a_checkpoint_stay(lade, folder, model, tokenizer, tmp_path
 def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one two"}\n\n{"prompt": "three é", "id": 3}\n')
-    lines = lade("generate", "-m", folder, "--prompt-file", file, "-n", 12, "--json").stdout.splitlines()
+    lines = lade("generate", "-m", folder, "--prompts", file, "-n", 12, "--json").stdout.splitlines()
     texts = ["one two", "three é"]
     assert [json.loads(line)["token_ids"] for line in lines] == [plain(tokenizer(t)["input_ids"], 12) for t in texts]
-    result = lade("generate", "-m", folder, "--prompt-file", file, "-n", 12)
+    result = lade("generate", "-m", folder, "--prompts", file, "-n", 12)
     assert result.stdout == "\n\n".join(json.loads(line)["text"] for line in lines) + "\n"
 
 
 def test_other_files_are_one_prompt_as_they_are(lade, folder, plain, tokenizer, tmp_path):
     file = tmp_path / "prompt.json"
     file.write_text("two\nlines\n")
-    report = json.loads(lade("generate", "-m", folder, "--prompt-file", file, "-n", 12, "--json").stdout)
+    report = json.loads(lade("generate", "-m", folder, "--prompts", file, "-n", 12, "--json").stdout)
     assert report["token_ids"] == plain(tokenizer("two\nlines\n")["input_ids"], 12)
 
 
@@ -114,7 +114,7 @@ def test_a_dash_reads_standard_input_without_its_last_newline(lade, folder, plai
 def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade, unsupported, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    result = lade("generate", "-m", unsupported, "--prompt-file", file, "-n", 12, "--json")
+    result = lade("generate", "-m", unsupported, "--prompts", file, "-n", 12, "--json")
     assert result.exit_code == 0
     (warning,) = result.stderr.splitlines()
     assert warning.startswith("decoding plainly: GPTNeoForCausalLM")
@@ -216,7 +216,7 @@ def test_a_prediction_without_use_is_refused(lade, folder, tmp_path, more, says)
 def test_of_16_bits_one_quiet_line_is_said(lade, folder, tmp_path, many):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{PROMPT} {number}"}) + "\n" for number in range(2)))
-    ask = ["generate", "-m", folder, "--max-new-tokens", 4, *(["--prompt-file", prompts] if many else ["-p", PROMPT])]
+    ask = ["generate", "-m", folder, "--max-new-tokens", 4, *(["--prompts", prompts] if many else ["-p", PROMPT])]
     line = "bfloat16: where two tokens score almost equally the output may differ from plain decoding; "
     said = lade(*ask, "--dtype", "bfloat16").stderr
     assert said.splitlines().count(f"{line}--invariant prevents it") == 1 and "PrecisionWarning" not in said

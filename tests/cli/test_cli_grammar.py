@@ -47,7 +47,7 @@ def test_answers_follow_it_alone_and_in_batches(lade, folder, model, tokenizer, 
     assert json.loads(alone.stdout)["token_ids"] == plain
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    many = ["--prompt-file", prompts, "--batch-size", 2, "--out", out]
+    many = ["--prompts", prompts, "--batch-size", 2, "--out", out]
     assert lade("generate", *many, *common).exit_code == 0
     assert json.loads(out.read_text())["token_ids"] == plain
     if kind != "schema":  # the lines are of another form
@@ -59,13 +59,13 @@ def test_answers_follow_it_alone_and_in_batches(lade, folder, model, tokenizer, 
     ("more", "says"),
     [
         (["--json-schema", "nowhere.json"], "JSON schema file 'nowhere.json' cannot be read"),
-        (["--regex", "a", "--grammar", "x.lark"], "leave out --regex, or this"),
-        (["--regex", "(?=a)b"], "regex='(?=a)b' is not valid: the grammar cannot be used: "),
+        (["--regex", "a", "--grammar", "x.lark"], "--regex"),
+        (["--regex", "(?=a)b"], "--regex '(?=a)b': the grammar cannot be used: "),
         (["--regex", "(?=a)b"], "look-ahead"),
         (["--regex", ""], "empty"),
-        (["--grammar", "none.lark"], "grammar='none.lark' is not valid: the grammar cannot be used: "),
-        (["--json-schema", "none.json"], "json-schema='none.json' is not valid: the schema cannot be used: "),
-        (["--json-schema", "never.json"], "json-schema='never.json' is not valid: the grammar cannot be used: "),
+        (["--grammar", "none.lark"], "--grammar none.lark: the grammar cannot be used: "),
+        (["--json-schema", "none.json"], "--json-schema none.json: the schema cannot be used: "),
+        (["--json-schema", "never.json"], "--json-schema never.json: the grammar cannot be used: "),
     ],
 )
 def test_what_is_none_is_refused(lade, folder, more, says, tmp_path, monkeypatch):

@@ -179,7 +179,7 @@ def test_noise_kept_aside_goes_on_where_it_was():
 
 
 def test_the_demo_samples_if_asked(lade, folder, model, tokenizer):
-    arguments = ["demo", "-m", folder, "-p", PROMPT, "-n", 20, "--do-sample", "--temperature", 1.5, "--seed", 4]
+    arguments = ["demo", "-m", folder, "-p", PROMPT, "-n", 20, "--temperature", 1.5, "--seed", 4]
     for race in json.loads(lade(*arguments, "--json").stdout)["races"]:
         assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == sample(model, tokenizer, 4, 1.5)
         assert (race["do_sample"], race["temperature"], race["seed"]) == (True, 1.5, 4)
@@ -190,7 +190,7 @@ def test_the_demo_samples_if_asked(lade, folder, model, tokenizer):
 
 
 def test_the_embedded_model_is_what_the_demo_shows(lade):
-    result = lade("demo", "--prompts", 1, "-n", 12, "--json")
+    result = lade("demo", "--limit", 1, "-n", 12, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["same_tokens"] is True
 

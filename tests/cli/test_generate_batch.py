@@ -15,9 +15,10 @@ from test_cli_generate import FIELDS
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from lade.cli.batch import engine_run as batch_run
-from lade.cli.batch.engine_run import Answers, in_order
-from lade.cli.batch.files import AnswerFile
+from lade.cli.batch import prompt_job, runner
+from lade.cli.batch.prompt_job import PromptJob
+from lade.cli.batch.result_file import ResultFile
+from lade.cli.batch.runner import completed
 from lade.cli.main import app
 from lade.hf import job
 from lade.serving import batch as serving_batch
@@ -47,7 +48,7 @@ def known_cost_of_batches(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(batch_run, "_POLL_S", 0.001)
+    monkeypatch.setattr(runner, "POLL_S", 0.001)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def generate(lade, folder, prompts):
     """`lade generate` of the prompts, two at a time."""
 
     def run(*arguments, model=folder, prompts=prompts, size=2, new=NEW):
-        own = ["-m", model, "--prompt-file", prompts, "--batch-size", size, "-n", new]
+        own = ["-m", model, "--prompts", prompts, "--batch-size", size, "-n", new]
         return lade("generate", *own, *arguments)
 
     return run
@@ -98,7 +99,7 @@ def timeless(entries):
 @pytest.mark.parametrize("sampling", [[], [*SAMPLED, "--repetition-penalty", 1.5, "--stop", "ab"]], ids=["", "drawn"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda arguments: "-".join(map(str, arguments)) or "auto")
 def test_answers_are_those_without_batches(lade, generate, folder, prompts, method, sampling):
-    alone = lade("generate", "-m", folder, "--prompt-file", prompts, "-n", NEW, "--json", *method, *sampling)
+    alone = lade("generate", "-m", folder, "--prompts", prompts, "-n", NEW, "--json", *method, *sampling)
     expected = [json.loads(line) for line in alone.stdout.splitlines()]
     for size in (1, 2, 5):
         result = generate("--json", *method, *sampling, size=size)
@@ -126,7 +127,7 @@ def test_answers_are_those_of_model_generate(generate, model, tokenizer, plain):
 def test_a_prompt_may_contain_the_padding_token(lade, generate, folder, prompts, tokenizer, tmp_path, edited):
     padding = tokenizer("o")["input_ids"][0]
     copy = edited(folder, tmp_path / "m", generation_config={"pad_token_id": padding, "eos_token_id": 0})
-    alone = lade("generate", "-m", copy, "--prompt-file", prompts, "-n", NEW, "--json").stdout.splitlines()
+    alone = lade("generate", "-m", copy, "--prompts", prompts, "-n", NEW, "--json").stdout.splitlines()
     together = generate(model=copy).stdout.splitlines()
     assert [json.loads(line)["token_ids"] for line in together] == [json.loads(line)["token_ids"] for line in alone]
 
@@ -137,7 +138,7 @@ def test_a_table_of_positions_ends_the_texts(lade, generate, unsupported, prompt
     GPT2LMHeadModel(config).save_pretrained(copy)
     result = generate(model=copy)
     assert result.exit_code == 0 and "ends there" in result.stderr, result.output
-    alone = lade("generate", "-m", copy, "--prompt-file", prompts, "-n", NEW, "--json").stdout.splitlines()
+    alone = lade("generate", "-m", copy, "--prompts", prompts, "-n", NEW, "--json").stdout.splitlines()
     together = [json.loads(line)["token_ids"] for line in result.stdout.splitlines()]
     assert together == [json.loads(line)["token_ids"] for line in alone]
     assert min(map(len, together)) < NEW
@@ -168,8 +169,8 @@ def test_a_file_gets_the_lines_and_the_terminal_a_summary(generate, out):
     result = generate("--out", out)
     assert (result.exit_code, result.stdout) == (0, "")
     (summary,) = result.stderr.splitlines()
-    assert f"{NEW * len(TEXTS)} tokens in " in summary and "tokens a step" in summary
-    assert f"{str(out)!r} has {len(TEXTS)} lines" in summary
+    assert f"{NEW * len(TEXTS)} tokens in " in summary and "tokens per step" in summary
+    assert f"{str(out)!r} has {len(TEXTS)} prompts" in summary
     assert timeless(read(out)) == timeless(map(json.loads, generate().stdout.splitlines()))
     out.unlink()
     assert generate("--out", out, "--json").stderr == ""
@@ -195,7 +196,7 @@ def test_a_run_goes_on_where_it_was_ended(generate, whole, out, lines):
     assert result.exit_code == 0, result.output
     assert out.read_bytes().startswith(kept), "lines that are there stay as they are"
     assert timeless(read(out)) == timeless(read(whole))
-    said = f"continuing after {int(lines)} of 7 prompts" if lines < 7 else f"{str(out)!r} is complete: 7 lines"
+    said = f"continuing after {int(lines)} of 7 prompts" if lines < 7 else f"{str(out)!r} is complete: 7 prompts"
     assert (said in result.stderr) == (lines >= 1)
 
 
@@ -279,9 +280,9 @@ def test_other_prompts_are_refused(generate, whole, prompts, edit, words):
     ("content", "words"),
     [
         ('{"prompt": "say it again, say it"}\n', ["line is 1 here, but null in line 1"]),
-        ('{"prompt": "say it again, say it"}', ["ends with something else"]),
-        ('{"line": 1, "prompt": "say it too', ["ends with something else"]),
-        ("some text", ["ends with something else"]),
+        ('{"prompt": "say it again, say it"}', ["ends with something other"]),
+        ('{"line": 1, "prompt": "say it too', ["ends with something other"]),
+        ("some text", ["ends with something other"]),
         ("some text\n", ["damaged at line 1"]),
         ("[1]\n", ["damaged at line 1"]),
     ],
@@ -300,13 +301,49 @@ def test_the_prompts_themselves_are_not_written_over(generate, prompts):
     assert prompts.read_bytes() == before.replace(b"\n", b"")[:20]
 
 
+# Shards
+
+
+def test_shards_are_disjoint_and_together_the_whole(generate, whole, tmp_path):
+    lines = []
+    for number in (1, 2, 3):
+        file = tmp_path / f"{number}.jsonl"
+        assert generate("--out", file, "--shard", f"{number}/3").exit_code == 0
+        lines += read(file)
+    assert timeless(sorted(lines, key=lambda entry: entry["line"])) == timeless(read(whole))
+    assert [entry["line"] for entry in read(tmp_path / "2.jsonl")] == LINES[1::3]
+
+
+def test_a_shard_goes_on_where_it_was_ended_also_when_prompts_have_come_behind(generate, prompts, out):
+    shard = ("--out", out, "--resume", "--shard", "2/3")
+    assert generate(*shard).exit_code == 0
+    complete = read(out)
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    with prompts.open("a") as file:
+        file.write('{"prompt": "a"}\n{"prompt": "b"}\n')
+    result = generate(*shard)
+    assert result.exit_code == 0 and "continuing after 1 of 3 prompts" in result.stderr
+    assert timeless(read(out)[:2]) == timeless(complete) and read(out)[2]["prompt"] == "a"
+    fails(generate("--out", out, "--resume", "--shard", "1/3"), "line is 1 here, but 2", "another --out")
+
+
+def test_a_shard_without_prompts_is_done_at_once(generate, out):
+    result = generate("--out", out, "--shard", "9/9", model="no-model")
+    assert result.exit_code == 0 and out.read_bytes() == b""
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "a/b", "-1/2", "1/2/3"])
+def test_shards_that_are_none(generate, text):
+    fails(generate("--shard", text, model="no-model"), "shard", "I/N")
+
+
 # What ends a run
 
 
 @pytest.fixture
 def interrupting(monkeypatch):
     """Presses Ctrl-C when an answer is there, counted from 1, before its line is written."""
-    entry = Answers.entry
+    entry = PromptJob.entry
 
     def at(answer, times=1):
         left = [answer]
@@ -317,7 +354,7 @@ def interrupting(monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             return entry(self, line, handle)
 
-        monkeypatch.setattr(Answers, "entry", interrupted)
+        monkeypatch.setattr(PromptJob, "entry", interrupted)
 
     return at
 
@@ -353,20 +390,20 @@ def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
     """In a process of its own, as nothing else can be killed."""
     code = (
         "import os, signal, sys\n"
-        "from lade.cli.batch import output as batch_file\n"
-        "line, written = batch_file._line, []\n"
-        "def add(self, entry):\n"
-        "    text = line(entry)\n"
+        "from lade.cli.batch import result_file\n"
+        "encoded, written = result_file._encoded, []\n"
+        "def append(self, line):\n"
+        "    text = encoded(line)\n"
         "    with self.path.open('a') as file:\n"
         "        file.write(text if len(written) < 3 else text[:70])\n"
         "    if len(written) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    written.append(text)\n"
-        "batch_file.AnswerFile.add = add\n"
+        "result_file.ResultFile.append = append\n"
         "from lade.cli.main import main\n"
         "sys.argv = ['lade', 'generate', *sys.argv[1:]]\n"
         "main()\n"
     )
-    arguments = ["-m", folder, "--prompt-file", prompts, "--batch-size", 2, "-n", NEW, "--budget", 8, "--out", out]
+    arguments = ["-m", folder, "--prompts", prompts, "--batch-size", 2, "-n", NEW, "--budget", 8, "--out", out]
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
@@ -395,14 +432,14 @@ def failing(monkeypatch):
 
         return add(self, input_ids, on_step=on_step, **arguments)
 
-    begin = Answers.begin
+    submit = PromptJob.submit
 
-    def beginning(self, engine, line):
+    def submitting(self, line):
         state["text"] = self._batch.prompts[line].text
-        return begin(self, engine, line)
+        return submit(self, line)
 
     monkeypatch.setattr(Engine, "add", adding)
-    monkeypatch.setattr(Answers, "begin", beginning)
+    monkeypatch.setattr(PromptJob, "submit", submitting)
     return lambda *lines: state.update(lines=lines)
 
 
@@ -419,7 +456,7 @@ def test_a_request_that_fails_does_not_take_the_others_with_it(generate, whole, 
     assert [entry for entry in timeless(entries) if "error" not in entry] == good
     lines = result.stderr.splitlines()
     assert lines[0] == f"failed: {str(prompts)!r} line 2: RuntimeError: no luck"
-    assert lines[-1] == "2 of 7 prompts failed; the same command with --resume tries them again"
+    assert lines[-1] == "2 of 7 prompts failed; the same command with --resume retries them"
     assert "failed" in generate().stderr and "--resume" not in generate().stderr
 
 
@@ -475,14 +512,14 @@ def test_an_engine_that_breaks_down_ends_the_run(generate, prompts, out, monkeyp
 
 
 def test_a_disk_that_is_full(generate, out, monkeypatch):
-    add = AnswerFile.add
+    append = ResultFile.append
 
-    def adding(self, entry):
-        if entry["line"] == 4:
+    def appending(self, line):
+        if line["line"] == 4:
             self.path = self.path / "none"
-        add(self, entry)
+        append(self, line)
 
-    monkeypatch.setattr(AnswerFile, "add", adding)
+    monkeypatch.setattr(ResultFile, "append", appending)
     fails(generate("--out", out), "cannot be written", "--resume")
     assert len(read(out)) == 2
 
@@ -495,7 +532,7 @@ def no_engine(monkeypatch):
     def none(*args, **kwargs):
         raise AssertionError("too late")
 
-    monkeypatch.setattr(batch_run, "Engine", none)
+    monkeypatch.setattr(prompt_job, "Engine", none)
 
 
 def test_a_prompt_that_is_too_long(generate, prompts, out, no_engine):
@@ -525,21 +562,22 @@ def test_a_model_that_cannot_be_served_in_a_batch(generate, unsupported, out, me
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt-file", "PROMPTS", "--batch-size", 0], ["batch-size=0", ">= 1"]),
-        (["--prompt-file", "PROMPTS", "--batch-size", 2, "--num-beams", 2], ["num-beams=2", "--batch-size"]),
-        (["--prompt-file", "PROMPTS", "--batch-size", 2, "--num-beams", 0], ["num-beams=0", ">= 1"]),
-        (["--prompt-file", "PROMPTS", "--batch-size", 2, "--resume"], ["--resume", "--out FILE"]),
-        (["--prompt-file", "PROMPTS", "--batch-size", 2, "--out", "none/o.jsonl"], ["none", "does not exist"]),
-        (["--prompt-file", "PROMPTS", "--batch-size", 2, "--out", "."], ["out='.'", "no regular file"]),
-        (["--prompt-file", "PROMPTS", "--batch-size", 2, "-p", "x"], ["exactly one prompt"]),
-        (["--prompt-file", "PROMPTS", "--batch-size", 2, "-n", 0], ["max-new-tokens=0"]),
-        (["--prompt-file", "PROMPTS", "--out", "o.jsonl"], ["--out", "--batch-size"]),
-        (["--prompt-file", "PROMPTS", "--resume"], ["--resume", "--batch-size"]),
-        (["--prompt-file", "prompts.txt", "--batch-size", 2], ["batch-size=2", ".jsonl"]),
-        (["-p", "x", "--batch-size", 2], ["batch-size=2", "--prompt-file FILE.jsonl"]),
-        (["-", "--batch-size", 2], ["batch-size=2", "--prompt-file FILE.jsonl"]),
-        (["--batch-size", 2], ["batch-size=2", "--prompt-file FILE.jsonl"]),
-        (["--prompt-file", "none.jsonl", "--batch-size", 2], ["none.jsonl", "cannot be read"]),
+        (["--prompts", "PROMPTS", "--batch-size", 0], ["--batch-size 0", "from 1"]),
+        (["--prompts", "PROMPTS", "--batch-size", 2, "--num-beams", 2], ["--num-beams 2", "--batch-size"]),
+        (["--prompts", "PROMPTS", "--batch-size", 2, "--num-beams", 0], ["--num-beams 0", ">= 1"]),
+        (["--prompts", "PROMPTS", "--batch-size", 2, "--resume"], ["--resume", "--out FILE"]),
+        (["--prompts", "PROMPTS", "--batch-size", 2, "--out", "none/o.jsonl"], ["none", "does not exist"]),
+        (["--prompts", "PROMPTS", "--batch-size", 2, "--out", "."], ["--out .", "not a regular file"]),
+        (["--prompts", "PROMPTS", "--batch-size", 2, "-p", "x"], ["exactly one prompt"]),
+        (["--prompts", "PROMPTS", "--batch-size", 2, "-n", 0], ["--max-new-tokens 0"]),
+        (["--prompts", "PROMPTS", "--out", "o.jsonl"], ["--out", "--batch-size"]),
+        (["--prompts", "PROMPTS", "--resume"], ["--resume", "--batch-size"]),
+        (["--prompts", "PROMPTS", "--shard", "1/2"], ["--shard", "--batch-size"]),
+        (["--prompts", "prompts.txt", "--batch-size", 2], ["--batch-size 2", ".jsonl"]),
+        (["-p", "x", "--batch-size", 2], ["--batch-size 2", "--prompts FILE.jsonl"]),
+        (["-", "--batch-size", 2], ["--batch-size 2", "--prompts FILE.jsonl"]),
+        (["--batch-size", 2], ["--batch-size 2", "--prompts FILE.jsonl"]),
+        (["--prompts", "none.jsonl", "--batch-size", 2], ["none.jsonl", "cannot be read"]),
     ],
 )
 def test_options_that_do_not_go_together(lade, prompts, tmp_path, monkeypatch, arguments, words):
@@ -584,7 +622,7 @@ class Fake:
 def fakes(monkeypatch):
     """Handles by line; each poll lets the next one of `ends` end."""
     handles, ends = {}, []
-    monkeypatch.setattr(batch_run, "sleep", lambda seconds: handles[ends.pop(0)].future.set_result(None))
+    monkeypatch.setattr(runner, "sleep", lambda seconds: handles[ends.pop(0)].future.set_result(None))
 
     def begin(line):
         handles[line] = Fake()
@@ -596,7 +634,7 @@ def fakes(monkeypatch):
 def test_those_that_end_early_make_room_and_wait_for_their_turn(fakes):
     begin, handles, ends = fakes
     ends += [2, 3, 1, 4, 5]
-    requests = in_order([1, 2, 3, 4, 5], begin, 2, lambda: False)
+    requests = completed([1, 2, 3, 4, 5], begin, 2, lambda: False, ordered=True)
     assert next(requests)[0] == 1
     assert list(handles) == [1, 2, 3, 4], "2 made room for 3, 3 for 4"
     assert [line for line, _ in requests] == [2, 3, 4, 5]
@@ -606,17 +644,24 @@ def test_those_that_end_early_make_room_and_wait_for_their_turn(fakes):
 def test_stopping_yields_what_is_done_and_cancels_the_rest(fakes):
     begin, handles, ends = fakes
     ends += [2, 1]
-    requests = in_order([1, 2, 3, 4, 5, 6], begin, 3, lambda: not ends)
+    requests = completed([1, 2, 3, 4, 5, 6], begin, 3, lambda: not ends, ordered=True)
     assert [line for line, _ in requests] == [1, 2]
     assert [handle.future.cancelled() for handle in handles.values()] == [False, False, True, True]
     with pytest.raises(CancelledError):
         handles[3].future.result()
 
 
+def test_without_order_results_come_as_they_complete(fakes):
+    begin, _, ends = fakes
+    ends += [2, 3, 1, 4]
+    results = completed([1, 2, 3, 4], begin, 2, lambda: False, ordered=False)
+    assert [line for line, _ in results] == [2, 3, 1, 4]
+
+
 def test_leaving_early_cancels_too(fakes):
     begin, handles, ends = fakes
     ends += [1]
-    requests = in_order([1, 2, 3], begin, 2, lambda: False)
+    requests = completed([1, 2, 3], begin, 2, lambda: False, ordered=True)
     next(requests)
     requests.close()
     assert list(handles) == [1, 2] and handles[2].future.cancelled()
@@ -628,7 +673,7 @@ def test_leaving_early_cancels_too(fakes):
 @pytest.mark.slow
 def test_a_bar_is_on_a_terminal_only_and_beside_no_json(folder, prompts, out):
     def run(*arguments, **variables):
-        own = ["-m", str(folder), "--prompt-file", str(prompts), "--batch-size", "2", "-n", "12", *arguments]
+        own = ["-m", str(folder), "--prompts", str(prompts), "--batch-size", "2", "-n", "12", *arguments]
         return CliRunner().invoke(app, ["generate", *own], env=variables)
 
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}

@@ -12,18 +12,20 @@ from lade.cli.options.model import DEVICES, DTYPES, QUANTIZATIONS
 
 PANELS = {
     "Arguments": ["PROMPT"],
-    "Options": ["--prompt", "--prompt-file", "--max-new-tokens", "--image", "--prediction-file", "--help"],
+    "Options": ["--prompt", "--prompts", "--max-new-tokens", "--image", "--prediction-file", "--help"],
     "Chat template": ["--raw", "--system", "--chat-template-kwargs"],
-    "Many prompts": ["--batch-size", "--out", "--resume", "--replicas"],
+    "Batches": ["--batch-size", "--out", "--resume", "--shard"],
     "Choosing tokens": [
-        "--do-sample", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--repetition-penalty",
+        "--temperature", "--do-sample", "--top-k", "--top-p", "--min-p", "--seed", "--repetition-penalty",
         "--num-beams", "--stop",
     ],
-    "What the answer may be": ["--json-schema", "--regex", "--grammar"],
-    "Speed": ["--method", "--window", "--ngram", "--guesses", "--budget", "--memory", "--pack", "--invariant"],
-    "Model": [
-        "--model", "--revision", "--adapter", "--dtype", "--device", "--device-map", "--quantization",
-        "--weights", "--attn-implementation", "--trust-remote-code", "--token", "--cache-dir", "--local-files-only",
+    "Structured output": ["--json-schema", "--regex", "--grammar"],
+    "Speed": ["--method", "--memory", "--pack", "--invariant"],
+    "Draft sizes": ["--window", "--ngram", "--guesses", "--budget"],
+    "Model": ["--model", "--dtype", "--device"],
+    "Model loading": [
+        "--revision", "--adapter", "--device-map", "--quantization", "--weights", "--attn-implementation",
+        "--trust-remote-code", "--token", "--cache-dir", "--local-files-only",
     ],
     "Output": ["--json", "--quiet", "--no-color", "--debug"],
 }  # fmt: skip
@@ -64,6 +66,19 @@ def test_no_option_takes_more_than_a_few_lines_at_80_columns(command):
             assert height <= 3, (title, name)
 
 
+def test_flags_are_shown_alike_without_a_type():
+    for command in ("generate", "chat", "serve", "warm", "demo", "export-recipe"):
+        own = [line for line in shown(command) if "--help" not in line]
+        assert not any("<bool>" in line or "BOOLEAN" in line for line in own), command
+
+
+@pytest.mark.parametrize("command", ["demo", "plan"])
+def test_commands_for_a_first_look_have_no_expert_options(command):
+    assert not {"--revision", "--token", "--quantization"} & {
+        name for rows in panels(shown(command)).values() for name, _ in rows
+    }
+
+
 def test_every_option_has_a_help():
     def options(command, path):
         for parameter in command.params:
@@ -83,7 +98,7 @@ def test_every_option_has_a_help():
         (["generate", "--dtype", ""], DTYPES),
         (["info", "--device", ""], DEVICES),
         (["chat", "--method", ""], METHODS),
-        (["demo", "--quantization", ""], QUANTIZATIONS),
+        (["info", "--quantization", ""], QUANTIZATIONS),
     ],
 )
 def test_a_shell_completes_commands_options_and_values(words, expected):

@@ -14,7 +14,7 @@ from lade.cli.line_input import Entry, LineInput
 READER = """
 import sys
 from pathlib import Path
-from lade.cli.chat.line_input import LineInput
+from lade.cli.line_input import LineInput
 lines = LineInput(Path(sys.argv[1]) if sys.argv[1:] else None)
 print(lines.problem or "ready")
 while True:

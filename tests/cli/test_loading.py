@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 PROMPT = "say it again, say it"
 NEW = 20
-LOADING_COMMANDS = [["generate"], ["chat"], ["demo"], ["info"], ["tune"], ["warm"], ["bench"], ["bench", "scaling"]]
+LOADING_COMMANDS = [["generate"], ["chat"], ["info"], ["tune"], ["warm"], ["bench"], ["bench", "scaling"]]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_every_command_hands_the_options_on(lade, command, tmp_path):
     file.write_text('{"prompt": "one"}\n')
     needs = {"generate": ["-p", "x"], "warm": ["--prompts", file, "--out", tmp_path / "m"]}
     needs |= {"bench": ["--out", tmp_path / "b"], "scaling": ["--out", tmp_path / "s"]}
-    fails(lade(*command, *needs.get(command[-1], []), "--dtype", "int3"), "dtype='int3'", "bf16")
+    fails(lade(*command, *needs.get(command[-1], []), "--dtype", "int3"), "--dtype int3", "bf16")
 
 
 @pytest.mark.slow
@@ -99,20 +99,20 @@ def test_dtypes_have_short_names(folder, alias, dtype):
 
 def test_auto_takes_apples_gpu_where_there_is_one(generate, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    fails(generate(), "device='mps'", "give cpu")  # there is none here in truth
+    fails(generate(), "--device mps", "give cpu")  # there is none here in truth
 
 
 def test_a_device_map_instead_of_a_device(generate, plain, tokenizer):
     expected = plain(tokenizer(PROMPT)["input_ids"], NEW)
     assert ids_of(generate("--device-map", "cpu")) == ids_of(generate("--device-map", '{"": "cpu"}')) == expected
-    fails(generate("--device-map", "auto", "--device", "cpu"), "device-map='auto'", "--device cpu")
-    fails(generate("--device-map", '{"": '), "device-map=", "no JSON")
-    fails(generate("--device-map", '{"": "abacus"}'), "device-map=", "leave it out")
+    fails(generate("--device-map", "auto", "--device", "cpu"), "--device-map auto", "--device cpu")
+    fails(generate("--device-map", '{"": '), "--device-map", "no JSON")
+    fails(generate("--device-map", '{"": "abacus"}'), "--device-map", "abacus")
 
 
 def test_a_device_map_takes_accelerate(generate, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    fails(generate("--device-map", "auto"), "device-map='auto'", "pip install accelerate")
+    fails(generate("--device-map", "auto"), "--device-map auto", "pip install accelerate")
 
 
 # Attention, quantisation, adapters
@@ -123,7 +123,7 @@ def test_the_attention_can_be_chosen(lade, generate, folder, plain, tokenizer):
     facts = json.loads(lade("info", "-m", folder, "--json", "--attn-implementation", "eager").stdout)
     assert facts["attention"] == "eager"
     assert ids_of(generate("--attn-implementation", "eager")) == plain(tokenizer(PROMPT)["input_ids"], NEW)
-    fails(generate("--attn-implementation", "magic"), "attn-implementation='magic'", "sdpa or eager")
+    fails(generate("--attn-implementation", "magic"), "--attn-implementation magic", "sdpa or eager")
 
 
 def test_the_help_names_every_scheme():
@@ -131,9 +131,9 @@ def test_the_help_names_every_scheme():
 
 
 def test_schemes_are_named_and_their_libraries_too(generate, monkeypatch):
-    fails(generate("--quantization", "int3"), "quantization='int3'", ", ".join(SCHEMES), "installed here: ")
+    fails(generate("--quantization", "int3"), "--quantization int3", ", ".join(SCHEMES), "installed here: ")
     monkeypatch.setitem(SCHEMES, "bnb-4bit", Scheme("no-such", "no_such.module", dict))
-    fails(generate("--quantization", "bnb-4bit"), "quantization='bnb-4bit'", "pip install accelerate no-such")
+    fails(generate("--quantization", "bnb-4bit"), "--quantization bnb-4bit", "pip install accelerate no-such")
 
 
 def test_a_scheme_reaches_transformers(generate, folder, monkeypatch):
@@ -179,18 +179,18 @@ def test_an_adapter_says_what_peft_says(lade, generate, folder, adapter, plain, 
 
 
 def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
-    fails(generate("--adapter", tmp_path), "adapter=", "cannot be put into", "made for")
-    fails(generate("--adapter", adapter, model=model_path()), "adapter=", "cannot be put into", "made for")
+    fails(generate("--adapter", tmp_path), "--adapter", "cannot be loaded into")
+    fails(generate("--adapter", adapter, model=model_path()), "--adapter", "cannot be loaded into")
     shutil.copytree(adapter, tmp_path / "other")
     weights = load_file(adapter / "adapter_model.safetensors")
     first = min(weights)
     missing = {name: weight for name, weight in weights.items() if name != first}
     for changed in (missing, {**weights, first.replace("layers.0", "layers.7"): weights[first].clone()}):
         save_file(changed, tmp_path / "other" / "adapter_model.safetensors")
-        fails(generate("--adapter", tmp_path / "other"), "adapter=", "its weights are not those", "made for")
-    fails(generate("--adapter", "./none"), "adapter='./none'", "no folder")
+        fails(generate("--adapter", tmp_path / "other"), "--adapter", "do not fit")
+    fails(generate("--adapter", "./none"), "--adapter ./none")
     monkeypatch.setattr(adapter_module, "find_spec", lambda name: None)
-    fails(generate("--adapter", adapter), "adapter=", "pip install peft")
+    fails(generate("--adapter", adapter), "--adapter", "pip install peft")
 
 
 # The hub
@@ -208,7 +208,7 @@ def test_a_model_comes_from_the_hub_at_a_revision(lade, hub, tmp_path, monkeypat
     facts = json.loads(info(lade, tmp_path, "--revision", "v2").stdout)
     assert facts["chat_template"] is True
     assert any((tmp_path / "cache").rglob("model.safetensors"))
-    fails(info(lade, tmp_path, "--revision", "v3"), "revision='v3'", "some/model")
+    fails(info(lade, tmp_path, "--revision", "v3"), "--revision v3", "some/model")
     fails(lade("info", "-m", "no/such"), "'no/such'", "check the name")
 
 
@@ -236,8 +236,8 @@ def test_a_gated_model_is_called_that(lade, monkeypatch):
 
 
 def test_revisions_are_the_hubs(generate, lade):
-    fails(generate("--revision", "v2"), "revision='v2'", "leave it out")
-    fails(lade("info", "--revision", "v2"), "revision='v2'", "embedded")
+    fails(generate("--revision", "v2"), "--revision v2")
+    fails(lade("info", "--revision", "v2"), "--revision v2", "embedded")
 
 
 # Code of a checkpoint's own
@@ -300,15 +300,15 @@ def test_no_record_has_the_token(monkeypatch):
 
 
 def test_an_adapted_model_has_another_name_in_records(folder):
-    assert Loading(str(folder)).label == folder.name
+    assert Loading(str(folder)).label() == folder.name
     loading = Loading(str(folder), revision="v2", adapter="a/b", quantization="bnb-4bit")
-    assert loading.label == f"{folder.name} (revision v2, adapter a/b, quantization bnb-4bit)"
-    assert loading.of("draft").label == "draft (quantization bnb-4bit)"
+    assert loading.label() == f"{folder.name} (revision v2, adapter a/b, quantization bnb-4bit)"
+    assert loading.for_model("draft").label() == "draft (quantization bnb-4bit)"
 
 
 def test_answers_of_another_adapter_are_not_gone_on_with(lade, folder, adapter, tmp_path):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    arguments = ["generate", "-m", folder, "--prompt-file", file, "--batch-size", 2, "-n", 4, "--out", out]
+    arguments = ["generate", "-m", folder, "--prompts", file, "--batch-size", 2, "-n", 4, "--out", out]
     assert lade(*arguments).exit_code == 0
     fails(lade(*arguments, "--resume", "--adapter", adapter), "settings.adapter", "here, but null")

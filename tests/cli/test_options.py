@@ -28,9 +28,11 @@ def test_methods():
 
 @pytest.mark.parametrize("method", [None, "auto", "lookahead"])
 def test_sizes_imply_lookahead(method):
-    assert Speed(method, 3, None, 0).lookahead() == LookaheadConfig(window=3, guesses=0)
-    assert Speed(method, 7, 5, 7).lookahead() == LookaheadConfig(7, 5, 7), "the defaults are sizes too"
-    assert not Speed(method, 7, 5, 7).lookahead().adaptive
+    assert Speed(method, window=3, guesses=0).lookahead() == LookaheadConfig(window=3, guesses=0)
+    assert Speed(method, window=7, ngram=5, guesses=7).lookahead() == LookaheadConfig(7, 5, 7), (
+        "the defaults are sizes too"
+    )
+    assert not Speed(method, window=7, ngram=5, guesses=7).lookahead().adaptive
 
 
 @pytest.mark.parametrize("method", [None, "auto", "adaptive"])
@@ -45,15 +47,15 @@ def test_a_budget_and_a_memory_imply_adaptive(method, memory):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--budget", 0], ["budget=0", ">= 1"]),
-        (["--method", "plain", "--budget", 9], ["method='plain'", "--budget 9", "leave out"]),
-        (["--method", "plain", "--memory", "MEMORY"], ["method='plain'", "--memory", "leave out"]),
-        (["--method", "lookahead", "--budget", 9], ["method='lookahead'", "--budget 9", "--method adaptive"]),
-        (["--method", "lookahead", "--memory", "MEMORY"], ["method='lookahead'", "--memory", "--method adaptive"]),
-        (["--method", "adaptive", "--window", 3], ["window=3", "--method adaptive", "leave out"]),
-        (["--ngram", 3, "--budget", 9], ["ngram=3", "--ngram 3", "--budget 9", "leave out"]),
-        (["--guesses", 3, "--memory", "MEMORY"], ["guesses=3", "--memory", "leave out"]),
-        (["--memory", "none.memory"], ["'none.memory'", "not there", "lade warm"]),
+        (["--budget", 0], ["--budget 0", ">= 1"]),
+        (["--method", "plain", "--budget", 9], ["--method plain", "--budget 9", "leave out"]),
+        (["--method", "plain", "--memory", "MEMORY"], ["--method plain", "--memory", "leave out"]),
+        (["--method", "lookahead", "--budget", 9], ["--method lookahead", "--budget 9", "--method adaptive"]),
+        (["--method", "lookahead", "--memory", "MEMORY"], ["--method lookahead", "--memory", "--method adaptive"]),
+        (["--method", "adaptive", "--window", 3], ["--window 3", "--method adaptive", "leave out"]),
+        (["--ngram", 3, "--budget", 9], ["--ngram 3", "--ngram 3", "--budget 9", "leave out"]),
+        (["--guesses", 3, "--memory", "MEMORY"], ["--guesses 3", "--memory", "leave out"]),
+        (["--memory", "none.memory"], ["'none.memory'", "lade warm"]),
         (["--memory", "."], ["'.'", "lade warm"]),
         (["--memory", "MEMORY"], ["damaged", "lade warm"]),
     ],

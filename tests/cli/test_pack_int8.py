@@ -47,7 +47,7 @@ def test_what_int8_costs_is_told_and_the_model_saved_and_loaded(lade, folder, te
     assert len(texts[0]) == len(texts[1]) == 8
     facts = json.loads(lade("info", "-m", saved, "--json").stdout)
     assert (facts["int8_layers"], facts["weights"], facts["supported"]) == (14, "int8", False)
-    assert "model is saved packed" in lade("generate", "-m", saved, "--dtype", "bf16", "-p", PROMPT).stderr
+    assert "--dtype bf16" in lade("generate", "-m", saved, "--dtype", "bf16", "-p", PROMPT).stderr
     assert "is saved packed" in lade("pack", saved, "--check", text).stderr
 
 
@@ -56,7 +56,6 @@ def test_what_int8_costs_is_told_and_the_model_saved_and_loaded(lade, folder, te
     [
         ["tune", "--seconds", "0.2", "--threads", 2],
         ["warm", "--prompts", "text.txt", "--out", "memory", "-n", 4],
-        ["demo", "--prompt", PROMPT, "-n", 4],
         ["generate", "-p", PROMPT, "-n", 4],
     ],
     ids=lambda command: command[0],
@@ -79,11 +78,11 @@ def test_a_model_in_int8_goes_through_every_command(lade, folder, tmp_path, monk
     [
         (["pack"], "nothing to do: give --check FILE"),
         (["pack", "--check", "no-such"], "no-such"),
-        (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer has such a name"),
-        (["pack", "--save", "x", "--tokens", "1"], "tokens=1"),
-        (["serve", "--weights", "int8", "--no-pack"], "leave it out, or --no-pack"),
-        (["generate", "--weights", "int4", "-p", PROMPT], "weights='int4' is not valid: give int8"),
-        (["generate", "--weights", "int8", "--no-pack", "-p", PROMPT], "leave it out, or --no-pack"),
+        (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer matches it"),
+        (["pack", "--save", "x", "--tokens", "1"], "--tokens 1"),
+        (["serve", "--weights", "int8", "--no-pack"], "--no-pack"),
+        (["generate", "--weights", "int4", "-p", PROMPT], "--weights int4: give int8"),
+        (["generate", "--weights", "int8", "--no-pack", "-p", PROMPT], "--no-pack"),
         (["generate", "--weights", "int8", "--quantization", "bnb-8bit", "-p", PROMPT], "--quantization bnb-8bit"),
     ],
     ids=range(8),
@@ -115,17 +114,17 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, fo
     wrong = {
         "other' holds another model": ["--save", tmp_path / "other"],
         "older' holds another model": ["--save", tmp_path / "older"],
-        "is no folder": ["--save", text],
-        f"'{text}' cannot be written to": ["--save", text / "folder"],
+        "is not a folder": ["--save", text],
+        f"'{text}' is not writable": ["--save", text / "folder"],
         "has 1 token: give a longer one": ["--check", tmp_path / "letter.txt"],
     }
-    for says, arguments in {"there is nothing to round": [], **wrong}.items():
+    for says, arguments in {"nothing to round": [], **wrong}.items():
         if arguments:
             monkeypatch.setattr(packing, "packable", with_small_layers(packing.packable))
         result = lade("pack", folder, "--check", text, *arguments)
         assert result.exit_code == 2 and says in result.stderr, result.stderr
     result = lade("pack", folder, "--check", text, "--keep", "*", "--save", tmp_path / "new")
-    assert result.exit_code == 2 and "keep='*' is not valid: it leaves no layer to round" in result.stderr
+    assert result.exit_code == 2 and "--keep '*': no layer is left to round" in result.stderr
     assert not (tmp_path / "new").exists()
 
 

@@ -92,7 +92,7 @@ def test_a_text_continues_its_prompt_with_a_space(generate, sentencepiece, lines
     assert text.startswith(" ") and not tokenizer.decode(ids).startswith(" ")
     assert report(generate("the cat", "--json", model=model))["text"] == text
     assert generate("the cat", model=model).stdout == text + "\n"
-    many = ["--prompt-file", lines({"prompt": "the cat"}), "--batch-size", 2]
+    many = ["--prompts", lines({"prompt": "the cat"}), "--batch-size", 2]
     assert report(generate(*many, model=model))["text"] == text
     out = tmp_path / "out.jsonl"
     assert generate(*many, "--out", out, model=model).exit_code == 0
@@ -136,9 +136,9 @@ def test_conversations_are_lines(generate, templated, lines):
         report(generate(text, "--raw", "--json", model=templated))["token_ids"]
         for text in (templated_text(*turns), templated_text(("user", "four")))
     ]
-    found = generate("--prompt-file", file, "--json", model=templated).stdout.splitlines()
+    found = generate("--prompts", file, "--json", model=templated).stdout.splitlines()
     assert [json.loads(line)["token_ids"] for line in found] == expected
-    found = generate("--prompt-file", file, "--batch-size", 2, model=templated).stdout.splitlines()
+    found = generate("--prompts", file, "--batch-size", 2, model=templated).stdout.splitlines()
     first, second = map(json.loads, found)
     assert [first["token_ids"], second["token_ids"]] == expected
     assert first["messages"] == messages and "prompt" not in first and second["prompt"] == "four"
@@ -146,7 +146,7 @@ def test_conversations_are_lines(generate, templated, lines):
 
 def test_an_answer_that_was_begun_is_gone_on_with(generate, templated, lines):
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two th"}]
-    found = report(generate("--prompt-file", lines({"messages": messages}), "--json", model=templated))
+    found = report(generate("--prompts", lines({"messages": messages}), "--json", model=templated))
     assert found["token_ids"] == report(generate("<user>one|<assistant>two th", "--raw", "--json"))["token_ids"]
 
 
@@ -169,22 +169,22 @@ def test_a_template_gets_its_arguments(generate, moody):
 
 def test_a_template_that_refuses_is_one_line(generate, moody, lines):
     file = lines({"messages": [{"role": "pirate", "content": "ahoy"}]})
-    fails(generate("--prompt-file", file, model=moody), "no pirates", "--raw")
-    fails(generate("--prompt-file", file, "--batch-size", 2, model=moody), "line 1", "no pirates")
+    fails(generate("--prompts", file, model=moody), "no pirates", "--raw")
+    fails(generate("--prompts", file, "--batch-size", 2, model=moody), "line 1", "no pirates")
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--system", "be kind"], ["system='be kind'", "no chat template"]),
-        (["--chat-template-kwargs", "{}"], ["chat-template-kwargs='{}'", "no chat template"]),
-        (["--raw", "--system", "be kind"], ["system='be kind'", "--raw"]),
+        (["--system", "be kind"], ["--system 'be kind'", "no chat template"]),
+        (["--chat-template-kwargs", "{}"], ["--chat-template-kwargs", "no chat template"]),
+        (["--raw", "--system", "be kind"], ["--system 'be kind'", "--raw"]),
         (["--system", ""], ["--system", "empty"]),
-        (["--chat-template-kwargs", "{"], ["chat-template-kwargs='{'", "no JSON"]),
-        (["--chat-template-kwargs", "[" * 100_000], ["chat-template-kwargs=", "no JSON"]),
-        (["--chat-template-kwargs", "[]"], ["chat-template-kwargs='[]'", "no object"]),
-        (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'", "leave it out"]),
+        (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "no JSON"]),
+        (["--chat-template-kwargs", "[" * 100_000], ["--chat-template-kwargs", "no JSON"]),
+        (["--chat-template-kwargs", "[]"], ["--chat-template-kwargs", "no object"]),
+        (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'"]),
     ],
 )
 def test_what_no_template_can_use(generate, arguments, words):
@@ -201,12 +201,12 @@ def test_conversations_that_are_none(generate, templated, lines):
         ({"messages": [{"role": "user", "content": "\ud800"}]}, ["line 1", "UTF-8"]),
         ({"messages": [user], "prompt": "both"}, ["line 1", '"prompt"', '"messages"']),
     ]:
-        fails(generate("--prompt-file", lines(entry), model=templated), *words)
+        fails(generate("--prompts", lines(entry), model=templated), *words)
     both = lines({"messages": [{"role": "system", "content": "be kind"}, user]})
-    fails(generate("--prompt-file", both, "--system", "be cruel", model=templated), "--system")
+    fails(generate("--prompts", both, "--system", "be cruel", model=templated), "--system")
     file = lines({"messages": [user]})
-    fails(generate("--prompt-file", file), "no chat template", '"prompt"')
-    fails(generate("--prompt-file", file, "--raw", model=templated), "--raw was given")
+    fails(generate("--prompts", file), "no chat template", '"prompt"')
+    fails(generate("--prompts", file, "--raw", model=templated), "--raw was given")
 
 
 def test_a_memory_is_warmed_with_what_will_be_asked(lade, templated, lines, tmp_path, tokenizer):
@@ -224,7 +224,7 @@ def test_a_memory_is_warmed_with_what_will_be_asked(lade, templated, lines, tmp_
 
 def test_answers_to_other_prompts_are_not_gone_on_with(generate, templated, lines, tmp_path):
     file, out = lines({"prompt": "one"}, {"messages": [{"role": "user", "content": "two"}]}), tmp_path / "out.jsonl"
-    arguments = ["--prompt-file", file, "--batch-size", 2, "--out", out, "--resume"]
+    arguments = ["--prompts", file, "--batch-size", 2, "--out", out, "--resume"]
     assert generate(*arguments, "--system", "be kind", model=templated).exit_code == 0
     assert "is complete" in generate(*arguments, "--system", "be kind", model=templated).stderr
     fails(generate(*arguments, model=templated), "settings.system is null here", "be kind")
@@ -239,7 +239,7 @@ def test_answers_to_other_prompts_are_not_gone_on_with(generate, templated, line
 def test_an_answer_says_why_it_ended(generate, folder, lines, plain, tokenizer, tmp_path, edited):
     whole = plain(tokenizer(PROMPT)["input_ids"], NEW)
     text = tokenizer.decode(whole)
-    many = ["--prompt-file", lines({"prompt": PROMPT}), "--batch-size", 1]
+    many = ["--prompts", lines({"prompt": PROMPT}), "--batch-size", 1]
     cases = [([], folder, "length"), (["--stop", text[3:5]], folder, "stop"), (["--stop", text[-2:]], folder, "stop")]
     end = next(token for token in whole if token != whole[0])
     ended = edited(folder, tmp_path / "ended", generation_config={"eos_token_id": [end]})

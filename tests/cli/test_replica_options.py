@@ -15,9 +15,9 @@ from lade.server import replicas
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--replicas", 0], ["replicas=0"]),
-        (["--max-replicas", 3], ["max-replicas=3", "--replicas"]),
-        (["--replicas", 3, "--max-replicas", 2], ["max-replicas=2", ">= 3"]),
+        (["--replicas", 0], ["--replicas 0"]),
+        (["--max-replicas", 3], ["--max-replicas 3", "--replicas"]),
+        (["--replicas", 3, "--max-replicas", 2], ["--max-replicas 2", ">= 3"]),
         (["--replicas", 2, "--memory", "none.memory"], ["none.memory"]),
         (["--replicas", 2, "--log-format", "json"], ["log-format"]),
     ],

@@ -103,7 +103,7 @@ def test_an_error_takes_its_place(generate, tmp_path):
 def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    many = ["--prompt-file", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")]
+    many = ["--prompts", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")]
     for words, stdin in (
         (["chat"], "/quit\n"),
         (["demo", "-p", PROMPT, "--plain-text"], None),
@@ -183,11 +183,11 @@ def test_within_a_line_of_text_there_is_none(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     term = Terminal()
     term.write("Once upon")
-    term.working("decoding")
+    term.show_status("decoding")
     term.write(" a time\n")
     assert capsys.readouterr().err == ""
-    term.working("decoding")
-    term.resting()
+    term.show_status("decoding")
+    term.hide_status()
     assert texts(capsys.readouterr().err) == ["decoding"]
 
 
@@ -222,9 +222,9 @@ def test_a_bar_keeps_it_away(monkeypatch, capsys):
     term = Terminal()
     with Progress(console=term.err) as progress:
         progress.add_task("a bar", total=1)
-        term.working("hidden")
-    term.working("seen")
-    term.resting()
+        term.show_status("hidden")
+    term.show_status("seen")
+    term.hide_status()
     assert texts(capsys.readouterr().err) == ["seen"]
 
 
@@ -233,7 +233,7 @@ def test_whatever_is_said_takes_its_place(monkeypatch, capfd, say):
     for name, value in TERMINAL.items():
         monkeypatch.setenv(name, value)
     term = Terminal()
-    term.working("working")
+    term.show_status("working")
     begun = capfd.readouterr().err
     say(term, "said")
     said = capfd.readouterr()

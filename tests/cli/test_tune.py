@@ -143,7 +143,7 @@ def test_without_matplotlib_the_remedy_is_named_before_any_work(lade, folder, st
 def test_wrong_options_are_named_before_any_work(option, value, lade, folder, steady):
     result = lade("tune", "-m", folder, option, value)
     assert result.exit_code == 2, result.output
-    assert f"{option[2:]}=" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert f"error: {option} " in result.stderr and len(result.stderr.splitlines()) == 1
     assert steady["passes"] == 0
 
 

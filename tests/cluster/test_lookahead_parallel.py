@@ -84,7 +84,7 @@ def in_large_trees(place, rank):
     """Whether texts are those of plain decoding, the size of the largest tree, and of this process's largest pass."""
     job.step_cost_for = lambda model, runner, batch=1: Free.of({1: [1.0], 256: [1.001]})
     reference, model, memory, trees, fed, right = whole(place), lade.parallel(whole(place)), Memory(), [0], [], []
-    flat, forward = leading.flat, EagerRunner.forward
+    flat, forward = leading.flattened, EagerRunner.forward
 
     def sent(tree):
         trees.append(len(tree))
@@ -94,7 +94,7 @@ def in_large_trees(place, rank):
         fed.extend(map(len, trees))
         return forward(runner, trees, *rest)
 
-    lookahead_parallel.flat, leading.flat, EagerRunner.forward = sent, sent, noted
+    lookahead_parallel.flattened, leading.flattened, EagerRunner.forward = sent, sent, noted
     for seed in range(2):
         for ids, arguments in ((IDS, SAMPLED), (IDS, {"do_sample": False}), (TWO, SAMPLED)):
             torch.manual_seed(seed)

@@ -79,7 +79,7 @@ def of_one_process(rank):
         "told": "its .module" in str(of_whole.fallback),
         "packed": "load it whole" in says(lambda: lade.pack(shards, min_weights=1)),
         "invariant": "load it whole" in says(lambda: lade.invariant(shards)),
-        "sharded since": "sharded since" in lade.supports(sharded(lade.invariant(model()))).reason,
+        "sharded since": "sharded after it was made" in lade.supports(sharded(lade.invariant(model()))).reason,
     }
 
 

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.processes import leader as leading
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -210,14 +210,14 @@ def other_tree(place, rank):
         def spoilt(tree):
             return [*tree.ids[:-1], (tree.ids[-1] + 1) % 60], tree.parents
 
-        leading.flat = spoilt
+        leading.flattened = spoilt
     return raised(lambda: lade.generate(model, IDS, max_new_tokens=30, lookahead=SMALL))
 
 
 @pytest.mark.distributed
 def test_a_tree_that_is_not_the_first_process_s_is_found_out(llama):
     first, second = in_processes(2, lambda rank: other_tree(llama, rank))
-    assert second[0] == "ClusterError" and "is not that of process 0" in second[1]
+    assert second[0] == "ClusterError" and "differs from that of process 0" in second[1]
     assert first[0] == "ClusterError"
 
 
@@ -262,7 +262,7 @@ def refusals(place, size):
     steps = raised(lambda: lade.stream(model, IDS, max_new_tokens=3, lookahead=None) if dist.get_rank() == 0 else 1)
     if dist.get_rank():
         raised(lambda: lade.follow(model))
-    return [train, cache, door, steps, why_eager(model)]
+    return [train, cache, door, steps, capture_refusal(model)]
 
 
 @pytest.mark.distributed
@@ -275,4 +275,4 @@ def test_what_cannot_be_served_is_refused(llama, folder):
     answers = in_processes(4, lambda rank: lade.supports(split(llama, 4)).reason)
     no_plan = in_processes(2, lambda rank: raised(lambda: split(saved("gpt2", folder), 2)))
     assert no_plan[0][0] == "ValueError" and "plan" in no_plan[0][1]
-    assert answers == [answers[0]] * 4 and "2 heads of keys and values cannot be shared out evenly" in answers[0]
+    assert answers == [answers[0]] * 4 and "2 KV heads cannot be divided evenly" in answers[0]

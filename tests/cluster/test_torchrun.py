@@ -23,7 +23,7 @@ SECONDS = 240
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     import torch
-    from tests.cli.conftest import byte_tokenizer, only_printable
+    from shell_fixtures import byte_tokenizer, only_printable
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -57,12 +57,12 @@ def test_the_model_is_split_and_the_first_process_writes(folder):
     assert shared["token_ids"] == alone["token_ids"] and len(alone["token_ids"]) == 30
 
 
-def test_replicas_write_what_one_writes_in_order(folder, tmp_path):
+def test_a_batch_of_a_split_model_is_written_by_the_first_process(folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"text {number}"}) + "\n" for number in range(6)))
-    many = ("--prompt-file", prompts, "--do-sample", "--seed", 5)
-    run(ALONE, *generate(folder, *many, "--batch-size", 2, "--out", tmp_path / "alone.jsonl"))
-    run(TORCHRUN, *generate(folder, *many, "--replicas", "--out", tmp_path / "shared.jsonl"))
+    many = ("--prompts", prompts, "--temperature", 1.0, "--seed", 5, "--batch-size", 2)
+    run(ALONE, *generate(folder, *many, "--out", tmp_path / "alone.jsonl"))
+    run(TORCHRUN, *generate(folder, *many, "--out", tmp_path / "shared.jsonl"))
     alone, shared = (
         [json.loads(line)["token_ids"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("alone", "shared")
@@ -136,8 +136,8 @@ def killed(process, rank):
     return code, [pid for pid in pids if is_there(pid)]
 
 
-LOST = ("another process of this job has gone", "a pass of 2 processes failed")
-"""What the process that is left says, between two passes or within one: `start all of them again` follows."""
+LOST = ("another process of this job has exited", "a pass of 2 processes failed")
+"""What the process that is left says, between two passes or within one: `restart all of them` follows."""
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ LOST = ("another process of this job has gone", "a pass of 2 processes failed")
 def test_a_process_that_is_killed_ends_the_run_with_an_error(rank, folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"text {number}"}) + "\n" for number in range(3000)))
-    with started([*TORCHRUN, *generate(folder, "--prompt-file", prompts)], tmp_path) as (process, said):
+    with started([*TORCHRUN, *generate(folder, "--prompts", prompts)], tmp_path) as (process, said):
         assert json.loads(process.stdout.readline())["token_ids"]
         code, left = killed(process, rank)
         assert code != 0 and not left, said.read_text()[-3000:]

@@ -95,7 +95,7 @@ def memory_saying(text: Sequence[int], of_logits: Sequence[Row], of_text: Sequen
 
 # --------------------------------------------------------------------------------------------- what they ought to say
 
-Said = list[tuple[int, Row]]
+CachedLogits = list[tuple[int, Row]]
 """Rows that are known, each with the number of its kind."""
 
 
@@ -137,12 +137,12 @@ def averaged(before: Row | None, new: Row) -> Row:
     return dict(kept)
 
 
-def said_of(memory: Memory, text: Sequence[int]) -> Said:
+def said_of(memory: Memory, text: Sequence[int]) -> CachedLogits:
     of_logits, of_text = known(memory, text)
     return [*enumerate(of_logits), *enumerate(of_text, TEXT)]
 
 
-def line_of(said: Said) -> int:
+def line_of(said: CachedLogits) -> int:
     of_text = sum(kind >= TEXT for kind, _ in said)
     return (len(said) - of_text) * (len(TEXT_ORDERS) + 1) + of_text
 
@@ -151,14 +151,14 @@ def log_odds_of(value: int) -> float:
     return FLOOR + SCALE * value
 
 
-def mixed(weights: Doubles, said: Said) -> dict[int, float]:
+def mixed(weights: Doubles, said: CachedLogits) -> dict[int, float]:
     """The weighted sums of log-odds of all tokens that some row suggests."""
     line = weights[line_of(said)]
     tokens = {token: None for _, row in said for token in row}
     return {token: line[END] + sum(line[k] * log_odds_of(row.get(token, 0)) for k, row in said) for token in tokens}
 
 
-def downhill(weights: Doubles, said: Said, chosen: int) -> Doubles:
+def downhill(weights: Doubles, said: CachedLogits, chosen: int) -> Doubles:
     """How the coding cost falls with the weights: its gradient, with the sign turned."""
     gradient = np.zeros_like(weights)
     line = gradient[line_of(said)]
@@ -172,7 +172,7 @@ def downhill(weights: Doubles, said: Said, chosen: int) -> Doubles:
     return gradient
 
 
-def is_undecided(weights: Doubles, said: Said) -> bool:
+def is_undecided(weights: Doubles, said: CachedLogits) -> bool:
     """Whether the sum of some token is so near to what is negligible that rounding decides."""
     return any(abs(odds - NEGLIGIBLE) < 1e-9 for odds in mixed(weights, said).values())
 

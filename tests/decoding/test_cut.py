@@ -6,7 +6,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.backends.processes.lookahead_parallel import cut
+from lade.backends.processes.lookahead_parallel import partition
 
 
 @st.composite
@@ -30,7 +30,7 @@ def ancestry(node, parents):
 
 @given(trees(), st.integers(1, 8))
 def test_parts_cover_the_tree_and_hold_their_ancestors(parents, parts):
-    found = cut(parents, parts)
+    found = partition(parents, parts)
     assert len(found) == parts
     assert set().union(*found) == set(range(len(parents)))
     for nodes in found:
@@ -41,7 +41,7 @@ def test_parts_cover_the_tree_and_hold_their_ancestors(parents, parts):
 @given(trees(), st.integers(1, 8))
 def test_only_paths_between_neighbours_are_fed_twice(parents, parts):
     deepest = max(len(ancestry(node, parents)) for node in range(len(parents)))
-    assert sum(map(len, cut(parents, parts))) <= len(parents) + (parts - 1) * deepest
+    assert sum(map(len, partition(parents, parts))) <= len(parents) + (parts - 1) * deepest
 
 
 @settings(max_examples=examples(100))
@@ -56,12 +56,12 @@ def test_no_other_runs_have_a_smaller_largest_part(parents, parts, data):
         return max((size + more for size, more in zip(sizes, taken, strict=True) if size), default=0)
 
     best = min(largest(ends) for ends in combinations_with_replacement(range(len(leaves) + 1), parts - 1))
-    found = cut(parents, parts, taken)
+    found = partition(parents, parts, taken)
     sizes = [len(nodes) + more for nodes, more in zip(found, taken, strict=True) if len(nodes) > 1 or len(parents) == 1]
     assert max(sizes) <= best if len(parents) > 1 else True
 
 
 def test_a_chain_cannot_be_cut_and_a_star_can():
-    assert cut([-1, 0, 1, 2], 2) == [[0, 1, 2, 3], [0]]
-    assert cut([-1, 0, 0, 0, 0], 2) == [[0, 1, 2], [0, 3, 4]]
-    assert cut([-1, 0, 0, 0, 0], 2, [0, 2]) == [[0, 1, 2, 3], [0, 4]]
+    assert partition([-1, 0, 1, 2], 2) == [[0, 1, 2, 3], [0]]
+    assert partition([-1, 0, 0, 0, 0], 2) == [[0, 1, 2], [0, 3, 4]]
+    assert partition([-1, 0, 0, 0, 0], 2, [0, 2]) == [[0, 1, 2, 3], [0, 4]]

@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import NEGLIGIBLE, Row, Said, downhill, line_of, log_odds_of, memory_saying, mixed, probability, rows_of
+from memories import (
+    NEGLIGIBLE,
+    CachedLogits,
+    Row,
+    downhill,
+    line_of,
+    log_odds_of,
+    memory_saying,
+    mixed,
+    probability,
+    rows_of,
+)
 
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import RATE, prior_weights
@@ -39,7 +50,7 @@ def taught(memory: Memory, *chosen: int) -> Doubles:
     return memory.weights - before
 
 
-def numbered(of_logits: list[Row], of_text: list[Row]) -> Said:
+def numbered(of_logits: list[Row], of_text: list[Row]) -> CachedLogits:
     return [*enumerate(of_logits), *enumerate(of_text, TEXT)]
 
 
@@ -135,7 +146,7 @@ def test_learning_lowers_the_coding_cost_and_calibrates(of_text):
     """Whether the truth is in rows of logits or in rows of what followed."""
     weights = prior_weights()
 
-    def said_of(noise: Row, truth: Row) -> Said:
+    def said_of(noise: Row, truth: Row) -> CachedLogits:
         return numbered([noise], [truth]) if of_text else numbered([noise, truth], [])
 
     def coding_cost(samples: list[tuple[Row, Row, int]]) -> float:

@@ -27,9 +27,9 @@ def read_here(logits: torch.Tensor) -> tuple[list[int], Ints]:
 
 def read_from_afar(logits: torch.Tensor) -> tuple[list[int], Ints]:
     """As logits on another device are read."""
-    said = module._read_remotely(logits, None, wants_entries=True)
+    said = module._read_on_device(logits, None, wants_entries=True)
     assert said.entries is not None and said.choices is None
-    assert module._read_remotely(logits, None, wants_entries=False) == Readout(said.argmax_ids)
+    assert module._read_on_device(logits, None, wants_entries=False) == Readout(said.argmax_ids)
     return said.argmax_ids, said.entries
 
 
@@ -203,7 +203,7 @@ def test_reading_changes_no_logits():
 
 
 @pytest.mark.parametrize("wants_entries", [True, False])
-@pytest.mark.parametrize("reader", [read, module._read_remotely], ids=["here", "afar"])
+@pytest.mark.parametrize("reader", [read, module._read_on_device], ids=["here", "afar"])
 def test_choices_come_along(reader, wants_entries):
     logits, choices = logits_of(6, 100), torch.tensor([99, -1, 0, 3, 2, 1])
     said = reader(logits, choices, wants_entries=wants_entries)

@@ -17,8 +17,8 @@ from lade.hf.batch_rules import (
     ROW_WISE_CRITERIA,
     ROW_WISE_PROCESSORS,
     check_lengths,
-    must_go_together,
-    processors_of_row,
+    needs_lock_step,
+    row_processors,
 )
 from lade.model.config import Positions
 from lade.model.prepared import PromptTexts
@@ -98,7 +98,7 @@ def test_every_class_of_transformers_has_been_looked_at():
 
 def go_together(processors=(), criteria=(), config=None, *, streamed=False):
     lists = LogitsProcessorList(processors), StoppingCriteriaList(criteria)
-    return must_go_together(*lists, config or GenerationConfig(), streamed=streamed)
+    return needs_lock_step(*lists, config or GenerationConfig(), streamed=streamed)
 
 
 def made(name):
@@ -141,7 +141,7 @@ def test_a_row_is_told_what_the_batch_is_told(name, arguments):
     processors = LogitsProcessorList([PROCESSORS[name](*arguments)])
     differs = False
     for row in range(ROWS):
-        own = processors_of_row(processors, row, ROWS)
+        own = row_processors(processors, row, ROWS)
         for n in range(4):
             alone = own(texts[row : row + 1, : first + n], scores[n, row : row + 1].clone())
             assert torch.equal(alone, together[n][row : row + 1])
@@ -153,7 +153,7 @@ def test_a_row_is_told_what_the_batch_is_told(name, arguments):
 def test_the_batchs_own_processors_stay_as_they_are():
     penalty = PROCESSORS["RepetitionPenaltyLogitsProcessor"](1.5, torch.tensor([0, 2]))
     banned = PROCESSORS["EncoderNoRepeatNGramLogitsProcessor"](2, PROMPTS)
-    processors_of_row(LogitsProcessorList([penalty, banned]), 1, ROWS)
+    row_processors(LogitsProcessorList([penalty, banned]), 1, ROWS)
     assert penalty.prompt_ignore_length.tolist() == [0, 2] and banned.batch_size == ROWS
 
 

@@ -76,7 +76,7 @@ def test_an_early_stop_gives_back_what_was_read():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda config: StaticCache(config=config, max_cache_len=11), "slots for 11 tokens, and the text may get 12"),
+        (lambda config: StaticCache(config=config, max_cache_len=11), "slots for 11 tokens, and the text may need 12"),
         (lambda config: DynamicCache(offloading=True), "type DynamicCache cannot be used .* it cannot be copied from"),
         (lambda config: StaticCache(config=config, max_cache_len=64, offloading=True), "type StaticCache cannot be"),
     ],

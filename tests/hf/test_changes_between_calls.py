@@ -204,7 +204,7 @@ REFUSED = {
     hooked_before: "tree pass",
     replaced: "tree pass",
     replaced_in_its_class: "tree pass",
-    rounding: "other tokens stand beside it",
+    rounding: "beside other tokens",
     with_another_kernel: "attention kernel",
     both_ways: "bidirectional",
 }

@@ -6,7 +6,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.hf.sampling import MOST_BYTES, NO_TOKEN, Draws, LoneSampler, Noise, RowSampler
+from lade.hf.sampling import MOST_BYTES, NO_TOKEN, Draws, LoneSampler, NoiseBlocks, RowSampler
 
 
 def distributions(rows, tokens, vocabulary, seed):
@@ -172,7 +172,7 @@ def test_a_block_is_kept_until_the_last_row_has_passed_it():
 
 
 def test_what_is_kept_is_bounded():
-    noise, (probabilities,) = Noise(3, most_bytes=2 * 3 * 4 * 10 + 1), distributions(1, 1, 10, seed=0)
+    noise, (probabilities,) = NoiseBlocks(3, most_bytes=2 * 3 * 4 * 10 + 1), distributions(1, 1, 10, seed=0)
     torch.manual_seed(7)
     blocks = [noise.block(number, probabilities).clone() for number in range(5)]
     assert len(noise) == 2

@@ -262,9 +262,9 @@ def greedy(model, input_ids, logits_processor, stopping_criteria, generation_con
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"custom_generate": greedy}, "custom_generate asks for another way of decoding"),
-        ({"assistant_model": toy_model()}, "assistant_model asks for another way of decoding"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for another way"),
+        ({"custom_generate": greedy}, "custom_generate asks for another decoding method"),
+        ({"assistant_model": toy_model()}, "assistant_model asks for another decoding method"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for another decoding"),
         ({"use_cache": False}, "use_cache=False"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -284,7 +284,7 @@ def test_what_asks_for_another_way_is_left_to_it_with_one_warning(model, argumen
 
 def test_ranks_that_go_on_together_are_left_to_it(model):
     for lookahead, problem in (
-        (PAPER, "synced_gpus=True has all ranks make as many passes"),
+        (PAPER, "synced_gpus=True makes all ranks run as many passes"),
         ("auto", "process group"),
     ):
         lade.enable(model, lookahead)

@@ -321,8 +321,8 @@ def test_errors_of_a_plain_stream_reach_its_reader(model, ids):
         ("Once upon a time", r"a text, 'Once upon a time': encode it with the tokenizer: tokenizer\(text, return_tens"),
         (["Once", "Twice"], "a text, 'Once': encode it with the tokenizer"),
         ([1, 2, 3], r"a list: give ids as an int64 tensor \[batch, length\]"),
-        ({"input_ids": torch.ones(1, 3)}, "a dict: give what it holds as arguments, "),
-        (BatchEncoding({"input_ids": torch.ones(1, 3)}), "a BatchEncoding: give what it holds as arguments, "),
+        ({"input_ids": torch.ones(1, 3)}, "a dict: pass its items as arguments, "),
+        (BatchEncoding({"input_ids": torch.ones(1, 3)}), "a BatchEncoding: pass its items as arguments, "),
     ],
 )
 def test_a_prompt_that_is_no_tensor(model, way, lookahead, prompt, said):

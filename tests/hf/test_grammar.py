@@ -14,7 +14,7 @@ import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
 from lade.backends.grammar.compiled import vocabulary_of_tokenizer
 from lade.embedded.files import model_path
-from lade.hf.batch_rules import must_go_together
+from lade.hf.batch_rules import needs_lock_step
 from lade.testing import toy_model
 
 TOKENIZER = AutoTokenizer.from_pretrained(model_path())
@@ -202,7 +202,7 @@ def test_rows_of_an_engine_come_and_go_each_with_its_grammar():
 
 def test_rows_of_a_batch_need_not_wait_for_each_other():
     processors = LogitsProcessorList([GRAMMARS[0].processor(TOKENIZER)])
-    assert not must_go_together(processors, StoppingCriteriaList(), MODEL.generation_config, streamed=False)
+    assert not needs_lock_step(processors, StoppingCriteriaList(), MODEL.generation_config, streamed=False)
 
 
 def test_one_processor_given_to_several_requests_is_not_shared_by_them():

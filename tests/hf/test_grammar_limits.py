@@ -12,7 +12,15 @@ from transformers import LogitsProcessor
 import lade
 from lade import Grammar, InputError
 from lade.backends.grammar import compiled as matchers
-from lade.backends.grammar.compiled import LIMITS, Budget, GrammarError, Matcher, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import (
+    LIMITS,
+    GrammarBudget,
+    GrammarError,
+    Matcher,
+    Vocabulary,
+    vocabulary_of_tokenizer,
+)
+from lade.backends.grammar.processor import processor_of
 
 ENDLESS = Grammar.regex("(?s:.*)a(?s:.{200})")
 """Its lexer finds states as long as an answer goes on."""
@@ -58,7 +66,9 @@ def test_an_answer_goes_as_far_whatever_others_have_written(vocabulary, monkeypa
         for seed, found in lengths.items():
             for matcher in (shared.copy(), Matcher(vocabulary, ENDLESS.source)):
                 text = list[int]()
-                with pytest.raises(GrammarError, match="too much to follow: lexer error: too many states"):
+                with pytest.raises(
+                    GrammarError, match="exceeds the limits for following it: lexer error: too many states"
+                ):
                     walk(matcher, seed, 400, text)
                 found.append(len(text))
     assert all(len(set(found)) == 1 < found[0] for found in lengths.values())
@@ -76,10 +86,10 @@ def test_a_place_is_kept_when_its_lexer_is_renewed(vocabulary, monkeypatch):
                 assert matcher.take(text) == 10
                 copied = matcher.copy()
                 walk(matcher, seed + 10, 8)
-                matcher.go_back(8)
+                matcher.rollback(8)
                 for each in (matcher, copied):
-                    assert each.mask() == fresh.mask() and each.certain() == fresh.certain()
-                    assert each.fitting(text[:3]) == fresh.fitting(text[:3])
+                    assert each.mask() == fresh.mask() and each.forced_tokens() == fresh.forced_tokens()
+                    assert each.valid_prefix(text[:3]) == fresh.valid_prefix(text[:3])
 
 
 def test_two_thousand_texts_are_followed(vocabulary):
@@ -119,9 +129,9 @@ def outcome(make):
         return f"{type(problem).__name__}: {problem}"
 
 
-FORBIDDEN = "another processor forbids: leave one"
+FORBIDDEN = "another processor forbids all tokens"
 CASES = {
-    "it takes too much": (TOO_MUCH, {}, "too much to follow: lexer error: too many expr"),
+    "it takes too much": (TOO_MUCH, {}, "exceeds the limits for following it: lexer error: too many expr"),
     "it ends too early": (Grammar.choice(["yes"]), {"min_new_tokens": 9}, FORBIDDEN),
     "it repeats itself": (Grammar.regex("(ab){9}"), {"no_repeat_ngram_size": 1}, FORBIDDEN),
 }
@@ -204,11 +214,13 @@ def test_answers_to_one_request_share_its_time(vocabulary, monkeypatch):
         return clock[0]
 
     monkeypatch.setattr(matchers, "thread_time", tick)
-    budget = Budget(0.1, 0.03)
+    budget = GrammarBudget(0.1, 0.03)
     one, other = (Matcher(vocabulary, CHOICE.source, budget) for _ in range(2))
     for matcher in (one, other, one.copy(), other):
         matcher.mask()
-    with pytest.raises(GrammarError, match=r"too long to follow: 0\.12 s for 0 tokens, and 0\.1 s and 30 ms a token"):
+    with pytest.raises(
+        GrammarError, match=r"too long to follow: 0\.12 s for 0 tokens, where 0\.1 s and 30 ms per token"
+    ):
         for _ in range(2):
             one.mask()
     one.count_token()
@@ -218,7 +230,7 @@ def test_answers_to_one_request_share_its_time(vocabulary, monkeypatch):
 
 def test_an_engine_ends_the_answer_alone_whose_time_is_over():
     vocabulary = vocabulary_of_tokenizer(TOKENIZER)
-    spent = lade.grammar.processor_of([CHOICE], vocabulary, Budget(0.0, 0.0))
+    spent = processor_of([CHOICE], vocabulary, GrammarBudget(0.0, 0.0))
     with lade.Engine(MODEL) as engine:
         handles = [engine.add(PROMPT, max_new_tokens=8, logits_processor=own) for own in ([], [spent], [])]
         with pytest.raises(GrammarError, match="too long to follow"):

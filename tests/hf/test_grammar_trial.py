@@ -79,7 +79,7 @@ def test_its_process_ends_with_it():
 
 def test_a_vocabulary_tries_what_it_has_not_compiled_yet():
     tried = []
-    vocabulary = Vocabulary(TOKENIZER, (END,)).tried_by(tried.append)
+    vocabulary = Vocabulary(TOKENIZER, (END,)).with_trial(tried.append)
     for _ in range(2):
         vocabulary.compiled(QUICK["a pattern"].source)
     assert tried == [QUICK["a pattern"].source]

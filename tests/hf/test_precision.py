@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import lade
-from lade.backends.cpu.invariant_marker import Invariance, note_invariance
+from lade.backends.cpu.invariant_marker import Invariance, set_invariance
 from lade.hf.refusals import precision_note
 from lade.testing import toy_model
 
@@ -127,13 +127,13 @@ def test_an_error_made_of_it_leaves_all_as_it_was():
 
 def test_an_invariant_model_is_not_told_of_until_it_is_variant_again():
     model = toy_model(dtype=torch.bfloat16)
-    note_invariance(model, Invariance(1, torch.bfloat16, 0, None, None))
+    set_invariance(model, Invariance(1, torch.bfloat16, 0, None, None))
     assert precision_note(model) == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert "leaving out torch.autocast prevents it" in precision_note(model)
     other = toy_model(dtype=torch.bfloat16)
-    note_invariance(other, Invariance(1, torch.bfloat16, 0, None, None))
-    note_invariance(other, None)
+    set_invariance(other, Invariance(1, torch.bfloat16, 0, None, None))
+    set_invariance(other, None)
     assert "`lade.invariant(model)` prevents it" in precision_note(other)
 
 

@@ -18,14 +18,14 @@ from lade import LookaheadConfig
 from lade.hf import processors as hf_row
 from lade.hf.batch_rules import ROW_WISE_PROCESSORS
 from lade.hf.processors import (
-    BLIND_PROCESSORS,
-    AtOnce,
-    Processed,
+    TEXT_FREE_PROCESSORS,
+    BatchedChooser,
+    ProcessedChooser,
     Record,
     Transcript,
-    called_directly,
-    can_be_asked_at_once,
-    pays_at_once,
+    are_text_free,
+    direct_call,
+    prefers_batched,
 )
 from lade.hf.sampling import LoneSampler
 
@@ -58,17 +58,17 @@ def at_once(monkeypatch):
     """As on a GPU; counts the choosers."""
     made_choosers = []
 
-    class Counted(AtOnce):
+    class Counted(BatchedChooser):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made_choosers.append(self)
 
-    monkeypatch.setattr(hf_row, "pays_at_once", lambda device: True)
-    monkeypatch.setattr(hf_row, "AtOnce", Counted)
+    monkeypatch.setattr(hf_row, "prefers_batched", lambda device: True)
+    monkeypatch.setattr(hf_row, "BatchedChooser", Counted)
     return made_choosers
 
 
-@pytest.mark.parametrize("name", sorted(BLIND_PROCESSORS))
+@pytest.mark.parametrize("name", sorted(TEXT_FREE_PROCESSORS))
 def test_each_row_is_what_it_is_alone_whatever_the_text(name):
     assert name in ROW_WISE_PROCESSORS
     scores = 3 * torch.randn(20, 500, generator=torch.Generator().manual_seed(3))
@@ -86,11 +86,11 @@ def test_only_those_are_asked_at_once():
 
     Own.__name__ = "TemperatureLogitsWarper"
     for name in MADE:
-        assert can_be_asked_at_once(LogitsProcessorList([made(name)]))
+        assert are_text_free(LogitsProcessorList([made(name)]))
     for other in (Own(0.5), logits_process.MinLengthLogitsProcessor(3, 1), lambda ids, scores: scores):
-        assert not can_be_asked_at_once(LogitsProcessorList([made("TopKLogitsWarper"), other]))
-    assert can_be_asked_at_once(LogitsProcessorList())
-    assert pays_at_once(torch.device("cuda")) and not pays_at_once(torch.device("cpu"))
+        assert not are_text_free(LogitsProcessorList([made("TopKLogitsWarper"), other]))
+    assert are_text_free(LogitsProcessorList())
+    assert prefers_batched(torch.device("cuda")) and not prefers_batched(torch.device("cpu"))
 
 
 @settings(max_examples=examples(40))
@@ -109,7 +109,7 @@ def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppres
     arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
     expected, expected_state = sampled(plain, model, seed, **arguments)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hf_row, "pays_at_once", lambda device: at_once)
+        patched.setattr(hf_row, "prefers_batched", lambda device: at_once)
         ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
     assert torch.equal(ours, expected)
     assert torch.equal(state, expected_state)
@@ -123,13 +123,13 @@ def test_on_a_cpu_they_get_no_text_and_no_copy_of_the_logits(monkeypatch):
         return process(self, input_ids, scores)
 
     monkeypatch.setattr(logits_process.TemperatureLogitsWarper, "__call__", watched)
-    made, init = [], hf_row.Blind.__init__
+    made, init = [], hf_row.TextFreeChooser.__init__
 
     def noted(self, *args, **kwargs):
         init(self, *args, **kwargs)
         made.append(self)
 
-    monkeypatch.setattr(hf_row.Blind, "__init__", noted)
+    monkeypatch.setattr(hf_row.TextFreeChooser, "__init__", noted)
     sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, temperature=0.7, lookahead=LookaheadConfig())
     assert len(made) == 1 and [length for length, _ in seen] == [0] * 5
     logits = torch.randn(3, 20)
@@ -143,13 +143,13 @@ def test_a_list_is_called_as_transformers_calls_it():
     processors = LogitsProcessorList(
         [made("TemperatureLogitsWarper"), made("MinPLogitsWarper"), lambda _, scores: -scores]
     )
-    assert torch.equal(called_directly(processors)(ids, scores), processors(ids, scores))
-    assert torch.equal(called_directly(LogitsProcessorList())(ids, scores), scores)
+    assert torch.equal(direct_call(processors)(ids, scores), processors(ids, scores))
+    assert torch.equal(direct_call(LogitsProcessorList())(ids, scores), scores)
     wanting = LogitsProcessorList([Wanting()])
     with pytest.raises(ValueError, match="all the required parameters") as theirs:
         wanting(ids, scores)
     with pytest.raises(ValueError, match="all the required parameters") as ours:
-        called_directly(wanting)(ids, scores)
+        direct_call(wanting)(ids, scores)
     assert str(ours.value) == str(theirs.value)
 
 
@@ -172,7 +172,7 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     """What is learned of a step is what the model says, not what was drawn."""
     seen = []
     for at_once in (True, False):
-        monkeypatch.setattr(hf_row, "pays_at_once", lambda device, at_once=at_once: at_once)
+        monkeypatch.setattr(hf_row, "prefers_batched", lambda device, at_once=at_once: at_once)
         stats = lade.Stats()
         for seed in range(3):
             arguments = {"max_new_tokens": 60, "temperature": 0.8}
@@ -258,13 +258,13 @@ def test_what_is_no_distribution_fails_where_it_is_reached(wrong):
     """A node that nobody gets to may hold anything."""
     transcript, logits = Transcript(torch.tensor([[1, 2]])), torch.zeros(3, 8)
     logits[2, 4] = wrong
-    chooser = AtOnce(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
+    chooser = BatchedChooser(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
     torch.manual_seed(0)
     ahead = chooser.choose_all(logits, [0, 1, 1])
     assert ahead.tolist()[2] == -1
     choose = chooser.bind(logits, ahead.tolist(), [1, 2])
     torch.manual_seed(0)
-    expected = Processed(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
+    expected = ProcessedChooser(LogitsProcessorList(), transcript, sampler=LoneSampler(), record=Record())
     one_by_one = expected.bind(logits, [], [1, 2])
     assert [choose(0), choose(1)] == ahead.tolist()[:2]
     torch.manual_seed(0)

@@ -169,7 +169,7 @@ def test_the_row_that_is_taken_is_not_kept_twice():
 @pytest.fixture
 def remote(monkeypatch):
     """Caches are moved as on a device of their own: by operations of torch."""
-    monkeypatch.setattr(module.Whole, "of", classmethod(lambda cls, tensor: cls(tensor, None)))
+    monkeypatch.setattr(module.JoinedBuffer, "of", classmethod(lambda cls, tensor: cls(tensor, None)))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -213,8 +213,8 @@ def test_on_the_host_moves_are_those_of_any_device(sources, dtype):
     moves = [module.Move(2, sources, 2), module.Move(0, sources[:1], 0)]
     for first, last in ((0, 1), (0, 2)):
         here, there = held.clone(), held.clone()
-        module.make_all(moves[first:last], [module.Whole.of(here)])
-        module.make_all(moves[first:last], [module.Whole(there, None)])
+        module.apply_moves(moves[first:last], [module.JoinedBuffer.of(here)])
+        module.apply_moves(moves[first:last], [module.JoinedBuffer(there, None)])
         assert torch.equal(here, there) and not torch.equal(here, held)
 
 

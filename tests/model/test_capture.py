@@ -11,7 +11,7 @@ import lade
 from lade.backends.cuda_graphs import backend as graphs
 from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs.capture import EagerReplay
-from lade.backends.cuda_graphs.pool import BufferPool, pool_of, setup_of
+from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, pool_of
 from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.errors import CaptureWarning
 from lade.model.kv_cache import TreeCache
@@ -32,7 +32,7 @@ def test_a_tensor_that_moves_is_noticed():
     read = torch.ones(2)
     recording = EagerReplay().record(lambda: 2 * read, [read])
     recording.replay(lambda: 2 * read)
-    with pytest.raises(RuntimeError, match="a tensor that was captured has moved"):
+    with pytest.raises(RuntimeError, match="a captured tensor has moved"):
         recording.replay(lambda: read.set_(torch.ones(2)) * 2)
 
 
@@ -64,7 +64,7 @@ def test_a_failure_belongs_to_a_setup():
     pool = pool_of(model, device)
     assert pool_of(model, device) is pool
     with pytest.warns(CaptureWarning):
-        pool.capture_failed(setup_of(model), RuntimeError("no"))
+        pool.capture_failed(capture_setup(model), RuntimeError("no"))
     assert pool_of(model, device) is pool
     model.set_attn_implementation("eager")
     assert pool_of(model, device) is not pool
@@ -72,17 +72,17 @@ def test_a_failure_belongs_to_a_setup():
 
 def test_a_setup_is_the_weights_and_what_computes_with_them():
     model = toy_model()
-    setup = setup_of(model)
-    assert setup == setup_of(model) != setup_of(toy_model())
+    setup = capture_setup(model)
+    assert setup == capture_setup(model) != capture_setup(toy_model())
     for change in (
         lambda: model.set_attn_implementation("eager"),
         model.train,
         lambda: torch.use_deterministic_algorithms(True),
         lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
     ):
-        before = setup_of(model)
+        before = capture_setup(model)
         change()
-        assert setup_of(model) != before
+        assert capture_setup(model) != before
     torch.use_deterministic_algorithms(False)
 
 

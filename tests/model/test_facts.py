@@ -9,7 +9,7 @@ import lade
 from lade.backends.recurrent.cores import CORES
 from lade.model.facts import RECURRENT_FUNCTIONS, ModelFacts
 from lade.model.support import linear_check
-from lade.model.support.linear_check import foreign_layers, why_inexact
+from lade.model.support.linear_check import foreign_layers, linear_refusal
 from lade.testing import toy_model
 
 
@@ -75,7 +75,7 @@ def noted(looked, foreign, model, *_):
 
 
 def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
-    """`why_inexact` skips the look at each layer where a glance shows nothing foreign."""
+    """`linear_refusal` skips the look at each layer where a glance shows nothing foreign."""
 
     def changed(change):
         model = toy_model("llama", dtype=torch.float32)
@@ -117,7 +117,7 @@ def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
         assert bool(foreign) == (change not in (changes[0], bare_weight)), change
         looked = list[nn.Module]()
         monkeypatch.setattr(linear_check, "foreign_layers", partial(noted, looked, foreign))
-        why_inexact(ModelFacts.of(model))
+        linear_refusal(ModelFacts.of(model))
         monkeypatch.undo()
         assert bool(looked) == (change is not changes[0]), change
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding.tree import TokenTree
-from lade.model.inputs import FULL, Layout, sliding, upload
+from lade.model.inputs import FULL, PackedLayout, sliding, upload
 from lade.model.masks import StepInputs
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ PARTS = [
 
 
 def test_what_is_packed_is_found_again():
-    layout = Layout(PARTS)
+    layout = PackedLayout(PARTS)
     memory = layout.memory(CPU, staged=True)
     assert memory.dtype == torch.uint8 and memory.shape == (layout.size_bytes,) and not memory.any()
     generator = np.random.default_rng(0)

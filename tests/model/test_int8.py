@@ -156,11 +156,11 @@ def test_rows_of_zeros_and_inputs_of_any_shape():
 @pytest.fixture
 def rounded(monkeypatch):
     """Shapes of the inputs that were rounded."""
-    shapes = []
+    shapes, original = [], int8.rounded
 
     def noted(x, form):
         shapes.append(tuple(x.shape))
-        return int8.rounded(x, form)
+        return original(x, form)
 
     monkeypatch.setattr(int8, "rounded", noted)
     return shapes
@@ -302,7 +302,7 @@ def test_without_originals_unpacking_is_refused_and_nothing_changes():
     model = packed(build("gpt2"))
     assert model.lm_head.weight is model.get_input_embeddings().weight, "tied, so it stays"
     expected = logits(model)
-    with pytest.raises(UnsupportedModelError, match=r"int8, and cannot become what it was; load the model again"):
+    with pytest.raises(UnsupportedModelError, match=r"int8, and its original weight was not kept; load the model"):
         lade.unpack(model)
     assert torch.equal(logits(model), expected) and int8_layers(model) == packed_layers(model)
     with pytest.raises(UnsupportedModelError, match="float32"):
@@ -388,7 +388,7 @@ def infinite():
     [
         (build, {"weights": "int4"}, ConfigError, "give 'int8'"),
         (build, {"weights": "int8", "keep": "lm_hed"}, ConfigError, "lm_head"),
-        (build, {"keep": ["lm_head"]}, ConfigError, "without weights='int8'"),
+        (build, {"keep": ["lm_head"]}, ConfigError, "with weights='int8' only"),
         (
             lambda: packed(build(), keep="lm_head"),
             {"weights": "int8"},

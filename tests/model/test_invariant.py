@@ -36,7 +36,7 @@ from lade.backends.cpu.invariant.padded_rows import (
     padding_for,
     padding_of,
 )
-from lade.backends.cpu.invariant.trials import Place, first_difference
+from lade.backends.cpu.invariant.trials import TokenIndex, first_difference
 from lade.backends.cpu.invariant.weights import _joined
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing.linear import PackedLinear
@@ -213,7 +213,7 @@ def test_rows_of_a_batch_that_are_multiplied_apart_are_caught_and_named(monkeypa
     nn.init.normal_(model.lm_head.bias)
     lade.invariant(model)
     monkeypatch.setattr("lade.backends.cpu.invariant.weights.pad_rows", lambda layer, padding: None)
-    monkeypatch.setattr("lade.backends.cpu.invariant.trials.ModelTrial.differing", lambda self: None)
+    monkeypatch.setattr("lade.backends.cpu.invariant.trials.ModelTrial.first_mismatch", lambda self: None)
     with pytest.raises(lade.UnsupportedModelError, match="'lm_head' is the first part"):
         lade.invariant(model)
 
@@ -252,10 +252,12 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, team = times_logistic(x), activations.in_team
+    alone, team = times_logistic(x), activations.run_on_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
-    monkeypatch.setattr(activations, "in_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs)))
+    monkeypatch.setattr(
+        activations, "run_on_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs))
+    )
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 
@@ -315,7 +317,7 @@ def test_an_activation_that_rounds_by_place_is_caught_and_named(monkeypatch):
         for layer in model.model.layers:
             layer.mlp.act_fn = OtherBesideOthers()
 
-    monkeypatch.setattr(make_invariant, "compose_activations", left_as_they_are)
+    monkeypatch.setattr(make_invariant, "replace_activations", left_as_they_are)
     with pytest.raises(lade.UnsupportedModelError, match=r"'model.layers.\d.mlp.act_fn' is the first part"):
         lade.invariant(toy_model(dtype=torch.float32))
 
@@ -325,21 +327,21 @@ def test_attention_that_keeps_no_order_is_caught(monkeypatch):
         return attention_of(query, *states) + query.shape[2]
 
     monkeypatch.setattr(attention, "attention_of", shifted_by_number)
-    with pytest.raises(lade.UnsupportedModelError, match="does not keep its order of summation"):
+    with pytest.raises(lade.UnsupportedModelError, match="does not keep its summation order"):
         lade.invariant(toy_model(dtype=torch.float32))
 
 
 def test_the_first_difference_is_that_of_the_innermost_module():
-    x, y, places = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4), (Place(1, 1), Place(1, 3, 2))
+    x, y, places = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4), (TokenIndex(1, 1), TokenIndex(1, 3, 2))
     other = y.clone()
     other[0, 2, 1] = 1
     alone = [("a", x), ("b.inner", x), ("b", x)]
     tree = [("a", y), ("b.inner", other), ("b", other)]
     assert first_difference(alone, tree, *places) == "b.inner"
-    assert first_difference(alone, tree, places[0], Place(1, 3, 1)) is None
+    assert first_difference(alone, tree, places[0], TokenIndex(1, 3, 1)) is None
     rows = other.unflatten(1, (3, 1)).flatten(0, 1)  # [3, 1, 4]
     for batch in (rows, rows[:, 0]):
-        assert first_difference([("a", x)], [("a", batch)], places[0], Place(3, 1)) == "a"
+        assert first_difference([("a", x)], [("a", batch)], places[0], TokenIndex(3, 1)) == "a"
 
 
 def encoder_decoder():
@@ -357,12 +359,12 @@ def bloom():
     [
         (lambda: toy_model(dtype=torch.float64), "it is in float64"),
         (lambda: toy_model(dtype=HALF).train(), "training mode"),
-        (lambda: toy_model(dtype=HALF).to("meta"), "it lies on meta"),
-        (lambda: nn.Linear(4, 4), "no transformers model that generates"),
-        (lambda: "a name", "str cannot be made invariant: it is no transformers model"),
+        (lambda: toy_model(dtype=HALF).to("meta"), "it is on meta"),
+        (lambda: nn.Linear(4, 4), "not a transformers model that generates"),
+        (lambda: "a name", "str cannot be made invariant: it is not a transformers model"),
         (lambda: torch.compile(toy_model(dtype=HALF), backend="eager"), "it is compiled"),
         (encoder_decoder, "it has an encoder"),
-        (bloom, "does not go through transformers' interface"),
+        (bloom, "does not use transformers' attention interface"),
     ],
 )
 def test_what_cannot_be_made_invariant_is_refused(make, reason):
@@ -376,7 +378,7 @@ def test_another_number_of_threads_is_decoded_plainly():
     try:
         torch.set_num_threads(threads + 1)
         support = lade.supports(model)
-        assert not support and re.search(f"for {threads} threads?, and torch has {threads + 1} now", support.reason)
+        assert not support and re.search(f"for {threads} threads?, but torch now uses {threads + 1}", support.reason)
         ids = torch.arange(1, 9)[None]
         with pytest.warns(lade.FallbackWarning, match="call lade.invariant"):
             ours = lade.generate(model, input_ids=ids, max_new_tokens=5)
@@ -389,15 +391,18 @@ def test_another_number_of_threads_is_decoded_plainly():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda model: model.half(), "invariant in bfloat16, and is in float16 now: call lade.invariant"),
-        (lambda model: model.set_attn_implementation("sdpa"), "given another attention implementation since"),
-        (lambda model: setattr(model, "more", nn.Linear(2, 2)), r"with \d+ modules, and has \d+ now: call lade"),
-        (lambda model: model.compile(backend="eager"), "compilers choose kernels anew: leave it uncompiled"),
+        (lambda model: model.half(), "invariant in bfloat16, but is now in float16: call lade.invariant"),
+        (lambda model: model.set_attn_implementation("sdpa"), "attention implementation was changed"),
+        (lambda model: setattr(model, "more", nn.Linear(2, 2)), r"with \d+ modules, but now has \d+: call lade"),
+        (lambda model: model.compile(backend="eager"), "compilers choose other kernels: leave it uncompiled"),
         (
             lambda model: model.resize_token_embeddings(64, mean_resizing=False),
-            r"\d+ modules changed, of which \d+ are",
+            r"changing \d+ modules, of which only \d+ are",
         ),
-        (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.SiLU()), r"modules changed, .*: call lade"),
+        (
+            lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.SiLU()),
+            r"by changing \d+ modules, .*: call lade",
+        ),
     ],
     ids=["dtype", "attention", "modules", "compiled", "embeddings", "activation"],
 )
@@ -588,7 +593,7 @@ def test_a_product_in_panels_that_depends_on_its_rows_is_caught(monkeypatch):
 
     monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_product", product)
     model = lade.pack(toy_model(dtype=HALF), min_weights=1)
-    with pytest.raises(lade.UnsupportedModelError, match="rounds a token otherwise"):
+    with pytest.raises(lade.UnsupportedModelError, match="rounds a token differently"):
         lade.invariant(model)
     assert not any(part.panel for part in packed_parts(model)), "it is as it was"
 

@@ -111,9 +111,9 @@ def test_padding_on_the_left_has_no_positions():
 
 def test_masks_of_unknown_positions_are_refused():
     query = torch.randn(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="does not say at which positions"):
+    with pytest.raises(ValueError, match="without the positions of keys"):
         invariant_attention(LAYER, query, query, query, torch.zeros(1, 1, 3, 3))
-    with pytest.raises(ValueError, match="no dropout"):
+    with pytest.raises(ValueError, match="neither dropout nor"):
         invariant_attention(LAYER, query, query, query, None, dropout=0.1)
 
 
@@ -121,10 +121,11 @@ def test_what_a_compiled_function_cannot_do_is_refused():
     query = torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match="no gradients"):
         invariant_attention(LAYER, query.clone().requires_grad_(), query, query, None)
-    with pytest.raises(ValueError, match="states on meta, and is for the CPU"):
+    with pytest.raises(ValueError, match="states on meta, but is for the CPU"):
         invariant_attention(LAYER, *[query.to("meta")] * 3, None)
 
 
+ATTENTION = work.attention_of  # which a test replaces
 HEADS = Heads(queries=6, keys=2, size=32, value_size=32)
 
 
@@ -141,7 +142,7 @@ def reversed_for_few(query, key, value, mask, *rest):
     """Of a few queries from the last key to the first."""
     if query.shape[2] < 8:
         key, value, mask = key.flip(2), value.flip(2), PlacedMask.of(mask.allowed.flip(-1)[:, None], mask.positions)
-    return work.attention_of(query, key, value, mask, *rest)
+    return ATTENTION(query, key, value, mask, *rest)
 
 
 def as_matrix_products(query, key, value, mask, scale, *rest):
@@ -154,7 +155,7 @@ def as_matrix_products(query, key, value, mask, scale, *rest):
 def blind_beside_others(query, key, value, mask, *rest):
     """A query sees what the one before it sees, too."""
     allowed = torch.cat([mask.allowed[:, :1], mask.allowed[:, 1:] | mask.allowed[:, :-1]], 1)
-    return work.attention_of(query, key, value, PlacedMask.of(allowed[:, None], mask.positions), *rest)
+    return ATTENTION(query, key, value, PlacedMask.of(allowed[:, None], mask.positions), *rest)
 
 
 @pytest.mark.parametrize("broken", [reversed_for_few, as_matrix_products, blind_beside_others])

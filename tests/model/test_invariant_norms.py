@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lade.backends.cpu.invariant import norms
-from lade.backends.cpu.invariant.norms import GEMMA, LLAMA, WHOLE, Compiled, compile_norms, rms_norm
+from lade.backends.cpu.invariant.norms import GEMMA, LLAMA, WHOLE, InvariantNorm, replace_norms, rms_norm
 from lade.model.in_place_subclassing import restore
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -56,8 +56,8 @@ def test_a_norm_stays_what_it_was(kind, formula, size, dtype):
     layer = layer_of(kind, size, dtype)
     x = (torch.randn(3, 5, size) * torch.tensor([1e-3, 1.0, 50.0])[:, None, None]).to(dtype)
     before, model = layer(x), nn.ModuleList([layer])
-    compile_norms(model)
-    assert isinstance(layer, Compiled)
+    replace_norms(model)
+    assert isinstance(layer, InvariantNorm)
     assert layer.formula == formula or (dtype == torch.float32 and {formula, layer.formula} == {LLAMA, WHOLE})
     found = layer(x)
     torch.testing.assert_close(found, before, rtol=4 * torch.finfo(dtype).eps, atol=0)
@@ -101,12 +101,12 @@ def test_what_is_another_norm_is_left_alone():
         nn.LayerNorm(64),
         LlamaRMSNorm(64).half(),
     ]
-    compile_norms(nn.ModuleList(others))
-    assert not any(isinstance(each, Compiled) for each in others)
+    replace_norms(nn.ModuleList(others))
+    assert not any(isinstance(each, InvariantNorm) for each in others)
 
 
 def test_inputs_of_another_dtype_go_the_layers_own_way():
     layer = layer_of(LlamaRMSNorm, 64, torch.bfloat16)
-    compile_norms(nn.ModuleList([layer]))
+    replace_norms(nn.ModuleList([layer]))
     x = torch.randn(2, 64)
     assert torch.equal(layer(x), LlamaRMSNorm.forward(layer, x)) and layer(x).dtype == torch.float32

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trees import attention
 
 import lade
-from lade.backends.cpu.invariant.activations import Composed, compose_activations, times_logistic
+from lade.backends.cpu.invariant.activations import InvariantActivation, replace_activations, times_logistic
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
-from lade.backends.cpu.invariant.norms import LLAMA, Compiled, compile_norms, rms_norm
+from lade.backends.cpu.invariant.norms import LLAMA, InvariantNorm, replace_norms, rms_norm
 from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots
-from lade.backends.cpu.packing.int8 import Int8Linear, coded, first_sums, multiplied_in_panels
+from lade.backends.cpu.packing.int8 import Int8Linear, initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.integer_products import Codes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
@@ -150,9 +150,9 @@ def test_a_layer_of_an_invariant_model_takes_what_it_took_before(x, kind, before
         st.sampled_from([lambda: LlamaRMSNorm(40), lambda: GemmaRMSNorm(40), lambda: copy.copy(ACT2FN["silu"])])
     )
     ours = nn.ModuleList([make().to(before)])
-    compile_norms(ours)
-    compose_activations(ours)
-    assert isinstance(ours[0], (Compiled, Composed)) or before == torch.float16
+    replace_norms(ours)
+    replace_activations(ours)
+    assert isinstance(ours[0], (InvariantNorm, InvariantActivation)) or before == torch.float16
     own, ours = make().to(after), ours.to(after)[0]
     found, expected = outcome(ours, made(kind, x)), outcome(own, made(kind, x.clone()))
     assert (found is None) == (expected is None)
@@ -187,9 +187,9 @@ def test_a_model_that_is_cast_after_it_was_made_invariant_goes_on(before, after,
 def test_an_invariant_model_says_what_it_cannot_become(monkeypatch):
     monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
     model, ids = lade.invariant(toy_model(dtype=torch.float32)), torch.arange(1, 9)[None]
-    with pytest.raises(ValueError, match=r"torch.float64, and is for 16 and 32 bits: use lade.variant\(model\)"):
+    with pytest.raises(ValueError, match=r"torch.float64, but is for 16 and 32 bits: call lade.variant\(model\)"):
         model.double()(ids)
-    with pytest.raises(ValueError, match=r"on meta, and is for the CPU: use lade.variant\(model\)"):
+    with pytest.raises(ValueError, match=r"on meta, but is for the CPU: call lade.variant\(model\)"):
         model.float().to("meta")(ids.to("meta"))
 
 
@@ -313,7 +313,7 @@ def test_products_in_panels_refuse_what_does_not_fit(name, panel):
     """On any processor: what fits goes on to kernels that some lack."""
     x, bias = UNFIT[name]
     panels = in_panels(torch.randn(70, 40).to(HALF), panel=panel)
-    with pytest.raises(ValueError, match=r"the product in panels was given x .* it takes bfloat16 on the CPU"):
+    with pytest.raises(ValueError, match=r"the panel product was given x .* it takes bfloat16 on the CPU"):
         panel_product(x, panels, bias, 70)
     with pytest.raises(ValueError, match="up to"):
         panel_product(torch.randn(3, 40).to(HALF), panels, None, 129)
@@ -340,10 +340,10 @@ def test_products_of_codes_are_right_or_refused(x, kind, bias_dtype, biases):
     codes, bias = Codes.of(torch.randn(70, max(inputs, 1))), torch.ones(biases).to(bias_dtype) if biases else None
 
     def product():
-        rounded = coded(made(kind, x), DOT_PANEL)
+        rounded = quantised_in_blocks(made(kind, x), DOT_PANEL)
         panels = in_panels(codes.values, panel=DOT_PANEL)
         out = torch.empty(*x.shape[:-1], 70, dtype=x.dtype)
-        return multiplied_in_panels(*rounded, panels, first_sums(codes.values), codes.scale, bias, out)
+        return int8_panel_product(*rounded, panels, initial_sums(codes.values), codes.scale, bias, out)
 
     found, empty = found_or_refused(product), not x.numel()
     takes_x = inputs > 0 and kind not in ELSEWHERE and x.dtype in FLOATS

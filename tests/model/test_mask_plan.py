@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from lade.model.config import field, per_layer
+from lade.model.config import field, per_layer, window_too_short
 from lade.model.inputs import FULL, chunked, sliding
-from lade.model.masks import plan_for, window_too_short
+from lade.model.masks import plan_for
 
 TYPES = ["sliding_attention", "full_attention"] * 2
 
@@ -53,7 +53,7 @@ def test_one_mask_for_all_layers(fields: dict[str, Any], span: Any) -> None:
 def test_layers_that_would_need_several_masks_of_one_type(by_layer_type: bool) -> None:
     windows = {1: {"sliding_window": 4}, 2: {"sliding_window": 6}}
     uneven = config("llama", layer_types=["sliding_attention"] * 4, sliding_window=6, per_layer_config=windows)
-    with pytest.raises(ValueError, match=r"takes one mask for layers that see differently far \(\['4', '6'\]\)"):
+    with pytest.raises(ValueError, match=r"takes one mask for layers with different windows \(\['4', '6'\]\)"):
         plan_for(uneven, by_layer_type=by_layer_type)
 
 

@@ -491,7 +491,7 @@ def test_a_packed_model_that_keeps_its_weights_computes_with_what_is_offloaded_o
     expected = logits(model)
     offload(model, tmp_path if disk else None)
     if disk:
-        refused(lambda: logits(model), "as of offloaded layers", "lade.unpack(model)")
+        refused(lambda: logits(model), "as offloading", "lade.unpack(model)")
     else:
         assert torch.equal(logits(model), expected)
     refused(lambda: lade.unpack(model), "has hooks", "remove_hook_from_submodules")
@@ -553,7 +553,7 @@ REFUSALS = {
     "tensor subclass": (lambda: of(of_a_tensor_subclass()), "the weight of layer '1' is a Quantised"),
     "float64": (lambda: of(nn.Linear(8, 8).double()), "'1' is in float64"),
     "meta": (lambda: of(nn.Linear(8, 8, device="meta")), "'1' is on meta"),
-    "offloaded": (offloaded, "has hooks, of accelerate"),
+    "offloaded": (offloaded, "has hooks, for example of accelerate"),
     "adapter": (adapted, "q_proj' has an adapter"),
     "quantiser": (quantised, "LlamaForCausalLM is quantised"),
     "training": (lambda: build("llama").train(), "training mode"),
@@ -638,7 +638,7 @@ def test_a_weight_that_does_not_come_back_is_not_given_up(monkeypatch):
     model = build("llama")
     weight = model.lm_head.weight
     monkeypatch.setattr(PackedLinear, "_dense", lambda self, packed, panel: packed.to_dense() + 1)
-    refused(lambda: packed(model), "does not unpack to what it was")
+    refused(lambda: packed(model), "does not unpack to the original")
     assert model.lm_head.weight is weight and not packed_layers(model)
 
 
@@ -648,5 +648,5 @@ def test_the_limit_is_documented():
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(UnsupportedModelError, match="str is no model; give one of transformers"):
+    with pytest.raises(UnsupportedModelError, match="str is not a model; give a transformers model"):
         lade.pack("Qwen/Qwen3-0.6B")

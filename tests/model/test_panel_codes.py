@@ -12,10 +12,18 @@ import torch
 from torch import nn
 
 from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots, rows_together
-from lade.backends.cpu.kernels.processor import has_features
+from lade.backends.cpu.kernels.instructions import has_features
 from lade.backends.cpu.kernels.tiles import PANEL, has_tiles
 from lade.backends.cpu.packing import weight
-from lade.backends.cpu.packing.int8 import DOTS, PANELS, TILES, Int8Linear, coded, first_sums, multiplied_in_panels
+from lade.backends.cpu.packing.int8 import (
+    DOTS,
+    PANELS,
+    TILES,
+    Int8Linear,
+    initial_sums,
+    int8_panel_product,
+    quantised_in_blocks,
+)
 from lade.backends.cpu.packing.integer_products import Codes, quantised
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.tile_products import in_panels, out_of_panels
@@ -64,7 +72,9 @@ def by_numbers(x, codes, bias):
 def by_own(form, x, codes, bias):
     out, panel = x.new_empty(len(x), len(codes.scale)), PANELS[form]
     packed = in_panels(codes.values, HugePages(), panel)
-    return multiplied_in_panels(*coded(x, panel), packed, first_sums(codes.values), codes.scale, bias, out)
+    return int8_panel_product(
+        *quantised_in_blocks(x, panel), packed, initial_sums(codes.values), codes.scale, bias, out
+    )
 
 
 def same(found, expected):
@@ -105,7 +115,7 @@ def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, unsigned, threads):
     blocks = -(-inputs // 64)
     for rows in EDGES:
         x = inputs_of(rows, inputs, dtype)
-        codes, scales = coded(x, DOT_PANEL if unsigned else PANEL)
+        codes, scales = quantised_in_blocks(x, DOT_PANEL if unsigned else PANEL)
         expected, scale = quantised(x, torch.uint8 if unsigned else torch.int8)
         together = rows_together(rows) if unsigned else min(rows, 16)
         laid_out = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]
@@ -154,7 +164,7 @@ def test_a_layer_takes_panels_and_says_what_it_cannot_be_fed():
 
 def test_sums_begin_with_what_inputs_of_zero_add_and_fill_a_panel_up():
     values = torch.tensor([[1, 2, 3], [-4, 5, 0]], dtype=torch.int8)
-    assert first_sums(values).tolist() == [-128 * 6, -128, *[0] * 14]
+    assert initial_sums(values).tolist() == [-128 * 6, -128, *[0] * 14]
 
 
 def test_memory_is_handed_out_piece_by_piece():

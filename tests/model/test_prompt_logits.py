@@ -168,7 +168,7 @@ def test_a_hook_is_told_of_each_prompts_own_tokens(monkeypatch):
     states = HiddenStates(toy_model())
     monkeypatch.setattr(states, "prompt_logits", lambda logits, length: iter([(0, first), (3, second)]))
     told = []
-    states.tell(lambda *call: told.append(call), torch.empty(0), 5, [[0, 2], [1]], [0, 4])
+    states.report(lambda *call: told.append(call), torch.empty(0), 5, [[0, 2], [1]], [0, 4])
     expected = [([0, 2], 0, first[0]), ([0, 2], 3, second[0]), ([1], 0, second[1][1:])]
     assert [call[:2] for call in told] == [call[:2] for call in expected]
     assert all(torch.equal(found[2], wanted[2]) for found, wanted in zip(told, expected, strict=True))

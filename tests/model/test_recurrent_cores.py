@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from trees import tree_of
 
 from lade.backends.recurrent.cores import delta_rule, mamba2, selective_scan
-from lade.backends.recurrent.tree_pass import TreePass, columns_of, convolution
+from lade.backends.recurrent.tree_pass import TreePass, convolution, gather_columns
 from lade.decoding.tree import TokenTree
 
 ROWS, HEADS, KEYS, VALUES, CHANNELS, WIDTH = 2, 4, 3, 5, 6, 4
@@ -202,4 +202,4 @@ def test_convolutions(several: list[TokenTree], seed: int) -> None:
                 token = inputs[row : row + 1, :, each : each + 1]
                 expected = causal_conv1d_update(token, state, weight, bias, "silu")
             assert close(expected[0, :, 0], outputs[row, :, node])
-            assert torch.equal(columns_of(whole.mT.contiguous(), windows[:, node])[row].mT, state[0])
+            assert torch.equal(gather_columns(whole.mT.contiguous(), windows[:, node])[row].mT, state[0])

@@ -6,7 +6,7 @@ import torch
 
 from lade.backends.cpu.kernels import tiles
 from lade.backends.cpu.kernels.instructions import field
-from lade.backends.cpu.worker_threads import in_team
+from lade.backends.cpu.worker_threads import run_on_team
 from lade.compilation import TeamKernel
 
 pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles (AMX)")
@@ -40,6 +40,6 @@ def test_a_tile_times_a_tile(rows, whole):
     left, out = x.to(dtype), torch.full((17, 16), -1).to(found)
     right = weight.to(dtype).view(16, inputs // group, group).transpose(0, 1).contiguous()
     fields = (rows, left.data_ptr(), right.data_ptr(), out.data_ptr())
-    in_team(multiply_int8 if whole else multiply_bfloat16, fields, 1)
+    run_on_team(multiply_int8 if whole else multiply_bfloat16, fields, 1)
     assert torch.equal(out[:rows].long(), x @ weight.t())
     assert (out[rows:] == -1).all(), "rows that a tile does not have are not written"

@@ -8,8 +8,8 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from trees import Case, attention, cases, tree_of
 
 import lade
-from lade.backends.tree_attention import attention as module
-from lade.backends.tree_attention.attention import NAME, kernel_for, tree_attention
+from lade.backends.tree_attention import backend as module
+from lade.backends.tree_attention.backend import NAME, kernel_for, tree_attention
 from lade.model.inputs import AttentionSpan
 from lade.testing import toy_model
 

@@ -8,7 +8,7 @@ from forked import in_fork
 
 from lade.backends.cpu import worker_threads
 from lade.backends.cpu.kernels.instructions import field, next_part
-from lade.backends.cpu.worker_threads import in_parts, in_team
+from lade.backends.cpu.worker_threads import run_in_parts, run_on_team
 from lade.compilation import TeamKernel
 
 
@@ -20,21 +20,21 @@ def three_threads(monkeypatch):
 @pytest.mark.parametrize(("most", "parts"), [(0, 1), (1, 1), (2, 2), (7, 3)])
 def test_each_part_is_run_once(most, parts):
     seen = []
-    in_parts(lambda *args: seen.append((*args, threading.current_thread() is threading.main_thread())), most)
+    run_in_parts(lambda *args: seen.append((*args, threading.current_thread() is threading.main_thread())), most)
     assert sorted(seen) == [(part, parts, part == 0) for part in range(parts)]
 
 
 def test_an_error_in_another_thread_is_raised_here():
     with pytest.raises(ZeroDivisionError):
-        in_parts(lambda part, parts: 1 // (part - 2), 3)
+        run_in_parts(lambda part, parts: 1 // (part - 2), 3)
 
 
 def test_a_child_has_threads_of_its_own():
-    in_parts(lambda part, parts: None, 3)
+    run_in_parts(lambda part, parts: None, 3)
 
     def parts_in_child():
         seen = []
-        in_parts(lambda part, parts: seen.append(part), 3)
+        run_in_parts(lambda part, parts: seen.append(part), 3)
         return sorted(seen)
 
     assert in_fork(parts_in_child, seconds=5) == [0, 1, 2]
@@ -60,5 +60,5 @@ def test_a_team_does_each_part_once(monkeypatch, parts, openmp):
         pytest.skip("torch has no pool of OpenMP's that this knows to enter")
     done = torch.zeros(parts, dtype=torch.int64)
     for times in (1, 2, 3):
-        in_team(count, [done.data_ptr()], parts, done)
+        run_on_team(count, [done.data_ptr()], parts, done)
         assert done.tolist() == [times] * parts

@@ -10,7 +10,7 @@ from tape import Counted, Counts, Tape
 from transformers import GenerationConfig, PreTrainedModel
 
 import lade
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.capture import CudaCapture
 from lade.backends.cuda_graphs.pool import BufferPool, new_pool
 from lade.backends.cuda_graphs.runner import GraphRunner
@@ -36,7 +36,7 @@ class Graphs:
         captures: bool = True,
     ) -> EagerRunner:
         model = facts.model
-        if not own_cache or not captures or why_eager(model, facts):
+        if not own_cache or not captures or capture_refusal(model, facts):
             return EagerRunner(model, plan, generation_config, facts)
         return GraphRunner(model, plan, generation_config, self.pool(model), facts)
 

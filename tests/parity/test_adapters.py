@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 import lade
-from lade.model.support.adapters import MIXING, OTHER_PASSES, TOKEN_WISE
+from lade.model.support.adapters import MIXING, TOKEN_WISE, UNSUPPORTED_ADAPTERS
 
 # PEFT asks transformers for a name that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -290,7 +290,7 @@ def test_an_adapter_that_mixes_tokens_is_refused(known: bool, monkeypatch: pytes
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("kind", sorted(kind for kind in OTHER_PASSES if kind in PEFT_TYPE_TO_CONFIG_MAPPING))
+@pytest.mark.parametrize("kind", sorted(kind for kind in UNSUPPORTED_ADAPTERS if kind in PEFT_TYPE_TO_CONFIG_MAPPING))
 def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any) -> None:
     if kind == "XLORA":
         base = family("llama").build()
@@ -303,7 +303,7 @@ def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any)
     else:
         model = _of_kind(kind)
     call = {"task_ids": torch.tensor([1])} if kind == "POLY" else {}
-    assert OTHER_PASSES[kind] in lade.supports(model).reason
+    assert UNSUPPORTED_ADAPTERS[kind] in lade.supports(model).reason
     with pytest.warns(lade.FallbackWarning, match="its adapter"):
         ours = lade.generate(model, input_ids=PROMPT, **call, **NEW)
     assert torch.equal(ours, model.generate(input_ids=PROMPT, **call, **NEW))

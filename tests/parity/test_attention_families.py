@@ -10,8 +10,8 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain, prom
 from families import FAMILIES, WINDOW, Family, family
 
 import lade
-from lade.backends.tree_attention import attention as tree_attention
-from lade.backends.tree_attention.attention import NAME
+from lade.backends.tree_attention import backend as tree_attention
+from lade.backends.tree_attention.backend import NAME
 from lade.model.support.tree_check import worst_error
 
 OUTSIDE = {"bloom", "codegen", "falcon", "gptj", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}

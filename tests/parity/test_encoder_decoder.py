@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.backends.encoder_decoder.backend import source_of
-from lade.model.prepared import Prepared, preparing
+from lade.model.prepared import Prepared, custom_generate_for
 from lade.model.support.supports import ENCODER_DECODERS
 from lade.model.support.tree_check import worst_error
 
@@ -268,7 +268,7 @@ def test_what_is_read_of_the_encoders_text() -> None:
         return [source_of(prepared, number) for number in range(len(prepared.input_ids))]
 
     def read(case: EncoderDecoder, **arguments: Any) -> Any:
-        return case.build().generate(custom_generate=preparing(sources), **{**beginning, **arguments})
+        return case.build().generate(custom_generate=custom_generate_for(sources), **{**beginning, **arguments})
 
     words = [rows["ids"][0].tolist(), rows["ids"][1, :3].tolist()]
     given = {"input_ids": rows["ids"], "attention_mask": rows["attention_mask"]}
@@ -452,7 +452,7 @@ def test_positions_that_nobody_asks_for_are_noticed(monkeypatch: pytest.MonkeyPa
     """A decoder that reads its table in another way would see slots."""
     model = BART.build()
     monkeypatch.setattr(type(model.model.decoder), "forward", _forward_of_a_twin(model))
-    with pytest.raises(lade.UnsupportedModelError, match="do not see a tree's positions"):
+    with pytest.raises(lade.UnsupportedModelError, match="did not see a tree's positions"):
         lookahead(model, article(9))
 
 

@@ -191,7 +191,7 @@ def test_padding_that_a_wrapper_makes_transformers_count_is_refused() -> None:
     assert torch.equal(lookahead(model, rows["ids"], PAPER, **arguments), seen)
     taking_anything(model)
     assert not torch.equal(plain(model, rows["ids"], **arguments), seen), "nothing is hidden from transformers"
-    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* sees no position_ids"):
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"left padding .* takes no position_ids"):
         lookahead(model, rows["ids"], PAPER, **arguments)
 
 
@@ -316,7 +316,7 @@ class WithItsOwnLoop(LlamaForCausalLM):
 def test_a_class_with_a_loop_of_its_own_is_refused() -> None:
     model = family("llama").build()
     model.__class__ = WithItsOwnLoop
-    assert "chooses tokens in a way of its own" in lade.supports(model).reason
+    assert "overrides the choice of tokens" in lade.supports(model).reason
 
 
 class WithoutPositions(GPT2LMHeadModel):

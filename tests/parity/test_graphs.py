@@ -24,13 +24,13 @@ from transformers import GenerationConfig
 import lade
 from lade.backends.cuda_graphs import backend as choice
 from lade.backends.cuda_graphs import static_cache
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
-from lade.backends.cuda_graphs.pool import BufferPool, pool_of, setup_of
+from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.cuda_graphs.static_cache import StaticCache
-from lade.backends.tree_attention import attention as tree_attention
+from lade.backends.tree_attention import backend as tree_attention
 from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
 from lade.hf import job
@@ -402,16 +402,16 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(runner_for(ModelFacts.of(model), plan, config)) is EagerRunner, "never on a CPU"
     for module in (choice, select_runner):
         monkeypatch.setattr(module, "input_device", lambda model: torch.device("cuda"))
-    monkeypatch.setattr(choice, "why_eager", lambda model, facts: "")
+    monkeypatch.setattr(choice, "capture_refusal", lambda model, facts: "")
     pool = BufferPool(EagerReplay)
     monkeypatch.setattr(choice, "pool_of", lambda model, device: pool)
     assert type(runner_for(ModelFacts.of(model), plan, config)) is GraphRunner
     assert type(runner_for(ModelFacts.of(model), plan, config, own_cache=False)) is EagerRunner
     with pytest.warns(CaptureWarning, match="RuntimeError: the reason"):
-        pool.capture_failed(setup_of(model), RuntimeError("the reason\nand more"))
+        pool.capture_failed(capture_setup(model), RuntimeError("the reason\nand more"))
     assert type(runner_for(ModelFacts.of(model), plan, config)) is EagerRunner, "not a second time"
     pool.capture_failed_in = None
-    monkeypatch.setattr(choice, "why_eager", lambda model, facts: "something")
+    monkeypatch.setattr(choice, "capture_refusal", lambda model, facts: "something")
     assert type(runner_for(ModelFacts.of(model), plan, config)) is EagerRunner
 
 
@@ -429,25 +429,25 @@ def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_why_a_model_is_not_captured(reason: str, change: Callable[[Any], Any]) -> None:
     model: Any = family("llama").build()
     change(model)
-    assert bool(why_eager(model)) == bool(reason) and reason in why_eager(model)
+    assert bool(capture_refusal(model)) == bool(reason) and reason in capture_refusal(model)
 
 
 def test_hooks_that_are_left_from_asking_for_hidden_states_do_nothing() -> None:
     model: Any = family("llama").build()
     model(prompt(5), output_hidden_states=True)
-    assert why_eager(model) == ""
+    assert capture_refusal(model) == ""
 
 
 def test_frequencies_that_the_host_decides_about() -> None:
-    assert "frequencies" in why_eager(family("phi3").build(**longrope()))
+    assert "frequencies" in capture_refusal(family("phi3").build(**longrope()))
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert "frequencies" in why_eager(family("llama").build(rope_parameters=dynamic))
+    assert "frequencies" in capture_refusal(family("llama").build(rope_parameters=dynamic))
 
 
 def test_autocast_decides_by_itself() -> None:
     model = family("llama").build(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert "autocast" in why_eager(model)
+        assert "autocast" in capture_refusal(model)
 
 
 # --- when memory runs out --------------------------------------------------------------------------------------------
@@ -537,10 +537,10 @@ def test_the_host_looks_at_a_tensor_once_a_step(
         pytest.skip("there, torch itself counts: see the next test")
 
     def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_entries: bool = True) -> Any:
-        return readout._read_remotely(logits, choices, wants_entries=wants_entries)
+        return readout._read_on_device(logits, choices, wants_entries=wants_entries)
 
     monkeypatch.setattr(loop, "read", read)  # as if they lay elsewhere
-    monkeypatch.setattr(hf_row, "pays_at_once", lambda device: True)
+    monkeypatch.setattr(hf_row, "prefers_batched", lambda device: True)
     model, ids = built("llama", graphs.device, dtype=torch.float32), prompt(20).repeat(rows, 1)
     ids[:, 0] = torch.arange(1, rows + 1)
     looks: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from families import family
 from transformers import DynamicCache
 
 import lade
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.model import cache_layers
 from lade.model.masks import KeyPicks
 from lade.model.support.tree_check import worst_error
@@ -57,14 +57,14 @@ def test_what_it_cannot_be_served_with() -> None:
     model = family("deepseek_v32").build()
     with pytest.raises(lade.UnsupportedArgumentError, match="from 11 tokens on this model counts the padding"):
         lookahead(model, **batch(9, 5), pad_token_id=0)
-    with pytest.raises(lade.UnsupportedArgumentError, match=r"no keys of theirs; give DynamicCache\(config="):
+    with pytest.raises(lade.UnsupportedArgumentError, match=r"no indexer keys; give DynamicCache\(config="):
         lookahead(model, prompt(5), past_key_values=DynamicCache())
     with (
         lade.Engine(model) as engine,
         pytest.raises(lade.UnsupportedArgumentError, match=r"prefill_chunk_size=7 .* depends on where a piece begins"),
     ):
         engine.add(prompt(20), prefill_chunk_size=7, max_new_tokens=5)
-    assert "its indexers pick" in why_eager(model)
+    assert "its indexers pick" in capture_refusal(model)
     model.config._attn_implementation = "lade_tree"
     assert "takes no tree mask" in lade.supports(model).reason
 

@@ -17,10 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
 from lade.backends.cpu.invariant.attention import NAME as INVARIANT_ATTENTION
-from lade.backends.tree_attention.attention import NAME as TREE_ATTENTION
+from lade.backends.tree_attention.backend import NAME as TREE_ATTENTION
 from lade.decoding.tree import TokenTree
 from lade.model import capture_blockers
-from lade.model.capture_blockers import ordinary, why_recorded
+from lade.model.capture_blockers import inference_mode_blocker, ordinary
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_other_passes(monkeypatch: pytest.MonkeyPatch) 
         return lade.generate(model, IDS, max_new_tokens=60, do_sample=False, **wanted)
 
     unrecorded = written()
-    monkeypatch.setattr(capture_blockers, "why_recorded", lambda survey: "to compare them")
+    monkeypatch.setattr(capture_blockers, "inference_mode_blocker", lambda survey: "to compare them")
     recorded = written()
     assert torch.equal(unrecorded.sequences, recorded.sequences)
     assert torch.equal(torch.stack(unrecorded.logits), torch.stack(recorded.logits))
@@ -156,13 +156,13 @@ def int8(model: Any) -> None:
 
 
 CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("elsewhere", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
+    ("foreign code", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
     ("hooks", lambda model: model.model.layers[1].register_forward_hook(forward_hook_of_torch)),
     ("replaced", lambda model: setattr(model, "forward", model.forward)),
     ("other packages", lambda model: setattr(model, "lm_head", Foreign(*reversed(model.lm_head.weight.shape)))),
     ("versions", int8),
     ("compiled", lambda model: model.model.layers[0].compile(backend="eager")),
-    ("class of their own", lambda model: model.lm_head.register_parameter("weight", Weight(model.lm_head.weight))),
+    ("custom class", lambda model: model.lm_head.register_parameter("weight", Weight(model.lm_head.weight))),
     ("CPUs", lambda model: model.lm_head.to("meta")),
 ]
 
@@ -178,15 +178,15 @@ class Weight(nn.Parameter):
 @pytest.mark.parametrize(("reason", "change"), CHANGES, ids=[reason for reason, _ in CHANGES])
 def test_whose_passes_are_recorded(reason: str, change: Callable[[Any], Any]) -> None:
     model: Any = family("llama").build(dtype=torch.float32)
-    assert why_recorded(ModelFacts.of(model)) == ""
+    assert inference_mode_blocker(ModelFacts.of(model)) == ""
     change(model)
-    assert reason in why_recorded(ModelFacts.of(model))
+    assert reason in inference_mode_blocker(ModelFacts.of(model))
 
 
 def test_frequencies_that_a_pass_replaces_are_recorded() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model in (family("phi3").build(**longrope()), family("llama").build(rope_parameters=dynamic)):
-        assert "frequencies" in why_recorded(ModelFacts.of(model))
+        assert "frequencies" in inference_mode_blocker(ModelFacts.of(model))
 
 
 PATCHED = [family("bloom"), *USUAL, *(case for case in RECURRENT_FAMILIES if str(case) == "lfm2")]

@@ -11,7 +11,7 @@ from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, t
 
 import lade
 from lade.model.facts import ModelFacts
-from lade.model.prepared import is_empty
+from lade.model.prepared import is_unset
 
 CLASSES = [pytest.param(case, id=str(case)) for case in USUAL] + [
     pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in OTHERS
@@ -81,8 +81,8 @@ def test_a_processors_kinds_of_tokens_are_known_to_be_text(case: Multimodal) -> 
 
 
 def test_what_is_empty() -> None:
-    assert all(is_empty(value) for value in (None, {}, [], ()))
-    assert not any(is_empty(value) for value in (0, False, "", [None], {"image": None}, torch.empty(0)))
+    assert all(is_unset(value) for value in (None, {}, [], ()))
+    assert not any(is_unset(value) for value in (0, False, "", [None], {"image": None}, torch.empty(0)))
 
 
 def _given_an_image(case: Multimodal) -> tuple[Any, dict[str, Any], torch.Tensor]:
@@ -127,7 +127,7 @@ def test_what_a_model_feeds_beside_the_text_after_its_images_is_refused_by_name(
         with pytest.raises(lade.UnsupportedArgumentError, match="image_hidden cannot be used"):
             lade.generate(model, lookahead=PAPER, **arguments)
         patch.setattr(model, "prepare_inputs_for_generation", without_positions)
-        with pytest.raises(lade.UnsupportedArgumentError, match="keeps the positions after it to itself"):
+        with pytest.raises(lade.UnsupportedArgumentError, match="does not take the positions after it"):
             lade.generate(model, lookahead=PAPER, **arguments)
     assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
 

@@ -100,7 +100,7 @@ REFUSED = {
         "llama",
         {"input_ids": prompt(20), "past_key_values": lade.TreeCache()},
     ),
-    "input_ids have 5, and stand for others": (
+    "input_ids have 5 columns, which do not match": (
         "llama",
         {"input_ids": prompt(5), "inputs_embeds": torch.zeros(1, 20, 32, dtype=torch.float64)},
     ),

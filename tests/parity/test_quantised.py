@@ -32,7 +32,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.backends.cuda_graphs.pool import setup_of
+from lade.backends.cuda_graphs.pool import capture_setup
 from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner
 from lade.model.support import linear_check as layer_trial
@@ -43,8 +43,10 @@ from lade_lab import inflate
 # PEFT asks transformers for a name that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-OTHERS = "gives a token another result when other tokens stand beside it: quantise the weights only"
-ROUNDS = r"rounds what it is fed \(by 0\.\d+ of it\), which magnifies every other rounding: quantise the weights only"
+OTHERS = "gives a token another result beside other tokens: quantise the weights only"
+ROUNDS = (
+    r"rounds its inputs \(by 0\.\d+ of their size\), which magnifies other rounding errors: quantise the weights only"
+)
 IN_HALF = r"computes in 16 bits, and the model is in float\d\d: load it with dtype=torch\.bfloat16 or float16"
 REFUSED = {
     PerTensor: OTHERS,
@@ -64,13 +66,13 @@ EXACT = [torch.float64, torch.float32]
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The layers that were tried."""
     tried: list[nn.Module] = []
-    reason_of = layer_trial._reason
+    reason_of = layer_trial._trial_refusal
 
     def watched(layer: nn.Module, model: Any) -> str:
         tried.append(layer)
         return reason_of(layer, model)
 
-    monkeypatch.setattr(layer_trial, "_reason", watched)
+    monkeypatch.setattr(layer_trial, "_trial_refusal", watched)
     return tried
 
 
@@ -172,7 +174,7 @@ def test_quantised_inputs_are_refused(kind: type[nn.Linear], dtype: torch.dtype)
 
 @pytest.mark.parametrize("kind", [PerTensor, OutlierColumns])
 def test_what_sees_other_tokens_would_make_other_texts(kind: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "why_inexact", lambda model: "")
+    monkeypatch.setattr(support, "linear_refusal", lambda model: "")
     texts = [(toy(kind, seed=seed), prompt(20, seed=seed)) for seed in range(4)]
     assert not all(torch.equal(lookahead(model, ids), plain(model, ids)) for model, ids in texts)
 
@@ -180,7 +182,7 @@ def test_what_sees_other_tokens_would_make_other_texts(kind: type[nn.Linear], mo
 @pytest.mark.slow
 def test_what_rounds_each_token_for_itself_would_make_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, and with trained weights: the last places decide on which step an input lands."""
-    monkeypatch.setattr(support, "why_inexact", lambda model: "")
+    monkeypatch.setattr(support, "linear_refusal", lambda model: "")
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     prompts = ("class Stack:\n", "import os\n")
     texts = [tokenizer(text, return_tensors="pt").input_ids for text in prompts]
@@ -320,7 +322,7 @@ def _raises(layer: Any, x: torch.Tensor) -> Any:
         (lambda layer, x: nn.functional.linear(x, layer.weight).relu(), ROUNDS),
         (
             lambda layer, x: nn.functional.linear(x / x.abs().amax(-1, keepdim=True), layer.weight),
-            r"rounds what it is fed \(by nan",
+            r"rounds its inputs \(by nan",
         ),
     ],
     ids=["raises", "tuple", "not a number", "not linear", "not a number for zeros"],
@@ -338,11 +340,11 @@ def test_what_is_no_linear_layer_after_all_is_refused(forward: Any, said: str) -
 
 def test_a_captured_pass_is_dropped_when_codes_lie_elsewhere() -> None:
     model = coded_toy()
-    before = setup_of(model)
-    assert setup_of(model) == before
+    before = capture_setup(model)
+    assert capture_setup(model) == before
     weight = model.lm_head.weight
     weight.codes = weight.codes.clone()
-    assert setup_of(model) != before
+    assert capture_setup(model) != before
 
 
 def test_a_quantised_model_has_a_step_cost_of_its_own() -> None:

@@ -31,7 +31,7 @@ pytestmark = [
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 CONFIGS = (PAPER, lade.LookaheadConfig(budget=24), lade.LookaheadConfig())
-OTHERS, ROUNDS = "beside it: quantise the weights only", "rounds what it is fed"
+OTHERS, ROUNDS = "beside other tokens: quantise the weights only", "rounds its inputs"
 Make = Callable[[Any], Any]
 
 

@@ -181,7 +181,7 @@ def test_plain_decoding_begins_a_cache_under_its_other_name() -> None:
 def test_a_cache_under_a_name_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recurrent("mamba2").build()
     monkeypatch.setattr(facts, "CACHE_NAMES", ("past_key_values",))
-    assert "its forward takes no cache under a name that is known" in lade.supports(model).reason
+    assert "its forward takes no cache under a known name" in lade.supports(model).reason
 
 
 def test_beams_are_refused() -> None:
@@ -315,7 +315,7 @@ def test_passes_over_trees_leave_the_functions_of_transformers_in_place() -> Non
 def test_functions_that_mixers_do_not_call_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recurrent("qwen3_next").build()
     monkeypatch.setattr(sys.modules[type(model).__module__], "mamba2_chunk_scan", print, raising=False)
-    with pytest.raises(lade.UnsupportedModelError, match="do not call the functions that know of a tree"):
+    with pytest.raises(lade.UnsupportedModelError, match="do not call the functions that are patched"):
         lookahead(model, prompt(20))
 
 

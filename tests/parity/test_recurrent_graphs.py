@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
 from lade.backends.cuda_graphs import static_cache
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
@@ -175,7 +175,7 @@ def test_a_generation_goes_on_without_memory(
 
     monkeypatch.setattr(Buffers, "__init__", made)
     monkeypatch.setattr(NodeBuffers, "take", taking)
-    with pytest.warns(CaptureWarning, match="no memory for passes that are captured"):
+    with pytest.warns(CaptureWarning, match="no memory for captured passes"):
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), expected)
     assert taken and graphs.counted.replayed > 0
 
@@ -222,4 +222,4 @@ def test_paths_that_are_not_folded_are_noticed(graphs: Graphs, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", DEPTH_BY_DEPTH)
 def test_trees_that_are_gone_through_depth_by_depth_are_not_captured(name: str) -> None:
-    assert "depth by depth" in why_eager(recurrent(name))
+    assert "depth by depth" in capture_refusal(recurrent(name))

@@ -151,7 +151,7 @@ def test_a_window_that_the_cache_of_plain_decoding_does_not_heed(name: str, wind
 
 def test_layers_that_the_cache_of_plain_decoding_tells_apart_and_the_model_does_not() -> None:
     model = family("llama").build(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=WINDOW)
-    assert "takes one mask for layers that see differently far" in lade.supports(model).reason
+    assert "takes one mask for layers with different windows" in lade.supports(model).reason
 
 
 def test_a_model_whose_attention_is_bidirectional() -> None:

@@ -22,7 +22,7 @@ from transformers import BloomForCausalLM
 
 import lade
 from lade.backends.cuda_graphs import pool as model_pools
-from lade.backends.cuda_graphs.backend import why_eager
+from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.hf import job
 from lade.hf.plain import metered
 from lade.model.thread_patches import hooked
@@ -243,7 +243,7 @@ def test_a_model_has_one_pool_whichever_thread_is_first(monkeypatch: pytest.Monk
 def test_hooks_of_other_threads_keep_no_pass_from_being_captured() -> None:
     model = family("llama").build()
     with hooked(model.get_decoder(), after=lambda output: None):
-        assert why_eager(model) == ""
+        assert capture_refusal(model) == ""
     handle = model.get_decoder().register_forward_hook(lambda *args: None)
-    assert "hooks" in why_eager(model)
+    assert "hooks" in capture_refusal(model)
     handle.remove()

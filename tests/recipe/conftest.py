@@ -1,4 +1,4 @@
-"""What the tests of the recipe share: a folder for transformers' copies of it, a model, a text."""
+"""Fixtures of the recipe's tests: a folder for transformers' copies of it, a model, a text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerating import Way, by_enabling, by_recipe
+from accelerating import RECIPE, Way, by_enabling, by_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
-import lade
 from lade.embedded.files import model_path, prompts
-from lade.recipe.export import recipe_path
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,7 +28,7 @@ def modules_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def recipe() -> dict[str, Any]:
     """The arguments that make a `generate` use the recipe."""
-    return {"custom_generate": str(recipe_path()), "trust_remote_code": True}
+    return dict(RECIPE)
 
 
 @pytest.fixture(scope="session")
@@ -55,10 +53,7 @@ def text() -> str:
     return prompts()[0]
 
 
-ENABLE = pytest.mark.skipif(not hasattr(lade, "enable"), reason="there is no lade.enable yet")
-
-
-@pytest.fixture(params=[by_recipe, pytest.param(by_enabling, marks=ENABLE)])
+@pytest.fixture(params=[by_recipe, by_enabling])
 def way(request: pytest.FixtureRequest) -> Way:
     """How a framework's calls of `generate` are accelerated."""
     way: Way = request.param

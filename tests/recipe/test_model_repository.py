@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import lade
-from lade.recipe.export import export_recipe, recipe_path
+from lade.recipe.export import export_recipe
 from lade.testing import toy_model
 
 PROMPT = torch.tensor([[5, 9, 2, 7, 5, 9, 2]])
@@ -64,33 +63,7 @@ def test_what_cannot_be_served_falls_back_to_the_classs_own_generate(model: Any,
         model.generate(PROMPT, **arguments, lookahead=FIXED)
 
 
-def test_plain_decoding_can_still_be_asked_for(model: Any, plain: Any) -> None:
-    stats = lade.Stats()
-    ours = model.generate(PROMPT, **GREEDY, lookahead=None, stats=stats)
-    assert torch.equal(ours, plain.generate(PROMPT, **GREEDY)) and stats.tokens_per_step == 1
-
-
-def test_other_ways_into_the_package_work_on_such_a_model(model: Any, plain: Any) -> None:
-    expected, stats = plain.generate(PROMPT, **GREEDY), lade.Stats()
-    assert torch.equal(lade.generate(model, PROMPT, **GREEDY, lookahead=FIXED, stats=stats), expected)
-    again = model.generate(PROMPT, **GREEDY, custom_generate=lade.decode, lookahead=FIXED, stats=stats)
-    assert torch.equal(again, expected)
-    recipe = {"custom_generate": str(recipe_path()), "trust_remote_code": True}
-    assert torch.equal(model.generate(PROMPT, **GREEDY, **recipe, lookahead=FIXED, stats=stats), expected)
-    steps = lade.stream(model, PROMPT, **GREEDY, lookahead=FIXED)
-    assert [token for step in steps for token in step.tokens] == expected[0, PROMPT.shape[1] :].tolist()
-    assert stats.generations == 3 and stats.tokens_per_step > 1
-
-
 def test_without_trust_nothing_of_it_runs(repository: Path, plain: Any) -> None:
     assert "generate" not in vars(plain)
     with pytest.raises(ValueError, match=re.escape("trust_remote_code=True")):
         plain.generate(PROMPT, custom_generate=str(repository), trust_remote_code=False)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lade.hf.arguments") is None, reason="plain decoding calls model.generate")
-def test_plain_decoding_by_the_package_is_plain(model: Any, plain: Any) -> None:
-    expected, stats = plain.generate(PROMPT, **GREEDY), lade.Stats()
-    assert torch.equal(lade.generate(model, PROMPT, **GREEDY, lookahead=None, stats=stats), expected)
-    assert stats.steps == 39 and stats.tokens_per_step == 1
-    assert len(list(lade.stream(model, PROMPT, **GREEDY, lookahead=None))) == 40

@@ -75,7 +75,7 @@ def test_likelihoods_are_had_as_an_evaluation_harness_asks_for_them(server):
             model="toy",
             prompt=[a + b for a, b in encoded],
             max_tokens=1,
-            choice_stream=1,
+            logprobs=1,
             echo=True,
             temperature=0,
             seed=1234,

@@ -15,7 +15,6 @@ from serving_toys import Driven, alone
 from transformers import DynamicCache
 
 import lade
-from lade.backends.recurrent.cores import CorePatches
 from lade.model.facts import ModelFacts
 from lade.model.user_cache import can_borrow
 
@@ -58,10 +57,10 @@ WITH_CACHE = named(each for each in [*FAMILIES, *RECURRENT_FAMILIES] if "mamba" 
 def test_another_turn(case, kind, way):
     """Two generations go on from a copy, and one from the cache that was copied."""
     model = case.build(**LIMITS.get(str(case), {}))
-    recurrent = CorePatches(ModelFacts.of(model))
+    recurrence = ModelFacts.of(model).recurrence
     theirs = DynamicCache(config=model.config)
     cache = lade.TreeCache() if kind == "ours" else DynamicCache(config=model.config)
-    if kind == "transformers" and (recurrent or not can_borrow(cache)):
+    if kind == "transformers" and (recurrence or not can_borrow(cache)):
         with pytest.raises(lade.UnsupportedArgumentError, match="type DynamicCache"):
             lookahead(model, prompt(20), past_key_values=cache)
         return
@@ -69,7 +68,9 @@ def test_another_turn(case, kind, way):
     assert torch.equal(lookahead(model, prompt(20), max_new_tokens=20, past_key_values=cache), first)
     copied = WAYS[way](cache)
     second = torch.cat([first, prompt(5, seed=1)], dim=1)
-    begins_anew = recurrent.forgets  # where transformers does so without saying it, all is fed
+    begins_anew = (
+        recurrence is not None and recurrence.forgets
+    )  # where transformers does so without saying it, all is fed
     expected = plain(model, second, max_new_tokens=20, **({} if begins_anew else {"past_key_values": theirs}))
     assert torch.equal(lookahead(model, second, max_new_tokens=20, past_key_values=copied), expected)
     if copied is not cache:
@@ -125,7 +126,8 @@ def test_a_turn_after_one_that_was_interrupted(case, where, at):
     held = cache.get_seq_length()  # none where states cannot go back: to before a lone token, or to what is known
     text = torch.cat([text[:, : max(held + 1, 21)], prompt(4, seed=1)], dim=1)
     expected = plain(model, text, max_new_tokens=12)
-    if held and not CorePatches(ModelFacts.of(model)).forgets:
+    recurrence = ModelFacts.of(model).recurrence
+    if held and not (recurrence is not None and recurrence.forgets):
         assert torch.equal(plain(model, text, max_new_tokens=12, past_key_values=copy.deepcopy(cache)), expected)
     assert torch.equal(lookahead(model, text, max_new_tokens=12, past_key_values=cache), expected)
 
@@ -168,7 +170,7 @@ def test_a_text_that_is_fed_again(case, prefill_tokens):
 def test_a_kept_prefix(case, max_tokens):
     """Of a text whose keys an indexer picks, only what sees all keys is shared."""
     model = case.build(**({"index_topk": 40} if "index_topk" in case.extra else {}))
-    if CorePatches(ModelFacts.of(model)):
+    if ModelFacts.of(model).recurrent:
         with pytest.raises(lade.UnsupportedArgumentError, match="states of its recurrent layers cannot go back"):
             lade.Engine(model, prefix_cache=10**7)
         return

@@ -152,7 +152,7 @@ def test_a_plain_stream_says_that_it_ends_where_it_was_begun():
         return [step.tokens for step in stream]
 
     name, message = in_fork(read)
-    assert name == LadeError.__name__ and message.endswith("begin it again in this process")
+    assert name == LadeError.__name__ and message.endswith("start a new stream in this process")
     assert [*tokens, *chain.from_iterable(read())] == alone(LLAMA, IDS, max_new_tokens=40)
 
 

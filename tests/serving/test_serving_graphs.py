@@ -32,7 +32,7 @@ from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
-from lade.backends.cuda_graphs.pool import BufferPool, new_pool, pool_of, setup_of
+from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.errors import CaptureWarning
@@ -213,7 +213,7 @@ def pool(monkeypatch):
     """That of a model, as it has one on a CUDA device."""
     made = new_pool(LLAMA, EagerReplay)
     monkeypatch.setitem(model_pools._pools, LLAMA, made)
-    monkeypatch.setattr(job, "runner_for", lambda *given: GraphRunner(*given, made))
+    monkeypatch.setattr(job, "runner_for", lambda facts, *given: GraphRunner(facts.model, *given, made))
     return made
 
 
@@ -221,7 +221,7 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypat
     """What was captured reads memory that others use by now."""
     model = toy_model("llama", vocabulary=VOCABULARY)
     pool = new_pool(model, EagerReplay)
-    monkeypatch.setattr(job, "runner_for", lambda *given: GraphRunner(*given, pool))
+    monkeypatch.setattr(job, "runner_for", lambda facts, *given: GraphRunner(facts.model, *given, pool))
     driven = Driven(model)
     for number in range(3):
         expected = alone(model, random_ids(5), max_new_tokens=12)
@@ -229,7 +229,7 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypat
         driven.finish()
         assert handle.tokens == expected
         (entry,) = pool._entries
-        assert entry.setup == setup_of(model), number
+        assert entry.setup == capture_setup(model), number
         for parameter in model.parameters():
             parameter.data = parameter.data.flip(-1).clone()
 

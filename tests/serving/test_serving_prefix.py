@@ -16,7 +16,7 @@ from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
 
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.logits_cache import NotingDrafter, Said
+from lade.decoding.drafting.logits_cache import CachedLogits, RecordingDrafter
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.readout import Readout
@@ -207,7 +207,7 @@ def test_on_captured_passes(monkeypatch, seed):
 
 def text(*tokens, scope=None, client=None):
     """A text of these numbers, each 8 times, that takes 8 bytes a token."""
-    return CachedText(scope, np.repeat(np.array(tokens, dtype=np.int64), 8), TreeCache(), Said(), client)
+    return CachedText(scope, np.repeat(np.array(tokens, dtype=np.int64), 8), TreeCache(), CachedLogits(), client)
 
 
 def ids(*tokens):
@@ -269,7 +269,7 @@ def test_a_text_is_kept_as_that_of_its_client():
 
 
 def test_what_was_said_is_told_in_runs():
-    said = Said()
+    said = CachedLogits()
     said.put(4, np.full((2, 6), 4, np.int32))
     said.put(1, np.full((2, 6), 1, np.int32))
     said.put(6, np.full((9, 6), 6, np.int32))
@@ -283,7 +283,7 @@ def test_what_was_said_is_told_in_runs():
 def test_what_is_known_anyway_is_noted_where_no_logits_of_prompts_are_computed(learns):
     """Of an answer there are logits, whoever may take them from the cached."""
     drafter = AdaptiveDrafter(Memory(), FixedBudget(4), read_prompts=learns, read_logits=False)
-    noting, context = NotingDrafter(drafter), [1, 2, 3]
+    noting, context = RecordingDrafter(drafter), [1, 2, 3]
     assert not noting.wants_prompt_entries and noting.learns_prompts is learns
     noting.begin(context, 2)
     draft = noting.draft(context, None)

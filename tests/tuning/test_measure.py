@@ -19,6 +19,7 @@ class KnownRunner:
     """Its passes take `cost(size)` seconds of its own clock; every `busy`-th of them ten times as long."""
 
     parts = 1
+    reader = None
 
     def __init__(self, cost, *, room=None, busy=0):
         self.cost, self.limit, self.busy = cost, room, busy

@@ -42,7 +42,7 @@ def bench(
         return
     with terminal(output) as term:
         if many.given:
-            rows = many.rows(runs, files, sampling=answers.temperature is not None)
+            rows = many.rows(runs, files, sampling=bool(answers.temperature))
             measure(Plan.of(loading, runs, answers, files, weights), rows, many.arrivals, term)
         else:
             run(Plan.of(loading, runs, answers, files, weights), term)
@@ -78,7 +78,7 @@ def run(plan: Plan, term: Terminal) -> None:
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """What stands before the name of another command would be lost."""
+    """Refuse options before the name of a subcommand, which would be lost."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:

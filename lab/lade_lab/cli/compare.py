@@ -149,7 +149,7 @@ def _ends(interval: Interval) -> str:
 
 
 def _exact(change: Change) -> list[str]:
-    """What no noise is in: tokens per step, and the tokens themselves."""
+    """Noise-free columns: tokens per step, and the tokens themselves."""
     lines = []
     if change.paths:
         before, after = change.steps_before, change.steps_after

@@ -49,9 +49,9 @@ class Runs:
         list[str] | None,
         _what(
             metavar="M,M,...",
-            help="Of hf, hf-prompt-lookup, hf-assisted, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
-            "token-recycling[=B], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all but hf-assisted, "
-            "prompt-lookup, suffix and token-recycling.",
+            help="Of hf, hf-prompt-lookup, hf-assisted, hf-mtp, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
+            "token-recycling[=B], mtp[=K], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all without "
+            "[=B] or mtp, and the last two.",
         ),
     ] = None
     draft: Annotated[
@@ -74,14 +74,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class Answers:
-    """How answers are written and timed; see `Settings`."""
+    """Options of generation and timing; see `Settings`."""
 
     max_new_tokens: Annotated[
         int, _answers("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
     ] = 128
     ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Write on after the end of a text.")] = False
     temperature: Annotated[
-        float | None, _answers(metavar="T", help="Draw tokens at this temperature. Default: greedy.")
+        float | None, _answers(metavar="T", help="Above 0: sample at this temperature. Default: greedy.")
     ] = None
     top_k: Annotated[int | None, _answers(metavar="K", help="Draw only among the K likeliest.")] = None
     top_p: Annotated[float | None, _answers(metavar="P", help="Draw only among the likeliest that add up to P.")] = None
@@ -100,14 +100,14 @@ class Answers:
         options.check_max_new_tokens(self.max_new_tokens)
         options.check_ranges(vars(self))
         seeds = options.whole_numbers("seeds", self.seeds, 0, "0,1,2")
-        settings = Settings(**{**vars(self), "seeds": seeds})
+        settings = Settings(**{**vars(self), "temperature": self.temperature or None, "seeds": seeds})
         check_settings(settings)
         return settings
 
 
 @dataclass(frozen=True)
 class Files:
-    """What becomes of the results.
+    """Options: output files.
 
     Attributes:
         out: folder for everything.
@@ -130,7 +130,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Weights:
-    """How the weights are laid out and run.
+    """Options of weights and threads.
 
     Attributes:
         inflate: number of parameters to grow the model to.
@@ -206,5 +206,5 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the model, for the record."""
-        return self.loading.labelled(*(["invariant"] if self.weights.invariant else []))
+        """Name of the model in the record."""
+        return self.loading.label(*(["invariant"] if self.weights.invariant else []))

@@ -34,7 +34,7 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
         packing.pack(model, weights=plan.loading.weights)
     draft = None
     if plan.draft is not None:
-        draft = loading.load(plan.loading.of(plan.draft), term=term)
+        draft = loading.load(plan.loading.for_model(plan.draft), term=term)
         if fingerprint_of(draft.tokenizer) != fingerprint_of(loaded.tokenizer):
             raise InputError(f"draft {plan.draft!r} has another tokenizer than {plan.name!r}: give one of its family")
     if plan.weights.threads is not None:
@@ -45,11 +45,11 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
         parameters=model.num_parameters(),
         dtype=loaded.dtype,
         inflated_from=None if plan.weights.inflate is None else own_parameters,
-        draft=None if plan.draft is None else plan.loading.of(plan.draft).label,
+        draft=None if plan.draft is None else plan.loading.for_model(plan.draft).label(),
     )
     packed = _packed(model, plan, term)
     if plan.weights.invariant:
-        term.working("trying whether it rounds alike in every pass")
+        term.show_status("trying whether it rounds alike in every pass")
         model, packed = invariant(model if packed is None else packed), None
     return Models(record, model, packed, None if draft is None else draft.model), loaded.tokenizer
 

@@ -223,7 +223,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a model on some hardware.
+    """Forecast for a model on given hardware.
 
     Attributes:
         hardware: as on the command line.
@@ -265,7 +265,7 @@ class Forecast:
         return self.roofline.seconds(1) + self.measured.plain_own_s
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` says."""
+        """Return the forecast as `--json` prints it."""
         roofline = self.roofline
         curve = [
             {"size": size, "seconds": roofline.seconds(size), "relative": roofline.relative(size)} for size in _SIZES
@@ -323,7 +323,7 @@ def assumptions_of(found: Forecast) -> list[str]:
 
 
 def assumptions_of_sharing(sharing: Sharing, interconnect: str) -> list[str]:
-    """Those of several devices; none of this was measured on any."""
+    """Return the assumptions on several devices; none was measured."""
     link, sizes = sharing.interconnect, ", ".join(f"{part:g} of {fed:g}" for fed, part in PARTS[sharing.devices])
     return [
         f"Exchanges over {interconnect} take {1e6 * link.latency_s:g} us and {_si(link.bandwidth)}B/s; announcing a "

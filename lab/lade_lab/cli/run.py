@@ -20,7 +20,7 @@ from lade_lab.harness.experiment import Experiment
 from lade_lab.results import Mismatch, Results
 
 LINE_EVERY_S = 30.0
-"""Where there is no terminal to draw a bar on."""
+"""Seconds between progress lines where output is no terminal."""
 
 
 def carry_out(plan: Plan, models: Models, tokenizer: Any, term: Terminal) -> Results:

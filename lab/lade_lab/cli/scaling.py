@@ -37,7 +37,7 @@ _what, _results = in_panel("What to run"), in_panel("Results")
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """What to run.
+    """Options: the grid and its prompts.
 
     Attributes:
         workload, format, limit: the prompts.
@@ -80,7 +80,7 @@ class ScalingOptions:
 
 @dataclass(frozen=True)
 class ScalingResults:
-    """What becomes of the results.
+    """Options: output files.
 
     Attributes:
         out: folder.
@@ -131,7 +131,7 @@ def scaling(
             import torch
 
             torch.set_num_threads(wanted.threads)
-        _run(_study(loaded, loading.label, source, sizes, wanted, results), results, term)
+        _run(_study(loaded, loading.label(), source, sizes, wanted, results), results, term)
 
 
 def _study(
@@ -225,7 +225,7 @@ def _figures(found: Scaling, out: Path) -> list[str]:
 
 
 def summary(found: Scaling) -> dict[str, Any]:
-    """What `--json` says of it: sums, where scaling.json has each prompt."""
+    """Return the output of `--json`: sums, where scaling.json has each prompt."""
     record = found.as_dict()
     points = [
         {

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 EXIT_MISMATCH = 1
 _ROWS = 8
-_option = in_panel("Many prompts")
+_option = in_panel("Batches")
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How many prompts are decoded together, or how often one arrives.
+    """Batch sizes and arrival rates of a throughput run.
 
     Attributes:
         batch_size: rows, with commas between several numbers of them.
@@ -43,7 +43,7 @@ class LoadOptions:
 
     @property
     def given(self) -> bool:
-        """Whether many prompts are to be decoded together."""
+        """True if prompts are decoded in batches or as they arrive."""
         return self.batch_size is not None or self.arrivals is not None
 
     def rows(self, runs: Runs, files: Files, *, sampling: bool) -> list[int]:
@@ -95,7 +95,7 @@ def measure(plan: Plan, rows: list[int], arrivals: float | None, term: Terminal)
 
 
 def _measured(load: Load, rows: int, arrivals: float | None, term: Terminal, *, json: bool) -> dict[str, Any]:
-    term.working(f"{rows} rows")
+    term.show_status(f"{rows} rows")
     trials = load.batches(rows) if arrivals is None else load.arrivals(rows, arrivals)
     arms = [trial.as_dict(trials[0]) for trial in trials]
     if not json:

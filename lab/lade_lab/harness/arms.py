@@ -24,13 +24,13 @@ from lade.errors import UnsupportedModelError
 from lade.hf.arguments import original_generate
 from lade.hf.session import Session
 from lade.memory import Memory
-from lade.model.prepared import preparing
+from lade.model.prepared import custom_generate_for
 from lade.model.support.supports import supports
 from lade.serving.request import PLAIN
 from lade.stats import Stats, Step, distinct_ngrams
 from lade_lab import results
 from lade_lab.harness.methods import TRANSFORMERS
-from lade_lab.peers import PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
+from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
 from lade_lab.results import Method, Sample, Settings
 
 
@@ -200,13 +200,14 @@ _DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "prompt-lookup": PromptLookupDrafter,
     "suffix": SuffixDrafter,
     "token-recycling": TokenRecyclingDrafter,
+    "mtp": MtpChainDrafter,
 }
 """Methods that no config describes."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What answers.
+    """The models under test.
 
     Attributes:
         record: of the model.
@@ -295,7 +296,7 @@ class OwnArm:
         with seeded(seed, self._model):
             start = perf_counter()
             session: Any = self._model.generate(
-                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=preparing(make)
+                **inputs, **self._arguments, max_new_tokens=new_tokens, custom_generate=custom_generate_for(make)
             )
             steps: list[Step] = list(session)
             seconds = perf_counter() - start

@@ -164,7 +164,7 @@ def run(
 ) -> Results:
     """Compare methods on prompts, as `lade bench` does; outputs are compared before speeds are of interest.
 
-    >>> workload = lade_lab.workloads.load("builtin", limit=5)
+    >>> workload = lade.bench.workloads.load("builtin", limit=5)
     >>> results = lade.bench.run(model, tokenizer, [workload], ["hf", "plain", "adaptive"])
     >>> results.mismatches
     []
@@ -221,13 +221,13 @@ def _ready(folder: Path, *, resume: bool) -> Path:
 
 
 def _taken_over(earlier: Results, now: Results, path: Path) -> Results:
-    """What an earlier run found; raises `InputError` if it was not made on the same terms."""
+    """Return the earlier run's results as incomplete; raises `InputError` if its settings differ."""
     require_same(_terms(earlier), _terms(now), repr(str(path)))
     return replace(earlier, complete=False)
 
 
 def _terms(results: Results) -> dict[str, Any]:
-    """What must agree when a run is resumed."""
+    """Return the settings that must agree when a run is resumed."""
     return {
         "model": asdict(results.model),
         "settings": asdict(results.settings),

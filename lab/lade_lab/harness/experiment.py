@@ -33,7 +33,7 @@ from lade_lab.harness.arms import Arm, Completion, Models, Place
 from lade_lab.harness.methods import TRANSFORMERS
 from lade_lab.harness.mismatch import Judge
 from lade_lab.harness.prompts import Prompts
-from lade_lab.results import Mismatch, Replay, Results, Sample, Settings, StepCurve
+from lade_lab.results import Mismatch, Results, Sample, Settings, StepCurve
 from lade_lab.workloads import Item, Workload
 
 BUDGET_S = 2.0
@@ -127,58 +127,7 @@ class KeptMemories:
         return Memory.load(self._path(arm, done), self._tokenizer)
 
 
-_INCOMPLETE = "\ufffd"  # what tokenizers make of a character whose last bytes have not come yet
-_CONTEXT_TOKENS = 8
-
-
-def replay_of(place: Place, method: str, prompt: Sequence[int], completion: Completion, tokenizer: Any) -> Replay:
-    """The record of an answer of one of this library's methods.
-
-    Args:
-        place: which answer.
-        method: name of the method that gave it.
-        prompt: ids.
-        completion: with its steps.
-        tokenizer: of the model.
-    """
-    pieces = iter(pieces_of(completion.tokens, prompt, tokenizer))
-    steps = [
-        {
-            "pieces": [next(pieces) for _ in step.tokens],
-            "sources": list(step.sources),
-            "fed": step.fed,
-            "seconds": step.seconds,
-        }
-        for step in completion.steps
-    ]
-    return Replay(place.workload, place.prompt, method, steps)
-
-
-def pieces_of(tokens: Sequence[int], prompt: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text of each token; joined they are the text of all of them.
-
-    Whether a token begins with a space depends on those before it, so the text is decoded as a whole, and each token
-    has what it adds. A character spread over tokens belongs to the last of them.
-    """
-    context = list(prompt)[-_CONTEXT_TOKENS:]
-    shown, pieces = _decoded(context, tokenizer), list[str]()
-    for number in range(1, len(tokens) + 1):
-        text = _decoded([*context, *tokens[:number]], tokenizer)
-        complete = text if number == len(tokens) else text.rstrip(_INCOMPLETE)
-        pieces.append(complete[len(shown) :])
-        shown = complete if len(complete) > len(shown) else shown
-    return pieces
-
-
-def _decoded(ids: list[int], tokenizer: Any) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
-
-
 WARM_UP_TOKENS = 24
-
-_WATCHED = ("adaptive-warm", "adaptive", "lookahead", "token-recycling", "suffix", "prompt-lookup", "jacobi", "plain")
-"""Kinds of methods that can be replayed, the best first."""
 
 
 @dataclass(frozen=True)
@@ -200,21 +149,20 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str, int, int]:
-        """What its samples have in common."""
+        """Key shared by its samples."""
         return self.workload, self.item.id, self.seed, self.repeat
 
     def is_of(self, sample: Sample) -> bool:
-        """Whether a sample is an answer to this prompt."""
+        """Return whether a sample answers this prompt."""
         return self.key == (sample.workload, sample.prompt, sample.seed, sample.repeat)
 
 
 @dataclass
 class Outcome:
-    """What a job yields: the records of all methods."""
+    """Records of all methods for one job."""
 
     samples: list[Sample]
     mismatches: list[Mismatch]
-    replays: list[Replay]
 
 
 class Experiment:
@@ -311,7 +259,7 @@ class Experiment:
             raise
 
     def _run(self, job: Job) -> Outcome:
-        outcome, answers = Outcome([], [], []), list[list[int]]()
+        outcome, answers = Outcome([], []), list[list[int]]()
         for turn in range(len(job.item.turns)):
             place = Place(job.workload, job.item.id, turn, job.seed, job.repeat)
             prompt = self._prompts.ids(job.item, answers)
@@ -326,8 +274,6 @@ class Experiment:
                 if arm.method.compared:
                     found = self._judge.compare(place, name, prompt, answers[-1], completions[name].tokens)
                     outcome.mismatches += [] if found is None else [found]
-            if self.done == 0 and turn == 0:
-                outcome.replays += self._replays(place, prompt, completions)
         return outcome
 
     def _order(self, number: int) -> list[Arm]:
@@ -335,17 +281,8 @@ class Experiment:
         start = number % len(self._arms)
         return self._arms[start:] + self._arms[:start]
 
-    def _replays(self, place: Place, prompt: Sequence[int], completions: dict[str, Completion]) -> list[Replay]:
-        """One answer of the best method that can be watched."""
-        for kind in _WATCHED:
-            for arm in self._arms:
-                completion = completions[arm.method.name]
-                if arm.method.kind == kind and completion.steps:
-                    return [replay_of(place, arm.method.name, prompt, completion, self._tokenizer)]
-        return []
-
     def _step_curves(self) -> list[StepCurve]:
-        """Of both kinds of weights, in the middle of an answer to a usual prompt."""
+        """Measure the step curves of plain and packed weights, in the middle of an answer to a median prompt."""
         lengths = [len(self._prompts.ids(job.item)) for job in self.jobs]
         cached = round(median(lengths)) + self.results.settings.max_new_tokens // 2
         weights = [(False, self._models.plain), (True, self._models.packed)]
@@ -355,7 +292,6 @@ class Experiment:
     def _take(self, outcome: Outcome) -> None:
         self.results.samples += outcome.samples
         self.results.mismatches += outcome.mismatches
-        self.results.replays += outcome.replays
         self.done += 1
         self._save()
 
@@ -364,7 +300,7 @@ class Experiment:
             self.results.save(self._path)
 
     def _answered(self) -> int:
-        """How many prompts the samples of an earlier run answer; they come in the order of the prompts."""
+        """Return the number of prompts that the samples of an earlier run answer, in prompt order."""
         done, place, samples = 0, 0, self.results.samples
         while place < len(samples):
             job = self.jobs[done] if done < len(self.jobs) else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from lade.config import MOST_BUDGET, LookaheadConfig
 from lade.decoding.drafting.jacobi import GUESSES
+from lade.decoding.mtp import MOST_PASSES
 from lade.errors import ConfigError, InputError
 from lade_lab.results import Method, Settings
 from lade_lab.workloads import Workload
@@ -65,6 +66,8 @@ KINDS = {
     "prompt-lookup": "n-grams of the text as guesses, all places in one tree; prompt-lookup=B: B tokens fed in a step",
     "suffix": "SuffixDecoding: what followed the ends of the text before; suffix=B: B tokens fed in a step",
     "token-recycling": "Token Recycling: what was likely after a token last time; token-recycling=B: likewise",
+    "hf-mtp": "model.generate(use_mtp=True): a chain of the checkpoint's MTP layers",
+    "mtp": "a chain of the checkpoint's MTP layer; mtp=K: with K tokens drafted in a step",
     "lookahead": "the paper's method; lookahead=W,N,G: of these sizes",
     "adaptive": "this library's own method; adaptive=B: with B tokens fed in a step",
     "adaptive-warm": "the same, its memory kept across the prompts of a workload",
@@ -72,23 +75,26 @@ KINDS = {
 """Kinds of methods, and what they are."""
 
 DEFAULT = ("hf", "hf-prompt-lookup", "plain", "jacobi", "lookahead", "adaptive", "adaptive-warm")
-PEERS = frozenset({"prompt-lookup", "suffix", "token-recycling"})
+PEERS = frozenset({"prompt-lookup", "suffix", "token-recycling", "mtp"})
 """Methods of others, in this library's loop; see `lade_lab.peers`."""
-TRANSFORMERS = frozenset({"hf", "hf-prompt-lookup", "hf-assisted"})
+TRANSFORMERS = frozenset({"hf", "hf-prompt-lookup", "hf-assisted", "hf-mtp"})
 PROMPT_LOOKUP_TOKENS = 10
+MTP_DEPTH = 3
+"""Tokens that a chain of the MTP layer has by default."""
 PEER_BUDGET = 16
 """Tokens that a peer feeds in a step by default."""
 
 _SIZES = {
     "jacobi": {"K": "guesses"},
     "lookahead": {"W": "window", "N": "ngram", "G": "guesses"},
-    **{kind: {"B": "budget"} for kind in PEERS},
+    **{kind: {"B": "budget"} for kind in PEERS - {"mtp"}},
+    "mtp": {"K": "depth"},
     "adaptive": {"B": "budget"},
     "adaptive-warm": {"B": "budget"},
 }
-"""What may follow the equals sign, by its letters."""
+"""Parameters allowed after the equals sign, by letter."""
 
-_DRAW_OTHERWISE = frozenset({"hf-prompt-lookup", "hf-assisted"})
+_DRAW_OTHERWISE = frozenset({"hf-prompt-lookup", "hf-assisted", "hf-mtp"})
 
 
 def parse(text: str) -> Method:
@@ -167,6 +173,13 @@ def _settled(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     match kind:
         case "hf-prompt-lookup":
             return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+        case "hf-mtp":
+            return {"use_mtp": True}
+        case "mtp":
+            depth = sizes.get("depth", MTP_DEPTH)
+            if not 1 <= depth <= MOST_PASSES:
+                raise ConfigError("depth", depth, f"give a whole number >= 1 and <= {MOST_PASSES}")
+            return {"depth": depth}
         case "jacobi":
             guesses = sizes.get("guesses", GUESSES)
             if not 1 <= guesses <= MOST_BUDGET:

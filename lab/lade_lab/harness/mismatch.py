@@ -91,7 +91,7 @@ class Judge:
         )
 
     def scores(self, text: Sequence[int], seed: int, drawn: int) -> Scores:
-        """What one pass over a text says of the token after it.
+        """Return the scores of the next token after one pass over a text.
 
         Args:
             text: prompt and answer so far.

@@ -49,7 +49,7 @@ class Prompts:
         return ids
 
     def check_room(self, items: Sequence[Item], max_new_tokens: int) -> int:
-        """How many items may outgrow the context the model was made for.
+        """Return the number of items that may outgrow the model's context.
 
         Raises:
             InputError: one of them does, and the model has no positions beyond.

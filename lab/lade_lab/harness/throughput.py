@@ -34,7 +34,7 @@ Answers = list[list[int]]
 
 @dataclass
 class Trial:
-    """What one arm made of all prompts, over several rounds.
+    """Throughput of one arm over all prompts and rounds.
 
     Attributes:
         name: of the arm.

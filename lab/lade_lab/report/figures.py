@@ -31,7 +31,7 @@ CHARACTER = 0.56
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a name goes: the foot of its start, middle or end, by its distance from the mark."""
+    """Placement of a label: anchored at its start, middle or end, by its distance from the mark."""
 
     anchor: Literal["start", "middle", "end"]
     dx: float
@@ -46,7 +46,7 @@ SPOTS = (
 
 
 def around(x: float, y: float, reach: float) -> Box:
-    """What a mark covers."""
+    """Return the box that a mark covers."""
     return x - reach, y - reach, x + reach, y + reach
 
 
@@ -89,7 +89,7 @@ MEANINGS = {
     "step_cost": "Time of a forward pass by the tokens it feeds",
     "acceptance": "Who proposed the accepted tokens, by their place in the step",
 }
-"""What each picture shows, in words."""
+"""Alternative text of each figure."""
 
 _RATIOS = (0.1, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -130,7 +130,7 @@ def pictures(results: Results) -> dict[str, str]:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

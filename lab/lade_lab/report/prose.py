@@ -47,12 +47,12 @@ def rate(value: float | None) -> str:
 
 
 def is_loss(value: float | None) -> bool:
-    """Whether a speed is below that of what it is compared with."""
+    """Return whether a speed-up is a loss."""
     return value is not None and value < _EVEN
 
 
 def text_of(row: Row, summary: Summary) -> str:
-    """Whether a method's answers equal the reference's."""
+    """Return the verdict on a method's answers against the reference's."""
     if row.method == summary.reference:
         return "reference"
     if not row.samples:
@@ -84,7 +84,7 @@ def parameters(value: int) -> str:
 
 
 def model_line(results: Results) -> str:
-    """What was run, and how."""
+    """Return the line on the model and its settings."""
     model, settings = results.model, results.settings
     size = parameters(model.parameters) + " parameters"
     if model.inflated_from is not None:
@@ -102,7 +102,7 @@ def model_line(results: Results) -> str:
 
 
 def manner(results: Results) -> str:
-    """How tokens are chosen."""
+    """Return the line on decoding: greedy or sampled."""
     settings = results.settings
     if settings.temperature is None:
         return "greedy"
@@ -113,7 +113,7 @@ def manner(results: Results) -> str:
 
 
 def machine_line(results: Results) -> str:
-    """What it ran on."""
+    """Return the line on hardware and versions."""
     place = results.environment
     versions = ", ".join(f"{name} {version}" for name, version in place.versions.items())
     commit = f"commit {place.commit}" if place.commit else "commit unknown"
@@ -121,7 +121,7 @@ def machine_line(results: Results) -> str:
 
 
 def closing(summary: Summary) -> str:
-    """How closely tokens per step, step cost and speed fit together; empty where that cannot be said."""
+    """Return how closely S over cost predicts the measured speed; empty where unknown."""
     rows = [row for row in summary.overall.rows if row.identity and row.method != summary.base]
     gaps = [(abs(row.identity.gap), row.method) for row in rows if row.identity]
     if not gaps:
@@ -146,7 +146,7 @@ def caption(results: Results) -> str:
 
 
 def findings(results: Results, summary: Summary) -> list[Finding]:
-    """What was found: faults first, then losses, then gains."""
+    """Return the findings: faults first, then losses, then gains."""
     if not results.samples:
         return [Finding("incomplete", "No answer was measured yet.")]
     found = []

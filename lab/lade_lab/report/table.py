@@ -172,7 +172,7 @@ def notes(results: Results, summary: Summary, columns: list[Column]) -> list[str
 
 
 def legend(columns: list[Column], summary: Summary) -> str:
-    """What the columns mean, on one line."""
+    """Return the meaning of the columns on one line."""
     meanings = [f"{named(each.head, summary)}: {named(each.meaning, summary)}" for each in columns if each.meaning]
     return " · ".join([*meanings, f"{LOSS}: slower", f"{MISSING}: not measured"])
 

@@ -146,7 +146,7 @@ def test_files_that_are_no_results(compare, tmp_path):
     [("--tolerance", "x"), ("--tolerance", "100%"), ("--tolerance", "nan"), ("--tolerance", "3%%"), ("--clock", "sun")],
 )
 def test_wrong_options_are_named(option, value, compare):
-    fails(compare(results(), results(), option, value), f"{option[2:]}={value!r}")
+    fails(compare(results(), results(), option, value), f"error: {option} {value}")
 
 
 def test_help_has_an_example_and_the_exit_codes(compare):

@@ -1,4 +1,4 @@
-"""The CPU backend's public object: packed layers, and models whose rows round alike in every pass."""
+"""The CPU backend: packed linear layers and batch-invariant models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from lade.backends.cpu.invariant_marker import why_tried_in_vain
+from lade.backends.cpu.invariant_marker import stale_reason
 from lade.backends.cpu.packing.weight import PackedWeight
 from lade.model.backend import Backend
 from lade.model.facts import ModelFacts
@@ -17,7 +17,7 @@ from lade.model.masks import INVARIANT_ATTENTION
 
 
 class CpuBackend(Backend):
-    """Packed and batch-invariant layers; see `lade.model.joint`. Compilers are imported with the layers that need one.
+    """Packed and batch-invariant layers, see `lade.model.joint`; modules that import a compiler are loaded on demand.
 
     Attributes:
         packed_weight: class of the weights of packed layers.
@@ -27,40 +27,58 @@ class CpuBackend(Backend):
 
     @cached_property
     def packed_layer(self) -> type[nn.Module]:
-        """Class of packed layers that give the bits of the layers they replace."""
+        """Class of packed layers in the model's dtype, whose outputs have the bits of the original layers."""
         from lade.backends.cpu.packing.linear import PackedLinear
 
         return PackedLinear
 
     @cached_property
     def int8_layer(self) -> type[nn.Module]:
-        """Class of packed layers that round what they are fed to int8."""
+        """Class of packed layers that quantise their inputs to int8."""
         from lade.backends.cpu.packing.int8 import Int8Linear
 
         return Int8Linear
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
-        """Return what has changed since a model was made invariant, so that its rows may not round alike any more."""
-        return why_tried_in_vain(facts, config._attn_implementation == INVARIANT_ATTENTION)
+        """Return why an invariant model may no longer be invariant; an empty string otherwise."""
+        return stale_reason(facts, config._attn_implementation == INVARIANT_ATTENTION)
 
     def refuse_autocast(self, model: Any) -> None:
-        """Raise `UnsupportedModelError` where autocast asks for another dtype than layers are packed in."""
+        """Raise `UnsupportedModelError` if autocast asks for a dtype other than that of the packed layers."""
         from lade.backends.cpu.packing.linear import refuse_autocast
 
         refuse_autocast(model)
 
-    def can_be_invariant(self, model: nn.Module) -> bool:
-        """Whether `lade.invariant` has a chance with this model on this machine."""
-        from lade.backends.cpu.invariant.make_invariant import can_be_tried
+    def packable(self, model: nn.Module) -> bool:
+        """Return True if `pack` would pack some layers; raise `UnsupportedModelError` if it would refuse the model."""
+        from lade.backends.cpu.packing import pack
 
-        return can_be_tried(model)
+        return bool(pack.packable(model))
+
+    def pack(self, model: nn.Module) -> None:
+        """Pack a model in its own dtype, in place; see `lade.pack`."""
+        from lade.backends.cpu.packing import pack
+
+        pack.pack(model)
+
+    def unpack(self, model: nn.Module) -> None:
+        """Undo `pack`, in place; see `lade.unpack`."""
+        from lade.backends.cpu.packing import pack
+
+        pack.unpack(model)
+
+    def can_be_invariant(self, model: nn.Module) -> bool:
+        """Return True if `lade.invariant` would try this model on this machine."""
+        from lade.backends.cpu.invariant.make_invariant import is_candidate
+
+        return is_candidate(model)
 
     def placed_mask(self, allowed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the mask that `lade_invariant` takes.
+        """Return the attention mask that `lade_invariant` takes.
 
         Args:
             allowed: `[B, 1, S, K]` bool, true where a query may see a key.
-            positions: `[B, K]` int64, of the keys.
+            positions: `[B, K]` int64, positions of the keys.
         """
         from lade.backends.cpu.invariant.attention import PlacedMask
 

@@ -1,8 +1,8 @@
-"""Worker threads for kernels: torch's own intra-op threads, or a pool beside them.
+"""Run kernels on several threads: torch's intra-op pool, or a thread pool of Python.
 
-The hand-over to a thread of Python takes longer than many a product. Torch's threads, OpenMP's, wait for the next work
-before they sleep, so whatever enters their pool finds them awake between two operators of torch. As with these, a
-process that is forked off after such work hangs when it does more of it with several threads.
+Waking a Python thread takes longer than many products. Torch's OpenMP threads spin for a while before they sleep, so
+work that enters their pool finds them awake between two operators of torch. As with torch itself, a process that is
+forked after such work hangs if it does more of it with several threads.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 from lade.compilation import TeamKernel
 
 
-def in_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object = None) -> None:
-    """Have threads share the parts of some work, each of which takes the next one that nobody has taken.
+def run_on_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object = None) -> None:
+    """Run a kernel on a team of threads, which take the parts of the work one by one.
 
-    The kernel gets the address of integers: the number of the next part, which threads count up from 0, the number of
-    parts, and then the fields.
+    The kernel gets the address of int64 fields: the index of the next part (an atomic counter), the number of parts,
+    and then `fields`.
 
     Args:
-        kernel: run by one or more threads; together they have to do all parts.
-        fields: what to do.
-        parts: at least one; no more threads than parts or than torch has take part.
-        holds: what owns the memory that fields are addresses of.
+        kernel: a compiled kernel, which loops until all parts are taken.
+        fields: arguments of the kernel, as integers.
+        parts: number of parts, at least one; no more threads are used than parts, or than torch has.
+        holds: owner of the memory that `fields` point to, kept alive until the kernel returns.
     """
     work = array("q", (0, parts, *fields))
     (place, _), threads = work.buffer_info(), min(torch.get_num_threads(), parts)
@@ -44,19 +44,19 @@ def in_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object
         def run(part: int, parts: int, _alive: object = (work, holds)) -> None:
             kernel(place)
 
-        in_parts(run, threads)
+        run_in_parts(run, threads)
 
 
-def bits(number: float) -> int:
-    """A float32 number as a field, of which it is the first four bytes."""
+def float_bits(number: float) -> int:
+    """Return the bits of a float32 number as an integer field."""
     return int.from_bytes(struct.pack("<f", number), "little")
 
 
 @cache
 def _entrance() -> Any:
-    """OpenMP's `GOMP_parallel(function, data, threads, flags)` as torch calls it; None where it has none.
+    """Return OpenMP's `GOMP_parallel(function, data, threads, flags)` of the runtime that torch uses; None without one.
 
-    The linker looks among what is open to all before it looks among a library's own, and so does this.
+    Global symbols are searched before those of torch's own library, as the dynamic linker does.
     """
     for name in (None, torch._C.__file__):
         enter: Any = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
@@ -66,14 +66,14 @@ def _entrance() -> Any:
     return None
 
 
-def in_parts(run: Callable[[int, int], object], most: int) -> None:
-    """Run a function for each part of some work, given its number and how many parts there are.
+def run_in_parts(run: Callable[[int, int], object], most: int) -> None:
+    """Call a function once for each part of some work, with the index of the part and the number of parts.
 
-    Where this one is interrupted, the others go on: the function has to hold on to whatever memory it uses.
+    If this thread is interrupted, the others go on: the function must keep the memory that it uses alive.
 
     Args:
-        run: gives up the interpreter's lock, or nothing is gained.
-        most: parts; no more than torch has threads are made, and at least one.
+        run: function that releases the GIL; otherwise threads gain nothing.
+        most: upper bound of the number of parts; there is at least one, and no more than torch has threads.
     """
     parts = max(1, min(torch.get_num_threads(), most))
     others = [_pool(parts - 1).submit(run, part, parts) for part in range(1, parts)]
@@ -87,4 +87,4 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "lade-worker")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the pool, and none of its threads
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool without its threads

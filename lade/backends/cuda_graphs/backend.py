@@ -1,4 +1,4 @@
-"""The CUDA graph backend's public object, which passes it can capture, and how their memory is given back."""
+"""The CUDA graph backend: passes that it can capture, and the release of their memory."""
 
 from __future__ import annotations
 
@@ -10,56 +10,55 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.backends.cuda_graphs.pool import free_idle_buffers, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.model.backend import Backend
-from lade.model.capture_blockers import attached
+from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner, input_device
 from lade.model.support.supports import unwrap
 
 
-def why_eager(model: Any, facts: ModelFacts | None = None) -> str:
-    """What a graph would miss of this model's passes, on any device; empty if nothing is known."""
+def capture_refusal(model: Any, facts: ModelFacts | None = None) -> str:
+    """Return why passes of a model cannot be captured, on any device; an empty string if no reason is known."""
     facts = ModelFacts.of(model) if facts is None else facts
     positions = facts.positions
     if positions.longrope_switch is not None or positions.dynamic is not None:
-        return "its rotary frequencies depend on the longest position, which the host reads"
+        return "its rotary frequencies depend on the longest position, which is read on the host"
     if facts.indexers:
-        return "its indexers pick among the keys of a text, whose number the host reads"
+        return "its indexers pick among a number of keys that is read on the host"
     if facts.recurrence is not None and facts.recurrence.forgets:
-        return "its recurrent layers go through a tree depth by depth, and the host reads how deep it is"
+        return "its recurrent layers process a tree depth by depth, and its depth is read on the host"
     if tensor_parallel_size(model) > 1:
         return "its layers are split over processes, which exchange results within a pass"
     if len({tensor.device for tensor in (*facts.weights, *model.buffers())}) > 1:
-        return "its weights lie on several devices"
+        return "its weights are on several devices"
     device = input_device(model)
     if torch.is_autocast_enabled(device.type):
-        return "autocast decides about dtypes from call to call"
+        return "autocast chooses dtypes call by call"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
-    return attached(facts)
+    return capture_blocker(facts)
 
 
 def release(model: Any) -> None:
-    """Give back the memory that captured passes of a model have taken on its CUDA device.
+    """Free the memory that captured passes of a model hold on its CUDA device.
 
-    That is the keys and values of one cache, and the graphs that were captured on them. They stay when a generation
-    ends, for the next one, and are freed with the model; after `release` the next generation allocates and captures
-    them again. What a generation or a `lade.Engine` is using stays until that has ended; call again then. A no-op
-    where nothing was captured, as on a CPU.
+    That is one KV cache and the graphs captured on it. Both are kept after a generation for the next one, and freed
+    with the model; after `release` the next generation allocates and captures again. Buffers in use by a generation or
+    a `lade.Engine` are not freed; call this again when it has ended. A no-op if nothing was captured, as on a CPU.
 
     >>> lade.generate(model, **inputs)
     >>> lade.release(model)
 
     Args:
-        model: a transformers causal language model, or one wrapped by PEFT. Of anything else nothing is freed.
+        model: a transformers causal language model, or one wrapped by PEFT; a no-op for anything else.
     """
     inner = unwrap(model)
     if isinstance(inner, PreTrainedModel) and free_idle_buffers(inner) and input_device(inner).type == "cuda":
-        torch.cuda.empty_cache()  # graphs have a memory pool of their own, which is of no use to others before
+        torch.cuda.empty_cache()  # returns the graphs' private memory pool
 
 
 class GraphBackend(Backend):
-    """Forward passes captured as CUDA graphs; see `lade.model.joint`."""
+    """Forward passes captured as CUDA graphs, see `lade.model.joint`."""
 
     release = staticmethod(release)
 
@@ -72,13 +71,13 @@ class GraphBackend(Backend):
         own_cache: bool,
         captures: bool,
     ) -> EagerRunner | None:
-        """Return a `GraphRunner` where the model's passes can be captured; None elsewhere."""
+        """Return a `GraphRunner` if the model's passes can be captured; None otherwise."""
         model = facts.model
         device = input_device(model)
-        if device.type != "cuda" or not own_cache or why_eager(model, facts):
+        if device.type != "cuda" or not own_cache or capture_refusal(model, facts):
             return None
         pool = pool_of(model, device)
-        if pool.capture_failed_in is not None:  # there has been a warning
+        if pool.capture_failed_in is not None:  # a warning was issued
             return None
         return GraphRunner(model, plan, generation_config, pool, facts)
 

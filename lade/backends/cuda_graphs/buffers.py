@@ -1,9 +1,9 @@
 """Static buffers for keys, values and recurrent states.
 
-    pass    reads the states, and leaves them alone      ──▶  NodeBuffers.take: what its nodes leave, of all layers
-    keep    the accepted paths are known                 ──▶  NodeBuffers.fold: into the states, of all layers at once
+    pass    reads the states without changing them   ──▶  NodeBuffers.take: inputs of the state update, per node
+    keep    the accepted paths are known              ──▶  NodeBuffers.fold: update the states of all layers at once
 
-So a pass may run any number of times, as a capture does, and one whose tokens are not kept changes nothing.
+So a pass may run any number of times, as a capture does, and a pass whose tokens are rejected changes nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 from lade.backends.cuda_graphs.capture import ResultMemory
 from lade.backends.recurrent.layer import RecurrentLayer
-from lade.backends.recurrent.tree_pass import LinearFolding, columns_of
+from lade.backends.recurrent.tree_pass import LinearFolding, gather_columns
 from lade.model.inputs import upload
 
 _CONVOLUTION = "conv_states"
 
 
 @dataclass(frozen=True)
-class RowState:
-    """A state of one layer: the attribute it is in, its shape without the rows, dtype and device."""
+class StateShape:
+    """Shape of one recurrent state: its attribute, its shape without the rows, dtype and device."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,28 +35,125 @@ class RowState:
     device: torch.device
 
 
-def kinds_of(layer: RecurrentLayer) -> list[RowState]:
-    """Those of the states of one layer, in the layer's order."""
-    return [
-        RowState(name, tuple(state.shape[1:]), state.dtype, state.device) for (name, _), state in layer.states.items()
-    ]
+@dataclass(frozen=True)
+class KVShape:
+    """Shape, dtype and device of the keys, or of the values, of one layer."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, states: torch.Tensor) -> KVShape:
+        """Return the shape of a tensor `[B, H, T, D]`."""
+        return cls(states.shape[1], states.shape[3], states.dtype, states.device)
+
+
+Layers = Sequence[tuple[KVShape, KVShape] | StateShape]
+"""Keys and values of each attention layer, and states of recurrent layers."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Shape of a forward pass: B rows, S tokens per row, and K cache slots that attention reads.
+
+    If positions differ from slots, `axes` is the number of position axes.
+    """
+
+    rows: int
+    size: int
+    keys: int
+    axes: int = 0
+
+
+class Buffers:
+    """Keys and values of all layers, at fixed addresses; those of equal shape are views of one tensor.
+
+    Args:
+        layers: shapes of keys and values of each layer, and of recurrent states.
+        rows: B, number of rows of a batch.
+        slots: slots per row. The last slot is never written: zeros are copied from it.
+
+    Attributes:
+        keys, values: `[B, H, slots, D]` per layer.
+        groups: `[N, B, H, slots, D]` each, the tensors that N layers' keys or values are views of.
+        states: states of recurrent layers.
+        passes: captured passes on these addresses, by shape; freed together with the buffers.
+    """
+
+    def __init__(self, layers: Layers, rows: int, slots: int) -> None:
+        self.layers, self.rows, self.slots = tuple(layers), rows, slots
+        self.passes: dict[StepShape, Any] = {}
+        self.states = StateBuffers([each for each in layers if isinstance(each, StateShape)], rows)
+        kinds = [kind for each in layers if not isinstance(each, StateShape) for kind in each]
+        self.groups: list[torch.Tensor] = []
+        found: dict[int, torch.Tensor] = {}
+        for kind in dict.fromkeys(kinds):
+            equal = [number for number, other in enumerate(kinds) if other == kind]
+            shape = len(equal), rows, kind.heads, slots, kind.dim
+            with torch.inference_mode(False):  # generations outside inference mode write to them as well
+                self.groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
+            found.update(zip(equal, self.groups[-1].unbind(), strict=True))
+        self.keys = [found[number] for number in range(0, len(kinds), 2)]
+        self.values = [found[number] for number in range(1, len(kinds), 2)]
+
+    @property
+    def fixed(self) -> list[torch.Tensor]:
+        """Tensors whose addresses captured passes depend on."""
+        return [*self.groups, *self.states.groups.values()]
+
+    def fit(self, layers: Layers, rows: int, slots: int) -> bool:
+        """Return True if these layers fit, with `rows` and `slots`."""
+        return self.layers == tuple(layers) and rows <= self.rows and slots <= self.slots
+
+    def clear(self) -> None:
+        """Set everything to zero."""
+        for group in self.groups:
+            group.zero_()
+        self.states.clear()
+
+    def clear_rows(self, rows: int | slice, slots: slice) -> None:
+        """Set slots of one row or several to zero, in all layers at once."""
+        for group in self.groups:
+            group[:, rows, ..., slots, :].zero_()
+
+    def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """Copy slots to other slots of the same row, `[B, W]` each, in all layers: one gather and one scatter."""
+        for group in self.groups:
+            here = upload([sources, targets], group.device)
+            rows = group[:, : len(sources)]
+            into = (len(group), len(sources), group.shape[2], sources.shape[1], group.shape[4])
+            source, target = (slots[None, :, None, :, None].expand(into) for slots in here)
+            rows.scatter_(3, target, rows.gather(3, source))
+
+    def select(self, rows: Sequence[int], used: int) -> None:
+        """Make these the first rows, in this order, and copy `used` slots of each."""
+        moved = [(target, source) for target, source in enumerate(rows) if target != source]
+        if not moved:
+            return
+        numbers = [np.array(column) for column in zip(*moved, strict=True)]
+        self.states.select(*zip(*moved, strict=True))
+        for group in self.groups:
+            targets, sources = upload(numbers, group.device)
+            group[:, targets, :, :used] = group[:, sources, :, :used]
 
 
 class StateBuffers:
-    """States of all recurrent layers, at addresses that never change. Those of a kind are views of one tensor.
+    """Recurrent states of all layers, at fixed addresses; states of equal shape are views of one tensor.
 
     Args:
-        kinds: of each state, layer by layer.
-        rows: rows of a batch.
+        kinds: shape of each state, layer by layer.
+        rows: number of rows of a batch.
 
     Attributes:
-        groups: `[rows, N, ...]` for each kind, N states being of it.
-        states: `[rows, ...]` for each state.
-        memory: for what the nodes of a pass leave, whatever its shape: there is one at a time.
+        groups: `[rows, N, ...]` per shape, for the N states of that shape.
+        states: `[rows, ...]` per state.
+        memory: memory for node inputs, shared by passes of all shapes, since one is replayed at a time.
     """
 
-    def __init__(self, kinds: Sequence[RowState], rows: int) -> None:
-        self.groups: dict[RowState, torch.Tensor] = {}
+    def __init__(self, kinds: Sequence[StateShape], rows: int) -> None:
+        self.groups: dict[StateShape, torch.Tensor] = {}
         found: dict[int, torch.Tensor] = {}
         for kind in dict.fromkeys(kinds):
             equal = [number for number, other in enumerate(kinds) if other == kind]
@@ -65,15 +162,15 @@ class StateBuffers:
             self.groups[kind] = group
             found.update(zip(equal, group.unbind(1), strict=True))
         self.states = [found[number] for number in range(len(kinds))]
-        self.memory: defaultdict[tuple[RowState, str], ResultMemory] = defaultdict(ResultMemory)
+        self.memory: defaultdict[tuple[StateShape, str], ResultMemory] = defaultdict(ResultMemory)
 
     def clear(self) -> None:
-        """Set everything to zero."""
+        """Set all states to zero."""
         for group in self.groups.values():
             group.zero_()
 
     def copy_from(self, other: StateBuffers, rows: int) -> None:
-        """Take over the first rows of others of the same kinds."""
+        """Copy the first rows of other buffers of the same shapes."""
         for kind, group in self.groups.items():
             group[:rows] = other.groups[kind][:rows]
 
@@ -85,27 +182,27 @@ class StateBuffers:
 
 
 class NodeBuffers:
-    """What the nodes of a pass of one shape leave, at addresses that do not change.
+    """Inputs of the state update that the nodes of a pass of one shape leave, at fixed addresses.
 
     Args:
-        states: what it will be folded into; passes of other shapes on these leave theirs in the same memory.
+        states: states to update; passes of other shapes on these states share the same memory.
     """
 
     def __init__(self, states: StateBuffers) -> None:
         self._states = states
-        self._tensors: dict[tuple[RowState, str], torch.Tensor] = {}
-        self._value_first: dict[RowState, bool] = {}
+        self._tensors: dict[tuple[StateShape, str], torch.Tensor] = {}
+        self._value_first: dict[StateShape, bool] = {}
 
     def take(self, layers: Sequence[RecurrentLayer]) -> None:
-        """Copy in what the nodes have left in these layers: the end of a pass, and captured with it."""
-        left: defaultdict[tuple[RowState, str], list[torch.Tensor]] = defaultdict(list)
+        """Copy the node inputs of these layers into the buffers; the captured end of a pass."""
+        left: defaultdict[tuple[StateShape, str], list[torch.Tensor]] = defaultdict(list)
         for layer in layers:
-            for kind, (name, idx) in zip(kinds_of(layer), layer.states, strict=True):
+            for kind, (name, idx) in zip(state_shapes(layer), layer.states, strict=True):
                 if name == _CONVOLUTION:
                     left[kind, "inputs"].append(layer.inputs[idx])
                     continue
                 folding = layer.foldings[idx]
-                assert isinstance(folding, LinearFolding), "other models run eagerly"
+                assert isinstance(folding, LinearFolding), "models with other cores run eagerly"
                 self._value_first[kind] = folding.value_first
                 for part in ("keys", "values", "decay"):
                     left[kind, part].append(getattr(folding, part))
@@ -118,138 +215,41 @@ class NodeBuffers:
         """Fold the accepted path of each row into its states, in all layers at once.
 
         Args:
-            paths: nodes of the pass, from the root on; none is empty.
+            paths: nodes of the pass per row, from the root on; none is empty.
         """
         for kind, group in self._states.groups.items():
             rows, count = len(paths), group.shape[1]
             state = group[:rows].flatten(0, 1)  # [B * N, ...], a view
             if kind.name == _CONVOLUTION:
-                inputs = self._left(kind, "inputs", rows)  # [B * N, L, C]
+                inputs = self._node_tensors(kind, "inputs", rows)  # [B * N, L, C]
                 (columns,) = upload([_windows(paths, kind.shape[-1]).repeat(count, axis=0)], kind.device)
-                state.copy_(columns_of(inputs, columns).mT)
+                state.copy_(gather_columns(inputs, columns).mT)
                 continue
-            keys, values, decay = (self._left(kind, part, rows) for part in ("keys", "values", "decay"))
+            keys, values, decay = (self._node_tensors(kind, part, rows) for part in ("keys", "values", "decay"))
             on_path, last = upload([each.repeat(count, axis=0) for each in _paths(paths, keys.shape[2])], kind.device)
-            closure = on_path[:, None].expand(-1, keys.shape[2], -1)  # that of the last nodes is all that is read
+            closure = on_path[:, None].expand(-1, keys.shape[2], -1)  # only the entries of the last nodes are read
             LinearFolding(keys, values, decay, closure, self._value_first[kind]).fold(state, last)
 
-    def _left(self, kind: RowState, part: str, rows: int) -> torch.Tensor:
-        """`[B * N, ...]`, a view."""
+    def _node_tensors(self, kind: StateShape, part: str, rows: int) -> torch.Tensor:
+        """Return `[B * N, ...]` node inputs, a view."""
         return self._tensors[kind, part][:rows].flatten(0, 1)
 
 
+def state_shapes(layer: RecurrentLayer) -> list[StateShape]:
+    """Return the shapes of one layer's states, in the layer's order."""
+    return [
+        StateShape(name, tuple(state.shape[1:]), state.dtype, state.device) for (name, _), state in layer.states.items()
+    ]
+
+
 def _windows(paths: Sequence[Sequence[int]], width: int) -> npt.NDArray[np.int64]:
-    """Columns of the last inputs of each path, `[B, width]`, as many of the text being in front of those of nodes."""
+    """Return columns of the last inputs of each path, `[B, width]`; inputs of the text precede those of nodes."""
     return np.array([[*range(width), *(width + node for node in path)][-width:] for path in paths])
 
 
 def _paths(paths: Sequence[Sequence[int]], size: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Whether each of `size` nodes is on the path of its row, `[B, S]` bool, and the path's last one, `[B]` int64."""
+    """Return `[B, S]` bool, true for nodes on the path of their row, and the last node of each path, `[B]` int64."""
     on_path = np.zeros((len(paths), size), dtype=np.bool_)
     for row, path in enumerate(paths):
         on_path[row, list(path)] = True
     return on_path, np.array([path[-1] for path in paths])
-
-
-@dataclass(frozen=True)
-class States:
-    """Shape, dtype and device of the keys, or of the values, of one layer."""
-
-    heads: int
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, states: torch.Tensor) -> States:
-        """Those of a tensor `[B, H, T, D]`."""
-        return cls(states.shape[1], states.shape[3], states.dtype, states.device)
-
-
-Layers = Sequence[tuple[States, States] | RowState]
-"""Keys and values of each layer that has some, and states of recurrent ones."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Shape of a forward pass: B rows, S tokens of each, and K cache slots that attention reads.
-
-    A position that is not the slot's has several axes.
-    """
-
-    rows: int
-    size: int
-    keys: int
-    axes: int = 0
-
-
-class Buffers:
-    """Keys and values of all layers, at addresses that never change. Those of equal shape are views of one tensor.
-
-    Args:
-        layers: keys and values of each layer, and states.
-        rows: B, rows of a batch.
-        slots: tokens of each row. The last slot is never written: zeros are copied from it.
-
-    Attributes:
-        keys, values: `[B, H, slots, D]`, one for each layer.
-        groups: `[N, B, H, slots, D]` each, the tensors whose views N of these buffers are.
-        states: of recurrent layers.
-        passes: what was captured on these addresses, by shape; it is freed with them.
-    """
-
-    def __init__(self, layers: Layers, rows: int, slots: int) -> None:
-        self.layers, self.rows, self.slots = tuple(layers), rows, slots
-        self.passes: dict[StepShape, Any] = {}
-        self.states = StateBuffers([each for each in layers if isinstance(each, RowState)], rows)
-        kinds = [kind for each in layers if not isinstance(each, RowState) for kind in each]
-        self.groups: list[torch.Tensor] = []
-        found: dict[int, torch.Tensor] = {}
-        for kind in dict.fromkeys(kinds):
-            equal = [number for number, other in enumerate(kinds) if other == kind]
-            shape = len(equal), rows, kind.heads, slots, kind.dim
-            with torch.inference_mode(False):  # generations outside of it write to them, too
-                self.groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
-            found.update(zip(equal, self.groups[-1].unbind(), strict=True))
-        self.keys = [found[number] for number in range(0, len(kinds), 2)]
-        self.values = [found[number] for number in range(1, len(kinds), 2)]
-
-    @property
-    def fixed(self) -> list[torch.Tensor]:
-        """All tensors whose addresses passes depend on."""
-        return [*self.groups, *self.states.groups.values()]
-
-    def fit(self, layers: Layers, rows: int, slots: int) -> bool:
-        """Whether there is space for `rows` and `slots` of these layers."""
-        return self.layers == tuple(layers) and rows <= self.rows and slots <= self.slots
-
-    def clear(self) -> None:
-        """Set everything to zero."""
-        for group in self.groups:
-            group.zero_()
-        self.states.clear()
-
-    def clear_rows(self, rows: int | slice, slots: slice) -> None:
-        """Set some slots of one row, or of several, to zero, in all layers at once."""
-        for group in self.groups:
-            group[:, rows, ..., slots, :].zero_()
-
-    def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
-        """Copy slots to others of the same row, `[B, W]` each, in all layers: one gather and one scatter."""
-        for group in self.groups:
-            here = upload([sources, targets], group.device)
-            rows = group[:, : len(sources)]
-            into = (len(group), len(sources), group.shape[2], sources.shape[1], group.shape[4])
-            source, target = (slots[None, :, None, :, None].expand(into) for slots in here)
-            rows.scatter_(3, target, rows.gather(3, source))
-
-    def select(self, rows: Sequence[int], used: int) -> None:
-        """Make these the first rows, in this order; `used` slots of each are copied."""
-        moved = [(target, source) for target, source in enumerate(rows) if target != source]
-        if not moved:
-            return
-        numbers = [np.array(column) for column in zip(*moved, strict=True)]
-        self.states.select(*zip(*moved, strict=True))
-        for group in self.groups:
-            targets, sources = upload(numbers, group.device)
-            group[:, targets, :, :used] = group[:, sources, :, :used]

@@ -1,8 +1,8 @@
 """CUDA graph capture and replay, with an eager stand-in for tests.
 
-A graph replays just what was captured: the same kernels on the same addresses. What changes from one replay to the next
-must lie in tensors that stay where they are. `EagerReplay` replays by calling again, on any device, and checks that
-none of these tensors has moved.
+A graph replays exactly what was captured: the same kernels on the same addresses. Data that changes between replays
+must be in tensors that stay in place. `EagerReplay` replays by calling again, on any device, and checks that none of
+these tensors has moved.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from typing import Protocol
 import torch
 
 Call = Callable[[], torch.Tensor]
-
-_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 _WARM_UPS = 2
-"""Calls before a capture: libraries choose kernels and allocate workspaces in the first one."""
+"""Calls before a capture: in the first one, libraries choose kernels and allocate workspaces."""
+_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 
 
 class Recording(Protocol):
-    """What was captured."""
+    """A captured call."""
 
     def replay(self, call: Call) -> torch.Tensor:
-        """Run it again, on what the fixed tensors hold now.
+        """Run the call again, on the present contents of the fixed tensors.
 
         Args:
-            call: what was captured, for recordings that have to call again; they do not keep it, since that would
-                keep its model alive.
+            call: the captured call, for recordings that call again; they do not keep it, which would keep its model
+                alive.
 
         Returns:
-            The call's result: always the same tensor, which the next replay of any recording may overwrite.
+            The result of the call: always the same tensor, which the next replay of any recording may overwrite.
         """
         ...
 
 
 class Capture(Protocol):
-    """Makes recordings."""
+    """Captures calls."""
 
     def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
         """Capture a call.
@@ -47,27 +46,52 @@ class Capture(Protocol):
             fixed: tensors whose addresses will not change.
 
         Raises:
-            RuntimeError: the call does what cannot be captured, such as waiting for the device.
+            RuntimeError: the call does something that cannot be captured, such as waiting for the device.
         """
         ...
 
 
-class ResultMemory:
-    """Memory for the results of recordings that are replayed one at a time.
+class CudaCapture:
+    """Captures CUDA graphs in one memory pool: they are replayed one at a time and share scratch memory.
 
-    Where it was computed, each recording's result would keep its memory for good: the logits of 128 tokens over a
-    vocabulary of 128k take 33 MB a row in bfloat16, in every shape that was captured.
+    Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same stream.
+
+    Args:
+        device: device on which the calls launch their kernels.
     """
 
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._results = ResultMemory()
 
-    def like(self, result: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and dtype at an address that does not change, on memory that recordings share."""
-        if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
-            with torch.inference_mode(False):  # as in `Buffers`
-                self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
-        return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
+    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
+        """See `Capture.record`."""
+        with _one_at_a_time, torch.cuda.device(self._device):
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    result = call()
+            here.wait_stream(self._stream)
+            result = self._results.like(result)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may keep allocating: only this thread is checked.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result.copy_(call())
+        return _GraphRecording(graph, result, fixed)
+
+
+class _GraphRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
+        self._graph, self._result = graph, result
+        self._fixed = fixed  # must not be freed before the graph
+
+    def replay(self, call: Call) -> torch.Tensor:
+        """See `Recording.replay`."""
+        self._graph.replay()
+        return self._result
 
 
 class EagerReplay:
@@ -90,7 +114,7 @@ class _EagerRecording:
         """See `Recording.replay`."""
         result = call()
         if _addresses(self._fixed) != self._addresses:
-            raise RuntimeError("a tensor that was captured has moved: a graph would read its old address")
+            raise RuntimeError("a captured tensor has moved: a graph would read its old address")
         if self._result is None:
             self._result = self._results.like(result)
         elif self._result.shape != result.shape:
@@ -98,48 +122,23 @@ class _EagerRecording:
         return self._result.copy_(result)
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+class ResultMemory:
+    """Memory shared by the results of recordings that are replayed one at a time.
 
-
-class CudaCapture:
-    """Captures CUDA graphs, all in one memory pool: they are replayed one at a time, and share their scratch memory.
-
-    Follows "CUDA graphs" in torch's notes on CUDA semantics: warm-up on a side stream, capture on the same one.
-
-    Args:
-        device: the device that the calls launch their kernels on.
+    Otherwise every recording would keep its own result: the logits of 128 tokens over a vocabulary of 128k take 33 MB
+    per row in bfloat16, for every captured shape.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self._results = ResultMemory()
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
 
-    def record(self, call: Call, fixed: Sequence[torch.Tensor]) -> Recording:
-        """See `Capture.record`."""
-        with _one_at_a_time, torch.cuda.device(self._device):
-            here = torch.cuda.current_stream()
-            self._stream.wait_stream(here)
-            with torch.cuda.stream(self._stream):
-                for _ in range(_WARM_UPS):
-                    result = call()
-            here.wait_stream(self._stream)
-            result = self._results.like(result)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may continue to allocate: only this one is checked.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                result.copy_(call())
-        return _GraphRecording(graph, result, fixed)
+    def like(self, result: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same shape and dtype at a fixed address, in the shared memory."""
+        if self._memory is None or self._memory.nbytes < result.nbytes or self._memory.device != result.device:
+            with torch.inference_mode(False):  # as in `Buffers`
+                self._memory = torch.empty(result.nbytes, dtype=torch.uint8, device=result.device)
+        return self._memory[: result.nbytes].view(result.dtype).view(result.shape)
 
 
-class _GraphRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, fixed: Sequence[torch.Tensor]) -> None:
-        self._graph, self._result = graph, result
-        self._fixed = fixed  # must not be freed before the graph
-
-    def replay(self, call: Call) -> torch.Tensor:
-        """See `Recording.replay`."""
-        self._graph.replay()
-        return self._result
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]

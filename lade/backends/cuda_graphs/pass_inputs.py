@@ -1,11 +1,10 @@
 """Inputs of a captured pass: static tensors, cache views and the ancestry of nodes.
 
-One copy brings the tokens, their positions, the lengths of the rows and each tree's ancestor closure. All else, the
-attention mask over thousands of cached tokens above all, follows from these, and is computed on the device as a part of
-the pass.
+One copy transfers token ids, positions, row lengths and each tree's ancestor closure. Everything else, above all the
+attention mask over thousands of cached tokens, is computed from these on the device as part of the pass.
 
-Trees are padded to the size of the pass, and the batch to its number of rows. The padding consists of copies of the
-root that see the root only; no other node sees them.
+Trees are padded to the size of the pass, and the batch to its number of rows. Padding consists of copies of the root
+that see only the root; no other node sees them.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.recurrent.layer import RecurrentLayer
-from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, words_of
+from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, pack_bits
 from lade.decoding.tree import TokenTree
 from lade.model.cache_layers import Ancestry, TreeLayer
-from lade.model.inputs import Layout
+from lade.model.inputs import PackedLayout
 from lade.model.kv_cache import PositionOffsets
 from lade.model.masks import StepInputs
 
 
 class ClosureAncestry:
-    """See `lade.backends.recurrent.tree_pass.Ancestry`.
+    """Ancestry of nodes computed on the device; see `lade.model.cache_layers.Ancestry`.
 
     Args:
-        closure: `[B, S, S]` bool, see `TokenTree.closure`; nodes come after their ancestors. What fills a row up may
-            descend from the root without being its own descendant.
+        closure: `[B, S, S]` bool, see `TokenTree.closure`; nodes come after their ancestors. Padding may descend from
+            the root without being its own descendant.
     """
 
     def __init__(self, closure: torch.Tensor) -> None:
@@ -51,7 +50,7 @@ class ClosureAncestry:
         if key not in self._windows:
             numbers = torch.arange(self.size, device=self._closure.device)
             earlier = self._closure & (numbers < numbers[:, None])
-            parents = torch.where(earlier, numbers, -1).amax(-1)  # [B, S]: the last of the ancestors; -1 for roots
+            parents = torch.where(earlier, numbers, -1).amax(-1)  # [B, S]: the last ancestor; -1 for roots
             columns = [numbers.expand_as(parents)]
             for _ in range(width - 1):
                 node = columns[-1]
@@ -61,32 +60,32 @@ class ClosureAncestry:
 
 
 class StaticInputs:
-    """Inputs of passes over B rows of S tokens.
+    """Input tensors of passes over B rows of S tokens.
 
     Args:
-        rows: B, rows of the pass.
-        size: S, tokens of each row.
-        device: the device of the model.
-        axes: numbers that make a position; 0 where it is the slot's.
+        rows: B, number of rows of the pass.
+        size: S, tokens per row.
+        device: device of the model.
+        axes: number of position axes; 0 if positions equal slots.
 
     Attributes:
-        memory: uint8, holds all of these:
+        memory: uint8 tensor that all others are views of.
         ids, positions: `[B, S]` int64.
         lengths: `[B]` int64, tokens cached before the trees.
         closure: `[B, S, S]` bool, see `TokenTree.closure`.
-        offsets: `[axes, B, 1]` int64, of positions from slots; None without axes.
+        offsets: `[axes, B, 1]` int64, positions minus slots; None without axes.
     """
 
     def __init__(self, rows: int, size: int, device: torch.device, axes: int = 0) -> None:
         self.rows, self.size, self._device = rows, size, device
         numbers = [(np.int64, (rows, size)), (np.int64, (rows, size)), (np.int64, (rows,))]
-        self._layout = Layout([*numbers, (np.bool_, (rows, size, size)), (np.int64, (axes, rows, 1))])
+        self._layout = PackedLayout([*numbers, (np.bool_, (rows, size, size)), (np.int64, (axes, rows, 1))])
         self.memory = self._layout.memory(device)
         self.ids, self.positions, self.lengths, self.closure, offsets = self._layout.tensors(self.memory)
         self.offsets = offsets if axes else None
 
     def fill(self, trees: Sequence[TokenTree], lengths: Sequence[int], offsets: PositionOffsets | None = None) -> None:
-        """Bring in one tree a row, at most B of them, none larger than S; row b has `lengths[b]` cached tokens."""
+        """Copy in one tree per row, at most B trees of at most S nodes; row b has `lengths[b]` cached tokens."""
         staged = self._layout.memory(self._device, staged=True)
         ids, positions, starts, closure, shifts = self._layout.arrays(staged)
         if offsets:
@@ -103,13 +102,13 @@ class StaticInputs:
         self.memory.copy_(staged, non_blocking=True)
 
     def slots(self) -> torch.Tensor:
-        """Where the nodes go in the cache, `[B, S]` int64: after what their row holds."""
+        """Return the cache slots of the nodes, `[B, S]` int64: after the cached tokens of their row."""
         return self.lengths[:, None] + torch.arange(self.size, device=self._device)
 
     def step(self, keys: int) -> StepInputs:
-        """Inputs of a pass that reads the first `keys` slots of each row, K in all."""
+        """Return the inputs of a pass that reads the first `keys` slots of each row."""
         slots = torch.arange(keys, device=self._device)
-        place = slots - self.lengths[:, None]  # [B, K] number of the node in each slot; cached tokens lie before 0
+        place = slots - self.lengths[:, None]  # [B, K] node in each slot; negative for cached tokens
         node = place.clamp(0, self.size - 1)
         fed = (place >= 0) & (place < self.size)
         seen = self.closure.gather(2, node[:, None].expand(-1, self.size, -1))  # [B, S, K]
@@ -122,9 +121,9 @@ class StaticInputs:
         )
 
     def tree_step(self, keys: int) -> TreeInputs:
-        """The same for attention that knows `TreeMask`; padding sees the cached text, too."""
+        """Return the inputs of a pass for attention that reads `TreeMask`; padding sees the cached text as well."""
         lengths, positions = self.lengths.int(), self.positions.int()
-        slots = TreeSlots(lengths, lengths, positions, positions, words_of(self.closure), keys)
+        slots = TreeSlots(lengths, lengths, positions, positions, pack_bits(self.closure), keys)
         return TreeInputs(self.ids, self.positions, slots)
 
 
@@ -142,32 +141,32 @@ class StaticLayerView(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """No-op: the buffers are there."""
+        """Do nothing: the buffers exist."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states `[B, H, S, D]` into their slots; returns the first K slots, views of the buffers."""
+        """Write the states `[B, H, S, D]` to their slots; return the first K slots, views of the buffers."""
         slots = self._slots.to(key_states.device)[:, None, :, None]
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             buffer.scatter_(2, slots.expand_as(states), states)
         return self.keys[:, :, : self._shape.keys], self.values[:, :, : self._shape.keys]
 
     def get_seq_length(self) -> int:
-        """K - S: slots before those of the pass, as if it were appended to the others."""
+        """Return K - S: the slots before those of the pass."""
         return self._shape.keys - self._shape.size
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width and offset of the mask."""
+        """Return the width and offset of the mask."""
         return self._shape.keys, 0
 
     def get_max_length(self) -> int:
-        """K."""
+        """Return K, the number of slots."""
         return self._shape.keys
 
 
 class StaticRecurrentTreeLayerView(RecurrentLayer, StaticLayerView):
-    """States, and keys and values beside them."""
+    """View of a layer with recurrent states along with keys and values."""
 
     dtype: Any
     device: Any
@@ -183,9 +182,9 @@ class StaticCacheView(Cache):
     """The cache that the model sees in a pass of one shape.
 
     Args:
-        layers: of the rows, see `StaticRows`; their states lie in the buffers.
-        buffers: hold the keys and values; their first rows and slots are seen.
-        slots: `[B, S]` int64, where the keys and values of the nodes are written.
+        layers: layers of the rows, see `StaticRows`; their states are in the buffers.
+        buffers: buffers of the keys and values, of which the first rows and slots are visible.
+        slots: `[B, S]` int64, slots to which the nodes' keys and values are written.
         shape: B, S and K of the pass.
     """
 
@@ -202,17 +201,17 @@ class StaticCacheView(Cache):
 
     @property
     def recurrent(self) -> list[RecurrentLayer]:
-        """Layers with states."""
+        """Layers with recurrent states."""
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def begin(self, ancestry: Ancestry) -> None:
-        """Have recurrent layers take part in the pass."""
+        """Begin a pass over trees in the recurrent layers."""
         for layer in self.recurrent:
             layer.begin(ancestry)
 
 
 def _view_of(layer: Any, keys_values: Sequence[Any], rows: int) -> Any:
-    """What stands for a layer in a pass; where that holds nothing, itself."""
+    """Return the view of a layer in a pass; a layer without data is its own view."""
     if not isinstance(layer, RecurrentLayer):
         return StaticLayerView(*keys_values) if keys_values else layer
     count = layer.number_of_states

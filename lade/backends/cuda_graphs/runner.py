@@ -1,10 +1,10 @@
-"""`GraphRunner`: run a model by captured passes.
+"""`GraphRunner`: run a model by replaying captured passes.
 
-    trees ──▶ StaticInputs.fill ──▶ replay ──▶ logits [B, S, V] ──▶ read: the one place where a step waits
-               one copy              one graph of the shape (B, S, K): mask, model, cache update
+    trees ──▶ StaticInputs.fill ──▶ replay ──▶ logits [B, S, V] ──▶ read: the only synchronisation of a step
+               one copy              one graph per shape (B, S, K): mask, model, cache update
 
-A shape is captured when it is first needed. Prefill, whose shapes differ, runs eagerly, and so does every pass on a
-cache that has ceased to be static because memory ran out.
+A shape is captured when it is first needed. Prefill, whose shapes vary, runs eagerly, and so does every pass on a cache
+that has fallen back to a dynamic one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lade.model.runner import EagerRunner
 
 @dataclass(frozen=True)
 class CapturedPass:
-    """One captured pass, the inputs it reads, and what it leaves to be folded into states."""
+    """A captured pass, the inputs it reads, and the node inputs it leaves for states."""
 
     inputs: StaticInputs
     nodes: NodeBuffers
@@ -44,7 +44,7 @@ class CapturedPass:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A captured pass that is about to be replayed, its shape, and the cache on whose buffers it works."""
+    """A captured pass about to be replayed, its shape, and the cache whose buffers it uses."""
 
     cache: StaticCache
     shape: StepShape
@@ -52,14 +52,14 @@ class PreparedStep:
 
 
 class GraphRunner(EagerRunner):
-    """Pads each step to one of a few shapes, and replays what was captured of it.
+    """Pads each step to one of a few shapes, and replays the captured pass of that shape.
 
     Args:
-        model: see `EagerRunner`; `why_eager` in `backend.py` says which models can be captured.
+        model: a transformers model; `capture_refusal` in `backend.py` tells which can be captured.
         plan: how the model takes its masks.
-        generation_config: see `EagerRunner`.
-        pool: holds the buffers and what is captured on them.
-        facts: see `EagerRunner`.
+        generation_config: generation settings, see `EagerRunner`.
+        pool: pool of buffers and captured passes.
+        facts: survey of the model, see `EagerRunner`.
     """
 
     sizing = StaticCache
@@ -74,9 +74,7 @@ class GraphRunner(EagerRunner):
     ) -> None:
         super().__init__(model, plan, generation_config, facts)
         self._pool = pool
-        self._least_step = (
-            1 if self._recurrence is None else 2
-        )  # models change their states by themselves for one token
+        self._least_step = 1 if self._recurrence is None else 2  # models update their states themselves for one token
         self.step_sizes = [size for size in STEP_SIZES if size >= self._least_step]
 
     def eager(self) -> EagerRunner:
@@ -88,7 +86,7 @@ class GraphRunner(EagerRunner):
         return self._fallback_cache(tokens, limit)
 
     def borrow(self, given: Cache, tokens: int, *, handed_out: bool) -> FallbackCache:
-        """See `EagerRunner.borrow`; `given` is an empty `TreeCache`, as a user's own has no fixed addresses."""
+        """See `EagerRunner.borrow`; `given` is an empty `TreeCache`, as a user's own cache has no fixed addresses."""
         return self._fallback_cache(tokens, None, cast(TreeCache, given) if handed_out else None)
 
     def _fallback_cache(
@@ -103,10 +101,10 @@ class GraphRunner(EagerRunner):
         return StaticCache(tokens, limit=limit, pool=self._pool)
 
     def host(self, cache: TreeCache, tokens: int) -> StaticCache:
-        """See `EagerRunner.host`; a static cache, which nothing replaces.
+        """See `EagerRunner.host`; returns a static cache without fallback.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for it; likewise a `forward` that works on it.
+            torch.OutOfMemoryError: there is no memory for it, here or in a later `forward` on it.
         """
         static = self._static_cache(tokens)
         static.join([cache], [(0, row) for row in range(len(cache.lengths))])
@@ -120,14 +118,14 @@ class GraphRunner(EagerRunner):
     def prefill(  # type: ignore[override]  # each kind of runner has caches of its own kind
         self, rows: Sequence[Sequence[int]], cache: FallbackCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
-        """See `EagerRunner.prefill`; the cache is to be empty."""
+        """See `EagerRunner.prefill`; the cache must be empty."""
         filled = TreeCache()
         logits = super().prefill(rows, filled, hook)
         cache.adopt(filled)
         return logits
 
     @torch.no_grad()
-    def forward(  # type: ignore[override]  # likewise
+    def forward(  # type: ignore[override]  # as above
         self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: StaticCache | FallbackCache
     ) -> torch.Tensor:
         """See `EagerRunner.forward`; the next pass may overwrite the logits."""
@@ -138,14 +136,14 @@ class GraphRunner(EagerRunner):
         return super().forward(trees, rows, cache.dynamic)
 
     def _prepare(self, trees: Sequence[TokenTree], cache: StaticCache) -> PreparedStep:
-        """All that may need memory: slots in the cache, and the pass of this shape, captured now if it never was."""
+        """Do everything that may need memory: reserve cache slots, and capture the pass of this shape if it is new."""
         size = max(self._least_step, *map(len, trees))
         cache.make_room(size)
         shape, buffers = cache.shape(size), cache.buffers
         found: CapturedPass | None = buffers.passes.get(shape)
         if found is None:
             inputs = StaticInputs(shape.rows, shape.size, self.device, shape.axes)
-            inputs.fill(trees, cache.lengths, cache.rows.offsets)  # a capture begins with real calls
+            inputs.fill(trees, cache.lengths, cache.rows.offsets)  # the warm-up calls need valid inputs
             found = buffers.passes[shape] = self._record(shape, cache.rows, inputs)
         return PreparedStep(cache, shape, found)
 
@@ -169,7 +167,7 @@ class GraphRunner(EagerRunner):
     def _static_pass(
         self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers
     ) -> torch.Tensor:
-        """The pass itself, all that a graph holds: logits `[B, S, V]`, and what its nodes leave for states."""
+        """Run the pass that a graph captures; return logits `[B, S, V]`, and leave its node inputs in `nodes`."""
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
         view = StaticCacheView(rows.layers, rows.buffers, inputs.slots(), shape)
         arguments = self._arguments(step, view, inputs.offsets)

@@ -4,12 +4,11 @@
     row 1   [ cached .. | root a b c d . . . | 0 0 0 0 0 0 ]
                                                                  keep [0, 2, 4] and [0, 1]:
     row 0   [ cached ........ | root b d | 0 0 0 0 0 0 0 0 ]     moved
-    row 1   [ cached .. | root a | 0 0 0 0 0 0 0 0 0 0 0 0 ]     the first nodes in order are in place already
+    row 1   [ cached .. | root a | 0 0 0 0 0 0 0 0 0 0 0 0 ]     leading nodes in order are already in place
 
-A pass writes each row's tokens after its own end, at slots given in a tensor; so one captured pass serves all lengths.
-Between passes, all slots after a row's end are zero, and so are unused rows. Masks would hide them anyway, but
-attention multiplies what is masked by a weight of zero, and zero times an infinity that some rejected guess left there
-is not zero.
+A pass writes each row's tokens after its own end, at slots given in a tensor, so one captured pass serves all lengths.
+Between passes, all slots after a row's end are zero, and so are unused rows. Masks hide them anyway, but attention
+multiplies masked values by a weight of zero, and zero times an infinity left there by a rejected guess is not zero.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from lade.backends.cuda_graphs.buffers import Buffers, Layers, NodeBuffers, RowState, States, StepShape, kinds_of
+from lade.backends.cuda_graphs.buffers import Buffers, KVShape, Layers, NodeBuffers, StateShape, StepShape, state_shapes
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.recurrent.layer import RecurrentLayer, empty_like
@@ -28,19 +27,210 @@ from lade.model.cache_layers import TreeLayer
 from lade.model.inputs import LARGEST_STEP, batch_bucket, key_bucket, step_bucket
 from lade.model.kv_cache import PositionOffsets, TreeCache
 
+AHEAD_TOKENS = 4096
+"""Most slots beyond a text in initial buffers: requests may allow far more tokens than they will use."""
+T = TypeVar("T")
 
-class StaticRows:
-    """The first rows of some buffers, each with a length of its own. Nothing here allocates memory.
+
+class StaticCache:
+    """The cache of B rows in `Buffers`; see `lade.model.kv_cache.RowCache`.
+
+    Prefill fills a `TreeCache`, which grows on demand. Its rows are then copied here: all at once by `join`, or one by
+    one by `take`. An operation that needs larger buffers, and gets none for lack of memory, leaves everything
+    unchanged.
 
     Args:
-        buffers: all zero.
+        tokens: greatest length that a row will reach; None if unknown.
+        limit: most slots over all rows of buffers from the pool; None for no limit.
+        pool: pool to acquire buffers from; None for a new pool.
+    """
+
+    dynamic = None
+    """Always None: this cache has no fallback, see `FallbackCache.dynamic`."""
+
+    def __init__(self, tokens: int | None = None, *, limit: int | None = None, pool: BufferPool | None = None) -> None:
+        self._tokens, self._limit, self._pool = tokens, limit, pool or BufferPool(EagerReplay)
+        self._reserved: tuple[int, int] | None = None  # rows and slots reserved while it was empty
+        self._rows: StaticRows | None = None
+
+    @staticmethod
+    def buffer_rows(rows: int) -> int:
+        """See `BufferSizes.buffer_rows`: a power of two, to which passes are padded."""
+        return batch_bucket(max(1, rows))
+
+    @staticmethod
+    def buffer_slots(tokens: int, tree: int = 0) -> int:
+        """See `BufferSizes.buffer_slots`: a multiple to which passes are padded; the last slot stays zero."""
+        return key_bucket(tokens + (step_bucket(tree) if tree else 0) + 1)
+
+    @staticmethod
+    def spare_tokens(tokens: int) -> int:
+        """See `BufferSizes.spare_tokens`: ample, since resizing loses the captured passes."""
+        return max(AHEAD_TOKENS, tokens)
+
+    @property
+    def empty(self) -> bool:
+        """True while there are no buffers."""
+        return self._rows is None
+
+    @property
+    def rows(self) -> StaticRows:
+        """The rows and their buffers.
+
+        Raises:
+            RuntimeError: the cache is empty.
+        """
+        if self._rows is None:
+            raise RuntimeError("an empty static cache has no buffers: fill a TreeCache and join it")
+        return self._rows
+
+    @property
+    def buffers(self) -> Buffers:
+        """The buffers of its rows; raises `RuntimeError` while it is empty."""
+        return self.rows.buffers
+
+    @property
+    def lengths(self) -> list[int]:
+        """`[B]`, cached tokens of each row; `[0]` while there are none."""
+        return [0] if self._rows is None else self._rows.lengths
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Rows, and slots per row, of the present buffers; zeros while it is empty."""
+        return (0, 0) if self._rows is None else (self.buffers.rows, self.buffers.slots)
+
+    def try_static(self, call: Callable[[StaticCache], T]) -> T | None:
+        """Return the result of `call`; errors propagate, since there is no cache to fall back to."""
+        return call(self)
+
+    def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
+        """Replace all rows by rows of other caches; see `TreeCache.join`."""
+        self.reset()
+        longest = max(parts[part].lengths[row] for part, row in places)
+        self._begin(_layers_of(parts[0]), len(places), longest).append(parts, places)
+
+    def take(self, part: TreeCache) -> None:
+        """Append the only row of another cache, which is empty afterwards."""
+        length, rows = part.lengths[0], self._rows
+        if rows is None:
+            rows = self._begin(_layers_of(part), 1, length)
+        elif len(rows.ends) == rows.buffers.rows or length >= rows.buffers.slots:
+            self._resize(*_larger(self.room, (self.buffer_rows(len(rows.ends) + 1), self.buffer_slots(length))))
+        rows.append([part], [(0, 0)])
+
+    def _begin(self, layers: Layers, count: int, longest: int) -> StaticRows:
+        """Acquire the first buffers, for `count` rows of at most `longest` tokens."""
+        tokens = longest + AHEAD_TOKENS if self._tokens is None else min(self._tokens, longest + AHEAD_TOKENS)
+        wanted = self._reserved or (1, self.buffer_slots(tokens, LARGEST_STEP))
+        rows, slots = _larger(wanted, (self.buffer_rows(count), self.buffer_slots(longest)))
+        self._rows = StaticRows(self._pool.acquire(self, layers, rows, slots, self._limit))
+        self._reserved = None
+        return self._rows
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Resize the buffers to this size, rounded up, or to what the rows need; an empty cache does so later."""
+        wanted = batch_bucket(rows), key_bucket(slots)
+        if self._rows is None:
+            self._reserved = wanted
+        else:
+            self._resize(*wanted)
+
+    def _resize(self, rows: int, slots: int) -> None:
+        """Move to other buffers, on which nothing has been captured yet."""
+        held, old = self.rows, self.buffers
+        least = self.buffer_rows(len(held.ends)), self.buffer_slots(max(held.ends, default=0))
+        rows, slots = _larger((rows, slots), least)
+        if (rows, slots) != self.room:
+            held.move_to(self._pool.acquire(self, old.layers, rows, slots, self._limit))
+            self._pool.discard(old)
+
+    def copy_to(self, cache: TreeCache) -> None:
+        """Copy all rows to an empty cache."""
+        cache.layers += self.rows.layers_with(torch.Tensor.clone)
+        _fill(cache, self.rows.states(), self.lengths, self.rows.offsets)
+
+    def copy_row(self, row: int, tokens: int) -> TreeCache:
+        """Return a new cache with the first tokens of a row."""
+        copy, one = TreeCache(), (slice(row, row + 1), slice(None), slice(tokens))
+        copy.layers += [TreeLayer.of(keys[one], values[one]) for keys, values in self.rows.states()]
+        return copy
+
+    def move_to(self, cache: TreeCache) -> None:
+        """Move all rows to an empty cache, through host memory, so that the device need not hold both.
+
+        Raises:
+            torch.OutOfMemoryError: there is not even memory for the other cache; the rows are lost.
+        """
+        if self._rows is None or not self._rows.ends:
+            self.reset()
+            return
+        cache.layers += self._rows.layers_with(lambda state: state.to("cpu", copy=True))
+        devices = [keys.device for keys in self.buffers.keys]
+        held = [[states.to("cpu", copy=True) for states in pair] for pair in self._rows.states()]
+        lengths, offsets = self._rows.lengths, self._rows.offsets
+        self._pool.discard(self._rows.buffers)
+        self._rows = None
+        recurrent: list[Any] = cache.recurrent
+        for layer in recurrent:
+            layer.become(layer, lambda states, layer=layer: states[0].to(layer.device), [layer])
+        for keys, values in held:
+            for row, length in enumerate(lengths):  # a failed capture may have written after the rows' ends
+                keys[row, :, length:] = values[row, :, length:] = 0
+        pairs = ((keys.to(device), values.to(device)) for (keys, values), device in zip(held, devices, strict=True))
+        _fill(cache, pairs, lengths, offsets)
+
+    def shape(self, size: int) -> StepShape:
+        """Return the shape of a pass that feeds at most `size` tokens per row."""
+        padded = step_bucket(size)
+        keys = key_bucket(max(self.lengths) + padded)
+        return StepShape(batch_bucket(len(self.lengths)), padded, keys, self.rows.offsets.axes)
+
+    def make_room(self, size: int) -> None:
+        """Ensure slots for a pass that feeds `size` tokens per row."""
+        needed = max(self.lengths) + step_bucket(size)
+        if needed >= self.buffers.slots:
+            self._resize(self.buffers.rows, key_bucket(2 * needed))
+
+    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
+        """Keep, of the last `fed` tokens, those on each row's path; see `StaticRows.keep`."""
+        self.rows.keep(paths, fed)
+
+    def leave(self, row: int) -> None:
+        """Evict a row; the last row takes its index."""
+        rows = list(range(len(self.lengths)))
+        rows[row] = rows[-1]
+        self.rows.select(rows[:-1])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order.
+
+        Raises:
+            ValueError: there are more rows than the buffers have.
+        """
+        rows: list[int] = indices.tolist()
+        if len(rows) > self.buffers.rows:
+            raise ValueError(f"indices={rows} are too many: the buffers have {self.buffers.rows} rows")
+        self.rows.select(rows)
+
+    def reset(self) -> None:
+        """Drop all rows, and release the buffers."""
+        if self._rows is not None:
+            self._pool.release(self._rows.buffers)
+        self._rows = self._reserved = None
+
+
+class StaticRows:
+    """The first rows of some buffers, each with its own length. Nothing here allocates memory.
+
+    Args:
+        buffers: buffers to use, all zero.
 
     Attributes:
         lengths: `[B]`, cached tokens of each row; `[0]` while there are no rows.
-        ends: `[B]`, slots of each row from here on are zero.
-        offsets: of the positions that follow what is cached.
-        layers: of the model's cache, in order. The states of recurrent ones are those in the buffers, for all rows of
-            these; keys and values are not in them.
+        ends: `[B]`, slots from which on each row is zero.
+        offsets: offsets of the positions that follow the cached tokens.
+        layers: layers of the model's cache, in order. The states of recurrent ones are views of the buffers; keys and
+            values are not in them.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -49,11 +239,11 @@ class StaticRows:
         self.ends: list[int] = []
         self.offsets = PositionOffsets()
         self.layers: list[Any] = []
-        self._nodes: NodeBuffers | None = None  # what the last pass has left for states, until `keep`
-        self._padded: StepShape | None = None  # of the last pass, if it has written to unused rows
+        self._nodes: NodeBuffers | None = None  # node inputs of the last pass, until `keep`
+        self._padded: StepShape | None = None  # shape of the last pass, if it wrote to unused rows
 
     def append(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
-        """Copy in rows of other caches, which are emptied meanwhile, layer by layer; see `TreeCache.join`."""
+        """Copy in rows of other caches, emptying these layer by layer; see `TreeCache.join`."""
         first, lengths = len(self.ends), [parts[part].lengths[row] for part, row in places]
         others = [(parts[part].offsets, row) for part, row in places]
         self.offsets = PositionOffsets.collected([*((self.offsets, row) for row in range(first)), *others])
@@ -80,7 +270,7 @@ class StaticRows:
         self.lengths = list(self.ends)
 
     def _lay_states(self, like: Sequence[Any]) -> None:
-        """Have the states of recurrent layers lie in the buffers; flags are those of the layers given."""
+        """Make the states of recurrent layers views of the buffers; flags are copied from the layers in `like`."""
         states = iter(self.buffers.states.states)
         for own, layer in zip(self.layers, like, strict=True):
             if isinstance(own, RecurrentLayer):
@@ -96,7 +286,7 @@ class StaticRows:
         self._lay_states(self.layers)
 
     def layers_with(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-        """Layers of a `TreeCache` with the states of these rows, each as `copied`, and no keys and values yet."""
+        """Return layers of a `TreeCache` with these rows' states, mapped by `copied`, without keys and values."""
         rows = len(self.lengths)
         layers = [empty_like(layer) for layer in self.layers]
         for layer, own in zip(layers, self.layers, strict=True):
@@ -105,13 +295,13 @@ class StaticRows:
         return layers
 
     def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values `[B, H, longest, D]` of each layer, views of the buffers."""
+        """Return keys and values `[B, H, longest, D]` of each layer, views of the buffers."""
         rows, longest = len(self.lengths), max(self.lengths)
         pairs = zip(self.buffers.keys, self.buffers.values, strict=True)
         return [(keys[:rows, :, :longest], values[:rows, :, :longest]) for keys, values in pairs]
 
     def fed(self, size: int, shape: StepShape, nodes: NodeBuffers | None = None) -> None:
-        """A pass of this shape has written `size` tokens to each row, and padding after them; `nodes` is for states."""
+        """Record a pass of this shape that wrote `size` tokens and padding to each row, leaving inputs in `nodes`."""
         self._nodes = nodes
         self.ends = [max(length + shape.size, end) for length, end in zip(self.lengths, self.ends, strict=True)]
         self.lengths = [length + size for length in self.lengths]
@@ -119,13 +309,13 @@ class StaticRows:
             self._padded = shape
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Of the `fed` tokens that came last, keep those of the path and set the others to zero.
+        """Keep, of the last `fed` tokens, those on the path, and set the others to zero.
 
         Args:
-            paths: for each row the indices to keep, ascending, counted from the first of the `fed` tokens.
-            fed: tokens that the last pass appended to every row.
+            paths: indices to keep for each row, ascending, counted from the first of the `fed` tokens.
+            fed: number of tokens that the last pass appended to every row.
         """
-        if self._nodes is not None and all(paths):  # where none of a row is kept, states no longer matter
+        if self._nodes is not None and all(paths):  # states no longer matter if a row keeps nothing
             self._nodes.fold(paths)
         self._nodes = None
         starts = [length - fed for length in self.lengths]
@@ -143,7 +333,7 @@ class StaticRows:
             self._padded = None
 
     def _move(self, paths: Sequence[Sequence[int]], starts: Sequence[int], in_place: Sequence[int]) -> None:
-        """Move the nodes that are not in place, and copy zeros to the slots after them."""
+        """Move nodes that are not in place, and copy zeros to the slots after them."""
         zero = self.buffers.slots - 1
         firsts = [start + kept for start, kept in zip(starts, in_place, strict=True)]
         width = max(end - first for end, first in zip(self.ends, firsts, strict=True))
@@ -166,210 +356,18 @@ class StaticRows:
             self.buffers.clear_rows(row, slice(self.ends[row] if row < len(rows) else 0, used))
 
 
-AHEAD_TOKENS = 4096
-"""Slots beyond a text that static buffers begin with at most: a request may allow far more tokens than it will get."""
-
-T = TypeVar("T")
-
-
-class StaticCache:
-    """The cache of B rows that lie in `Buffers`; see `lade.model.kv_cache.RowCache`.
-
-    Prefill fills a `TreeCache`, which grows as it needs. Then its rows are copied here: all at once by `join`, or one
-    by one by `take`. Whatever needs other buffers, and gets none for lack of memory, leaves everything as it was.
-
-    Args:
-        tokens: greatest length that a row is going to have, if that is known.
-        limit: slots of all rows together that buffers from the pool may have; None for no limit.
-        pool: where buffers are acquired; None for a pool of its own.
-    """
-
-    dynamic = None
-    """The cache that has replaced this one: none; see `FallbackCache.dynamic`."""
-
-    def __init__(self, tokens: int | None = None, *, limit: int | None = None, pool: BufferPool | None = None) -> None:
-        self._tokens, self._limit, self._pool = tokens, limit, pool or BufferPool(EagerReplay)
-        self._reserved: tuple[int, int] | None = None  # rows and slots that were reserved while it was empty
-        self._rows: StaticRows | None = None
-
-    @staticmethod
-    def buffer_rows(rows: int) -> int:
-        """See `BufferSizes.buffer_rows`: a power of two, as passes are padded to it."""
-        return batch_bucket(max(1, rows))
-
-    @staticmethod
-    def buffer_slots(tokens: int, tree: int = 0) -> int:
-        """See `BufferSizes.buffer_slots`: a multiple that passes are padded to; the last slot stays zero."""
-        return key_bucket(tokens + (step_bucket(tree) if tree else 0) + 1)
-
-    @staticmethod
-    def spare_tokens(tokens: int) -> int:
-        """See `BufferSizes.spare_tokens`: ample, since other buffers lose what was captured on the old ones."""
-        return max(AHEAD_TOKENS, tokens)
-
-    @property
-    def empty(self) -> bool:
-        """Whether it has no buffers yet."""
-        return self._rows is None
-
-    @property
-    def rows(self) -> StaticRows:
-        """The rows and their buffers.
-
-        Raises:
-            RuntimeError: the cache is empty.
-        """
-        if self._rows is None:
-            raise RuntimeError("an empty static cache has no buffers: fill a TreeCache, and join it")
-        return self._rows
-
-    @property
-    def buffers(self) -> Buffers:
-        """The buffers of its rows; raises `RuntimeError` while it is empty."""
-        return self.rows.buffers
-
-    @property
-    def lengths(self) -> list[int]:
-        """`[B]`, cached tokens of each row; `[0]` while there are none."""
-        return [0] if self._rows is None else self._rows.lengths
-
-    @property
-    def room(self) -> tuple[int, int]:
-        """Rows, and slots of each, that there are buffers for; none while it is empty."""
-        return (0, 0) if self._rows is None else (self.buffers.rows, self.buffers.slots)
-
-    def try_static(self, call: Callable[[StaticCache], T]) -> T | None:
-        """What `call` returns; an error is raised, since there is no other cache to move to."""
-        return call(self)
-
-    def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
-        """Become a cache of rows that others hold; see `TreeCache.join`."""
-        self.reset()
-        longest = max(parts[part].lengths[row] for part, row in places)
-        self._begin(_layers_of(parts[0]), len(places), longest).append(parts, places)
-
-    def take(self, part: TreeCache) -> None:
-        """Append the only row of another cache; that one is empty then."""
-        length, rows = part.lengths[0], self._rows
-        if rows is None:
-            rows = self._begin(_layers_of(part), 1, length)
-        elif len(rows.ends) == rows.buffers.rows or length >= rows.buffers.slots:
-            self._resize(*_larger(self.room, (self.buffer_rows(len(rows.ends) + 1), self.buffer_slots(length))))
-        rows.append([part], [(0, 0)])
-
-    def _begin(self, layers: Layers, count: int, longest: int) -> StaticRows:
-        """Acquire the first buffers, for `count` rows of at most `longest` tokens."""
-        tokens = longest + AHEAD_TOKENS if self._tokens is None else min(self._tokens, longest + AHEAD_TOKENS)
-        wanted = self._reserved or (1, self.buffer_slots(tokens, LARGEST_STEP))
-        rows, slots = _larger(wanted, (self.buffer_rows(count), self.buffer_slots(longest)))
-        self._rows = StaticRows(self._pool.acquire(self, layers, rows, slots, self._limit))
-        self._reserved = None
-        return self._rows
-
-    def reserve(self, rows: int, slots: int) -> None:
-        """Have buffers of this size, rounded up, at least for what there is; an empty cache for its first row."""
-        wanted = batch_bucket(rows), key_bucket(slots)
-        if self._rows is None:
-            self._reserved = wanted
-        else:
-            self._resize(*wanted)
-
-    def _resize(self, rows: int, slots: int) -> None:
-        """Move to other buffers; nothing has been captured on new ones yet."""
-        held, old = self.rows, self.buffers
-        least = self.buffer_rows(len(held.ends)), self.buffer_slots(max(held.ends, default=0))
-        rows, slots = _larger((rows, slots), least)
-        if (rows, slots) != self.room:
-            held.move_to(self._pool.acquire(self, old.layers, rows, slots, self._limit))
-            self._pool.discard(old)
-
-    def copy_to(self, cache: TreeCache) -> None:
-        """Copy all rows to an empty cache."""
-        cache.layers += self.rows.layers_with(torch.Tensor.clone)
-        _fill(cache, self.rows.states(), self.lengths, self.rows.offsets)
-
-    def copy_row(self, row: int, tokens: int) -> TreeCache:
-        """A cache of its own with the first tokens of a row."""
-        copy, one = TreeCache(), (slice(row, row + 1), slice(None), slice(tokens))
-        copy.layers += [TreeLayer.of(keys[one], values[one]) for keys, values in self.rows.states()]
-        return copy
-
-    def move_to(self, cache: TreeCache) -> None:
-        """Move all rows to an empty cache, by way of the host where there is no memory for both; then this is empty.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for the other one alone; the rows are lost then.
-        """
-        if self._rows is None or not self._rows.ends:
-            self.reset()
-            return
-        cache.layers += self._rows.layers_with(lambda state: state.to("cpu", copy=True))
-        devices = [keys.device for keys in self.buffers.keys]
-        held = [[states.to("cpu", copy=True) for states in pair] for pair in self._rows.states()]
-        lengths, offsets = self._rows.lengths, self._rows.offsets
-        self._pool.discard(self._rows.buffers)
-        self._rows = None
-        recurrent: list[Any] = cache.recurrent
-        for layer in recurrent:
-            layer.become(layer, lambda states, layer=layer: states[0].to(layer.device), [layer])
-        for keys, values in held:
-            for row, length in enumerate(lengths):  # after the rows' ends lies what a failed capture has left
-                keys[row, :, length:] = values[row, :, length:] = 0
-        pairs = ((keys.to(device), values.to(device)) for (keys, values), device in zip(held, devices, strict=True))
-        _fill(cache, pairs, lengths, offsets)
-
-    def shape(self, size: int) -> StepShape:
-        """The shape of a pass that feeds at most `size` tokens a row."""
-        padded = step_bucket(size)
-        keys = key_bucket(max(self.lengths) + padded)
-        return StepShape(batch_bucket(len(self.lengths)), padded, keys, self.rows.offsets.axes)
-
-    def make_room(self, size: int) -> None:
-        """Have slots for a pass that feeds `size` tokens a row."""
-        needed = max(self.lengths) + step_bucket(size)
-        if needed >= self.buffers.slots:
-            self._resize(self.buffers.rows, key_bucket(2 * needed))
-
-    def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
-        """Of the `fed` tokens that came last, keep in each row those of its path; see `StaticRows.keep`."""
-        self.rows.keep(paths, fed)
-
-    def leave(self, row: int) -> None:
-        """Evict a row; the last one takes its place and its number."""
-        rows = list(range(len(self.lengths)))
-        rows[row] = rows[-1]
-        self.rows.select(rows[:-1])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order.
-
-        Raises:
-            ValueError: there are more of them than the buffers have.
-        """
-        rows: list[int] = indices.tolist()
-        if len(rows) > self.buffers.rows:
-            raise ValueError(f"indices={rows} are too many: the buffers have {self.buffers.rows} rows")
-        self.rows.select(rows)
-
-    def reset(self) -> None:
-        """Forget everything, and release the buffers."""
-        if self._rows is not None:
-            self._pool.release(self._rows.buffers)
-        self._rows = self._reserved = None
-
-
 def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    """Rows and slots that hold either."""
+    """Return rows and slots that hold either."""
     return max(one[0], other[0]), max(one[1], other[1])
 
 
 def _layers_of(cache: TreeCache) -> Layers:
-    layers: list[tuple[States, States] | RowState] = []
+    layers: list[tuple[KVShape, KVShape] | StateShape] = []
     for layer in cache.attending:
         assert layer.keys is not None and layer.values is not None
-        assert layer.indexer_keys is None, "models with indexers run eagerly: there is no place for their keys"
-        layers.append((States.of(layer.keys), States.of(layer.values)))
-    return [*layers, *(kind for layer in cast(list[RecurrentLayer], cache.recurrent) for kind in kinds_of(layer))]
+        assert layer.indexer_keys is None, "models with indexers run eagerly, since static buffers have no indexer keys"
+        layers.append((KVShape.of(layer.keys), KVShape.of(layer.values)))
+    return [*layers, *(kind for layer in cast(list[RecurrentLayer], cache.recurrent) for kind in state_shapes(layer))]
 
 
 def _fill(
@@ -378,7 +376,7 @@ def _fill(
     lengths: Sequence[int],
     offsets: PositionOffsets,
 ) -> None:
-    """Give the layers of a cache their keys and values; their states they have."""
+    """Give the attention layers of a cache their keys and values; recurrent layers have their states already."""
     for layer, (keys, values) in zip(cache.attending, pairs, strict=True):
         layer.update(keys, values)
         layer.lengths = list(lengths)

@@ -1,4 +1,4 @@
-"""Encoder outputs of a prepared generation, and the runner of its decoder."""
+"""The encoder-decoder backend: encoder outputs of a prepared generation, and the runner of its decoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lade.model.prepared import Prepared
 
 
 def runner_on_encoded(prepared: Prepared, plan: MaskPlan) -> EncoderDecoderRunner:
-    """The runner of such a generation, for each prompt once."""
+    """Return the runner for the encoder outputs of a prepared generation, with one row per prompt."""
     kwargs, beams = prepared.model_kwargs, prepared.beams
     encoded = Encoded(kwargs["encoder_outputs"], kwargs.get("attention_mask"))
     if beams > 1:
@@ -25,18 +25,18 @@ def runner_on_encoded(prepared: Prepared, plan: MaskPlan) -> EncoderDecoderRunne
 
 
 def source_of(prepared: Prepared, number: int) -> list[int]:
-    """The text that the encoder has read for one row, without padding; empty where it is none of the decoder's tokens.
+    """Return the encoder's input ids for one row, without padding; empty if they are not tokens of the decoder.
 
     Args:
-        prepared: the generation.
-        number: of the row, among all that are decoded.
+        prepared: the prepared generation of the call.
+        number: index of the row among all decoded rows.
     """
     inputs = prepared.inputs_tensor
     if inputs is None or inputs.ndim != 2 or torch.is_floating_point(inputs):
         return []
     if not _share_vocabulary(prepared.model):
         return []
-    repeats = len(prepared.input_ids) // len(inputs)  # for beams, or several answers to a prompt
+    repeats = len(prepared.input_ids) // len(inputs)  # beams, or several sequences per prompt
     ids, mask = inputs[number // repeats], prepared.model_kwargs.get("attention_mask")
     if mask is not None:
         ids = ids[mask[number].to(ids.device) != 0]
@@ -45,7 +45,7 @@ def source_of(prepared: Prepared, number: int) -> list[int]:
 
 
 def _share_vocabulary(model: Any) -> bool:
-    """Whether an id means the same to encoder and decoder, as far as their embeddings tell."""
+    """Return True if encoder and decoder use the same token ids, judging by their embeddings."""
     encoder, decoder = model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()
     if getattr(model.config, "share_encoder_decoder_embeddings", None) is False:
         return False
@@ -53,7 +53,7 @@ def _share_vocabulary(model: Any) -> bool:
 
 
 class EncoderDecoderBackend(Backend):
-    """Token trees in the decoder of an encoder-decoder model; see `lade.model.joint`."""
+    """Token trees in the decoder of an encoder-decoder model, see `lade.model.joint`."""
 
     source_of = staticmethod(source_of)
     runner_on_encoded = staticmethod(runner_on_encoded)
@@ -62,7 +62,7 @@ class EncoderDecoderBackend(Backend):
     def runner_of(
         self, facts: ModelFacts, plan: MaskPlan, generation_config: GenerationConfig, encoded: Encoded
     ) -> EncoderDecoderRunner:
-        """Return the runner of a decoder behind what its encoder has returned."""
+        """Return the runner of a decoder for given encoder outputs."""
         return EncoderDecoderRunner(facts.model, plan, generation_config, encoded, facts)
 
 

@@ -1,4 +1,4 @@
-"""Run the decoder of an encoder-decoder model over token trees: encoder states, cache, runner."""
+"""Run the decoder of an encoder-decoder model over token trees: encoder outputs, cache and runner."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Encoded:
     """The encoder's output for B rows.
 
     Attributes:
-        outputs: what it returned, the hidden states `[B, T, H]` first.
-        mask: `[B, T]`, which of the states are no padding; None where none is. Whisper, whose decoder looks at none, is
-            given that of all sounds also with the segments of some: one of other than B rows stays as it is.
+        outputs: model output of the encoder, the hidden states `[B, T, H]` first.
+        mask: `[B, T]`, true for states that are not padding; None if there is no padding. Whisper passes a mask of the
+            whole audio even with segments of it, which its decoder ignores: a mask of other than B rows is left alone.
     """
 
     outputs: Any
@@ -41,16 +41,16 @@ class Encoded:
 
     @property
     def states(self) -> torch.Tensor:
-        """`[B, T, H]`, the hidden states."""
+        """Hidden states, `[B, T, H]`."""
         states: torch.Tensor = self.outputs[0]
         return states
 
     def __len__(self) -> int:
-        """B."""
+        """Return B, the number of rows."""
         return self.states.shape[0]
 
     def rows(self, numbers: Sequence[int]) -> Encoded:
-        """Only these rows, in this order; a row may occur twice."""
+        """Return these rows, in this order; a row may be repeated."""
         if list(numbers) == list(range(len(self))):
             return self
         rows = torch.tensor(numbers, device=self.states.device)
@@ -61,7 +61,7 @@ class Encoded:
         return Encoded(outputs, mask)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `forward` for these rows."""
+        """Return the arguments of `model.forward` for these rows."""
         arguments: dict[str, Any] = {"encoder_outputs": self.outputs}
         if self.mask is not None:
             arguments["attention_mask"] = self.mask
@@ -69,11 +69,11 @@ class Encoded:
 
 
 class DecoderCache(TreeCache):
-    """Keys and values of self-attention, as in any `TreeCache`; those of cross-attention go along with their rows.
+    """Keys and values of self-attention, as in any `TreeCache`, and those of cross-attention alongside.
 
     Attributes:
-        cross: keys and values that the layers have computed of the encoder's states, once for each row.
-        encoded: the encoder's states of these rows; None before prefill.
+        cross: cross-attention keys and values, computed once per row.
+        encoded: encoder outputs of these rows; None before prefill.
     """
 
     def __init__(self) -> None:
@@ -82,11 +82,11 @@ class DecoderCache(TreeCache):
         self.encoded: Encoded | None = None
 
     def pair(self) -> EncoderDecoderCache:
-        """Both as the model takes them; it computes what `cross` does not hold yet."""
+        """Return both caches as the model expects them; it computes entries that `cross` lacks."""
         return EncoderDecoderCache(self, self.cross)
 
     def dynamic_pair(self) -> EncoderDecoderCache:
-        """Both as plain decoding leaves them; all rows are equally long."""
+        """Return both caches as plain decoding leaves them; requires rows of equal length."""
         own, rows, length = DynamicCache(), len(self.lengths), max(self.lengths)
         for number, layer in enumerate(self.layers):
             assert layer.keys is not None and layer.values is not None
@@ -94,12 +94,12 @@ class DecoderCache(TreeCache):
         return EncoderDecoderCache(own, self.cross)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all rows."""
         super().reset()
         self.cross, self.encoded = DynamicCache(), None
 
     def leave(self, row: int) -> None:
-        """Evict a row; the last one takes its place and its number."""
+        """Evict a row; the last row takes its index."""
         numbers = list(range(len(self.lengths)))
         numbers[row] = numbers[-1]
         super().leave(row)
@@ -126,9 +126,9 @@ class EncoderDecoderRunner(EagerRunner):
     Args:
         model: an encoder-decoder model that `lade.supports`.
         plan: how its decoder takes its masks.
-        generation_config: as for `EagerRunner`.
-        encoded: the encoder's output for the rows of the batch.
-        facts: see `EagerRunner`.
+        generation_config: generation settings, see `EagerRunner`.
+        encoded: encoder outputs for the rows of the batch.
+        facts: survey of the model, see `EagerRunner`.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class EncoderDecoderRunner(EagerRunner):
         self.positions = patches.positions
 
     def tree_cache(self) -> TreeCache:
-        """An empty cache that rows of the encoder's output can be added to."""
+        """Return an empty cache, to which rows of encoder outputs can be added."""
         return DecoderCache()
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
-        """See `EagerRunner`."""
+        """See `EagerRunner.new_cache`."""
         return self.tree_cache()
 
     @torch.no_grad()
@@ -159,10 +159,10 @@ class EncoderDecoderRunner(EagerRunner):
         """Feed the decoder's prompts, mostly of one token each.
 
         Args:
-            rows: equally long. They belong to the rows of the encoder's output; where they are more, as when the cost
-                of a batch is measured, these are taken again from the first one on.
+            rows: prompts of equal length, one per row of the encoder outputs. If there are more, as in a calibration of
+                batches, encoder rows are reused from the first one on.
             cache: an empty `DecoderCache`.
-            hook: is not called: a decoder's prompt tells nothing about the text.
+            hook: unused, since a decoder's prompt carries no information about the text.
 
         Returns:
             Logits of each row's last token, `[B, V]`.
@@ -173,7 +173,7 @@ class EncoderDecoderRunner(EagerRunner):
         kwargs = {**cache.encoded.arguments(), "past_key_values": cache.pair(), "use_cache": True}
         try:
             output = self.model._prefill(ids, self.generation_config, kwargs)
-        except BaseException:  # some layers hold tokens that others lack
+        except BaseException:  # layers may differ in their number of tokens
             cache.reset()
             raise
         logits: torch.Tensor = output.logits[:, -1]

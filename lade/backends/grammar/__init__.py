@@ -1,7 +1,7 @@
-"""Grammars that answers have to follow: JSON schemas, regular expressions, choices, and Lark grammars, by llguidance.
+"""Structured output: JSON schemas, regular expressions, choices and Lark grammars, by llguidance.
 
-    grammar ──▶ compiled for a tokenizer ─┬▶ processor    asked about every emitted token: what the answer may be
-                                          └▶ constraint   asked about every draft: what to guess, and what not
+    grammar ──▶ compiled for a tokenizer ─┬▶ processor    masks the logits of every emitted token
+                                          └▶ constraint   proposes forced tokens, and rejects invalid drafts
 
-Whatever the constraint says changes the speed alone, so the tokens are those of `model.generate` with the processor.
+The constraint affects speed only: the tokens are those of `model.generate` with the processor.
 """

@@ -1,4 +1,4 @@
-"""The grammar backend's public object: the `grammar=` argument, and the constraint that it puts on drafts."""
+"""The grammar backend: the `grammar=` argument, and the constraint that grammars put on drafts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lade.model.prepared import Prepared, argument_of, ids_of, prompts_in, vocab
 class GrammarConstraint:
     """The `Constraint` of one row.
 
-    It has a matcher of its own, which goes on as the text does, and back where the text turns out to be another one:
-    rows in lock-step show what they expect to write. What takes too much is an error of the processor, which is asked
-    next: here nothing is guessed any more.
+    Its own matcher follows the text, and rolls back when the text changes, as it does for rows in lock-step, which show
+    the tokens they expect. A grammar that exceeds its limits is reported by the processor, which runs next: here it
+    only means that nothing is drafted any more.
 
     Args:
-        matcher: at the beginning of the grammar.
-        start: tokens of the prompt.
-        vocabulary: ids below it can be fed, and are the tokenizer's: others put a matcher out of action.
+        matcher: matcher at the start of the grammar.
+        start: number of prompt tokens.
+        vocabulary: ids below it are tokens of both model and tokenizer; other ids would disable a matcher.
     """
 
     def __init__(self, matcher: Matcher, start: int, vocabulary: int) -> None:
         self._matcher, self._start, self._vocabulary = matcher, start, vocabulary
-        self._taken: list[int] = []  # by the matcher
-        self._allowed = True  # whether that is all of the answer
+        self._taken: list[int] = []  # tokens consumed by the matcher
+        self._allowed = True  # true if these are the whole answer
 
     def lead(self, context: Sequence[int]) -> list[int]:
         """See `Constraint`."""
@@ -42,26 +42,26 @@ class GrammarConstraint:
         with suppress(GrammarError):
             self._allowed = self._move_to(list(context[self._start :]))
             if self._allowed:
-                return self._known(self._matcher.certain())
+                return self._known(self._matcher.forced_tokens())
         return []
 
     def fits(self, tokens: Sequence[int]) -> int:
         """See `Constraint`."""
         with suppress(GrammarError):
-            return self._matcher.fitting(self._known(tokens)) if self._allowed else 0
+            return self._matcher.valid_prefix(self._known(tokens)) if self._allowed else 0
         return 0
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens before the first one that is not of the vocabulary."""
+        """Return the tokens before the first one outside the vocabulary."""
         return list(takewhile(lambda token: token < self._vocabulary, tokens))
 
     def _move_to(self, answer: list[int]) -> bool:
-        """Have the matcher take in this answer; false where the grammar does not allow it."""
+        """Move the matcher to this answer; return False if the grammar does not allow it."""
         same = len(self._taken)
         if answer[:same] != self._taken:
             pairs = zip(answer, self._taken, strict=False)
             same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(answer))
-            self._matcher.go_back(len(self._taken) - same)
+            self._matcher.rollback(len(self._taken) - same)
             del self._taken[same:]
         new = self._known(answer[same:])
         taken = self._matcher.take(new)
@@ -70,15 +70,16 @@ class GrammarConstraint:
 
 
 def with_grammar(model: PreTrainedModel, grammar: GrammarArgument, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments of `generate`, with the processor of a grammar among them, behind the caller's own.
+    """Return the arguments of `generate` with a grammar's processor added after the caller's own.
 
     Args:
-        model: has the ids that end an answer, if the arguments do not.
-        grammar: as the caller gave it.
-        arguments: by name; with a `tokenizer`.
+        model: model whose end-of-sequence ids apply unless `arguments` give others.
+        grammar: value of the caller's `grammar=` argument.
+        arguments: keyword arguments of `generate`, with a `tokenizer`.
 
     Raises:
-        InputError: it is none, or cannot be used with this tokenizer, or there are more or fewer than prompts.
+        InputError: the value is not a grammar, does not fit the tokenizer, or has another number of grammars than
+            prompts.
         MissingExtraError: llguidance is not installed.
     """
     several = [grammar] if isinstance(grammar, Grammar) else grammar
@@ -94,11 +95,11 @@ def with_grammar(model: PreTrainedModel, grammar: GrammarArgument, arguments: di
 
 
 def constraints_for(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> list[GrammarConstraint | None]:
-    """For each row what a grammar among its processors says about guesses; None where there is none.
+    """Return the constraint that a grammar processor puts on each row's drafts; None for rows without one.
 
     Args:
-        prepared: the batch.
-        prompts: the tokens of each row's prompt, without padding.
+        prepared: the prepared batch of the call.
+        prompts: prompt tokens of each row, without padding.
     """
     processor = next((each for each in prepared.logits_processor if isinstance(each, GrammarProcessor)), None)
     if processor is None:
@@ -111,7 +112,7 @@ def constraints_for(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
 
 
 class GrammarBackend(Backend):
-    """Structured output by llguidance; see `lade.model.joint`."""
+    """Structured output by llguidance, see `lade.model.joint`."""
 
     constraints_for = staticmethod(constraints_for)
     with_grammar = staticmethod(with_grammar)

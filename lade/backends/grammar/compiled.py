@@ -1,4 +1,4 @@
-"""Grammars compiled for a tokenizer, and matchers of a text against them."""
+"""Grammars compiled for a tokenizer, and matchers that follow a text through them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 KEPT = 64
-"""Compiled grammars that are kept for a tokenizer: those that were used last."""
+"""Most compiled grammars kept per tokenizer; the least recently used are evicted."""
 LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,  # symbols
     "initial_lexer_fuel": 500_000,
@@ -29,10 +29,11 @@ LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "verbose_errors": False,
 }
-"""Less than llguidance allows, against grammars that are made to be slow; the schemas of JSONSchemaBench take half."""
+"""Limits below llguidance's defaults, against grammars made to be slow; the schemas of JSONSchemaBench need half of
+them."""
 
 Trial = Callable[[str], None]
-"""Is given a grammar before it is compiled; raises `SlowGrammarError` for one that is not to be."""
+"""Called with a grammar before it is compiled; raises `SlowGrammarError` to reject it."""
 
 
 class GrammarError(InputError):
@@ -40,7 +41,7 @@ class GrammarError(InputError):
 
 
 class SlowGrammarError(InputError):
-    """A grammar takes longer to compile than it may."""
+    """A grammar exceeds its time limit for compilation."""
 
 
 _vocabularies: WeakKeyDictionary[Any, dict[tuple[int, ...], Vocabulary]] = WeakKeyDictionary()
@@ -48,24 +49,24 @@ _making = threading.Lock()
 
 
 def vocabulary_of_tokenizer(tokenizer: Any, ends: Iterable[int] = ()) -> Vocabulary:
-    """What of a tokenizer grammars need; made once, which takes some seconds for a large one.
+    """Return the vocabulary of a tokenizer, cached; creating one takes some seconds for a large tokenizer.
 
     Args:
         tokenizer: a fast transformers tokenizer.
-        ends: ids that end an answer; of these only special ones can end what a grammar describes, and where there are
-            none, it is the tokenizer's own end of sequence.
+        ends: end-of-sequence ids. Only special ones among them can end an answer to a grammar; if there are none, the
+            tokenizer's own end of sequence does.
 
     Raises:
-        InputError: the tokenizer is not a fast one, or knows no end of sequence.
+        InputError: there is no tokenizer, or it is not a fast one, or has no end of sequence.
         MissingExtraError: llguidance is not installed.
     """
     if tokenizer is None:
-        raise InputError("a grammar describes text, which takes a tokenizer: give tokenizer=...")
+        raise InputError("a grammar needs a tokenizer: give tokenizer=...")
     special = set(getattr(tokenizer, "all_special_ids", ())) | set(getattr(tokenizer, "added_tokens_decoder", ()))
     own = getattr(tokenizer, "eos_token_id", None)
     found = tuple(sorted(special.intersection(ends))) or (() if own is None else (own,))
     if not found:
-        raise InputError("the tokenizer has no end of sequence, with which a grammar ends an answer: set its eos_token")
+        raise InputError("the tokenizer has no end of sequence, which grammars need to end an answer: set eos_token")
     with _making:
         known = _vocabularies.setdefault(tokenizer, {})
         key = (len(tokenizer), *found)
@@ -75,15 +76,15 @@ def vocabulary_of_tokenizer(tokenizer: Any, ends: Iterable[int] = ()) -> Vocabul
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes, and the grammars that were compiled for it. Any thread may use it.
+    """A tokenizer's tokens as bytes, with the grammars compiled for it. Thread-safe.
 
     Args:
         tokenizer: a fast transformers tokenizer.
         ends: ids that end an answer.
 
     Attributes:
-        ends: as given.
-        size: ids below it are the tokenizer's.
+        ends: ids that end an answer.
+        size: size of the tokenizer's vocabulary.
         specials: texts of its added tokens.
     """
 
@@ -103,21 +104,21 @@ class Vocabulary:
         self._trial: Trial | None = None
         self._lock = threading.Lock()
 
-    def tried_by(self, trial: Trial) -> Vocabulary:
-        """The same, with compiled grammars of its own, each of which has passed a trial."""
+    def with_trial(self, trial: Trial) -> Vocabulary:
+        """Return a copy with a cache of its own, whose grammars must pass a trial before they are compiled."""
         other = copy.copy(self)
         other._trial, other._compiled = trial, OrderedDict()
         return other
 
     def compiled(self, grammar: str) -> LLMatcher:
-        """A grammar at its beginning, which others share: to be copied.
+        """Return a compiled grammar at its start; it is shared, so callers must copy it.
 
         Args:
-            grammar: as llguidance writes it.
+            grammar: grammar in llguidance's format.
 
         Raises:
-            InputError: it is none, or takes too much to compile.
-            SlowGrammarError: it has failed its trial.
+            InputError: the grammar is invalid, or exceeds the limits of compilation.
+            SlowGrammarError: the grammar failed its trial.
         """
         with self._lock:
             kept = self._compiled.get(grammar)
@@ -126,22 +127,22 @@ class Vocabulary:
                 return kept
         if self._trial is not None:
             self._trial(grammar)
-        made = self._compile(grammar)  # outside the lock: others need not wait for a large one
+        made = self._compile(grammar)  # outside the lock, so that a large grammar blocks nobody
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return made
 
-    def compiled_anew(self, grammar: str, failed: LLMatcher) -> LLMatcher:
-        """The same for one answer alone; the one that has failed is not given to others any more."""
+    def recompiled(self, grammar: str, failed: LLMatcher) -> LLMatcher:
+        """Compile a grammar again for one answer, and evict the instance that has failed."""
         with self._lock:
             if self._compiled.get(grammar) is failed:
                 del self._compiled[grammar]
         return self._compile(grammar)
 
     def special_id(self, text: str) -> int | None:
-        """The id of a special token, which no text of a grammar has; None where a text is none."""
+        """Return the id of a special token, which no text of a grammar matches; None if `text` is not one."""
         ids = self._tokens.tokenize_str(text, parse_special=True)
         return ids[0] if len(ids) == 1 and self._tokens.is_special_token(ids[0]) else None
 
@@ -151,19 +152,19 @@ class Vocabulary:
         try:
             made = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         except UnicodeEncodeError as problem:
-            raise InputError("the grammar has half a character in it, which is no text") from problem
-        made.compute_bitmask()  # some errors are found there only, such as a schema that no text satisfies
+            raise InputError("the grammar contains a lone surrogate, which is not valid text") from problem
+        made.compute_bitmask()  # finds errors such as a schema that no text satisfies
         if made.is_error():
             raise InputError(f"the grammar cannot be used: {shortened(made.get_error())}")
         return made
 
 
-class Budget:
-    """CPU time that following the grammars of one request may take, in all its answers together.
+class GrammarBudget:
+    """CPU time allowed for following the grammars of one request, over all its answers.
 
     Args:
-        seconds: whatever its length.
-        token_seconds: for each token.
+        seconds: seconds allowed regardless of length.
+        token_seconds: seconds allowed in addition per token.
     """
 
     def __init__(self, seconds: float, token_seconds: float) -> None:
@@ -171,57 +172,57 @@ class Budget:
         self._spent, self._tokens = 0.0, 0
 
     def spend(self, seconds: float) -> None:
-        """Count time that was spent.
+        """Charge CPU time to the budget.
 
         Raises:
-            GrammarError: it is more than there was.
+            GrammarError: the budget is exceeded.
         """
         self._spent += seconds
         if self._spent > self._seconds + self._tokens * self._token_seconds:
             raise GrammarError(
-                f"the grammar takes too long to follow: {self._spent:.2f} s for {self._tokens} tokens, and "
-                f"{self._seconds:g} s and {1e3 * self._token_seconds:g} ms a token are allowed: give a simpler one"
+                f"the grammar takes too long to follow: {self._spent:.2f} s for {self._tokens} tokens, where "
+                f"{self._seconds:g} s and {1e3 * self._token_seconds:g} ms per token are allowed: give a simpler one"
             )
 
     def count_token(self) -> None:
-        """One more was written."""
+        """Count a token of the answer, which extends the budget."""
         self._tokens += 1
 
 
 class Matcher:
-    """The place of one answer in its grammar, which goes on, and back, as the text does.
+    """Position of one answer in its grammar; moves forward and back with the text.
 
-    Answers to one grammar share its lexer, which remembers what it has found out for any of them, and fails all of them
-    once that has come to a limit. So a failure counts only if the grammar, compiled anew for this answer alone and fed
-    its text, fails as well: it depends on this text, and on nothing else.
+    Answers to one grammar share its lexer, which caches its states for all of them, and fails for all once it reaches a
+    limit. So a failure counts only if the grammar, compiled again for this answer and fed its text, fails as well. Then
+    it depends on this text alone.
 
     Args:
-        vocabulary: of the tokenizer.
-        grammar: as llguidance writes it.
-        budget: what it may take; None for any time.
+        vocabulary: vocabulary of the tokenizer.
+        grammar: grammar in llguidance's format.
+        budget: CPU time allowed; None for no limit.
 
     Raises:
-        InputError: it is no grammar, or takes too much to compile.
+        InputError: the grammar is invalid, or exceeds the limits of compilation.
     """
 
-    def __init__(self, vocabulary: Vocabulary, grammar: str, budget: Budget | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: str, budget: GrammarBudget | None = None) -> None:
         self._vocabulary, self._grammar, self._budget = vocabulary, grammar, budget
         self._shared = vocabulary.compiled(grammar)
         self._state: LLMatcher = self._shared.deep_copy()
         self._taken: list[int] = []
 
     def copy(self) -> Matcher:
-        """Another one at the same place."""
+        """Return another matcher at the same position."""
         twin = Matcher.__new__(Matcher)
         twin.__dict__ |= self.__dict__
         twin._state, twin._taken = self._state.deep_copy(), list(self._taken)
         return twin
 
     def mask(self) -> bytes:
-        """Which tokens may come next, a bit each; the end of sequence alone at the end of the grammar.
+        """Return a bit per token, set if it may come next; at the end of the grammar only the end of sequence may.
 
         Raises:
-            GrammarError: that takes too much to tell, or too long.
+            GrammarError: computing the mask exceeds a limit or the budget.
         """
         with self._spending():
             found = self._state.compute_bitmask()
@@ -232,40 +233,40 @@ class Matcher:
             return found
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Go on by these tokens, up to the first one that the grammar does not allow; how many that are.
+        """Consume tokens up to the first one that the grammar does not allow; return their number.
 
         Raises:
             GrammarError: see `mask`.
         """
         with self._spending():
             count = self._state.try_consume_tokens(list(tokens))
-            if count < len(tokens) and self._has_failed():
+            if count < len(tokens) and self._in_error():
                 self._renew()
                 count = self._state.try_consume_tokens(list(tokens))
-                if count < len(tokens) and self._has_failed():
+                if count < len(tokens) and self._in_error():
                     self._check()
             self._taken += tokens[:count]
             return count
 
     def count_token(self) -> None:
-        """The last token that was taken is one of the answer's, for which there is time."""
+        """Count the last consumed token as one of the answer, which extends the budget."""
         if self._budget is not None:
             self._budget.count_token()
 
-    def go_back(self, tokens: int) -> None:
-        """Forget the last tokens that were taken; raises like `mask`."""
+    def rollback(self, tokens: int) -> None:
+        """Roll back the last consumed tokens; raises like `mask`."""
         del self._taken[len(self._taken) - tokens :]
         with self._spending():
             if not self._state.rollback(tokens):
                 self._renew()
 
-    def certain(self) -> list[int]:
-        """Tokens that come next whatever the answer is; raises like `mask`."""
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that the grammar forces next; raises like `mask`."""
         with self._spending():
             return self._state.compute_ff_tokens()
 
-    def fitting(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens the grammar allows, one after the other; raises like `mask`."""
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, in order, the grammar allows; raises like `mask`."""
         with self._spending():
             return self._state.validate_tokens(list(tokens))
 
@@ -278,17 +279,17 @@ class Matcher:
         yield
         self._budget.spend(thread_time() - start)
 
-    def _has_failed(self) -> bool:
-        """Whether no token is taken any more, as it is where the lexer has failed: asked for a mask, it says so."""
+    def _in_error(self) -> bool:
+        """Return True if the matcher is in an error state, which a failed lexer reports only when asked for a mask."""
         self._state.compute_bitmask()
         return self._state.is_error()
 
     def _renew(self) -> None:
-        self._shared = self._state = self._vocabulary.compiled_anew(self._grammar, self._shared)
+        self._shared = self._state = self._vocabulary.recompiled(self._grammar, self._shared)
         if self._state.try_consume_tokens(self._taken) < len(self._taken):
-            self._has_failed()
+            self._in_error()
             self._check()
 
     def _check(self) -> None:
         if self._state.is_error():
-            raise GrammarError(f"the grammar takes too much to follow: {shortened(self._state.get_error())}")
+            raise GrammarError(f"the grammar exceeds the limits for following it: {shortened(self._state.get_error())}")

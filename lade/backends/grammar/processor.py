@@ -1,4 +1,4 @@
-"""`lade.Grammar` and its logits processor."""
+"""The logits processor of `lade.Grammar`."""
 
 from __future__ import annotations
 
@@ -9,57 +9,58 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from lade.backends.grammar.compiled import Budget, GrammarError, Matcher, Vocabulary, vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import GrammarBudget, GrammarError, Matcher, Vocabulary, vocabulary_of_tokenizer
 from lade.grammar import Grammar
 
-_KNOWN_BY = 16
-"""Tokens at the end of a prompt by which it is told whether a text still is the one of the last call."""
+_PROMPT_TAIL = 16
+"""Tokens at the end of a prompt that identify it in the next call."""
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Leaves a row the tokens that its grammar allows; at its end that is the end of sequence alone.
+    """Masks all tokens but those that each row's grammar allows; at its end, all but the end of sequence.
 
-    It is asked about each token in turn, as plain decoding does, also about rows that beam search has exchanged. A text
-    that is none of the last call's with one token more begins a new answer. Made by `Grammar.processor`.
+    It is called once per token, as in plain decoding, also on rows that beam search has reordered. A text that does not
+    extend one of the last call's by one token starts a new answer. Created by `Grammar.processor`.
 
     Args:
-        matchers: at the beginning of each prompt's grammar, or one for all prompts.
-        vocabulary: of the tokenizer.
-        alone: whether there is one row: then each token must be one that was allowed. A row of a batch may have ended
-            otherwise, and be padded, or be a beam without any probability; a token that is not allowed ends its answer.
+        matchers: matchers at the start of each prompt's grammar, or a single one for all prompts.
+        vocabulary: vocabulary of the tokenizer.
+        alone: true if there is one row, whose every token must be allowed; None to decide by the batch. Rows of a batch
+            may have ended otherwise and be padded, or be beams with zero probability, so a token that is not allowed
+            ends their answer.
 
     Attributes:
-        vocabulary: as given.
+        vocabulary: vocabulary of the tokenizer.
     """
 
     def __init__(self, matchers: Sequence[Matcher], vocabulary: Vocabulary, *, alone: bool | None = None) -> None:
         self._matchers, self.vocabulary, self._alone = matchers, vocabulary, alone
         self._ends = vocabulary.ends
-        self._start = 0  # columns of the prompt
+        self._start = 0  # number of prompt tokens
         self._rows: list[_Row] = []
 
     def of_row(self, row: int, rows: int) -> GrammarProcessor:
-        """The same for one row alone, at the beginning.
+        """Return a processor for one row alone, at the start of its grammar.
 
         Args:
-            row: its number.
-            rows: B, of the batch; a multiple of the prompts'.
+            row: index of the row in the batch.
+            rows: B, size of the batch; a multiple of the number of prompts.
         """
         return GrammarProcessor([self._matchers[self._prompt_of(row, rows)]], self.vocabulary, alone=rows == 1)
 
     def matcher(self) -> Matcher:
-        """A new matcher, at the beginning of the first prompt's grammar."""
+        """Return a new matcher at the start of the first prompt's grammar."""
         return self._matchers[0].copy()
 
     def _prompt_of(self, row: int, rows: int) -> int:
         return row * len(self._matchers) // rows
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
-        """Scores `[B, V]`, given the text so far, `[B, L]`.
+        """Return masked scores `[B, V]`, given the text so far, `[B, L]`.
 
         Raises:
-            GrammarError: other processors forbid all that the grammar allows, in a row or in all beams of a prompt; the
-                last token of a lone answer is none that it allows; or it takes too much to say what it allows.
+            GrammarError: other processors forbid everything that the grammar allows, in a row or in all beams of a
+                prompt; or the last token of a lone answer is not allowed; or the grammar exceeds its limits.
         """
         self._advance(input_ids)
         masks = np.stack([row.mask(scores.shape[1], self._ends) for row in self._rows])  # [B, V]
@@ -68,28 +69,28 @@ class GrammarProcessor(LogitsProcessor):
         return left
 
     def _check_left(self, dead: Sequence[bool]) -> None:
-        """Raise `GrammarError` where nothing is left for any row of a prompt, `[B]` says for which; beams may die."""
+        """Raise `GrammarError` if all rows of a prompt are dead, `[B]` tells which; single beams may die."""
         if not any(dead):
             return
-        stuck = {row.prompt for row, nothing in zip(self._rows, dead, strict=True) if nothing and not row.over}
-        alive = {row.prompt for row, nothing in zip(self._rows, dead, strict=True) if not nothing and not row.over}
+        stuck = {row.prompt for row, nothing in zip(self._rows, dead, strict=True) if nothing and not row.ended}
+        alive = {row.prompt for row, nothing in zip(self._rows, dead, strict=True) if not nothing and not row.ended}
         if stuck - alive:
-            raise GrammarError("the grammar allows only tokens that another processor forbids: leave one of them out")
+            raise GrammarError("another processor forbids all tokens that the grammar allows: leave one of them out")
 
     def _advance(self, input_ids: torch.Tensor) -> None:
-        """Take in the last token of each row, or begin."""
-        texts = input_ids[:, max(0, self._start - _KNOWN_BY) :].tolist()
-        if not self._goes_on(texts):
+        """Consume the last token of each row, or start new answers."""
+        texts = input_ids[:, max(0, self._start - _PROMPT_TAIL) :].tolist()
+        if not self._continues(texts):
             self._start = input_ids.shape[1]
             prompts = list(map(tuple, input_ids.tolist()))
             matchers = [self._matchers[self._prompt_of(row, len(prompts))] for row in range(len(prompts))]
             self._rows = [
-                _Row(list(prompt[-_KNOWN_BY:]), matcher.copy(), prompts.index(prompt))
+                _Row(list(prompt[-_PROMPT_TAIL:]), matcher.copy(), prompts.index(prompt))
                 for prompt, matcher in zip(prompts, matchers, strict=True)
             ]
 
-    def _goes_on(self, texts: list[list[int]]) -> bool:
-        """Whether each text is one of the last call's and a token more, which then is taken in."""
+    def _continues(self, texts: list[list[int]]) -> bool:
+        """Consume the last tokens and return True if each text extends one of the last call's by one token."""
         if len(texts) != len(self._rows):
             return False
         origins = [self._origin(text[:-1], row) for row, text in enumerate(texts)]
@@ -105,47 +106,48 @@ class GrammarProcessor(LogitsProcessor):
         return True
 
     def _origin(self, text: list[int], number: int) -> _Row | None:
-        """The row that has this text; the one of that number among several."""
+        """Return the row that has this text, preferably the one at index `number`."""
         if self._rows[number].text == text:
             return self._rows[number]
         return next((row for row in self._rows if row.text == text), None)
 
 
 class _Row:
-    """A text, and where it is in its grammar.
+    """A text, and its position in its grammar.
 
     Args:
-        text: the end of the prompt, and the answer so far.
-        matcher: at its end.
-        prompt: the first row that has the same one.
-        over: whether the answer has ended.
+        text: end of the prompt, and the answer so far.
+        matcher: matcher at the end of the text.
+        prompt: index of the first row with the same prompt.
+        ended: true if the answer has ended.
     """
 
-    def __init__(self, text: list[int], matcher: Matcher, prompt: int, *, over: bool = False) -> None:
-        self.text, self._matcher, self.prompt, self.over = text, matcher, prompt, over
+    def __init__(self, text: list[int], matcher: Matcher, prompt: int, *, ended: bool = False) -> None:
+        self.text, self._matcher, self.prompt, self.ended = text, matcher, prompt, ended
 
     def copy(self) -> _Row:
-        return _Row(list(self.text), self._matcher.copy(), self.prompt, over=self.over)
+        """Return an independent copy."""
+        return _Row(list(self.text), self._matcher.copy(), self.prompt, ended=self.ended)
 
     def take(self, token: int, ends: Sequence[int], *, strictly: bool) -> None:
-        """Take in the next token.
+        """Consume the next token.
 
         Args:
-            token: its id.
+            token: id of the token.
             ends: ids after which there is only padding.
-            strictly: whether it must be one that was allowed.
+            strictly: true to raise if the grammar does not allow the token.
         """
         self.text.append(token)
-        if self.over:
+        if self.ended:
             return
         self._matcher.count_token()
-        self.over = token in ends or not self._matcher.take([token])
-        if self.over and strictly and token not in ends:
-            raise GrammarError(f"the token {token} is none that the grammar allows: another processor made it possible")
+        self.ended = token in ends or not self._matcher.take([token])
+        if self.ended and strictly and token not in ends:
+            raise GrammarError(f"the grammar does not allow token {token}: leave out the processor that forces it")
 
     def mask(self, size: int, ends: Sequence[int]) -> Any:
-        """`[V]` bool, true for tokens that are allowed."""
-        if not self.over:
+        """Return `[V]` bool, true for tokens that are allowed."""
+        if not self.ended:
             packed = np.frombuffer(self._matcher.mask(), np.uint8)
             allowed = np.unpackbits(packed, bitorder="little")[:size].view(np.bool_)
             return allowed if len(allowed) == size else np.pad(allowed, (0, size - len(allowed)))
@@ -154,15 +156,13 @@ class _Row:
         return only
 
 
-_VALUES = frozenset(["const", "enum", "default", "examples"])
-"""Members of a schema that are no schemas."""
-
-
-def processor_of(grammars: Sequence[Grammar], vocabulary: Vocabulary, budget: Budget | None = None) -> GrammarProcessor:
-    """One that has for each prompt of a batch its grammar, or for all of them the same; raises like `processor`."""
+def processor_of(
+    grammars: Sequence[Grammar], vocabulary: Vocabulary, budget: GrammarBudget | None = None
+) -> GrammarProcessor:
+    """Return a processor with a grammar for each prompt of a batch, or a single one for all; raises like `Matcher`."""
     return GrammarProcessor([Matcher(vocabulary, grammar.source, budget) for grammar in grammars], vocabulary)
 
 
 def processor_of_tokenizer(grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]) -> GrammarProcessor:
-    """Return the processor of some grammars for one tokenizer; see `Grammar.processor`."""
+    """Return the processor of grammars for one tokenizer; see `Grammar.processor`."""
     return processor_of(grammars, vocabulary_of_tokenizer(tokenizer, ends))

@@ -1,8 +1,8 @@
-"""Grammars of strangers, compiled in a process of its own first, which can be ended where they take too long.
+"""Compile untrusted grammars in a separate process first, which can be killed when it takes too long.
 
-Nothing else can: a thread that compiles is llguidance's, whose limits leave some of the work out, such as numbers that
-are multiples of another, and proofs that a pattern matches anything at all. The process knows bytes for tokens, so it
-is small, and tells about time and memory alone; what else is wrong with a grammar is found out with the tokenizer.
+Nothing else can be: llguidance compiles in threads of its own, and its limits do not cover all of the work, such as
+multiples of several numbers, and proofs that a pattern matches anything at all. The process has a byte-level
+vocabulary, so it is small, and only tells about time and memory; other errors are found with the tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lade.backends.grammar.compiled import LIMITS, SlowGrammarError
 logger = logging.getLogger(__name__)
 
 SECONDS = 0.5
-"""Of CPU time, to compile one."""
+"""CPU seconds allowed for compiling a grammar."""
 _BYTES = 2 * 2**30
 _LOOK_EVERY_S = 0.02
 _TOKEN_IDS = re.compile(r"<\[[\d,*^-]*\]>")
@@ -32,11 +32,11 @@ _ANY_TOKEN = "<[*]>"
 
 
 class GrammarTrial:
-    """Is called with grammars before they are compiled. Any thread may do so; they are tried in turn.
+    """Called with grammars before they are compiled. Thread-safe; grammars are tried one at a time.
 
     Args:
-        specials: texts of special tokens, which grammars may name.
-        seconds: of CPU time, that each may take.
+        specials: texts of special tokens that grammars may name.
+        seconds: CPU seconds allowed per grammar.
     """
 
     def __init__(self, specials: Iterable[str] = (), seconds: float = SECONDS) -> None:
@@ -46,16 +46,16 @@ class GrammarTrial:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, grammar: str) -> None:
-        """Return once it is known to be compiled in time.
+        """Return once the grammar has compiled in time.
 
         Raises:
-            SlowGrammarError: it takes too long, or too much memory.
+            SlowGrammarError: the grammar takes too long or too much memory.
         """
         with self._lock:
             try:
                 process = self._running()
             except OSError as problem:
-                logger.warning("grammars are compiled without a trial, however long they take: %s", problem)
+                logger.warning("grammars are compiled without a time limit: %s", problem)
                 return
             if not self._passes(process, self._neutral(json.dumps(grammar))):
                 self._end()
@@ -64,18 +64,18 @@ class GrammarTrial:
                 )
 
     def close(self) -> None:
-        """End the process; another call begins one again."""
+        """Kill the process; the next call starts a new one."""
         with self._lock:
             self._end()
 
     def _neutral(self, grammar: str) -> str:
-        """The same with any token for special ones, of which the process knows none."""
+        """Replace special tokens, which the process does not have, by a wildcard."""
         for text in self._specials:
             grammar = grammar.replace(text, _ANY_TOKEN)
         return _TOKEN_IDS.sub(_ANY_TOKEN, grammar)
 
     def _passes(self, process: subprocess.Popen[str], line: str) -> bool:
-        """Whether the process has compiled it, and not come to its end."""
+        """Return True if the process has compiled the grammar and is still alive."""
         assert process.stdin is not None
         try:
             process.stdin.write(f"{line}\n")
@@ -86,12 +86,12 @@ class GrammarTrial:
 
     @staticmethod
     def _answers(process: subprocess.Popen[str]) -> bool:
-        """Whether it says that it is done, and does not end."""
+        """Return True if the process reports success; False if it has exited."""
         assert process.stdout is not None
         return bool(process.stdout.readline())
 
     def _running(self) -> subprocess.Popen[str]:
-        """The process; a new one where the last one has ended. Raises `OSError` where there can be none."""
+        """Return the process, started again if it has exited. Raises `OSError` if it cannot be started."""
         if self._process is None or self._process.poll() is not None:
             self._end()
             code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main({self._seconds})"
@@ -120,12 +120,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class _Watch(threading.Thread):
-    """Ends this process where a grammar takes too long."""
+    """Kills this process when a grammar takes too long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(daemon=True)
         self._seconds = seconds
-        self.begun: float | None = None  # CPU time when a grammar was begun; none now
+        self.begun: float | None = None  # CPU time when the present grammar was started
 
     def run(self) -> NoReturn:
         while True:
@@ -145,7 +145,7 @@ def _limit_memory() -> None:
 
 
 def main(seconds: float) -> None:
-    """Compile a grammar a line, and say of each when it is done."""
+    """Compile one grammar per line of stdin, and report each on stdout."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     _limit_memory()

@@ -1,7 +1,7 @@
 """Prefill of prompts with images, videos or audio.
 
-What plain decoding would feed in its first step after the prompt is asked of the model's own class, without a pass.
-Only where that is a token, its position and the cache, and nothing else, can a tree be fed in its place.
+The model's own class is asked, without a pass, what plain decoding would feed in its first step after the prompt. A
+tree can be fed instead only if that is a token, its position and the cache, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lade.model.backend import Backend
 from lade.model.config import Positions
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.prefill import PreparedPrompts
-from lade.model.prepared import KINDS_OF_TOKENS, Prepared, PromptTexts, is_empty
+from lade.model.prepared import TOKEN_TYPE_ARGUMENTS, Prepared, PromptTexts, is_unset
 
 _WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
@@ -24,43 +24,43 @@ STEP = frozenset(
     {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position"}
     | {"use_cache", "logits_to_keep", "return_dict"}
 )
-"""What a step of plain decoding feeds, as all models take it."""
-OF_PIXELS = frozenset(
+"""Arguments that a step of plain decoding feeds to any model."""
+PIXEL_PLACEMENT = frozenset(
     {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
 )
-"""What says where pixels belong. A step without pixels, which is given its position, does not look at it."""
+"""Arguments that place pixels in the text. A step without pixels, whose position is given, ignores them."""
 
 
 def media_prompts(prepared: Prepared, texts: PromptTexts) -> PreparedPrompts:
-    """The prompts as they are to be prefilled.
+    """Return the prompts for prefill.
 
     Args:
-        prepared: what `generate` has prepared; its prompts have more than text in them.
-        texts: of the prompts.
+        prepared: prepared generation, whose prompts contain more than text.
+        texts: token ids of the prompts.
 
     Raises:
-        UnsupportedArgumentError: plain decoding feeds something beside the text, also after the prompt.
+        UnsupportedArgumentError: plain decoding feeds more than the text after the prompt as well.
     """
     limits = Positions.of(prepared.model.config.get_text_config(decoder=True))
     switch, longest = limits.longrope_switch, prepared.generation_config.max_length
     if switch is not None and texts.width <= switch < longest + texts.width - texts.shown:
-        _refuse(_WHAT, f"beyond {switch} tokens this model computes the text again, without it")
+        _refuse(_WHAT, f"beyond {switch} tokens this model recomputes the text, without it")
     following = _first_step(prepared, texts)
     for name, value in following.items():
-        if name in STEP | OF_PIXELS or is_empty(value):
+        if name in STEP | PIXEL_PLACEMENT or is_unset(value):
             continue
-        if name not in KINDS_OF_TOKENS or value[:, -1:].any():
-            _refuse(name, "plain decoding feeds it with each token, and its values for a tree are not known")
+        if name not in TOKEN_TYPE_ARGUMENTS or value[:, -1:].any():
+            _refuse(name, "plain decoding feeds it with each token, and its values for a tree are unknown")
     arguments = {name: value for name, value in prepared.model_kwargs.items() if name != "past_key_values"}
     offsets = _offsets(prepared, following.get("position_ids"), texts)
     if offsets and (switch is not None or limits.dynamic is not None):
-        _refuse(_WHAT, "the frequencies of this model go by positions that are not its slots")
+        _refuse(_WHAT, "the rotary frequencies of this model depend on positions that differ from cache slots")
     columns, readable = texts.columns, texts.shown == texts.width and not texts.has_gaps
     return PreparedPrompts(prepared.input_ids, arguments, columns, texts.width, readable, offsets, prepared.beams)
 
 
 def _first_step(prepared: Prepared, texts: PromptTexts) -> dict[str, Any]:
-    """The arguments of the model in the first step of plain decoding after the prompt."""
+    """Return the model's arguments in the first step of plain decoding after the prompt."""
     model: Any = prepared.model
     ids, cache = prepared.input_ids, TreeCache.of_length(texts.width)
     outputs = CausalLMOutputWithPast(past_key_values=cache)
@@ -71,10 +71,10 @@ def _first_step(prepared: Prepared, texts: PromptTexts) -> dict[str, Any]:
 
 
 def _offsets(prepared: Prepared, position: torch.Tensor | None, texts: PromptTexts) -> PositionOffsets:
-    """How far the position of the next token, `[B, 1]` or `[axes, B, 1]`, lies from the length of its row."""
+    """Return how far the position of the next token, `[B, 1]` or `[axes, B, 1]`, differs from the length of its row."""
     if position is None:
         if "position_ids" in prepared.facts.accepts:
-            _refuse(_WHAT, "the model keeps the positions after it to itself")
+            _refuse(_WHAT, "the model does not take the positions after it as an argument")
         return PositionOffsets()
     axes = position[..., -1].reshape(-1, position.shape[-2])[:, :: prepared.beams]  # [axes, P], or [axes, 1]
     rows = axes.T.expand(len(texts), -1).tolist()
@@ -82,7 +82,7 @@ def _offsets(prepared: Prepared, position: torch.Tensor | None, texts: PromptTex
     if not any(map(any, offsets)):
         return PositionOffsets()
     if position.ndim != 3:
-        _refuse("position_ids", "positions ahead of the text are known only where they count on from 0")
+        _refuse("position_ids", "positions beyond the text are known only if they count up from 0")
     return PositionOffsets(tuple(offsets))
 
 
@@ -91,7 +91,7 @@ def _refuse(what: str, why: str) -> None:
 
 
 class MediaBackend(Backend):
-    """Prompts with images, videos or audio; see `lade.model.joint`."""
+    """Prompts with images, videos or audio, see `lade.model.joint`."""
 
     prompts = staticmethod(media_prompts)
 

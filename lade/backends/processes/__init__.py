@@ -1,1 +1,1 @@
-"""Decoding by several processes: a leader and followers, tensor parallelism, lookahead parallelism."""
+"""Decoding by several processes: a leader and its followers, tensor parallelism, lookahead parallelism."""

@@ -1,23 +1,77 @@
-"""The public object of decoding by several processes."""
+"""The backend of decoding by several processes, and its refusals of models split over processes.
+
+With tensor parallelism each process has a part of every matrix and of the heads, so all processes run a forward pass
+together and exchange partial results within it. The logits are complete, and equal in all of them.
+
+With sharded weights each process decodes texts of its own and gathers each layer's weights from all. So all of them
+must run the same number of passes, which transformers' loops ensure (`synced_gpus`). With trees, no other process knows
+how many passes a text takes.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import distributed as dist
 from transformers import GenerationConfig, PretrainedConfig
 
 from lade.backends.processes import channel, team
 from lade.backends.processes.follower import DismissedError
 from lade.backends.processes.leader import LeadingRunner
 from lade.backends.processes.lookahead_parallel import LeadingPartRunner
-from lade.backends.processes.tensor_parallel import why_not_in_step, why_not_split
 from lade.errors import UnsupportedArgumentError
 from lade.model.backend import Backend
-from lade.model.facts import ModelFacts
+from lade.model.config import Positions, field
+from lade.model.facts import ModelFacts, needs_synced_passes, tensor_parallel_size
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+def split_refusal(facts: ModelFacts, config: PretrainedConfig) -> str:
+    """Return why a model split by tensor parallelism cannot be served; an empty string if it can be, or is not split.
+
+    Args:
+        facts: survey of the model.
+        config: configuration of its decoder.
+    """
+    model = facts.model
+    size = tensor_parallel_size(model)
+    if size == 1:
+        return ""
+    split = f"its layers are split over {size} processes (tensor parallelism)"
+    heads = field(config, "num_key_value_heads") or field(config, "num_attention_heads")
+    if isinstance(heads, int) and heads % size and _splits_keys(model):
+        return f"{split}, and its {heads} KV heads cannot be divided evenly: use another number"
+    if mesh := [name for name in ("_fsdp_size", "_dp_size") if (getattr(model, name, None) or 1) > 1]:
+        return f"{split}, and in another way as well ({mesh[0]}): use one of them"
+    for met, what in (
+        (model.config.is_encoder_decoder, "it has an encoder"),
+        (facts.recurrent, "its recurrent layers have states in each process"),
+        (Positions.of(config).longrope_switch is not None, "it recomputes its text at some length"),
+        (facts.training, "it is in training mode"),
+    ):
+        if met:
+            return f"{split}, and {what}, which is not supported: load it with device_map"
+    return ""
+
+
+def sharding_refusal(model: Any) -> str:
+    """Return why a model with sharded weights cannot be served; an empty string if weights are not sharded."""
+    if not needs_synced_passes(model):
+        return ""
+    many = f"its weights are sharded over {dist.get_world_size()} processes (FSDP, ZeRO-3)"
+    return f"{many}, which must run equal numbers of passes: load it with tp_plan, or unsharded in each of them"
+
+
+def _splits_keys(model: Any) -> bool:
+    plan = getattr(model, "_tp_plan", None) or {}
+    return any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
+
 
 class ProcessesBackend(Backend):
-    """Several processes that decode one model: tensor parallelism, and `lade.parallel`; see `lade.model.joint`."""
+    """Several processes that decode one model: tensor parallelism and `lade.parallel`, see `lade.model.joint`."""
 
     DismissedError = DismissedError
     follow_call = staticmethod(team.follow_call)
@@ -32,8 +86,8 @@ class ProcessesBackend(Backend):
     together = staticmethod(team.together)
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
-        """Return why a split or sharded model cannot be served."""
-        return why_not_split(facts, config) or why_not_in_step(facts.model)
+        """Return why a split or sharded model cannot be served; an empty string if it can be."""
+        return split_refusal(facts, config) or sharding_refusal(facts.model)
 
     def runner(
         self,
@@ -44,10 +98,10 @@ class ProcessesBackend(Backend):
         own_cache: bool,
         captures: bool,
     ) -> EagerRunner | None:
-        """Return a runner whose passes all processes make; None for a model that this process decodes alone.
+        """Return a runner whose passes run in all processes; None for a model that this process decodes alone.
 
         Raises:
-            UnsupportedArgumentError: each process feeds a part of every tree, and the caller needs whole passes.
+            UnsupportedArgumentError: each process feeds a part of every tree, but the caller needs whole passes.
         """
         model = facts.model
         leader = team.leader_of(model)
@@ -57,7 +111,7 @@ class ProcessesBackend(Backend):
             return LeadingRunner(model, plan, generation_config, leader, facts)
         if not captures:
             raise UnsupportedArgumentError(
-                "num_beams, or processors and streamers that see a whole batch, cannot be used with lade.parallel",
+                "num_beams, and processors or streamers of a whole batch, cannot be used with lade.parallel",
                 "leave them out, or split the model over the processes (tp_plan)",
             )
         return LeadingPartRunner(model, plan, generation_config, leader, facts)

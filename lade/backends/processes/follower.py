@@ -1,4 +1,4 @@
-"""A following process: makes the passes that the leader announces."""
+"""A follower process: runs the passes that the leader announces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.backends.processes.channel import Channel, Flat, digest, grown, set_generator_states, unpacked
+from lade.backends.processes.channel import Channel, FlatTree, digest, set_generator_states, unflattened, unpacked
 from lade.backends.processes.lookahead_parallel import PartRunner
 from lade.decoding.tree import TokenTree
 from lade.errors import ClusterError
@@ -20,36 +20,40 @@ from lade.stats import Step
 
 
 class DismissedError(ClusterError):
-    """The first process needs the others no more."""
+    """The leader makes no more calls."""
 
 
-Plainly = Callable[[dict[str, Any]], Any]
-"""Decodes plainly, given arguments of `model.generate`."""
+PlainDecode = Callable[[dict[str, Any]], Any]
+"""Runs plain decoding with the given arguments of `model.generate`."""
 
 
 class Follower:
-    """Takes part in one call of the first process.
+    """Takes part in one call of the leader.
 
     Args:
-        channel: brings its messages.
+        channel: channel that delivers the leader's messages.
         model: this process's part of the model, or its copy.
-        plainly: for calls that are decoded plainly.
-        runner: makes this process's passes.
+        plain_decode: runs plain decoding, for calls that fall back to it.
+        runner: class of the runner for this process's passes.
 
     Attributes:
-        ended: whether the first process has ended the call.
+        ended: true once the leader has ended the call.
     """
 
     def __init__(
-        self, channel: Channel, model: PreTrainedModel, plainly: Plainly, runner: type[EagerRunner] = EagerRunner
+        self,
+        channel: Channel,
+        model: PreTrainedModel,
+        plain_decode: PlainDecode,
+        runner: type[EagerRunner] = EagerRunner,
     ) -> None:
-        self._channel, self._model, self._plainly, self._made_by = channel, model, plainly, runner
+        self._channel, self._model, self._plain_decode, self._made_by = channel, model, plain_decode, runner
         self._plan: MaskPlan | None = None
         self._caches: dict[int, TreeCache] = {}
         self.ended = False
 
     def steps(self) -> Generator[Step, None, Any]:
-        """Follow to the end. Yields the steps of a stream; returns what the call returned, or raises what it raised."""
+        """Follow the call to its end: yield the steps of a stream, and return or raise what the call did."""
         while True:
             for kind, *arguments in self._channel.receive():
                 if kind == "step":
@@ -67,36 +71,36 @@ class Follower:
         self._caches.clear()
         set_generator_states(self._model.device, states)
         if problem is not None:
-            problem.add_note("raised in process 0, and passed on to this one")
+            problem.add_note("raised in process 0, and re-raised in this one")
             raise problem
         return None if result is None else unpacked(result, self._model.device)
 
     def _prefill(self, number: int, rows: list[list[int]], watched: bool, chunk: int | None, sent: int) -> None:
         cache = self._cache(number)
-        _compare(sent, [], cache)
-        # the head runs over the whole prompt in all processes or in none
+        _check_digest(sent, [], cache)
+        # either all processes run the head over the whole prompt, or none
         self._runner(chunk).prefill(rows, cache, _no_hook if watched else None)
 
-    def _forward(self, number: int, flat: list[Flat], sent: int) -> None:
-        trees, cache = [grown(*each) for each in flat], self._cache(number)
-        _compare(sent, trees, cache)
+    def _forward(self, number: int, flattened: list[FlatTree], sent: int) -> None:
+        trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
+        _check_digest(sent, trees, cache)
         self._runner().forward(trees, [tree.ids[:1] for tree in trees], cache)
 
-    def _read(self, number: int, flat: list[Flat], wants_entries: bool, sent: int) -> None:
-        trees, cache = [grown(*each) for each in flat], self._cache(number)
-        _compare(sent, trees, cache)
+    def _read(self, number: int, flattened: list[FlatTree], wants_entries: bool, sent: int) -> None:
+        trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
+        _check_digest(sent, trees, cache)
         runner = self._runner()
-        assert isinstance(runner, PartRunner), "only parts of a tree are read where they were fed"
+        assert isinstance(runner, PartRunner), "only processes that feed parts of a tree read logits"
         runner.read(trees, [tree.ids[:1] for tree in trees], cache, wants_entries=wants_entries)
 
-    def _extend(self, number: int, flat: list[Flat], held: list[int], sent: int) -> None:
-        trees, cache = [grown(*each) for each in flat], self._cache(number)
-        _compare(sent, trees, cache)
+    def _extend(self, number: int, flattened: list[FlatTree], held: list[int], sent: int) -> None:
+        trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
+        _check_digest(sent, trees, cache)
         self._runner().extend(trees, held, cache)
 
     def _plain(self, arguments: bytes, states: list[torch.Tensor]) -> None:
         set_generator_states(self._model.device, states)
-        self._plainly(unpacked(arguments, self._model.device))
+        self._plain_decode(unpacked(arguments, self._model.device))
 
     def _join(self) -> None:
         self._plan = supports(self._model).plan
@@ -111,7 +115,7 @@ class Follower:
         self._caches[copy] = self._cache(number).copy_row(row, tokens)
 
     def _cache(self, number: int, name: str = "", *arguments: Any) -> TreeCache:
-        """The cache of this number, after a method of it was called if one is named."""
+        """Return the cache of a number, after calling one of its methods if `name` is given."""
         if number not in self._caches:
             self._caches[number] = self._runner().tree_cache()
         cache = self._caches[number]
@@ -120,17 +124,17 @@ class Follower:
         return cache
 
     def _runner(self, chunk: int | None = None) -> EagerRunner:
-        assert self._plan is not None, "a model that is not supported makes no passes"
+        assert self._plan is not None, "an unsupported model runs no passes"
         return self._made_by(self._model, self._plan, GenerationConfig(prefill_chunk_size=chunk))
 
 
 def _no_hook(rows: Sequence[int], start: int, logits: torch.Tensor) -> None:
-    """For the logits of a prompt, which the first process reads."""
+    """Ignore the logits of a prompt, which only the leader reads."""
 
 
-def _compare(sent: int, trees: Sequence[TokenTree], cache: TreeCache) -> None:
+def _check_digest(sent: int, trees: Sequence[TokenTree], cache: TreeCache) -> None:
     if digest(trees, cache.lengths) != sent:
         raise ClusterError(
-            "the tree of this process, or what it has cached before it, is not that of process 0: both would return a "
-            "wrong text; start all of them again, and report this"
+            "the tree or the cache of this process differs from that of process 0, so both would return a "
+            "wrong text: restart all of them, and report this"
         )

@@ -1,9 +1,10 @@
-"""The leading process: drafts, chooses, and announces each pass to the followers.
+"""The leader process: drafts, verifies, and announces each pass to the followers.
 
     process 0   draft ─ announce ─┬─ forward ─┬─ verify, learn, keep ── draft ─ ...
     process 1            receive ─┴─ forward ─┴─ receive ...
 
-A message announces a pass before it is made. What only changes caches waits for the next message: a step takes one.
+A message announces a pass before it runs. Operations that only change caches are sent with the next message, so a step
+takes one message.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.backends.processes.channel import Channel, digest, flat
+from lade.backends.processes.channel import Channel, digest, flattened
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.errors import ClusterError, UnsupportedArgumentError
@@ -29,10 +30,10 @@ from lade.model.runner import EagerRunner
 
 
 class Leader:
-    """What one call tells the other processes.
+    """Announces the passes and cache operations of one call to the followers.
 
     Args:
-        channel: carries it.
+        channel: channel to the followers.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -43,33 +44,33 @@ class Leader:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._channel.size
 
     def number(self, cache: TreeCache) -> int:
-        """A number for a new cache, by which the others know theirs; they drop it when this one is collected."""
+        """Return a number that identifies a new cache in all processes; it is dropped when this one is collected."""
         number = next(self._numbers)
         weakref.finalize(cache, self._waiting.append, ("drop", number)).atexit = False
         return number
 
-    def tell(self, *message: Any) -> None:
-        """Send a message now, after those that wait."""
+    def send(self, *message: Any) -> None:
+        """Send a message now, after the deferred ones."""
         waiting = self._waiting[:]
         del self._waiting[: len(waiting)]
         self._channel.send([*waiting, message])
 
     def defer(self, *message: Any) -> None:
-        """Send a message with the next one. What a pass does by itself is not told."""
+        """Send a message along with the next one. Ignored within a pass, which followers run themselves."""
         if not self._in_pass:
             self._waiting.append(message)
 
     @contextmanager
-    def passing(self, *message: Any) -> Iterator[None]:
-        """A block that the other processes go through at the same time, once they are told.
+    def announced(self, *message: Any) -> Iterator[None]:
+        """Announce a block that the followers run at the same time.
 
-        After an error in it they may wait for this one within a pass, for ever, so that all connections are ended.
+        After an error in it, followers may wait within a pass forever, so all connections are closed.
         """
-        self.tell(*message)
+        self.send(*message)
         self._in_pass = True
         try:
             yield
@@ -77,7 +78,7 @@ class Leader:
             self._channel.disconnect()
             raise ClusterError(
                 f"a pass of {self._channel.size} processes failed in process 0 ({type(problem).__name__}: {problem}): "
-                "start all of them again"
+                "restart all of them"
             ) from problem
         except BaseException:
             self._channel.disconnect()
@@ -87,13 +88,13 @@ class Leader:
 
 
 class LeadingCache(TreeCache):
-    """A cache whose changes the other processes make, too.
+    """A cache whose changes are repeated by the followers.
 
     Args:
-        leader: tells them.
+        leader: leader that announces the changes.
 
     Attributes:
-        number: by which they know theirs.
+        number: number that identifies the cache in all processes.
     """
 
     def __init__(self, leader: Leader) -> None:
@@ -101,51 +102,51 @@ class LeadingCache(TreeCache):
         self._leader = leader
         self.number = leader.number(self)
 
-    def _tell(self, name: str, *arguments: Any) -> None:
+    def _announce(self, name: str, *arguments: Any) -> None:
         self._leader.defer("cache", self.number, name, *arguments)
 
     def reset(self) -> None:
         """See `TreeCache`."""
-        self._tell("reset")
+        self._announce("reset")
         super().reset()
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """See `TreeCache`."""
-        self._tell("keep", [list(path) for path in paths], fed, None if held is None else list(held))
+        self._announce("keep", [list(path) for path in paths], fed, None if held is None else list(held))
         super().keep(paths, fed, held)
 
     def repeat(self, tokens: int) -> None:
         """See `TreeCache`."""
-        self._tell("repeat", tokens)
+        self._announce("repeat", tokens)
         super().repeat(tokens)
 
     def give_back(self, tokens: int) -> None:
         """See `TreeCache`."""
-        self._tell("give_back", tokens)
+        self._announce("give_back", tokens)
         super().give_back(tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `TreeCache`."""
-        self._tell("crop", tokens_to_remove)
+        self._announce("crop", tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def reserve(self, rows: int, slots: int) -> None:
         """See `TreeCache`."""
-        self._tell("reserve", rows, slots)
+        self._announce("reserve", rows, slots)
         super().reserve(rows, slots)
 
     def leave(self, row: int) -> None:
         """See `TreeCache`."""
-        self._tell("leave", row)
+        self._announce("leave", row)
         super().leave(row)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `TreeCache`."""
-        self._tell("batch_select_indices", indices.cpu())
+        self._announce("batch_select_indices", indices.cpu())
         super().batch_select_indices(indices)
 
     def take(self, part: TreeCache) -> None:
-        """See `TreeCache`; the part is one of this leader's."""
+        """See `TreeCache`; `part` must be a cache of this leader."""
         assert isinstance(part, LeadingCache)
         self._leader.defer("take", self.number, part.number)
         super().take(part)
@@ -162,15 +163,18 @@ class LeadingCache(TreeCache):
 
 
 class LeadingRunner(EagerRunner):
-    """Makes passes together with the other processes.
+    """Runs passes together with the followers.
 
-    Args: those of `EagerRunner`, and
-
-        leader: tells them.
+    Args:
+        model: a transformers model, see `EagerRunner`.
+        plan: how the model takes its masks.
+        generation_config: generation settings, see `EagerRunner`.
+        leader: leader that announces the passes.
+        facts: survey of the model, see `EagerRunner`.
     """
 
     shares_head = True
-    """Whether the language model head, too, is one of all processes, which then run it over prompts together."""
+    """True if the language model head is split as well, so that all processes run it over prompts."""
 
     def __init__(
         self,
@@ -192,18 +196,18 @@ class LeadingRunner(EagerRunner):
         return LeadingCache(self._leader)
 
     def for_prompts(self, prompts: PreparedPrompts | None) -> LeadingRunner:
-        """See `EagerRunner`; there is text alone."""
+        """See `EagerRunner`; prompts must be text alone."""
         if prompts is not None:
             raise UnsupportedArgumentError(
-                "a prompt with more than text cannot be used with a model that several processes decode",
-                "give the text alone, or load the model with device_map",
+                "a prompt with more than text cannot be used with a model decoded by several processes",
+                "give text only, or load the model with device_map",
             )
         return self
 
     def with_all_logits(self) -> LeadingRunner:
-        """See `EagerRunner`; the others would have to return them, too."""
+        """See `EagerRunner`; unsupported, since followers do not return logits."""
         raise UnsupportedArgumentError(
-            "prompt_logprobs cannot be used with a model that several processes decode",
+            "prompt_logprobs cannot be used with a model decoded by several processes",
             "leave it out, or load the model with device_map",
         )
 
@@ -214,22 +218,22 @@ class LeadingRunner(EagerRunner):
         chunk = self.generation_config.prefill_chunk_size
         texts = [list(row) for row in rows]
         watched = hook is not None and self.shares_head
-        with self._leader.passing("prefill", _number(cache), texts, watched, chunk, digest([], cache.lengths)):
+        with self._leader.announced("prefill", _number(cache), texts, watched, chunk, digest([], cache.lengths)):
             return super().prefill(rows, cache, hook)
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
         """See `EagerRunner`."""
-        sent, lengths = list(map(flat, trees)), cache.lengths
-        with self._leader.passing("forward", _number(cache), sent, digest(trees, lengths)):
+        sent, lengths = list(map(flattened, trees)), cache.lengths
+        with self._leader.announced("forward", _number(cache), sent, digest(trees, lengths)):
             return super().forward(trees, rows, cache)
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
         """See `EagerRunner`."""
-        sent, lengths = list(map(flat, trees)), cache.lengths
-        with self._leader.passing("extend", _number(cache), sent, list(held), digest(trees, lengths)):
+        sent, lengths = list(map(flattened, trees)), cache.lengths
+        with self._leader.announced("extend", _number(cache), sent, list(held), digest(trees, lengths)):
             return super().extend(trees, held, cache)
 
 
 def _number(cache: TreeCache) -> int:
-    assert isinstance(cache, LeadingCache), "a cache that the other processes do not know"
+    assert isinstance(cache, LeadingCache), "the cache is unknown to the other processes"
     return cache.number

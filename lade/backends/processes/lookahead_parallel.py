@@ -1,25 +1,25 @@
-"""Lookahead parallelism: a tree is cut into parts, one for each process with the whole model.
+"""Lookahead parallelism: each process has the whole model, and feeds a part of each tree.
 
-Each part is a run of leaves in depth-first order, with all their ancestors, so that it can be fed by itself:
+Each part is a run of leaves in depth-first order with all their ancestors, so that it can be fed by itself:
 
-    root ─┬─ a ─┬─ b            leaves b, c, e      cut in two:  root a b c  |  root d e
+    root ─┬─ a ─┬─ b            leaves b, c, e      partition in two:  root a b c  |  root d e
           │     └─ c
           └─ d ─── e
 
-Neighbouring runs share the path to the node where they part, which is fed twice; so of P parts at most P - 1 paths are.
+Neighbouring runs share the path to the node where they branch, which is fed twice: at most P - 1 paths for P parts.
 
     process 0   root a b c ─┐
-    process 1   root d e ───┴─ what was read of all nodes ─ verify, learn
+    process 1   root d e ───┴─ gather readouts of all nodes ─ verify, learn
 
-A pass has no exchange in it, so models of any kind can be split this way, over slow links, too. After it the first
-process gets what it needs of each node: the argmax and the likeliest tokens where nothing else decides, 28 bytes; the
-row of logits where tokens are drawn, or processors are asked. Of the accepted path a process has the keys of those
-nodes that it has fed; the others it lacks, and feeds them again before the root of its next part:
+There is no communication within a pass, so models of any kind can be parallelised this way, also over slow links. After
+the pass the leader gathers a readout of each node: the argmax and the top tokens, 28 bytes, or a row of logits if
+tokens are sampled or logits processors run. Of the accepted path, a process has the keys of those nodes that it has
+fed; it feeds the missing ones again before the root of its next part:
 
-    process 0   root d e accepted: it lacks d and e        next: d e [root] ...
+    process 0   root d e accepted: d and e are missing  next: d e [root] ...
 
-This is the parallelism of the paper (arXiv 2402.02057, section 4) for a tree: there the columns of the window are dealt
-out, and every process feeds all accepted tokens again.
+This is the parallelism of the paper (arXiv 2402.02057, section 4) applied to a tree: there the columns of the window
+are distributed, and every process feeds all accepted tokens again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from lade.backends.processes.channel import digest, flat
+from lade.backends.processes.channel import digest, flattened
 from lade.backends.processes.leader import LeadingCache, LeadingRunner
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.readout import Readout, packed, unpacked
@@ -41,25 +41,31 @@ from lade.model.runner import EagerRunner
 
 
 class _Leaf(NamedTuple):
+    """A leaf of a tree.
+
+    Attributes:
+        node: index of the leaf.
+        path: number of nodes from the root to the leaf, both included.
+        fresh: number of these that are not on the path to the previous leaf.
+    """
+
     node: int
     path: int
-    """Nodes from the root to it, both included."""
     fresh: int
-    """Those of them that the leaf before it does not have."""
 
 
-def cut(parents: Sequence[int], parts: int, taken: Sequence[int] | None = None) -> list[list[int]]:
-    """Cut a tree so that the largest part is as small as runs of leaves in this order can make it.
+def partition(parents: Sequence[int], parts: int, taken: Sequence[int] | None = None) -> list[list[int]]:
+    """Cut a tree into runs of leaves, so that the largest part is as small as possible.
 
-    The least possible size is found by bisection: whether a size suffices is seen in one go through the leaves.
+    The least possible size is found by bisection: one pass over the leaves decides if a size suffices.
 
     Args:
-        parents: of the nodes, each of which comes after its parent; -1 for the root, which is node 0.
-        parts: P, how many.
-        taken: `[P]`, tokens that each part has to feed besides; none unless given.
+        parents: parent of each node, which comes before it; -1 for the root, node 0.
+        parts: P, number of parts.
+        taken: `[P]`, number of tokens that each part has to feed besides; None for none.
 
     Returns:
-        P lists of nodes, ascending. The root is in each of them, and in some perhaps nothing else.
+        P ascending lists of nodes. The root is in each of them, in some of them alone.
     """
     taken = taken or [0] * parts
     leaves = _leaves(parents)
@@ -76,7 +82,7 @@ def cut(parents: Sequence[int], parts: int, taken: Sequence[int] | None = None) 
 
 
 def _leaves(parents: Sequence[int]) -> list[_Leaf]:
-    """In depth-first order."""
+    """Return the leaves in depth-first order."""
     children: list[list[int]] = [[] for _ in parents]
     depths = [0] * len(parents)
     for node in range(1, len(parents)):
@@ -96,7 +102,7 @@ def _leaves(parents: Sequence[int]) -> list[_Leaf]:
 
 
 def _runs(leaves: Sequence[_Leaf], taken: Sequence[int], most: int) -> list[list[int]] | None:
-    """The leaves of each part where none feeds more than `most` tokens; None where that cannot be."""
+    """Return the leaves of each part if no part may feed more than `most` tokens; None if that is impossible."""
     runs: list[list[int]] = [[] for _ in taken]
     part, room = -1, -1
     for leaf in leaves:
@@ -123,29 +129,29 @@ def _with_ancestors(leaves: Sequence[int], parents: Sequence[int]) -> list[int]:
     return sorted(nodes)
 
 
-class PartedCache(TreeCache):
-    """What the text has, for the decoding loop; keys and values of this process are in a cache of its own.
+class PartialCache(TreeCache):
+    """Cache of the whole text for the decoding loop; this process's keys and values are in a cache of its own.
 
     Attributes:
-        own: what this process has fed; a row of it lacks the last tokens of the text, perhaps.
+        own: cache of the tokens that this process has fed; the last tokens of a row may be missing in it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.own = TreeCache()
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._lacks: list[list[list[int]]] = []  # [B][P], ids of the last tokens of a row that a process has not fed
+        self._missing: list[list[list[int]]] = []  # [B][P], ids of a row's last tokens that a process has not fed
         self._trees: Sequence[TokenTree] = ()
-        self._parts: list[list[list[int]]] = []  # [B][P], nodes of the trees that were fed last
+        self._parts: list[list[list[int]]] = []  # [B][P], nodes of the last trees, by process
         self._own_fed = 0
 
     @property
     def lengths(self) -> list[int]:
-        """`[B]`, tokens of each row, those included that this process lacks."""
+        """`[B]`, tokens of each row, including those missing in this process."""
         own = self.own.lengths
-        if not self._lacks:
+        if not self._missing:
             return own
-        return [length + len(lacks[self._rank]) for length, lacks in zip(own, self._lacks, strict=True)]
+        return [length + len(gaps[self._rank]) for length, gaps in zip(own, self._missing, strict=True)]
 
     @property
     def room(self) -> tuple[int, int]:
@@ -162,35 +168,36 @@ class PartedCache(TreeCache):
         """See `TreeCache`."""
         return self.own.state_bytes
 
-    def cut(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """The parts of trees that this process feeds, behind the tokens that it lacks."""
-        self._lacks, self._trees = self._lacks or [self._none_lacked() for _ in trees], trees
+    def partition(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Return the parts of trees that this process feeds, after the tokens that it is missing."""
+        self._missing, self._trees = self._missing or [self._nothing_missing() for _ in trees], trees
         self._parts = [
-            cut(tree.parents, self._size, list(map(len, lacks))) for tree, lacks in zip(trees, self._lacks, strict=True)
+            partition(tree.parents, self._size, list(map(len, gaps)))
+            for tree, gaps in zip(trees, self._missing, strict=True)
         ]
         own = [
-            _part(tree, parts[self._rank], lacks[self._rank])
-            for tree, parts, lacks in zip(trees, self._parts, self._lacks, strict=True)
+            _part(tree, parts[self._rank], gaps[self._rank])
+            for tree, parts, gaps in zip(trees, self._parts, self._missing, strict=True)
         ]
         self._own_fed = max(map(len, own))
         return own
 
     def gathered(self, found: torch.Tensor) -> torch.Tensor:
-        """Something of all nodes `[B, S, X]` in the first process, from each one's own; its own again in the others.
+        """Gather data of all nodes `[B, S, X]` in the leader; followers get their own data back.
 
         Args:
-            found: `[B, S, X]`, such as logits, of the nodes that this process has fed, those that it lacked first.
+            found: `[B, S, X]`, such as logits, of the nodes that this process has fed, missing tokens first.
         """
         mine = torch.cat(
             [
-                found[row, len(lacks[self._rank]) : len(lacks[self._rank]) + len(parts[self._rank])]
-                for row, (parts, lacks) in enumerate(zip(self._parts, self._lacks, strict=True))
+                found[row, len(gaps[self._rank]) : len(gaps[self._rank]) + len(parts[self._rank])]
+                for row, (parts, gaps) in enumerate(zip(self._parts, self._missing, strict=True))
             ]
         )
         most = max(sum(len(parts[rank]) for parts in self._parts) for rank in range(self._size))
         sent = found.new_empty(most, found.shape[-1])
         sent[: len(mine)] = mine
-        raw = sent.view(torch.uint8)  # no backend lacks bytes
+        raw = sent.view(torch.uint8)  # all backends support bytes
         brought = [torch.empty_like(raw) for _ in range(self._size)] if self._rank == 0 else None
         dist.gather(raw, brought, dst=0)
         if brought is None:
@@ -204,51 +211,51 @@ class PartedCache(TreeCache):
         return whole
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
-        """See `TreeCache`. Nodes of a path that a process has not fed, it lacks from now on."""
-        if not self._trees:  # nothing was cut
+        """See `TreeCache`. Nodes of a path that a process has not fed are missing in it from now on."""
+        if not self._trees:  # no tree was partitioned
             self.own.keep(paths, fed, held)
             return
         own_paths, lacking = [], []
-        for path, tree, parts, lacks in zip(paths, self._trees, self._parts, self._lacks, strict=True):
-            known = [_known(path, nodes) for nodes in parts]
-            nodes, before = parts[self._rank], len(lacks[self._rank])
+        for path, tree, parts, gaps in zip(paths, self._trees, self._parts, self._missing, strict=True):
+            known = [_fed_prefix(path, nodes) for nodes in parts]
+            nodes, before = parts[self._rank], len(gaps[self._rank])
             own_paths.append([*range(before), *(before + nodes.index(node) for node in path[: known[self._rank]])])
             lacking.append([[tree.ids[node] for node in path[count:]] for count in known])
-        self._lacks, self._trees = lacking, ()
+        self._missing, self._trees = lacking, ()
         self.own.keep(own_paths, self._own_fed)
 
-    def fed_whole(self) -> None:
-        """After a prefill: every process has fed all of the text."""
-        self._lacks = []
+    def clear_missing(self) -> None:
+        """Record that every process has fed the whole text, as after a prefill."""
+        self._missing = []
 
     def leave(self, row: int) -> None:
         """See `TreeCache`."""
         self.own.leave(row)
-        if self._lacks:
-            self._lacks[row] = self._lacks[-1]
-            self._lacks.pop()
+        if self._missing:
+            self._missing[row] = self._missing[-1]
+            self._missing.pop()
 
     def take(self, part: TreeCache) -> None:
         """See `TreeCache`."""
-        assert isinstance(part, PartedCache)
+        assert isinstance(part, PartialCache)
         rows = len(self.own.lengths) if self.own.layers else 0
-        mine = self._lacks or [self._none_lacked() for _ in range(rows)]
-        self._lacks = [*mine, *(part._lacks or [self._none_lacked()])]
+        mine = self._missing or [self._nothing_missing() for _ in range(rows)]
+        self._missing = [*mine, *(part._missing or [self._nothing_missing()])]
         self.own.take(part.own)
         part.reset()
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
-        """See `TreeCache`; what this process lacks of these tokens, the copy lacks, too."""
-        length, lacks = self.lengths[row], self._lacks[row] if self._lacks else self._none_lacked()
-        copy = PartedCache()
-        copy._lacks = [[lack[: max(0, tokens - (length - len(lack)))] for lack in lacks]]
+        """See `TreeCache`; tokens missing in this process are missing in the copy."""
+        length, gaps = self.lengths[row], self._missing[row] if self._missing else self._nothing_missing()
+        copy = PartialCache()
+        copy._missing = [[gap[: max(0, tokens - (length - len(gap)))] for gap in gaps]]
         copy.own = self.own.copy_row(row, min(tokens, self.own.lengths[row]))
         return copy
 
     def adopt(self, other: TreeCache) -> None:
-        """Become another cache, which is not used any more."""
-        assert isinstance(other, PartedCache)
-        self.own, self._lacks = other.own, other._lacks
+        """Take over the contents of another cache, which must not be used afterwards."""
+        assert isinstance(other, PartialCache)
+        self.own, self._missing = other.own, other._missing
 
     def reserve(self, rows: int, slots: int) -> None:
         """See `TreeCache`."""
@@ -261,28 +268,28 @@ class PartedCache(TreeCache):
     def reset(self) -> None:
         """See `TreeCache`."""
         self.own.reset()
-        self._lacks, self._trees = [], ()
+        self._missing, self._trees = [], ()
 
     def give_back(self, tokens: int) -> None:
-        """See `TreeCache`; it is of no use to others."""
+        """See `TreeCache`; resets it, since it is of no use to others."""
         self.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """No user has such a cache, and nothing else crops."""
-        raise NotImplementedError("a cache of several processes is not cropped")
+        """Unsupported: users never hold such a cache, and nothing else crops."""
+        raise NotImplementedError("a cache of several processes cannot be cropped")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Beams, which alone select, are not cut."""
-        raise NotImplementedError("the rows of a cache of several processes are not selected")
+        """Unsupported: only beam search selects rows, and its trees are not partitioned."""
+        raise NotImplementedError("rows of a cache of several processes cannot be selected")
 
-    def _none_lacked(self) -> list[list[int]]:
+    def _nothing_missing(self) -> list[list[int]]:
         return [[] for _ in range(self._size)]
 
 
-def _part(tree: TokenTree, nodes: Sequence[int], lack: Sequence[int]) -> TokenTree:
-    """Some nodes of a tree as a tree of its own, behind tokens that are fed before its root."""
-    before, places = len(lack), {node: place for place, node in enumerate(nodes, start=len(lack))}
-    ids = [*lack, *(tree.ids[node] for node in nodes)]
+def _part(tree: TokenTree, nodes: Sequence[int], gap: Sequence[int]) -> TokenTree:
+    """Return some nodes of a tree as a tree of its own, after a chain of missing tokens."""
+    before, places = len(gap), {node: place for place, node in enumerate(nodes, start=len(gap))}
+    ids = [*gap, *(tree.ids[node] for node in nodes)]
     part = TokenTree(ids[0])
     parents = [*range(before), *(places[tree.parents[node]] for node in nodes if node != ROOT)]
     depths = [0]
@@ -292,8 +299,8 @@ def _part(tree: TokenTree, nodes: Sequence[int], lack: Sequence[int]) -> TokenTr
     return part
 
 
-def _known(path: Sequence[int], nodes: Sequence[int]) -> int:
-    """How many nodes of a path, from the root on, are among these."""
+def _fed_prefix(path: Sequence[int], nodes: Sequence[int]) -> int:
+    """Return how many leading nodes of a path are in `nodes`."""
     among = set(nodes)
     return next((place for place, node in enumerate(path) if node not in among), len(path))
 
@@ -303,55 +310,55 @@ class PartRunner(EagerRunner):
 
     def tree_cache(self) -> TreeCache:
         """See `EagerRunner`."""
-        return PartedCache()
+        return PartialCache()
 
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
         """See `EagerRunner`; every process feeds the whole prompts."""
-        assert isinstance(cache, PartedCache)
+        assert isinstance(cache, PartialCache)
         logits = super().prefill(rows, cache.own, hook)
-        cache.fed_whole()
+        cache.clear_missing()
         return logits
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
-        """See `EagerRunner`; the logits are whole in the first process alone."""
-        assert isinstance(cache, PartedCache)
-        logits = super().forward(cache.cut(trees), rows, cache.own)
+        """See `EagerRunner`; only the leader gets the logits of all nodes."""
+        assert isinstance(cache, PartialCache)
+        logits = super().forward(cache.partition(trees), rows, cache.own)
         with self._also_timed():
             return cache.gathered(logits)
 
     def read(
         self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache, *, wants_entries: bool
     ) -> torch.Tensor:
-        """Make a pass, and read its logits where they are; see `readout.packed`.
+        """Run a pass, and reduce its logits where they were computed; see `readout.packed`.
 
         Returns:
-            `[B, S, X]` int32 of all nodes in the first process; something else in the others.
+            `[B, S, X]` int32 of all nodes in the leader; this process's own nodes in followers.
         """
-        assert isinstance(cache, PartedCache)
-        logits = super().forward(cache.cut(trees), rows, cache.own)
+        assert isinstance(cache, PartialCache)
+        logits = super().forward(cache.partition(trees), rows, cache.own)
         with self._also_timed():
             found = packed(logits.flatten(0, 1), wants_entries=wants_entries)
             return cache.gathered(found.unflatten(0, logits.shape[:2]))
 
     @contextmanager
     def _also_timed(self) -> Iterator[None]:
-        """What the block takes counts as time of the pass."""
+        """Count the time of the block as part of the pass."""
         self._stopwatch.resume(self.device)
         yield
         self._stopwatch.stop(self.device)
 
 
-class LeadingPartedCache(LeadingCache, PartedCache):
-    """Both: tells the other processes, then does the same."""
+class LeadingPartialCache(LeadingCache, PartialCache):
+    """A partial cache in the leader, which announces its changes."""
 
-    def _empty(self) -> LeadingPartedCache:
-        return LeadingPartedCache(self._leader)
+    def _empty(self) -> LeadingPartialCache:
+        return LeadingPartialCache(self._leader)
 
 
 class LeadingPartRunner(LeadingRunner, PartRunner):
-    """Both."""
+    """Feeds the leader's part of each tree, and announces the pass."""
 
     shares_head = False
 
@@ -367,19 +374,19 @@ class LeadingPartRunner(LeadingRunner, PartRunner):
 
     def tree_cache(self) -> TreeCache:
         """See `EagerRunner`."""
-        return LeadingPartedCache(self._leader)
+        return LeadingPartialCache(self._leader)
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> LeadingCache:
         """See `EagerRunner`."""
-        return LeadingPartedCache(self._leader)
+        return LeadingPartialCache(self._leader)
 
     def readouts(
         self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache, *, wants_entries: bool
     ) -> list[Readout]:
         """See `lade.decoding.loop.Reader`."""
-        assert isinstance(cache, LeadingPartedCache)
-        sent = list(map(flat, trees))
-        with self._leader.passing("read", cache.number, sent, wants_entries, digest(trees, cache.lengths)):
+        assert isinstance(cache, LeadingPartialCache)
+        sent = list(map(flattened, trees))
+        with self._leader.announced("read", cache.number, sent, wants_entries, digest(trees, cache.lengths)):
             found = self.read(trees, rows, cache, wants_entries=wants_entries)
         whole, size = unpacked(found.flatten(0, 1)), found.shape[1]
         return [whole.rows(row * size, len(tree)) for row, tree in enumerate(trees)]

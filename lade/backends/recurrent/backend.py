@@ -1,24 +1,120 @@
-"""The recurrent backend's public object; see `lade.model.joint`."""
+"""The recurrent backend, and trees kept over several passes on recurrent layers: pending nodes are fed again.
+
+States can only move forward through text. So between two passes the cache holds the text before the root of each tree,
+and a pass feeds the whole tree, including nodes that earlier passes have fed:
+
+    text, in the states           tree, fed by each pass until it is accepted or rejected
+    Once upon a time there ────── was ── a ── little ─┬─ girl
+                                                      └─ boy
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import pad
+
 from lade.backends.recurrent.cores import CorePatches
-from lade.backends.recurrent.refeeding import RefedCache, RefeedingRunner
+from lade.clock import Clock, Duration
+from lade.decoding.loop import PromptLogitsHook
+from lade.decoding.tree import TokenTree
 from lade.model.backend import Backend
 from lade.model.cache_layers import Recurrence
 from lade.model.facts import ModelFacts
+from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 
 
+class RefedCache(TreeCache):
+    """Holds the text of rows up to the roots of their trees; roots are text as well, and advance with every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paths: Sequence[Sequence[int]] = ()
+        self._slots: int | None = None  # slots of the last pass; None before the first one
+
+    def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
+        """Record the paths to keep; `commit` learns how many of their nodes have become text."""
+        self._paths = paths
+
+    def commit(self, held: Sequence[int]) -> None:
+        """Fold the text before the new roots into the states, and drop the other nodes.
+
+        Args:
+            held: `[B]`, number of kept nodes that are in the new trees.
+        """
+        texts = [path[: len(path) - own] for path, own in zip(self._paths, held, strict=True)]
+        if self._slots is None:  # the roots are the last tokens of the prompts
+            super().keep(texts, 0, [1] * len(texts))
+        else:
+            super().keep(texts, self._slots)
+
+    def fed(self, slots: int) -> None:
+        """Record a pass over trees of at most `slots` nodes."""
+        self._slots = slots
+
+
+class RefeedingRunner:
+    """Feeds whole trees, where `EagerRunner.extend` feeds only nodes that are not cached.
+
+    Args:
+        runner: runner of a model with recurrent layers.
+    """
+
+    refeeds = True
+
+    def __init__(self, runner: EagerRunner) -> None:
+        self._runner = runner
+
+    @property
+    def clock(self) -> Clock:
+        """See `EagerRunner.clock`."""
+        return self._runner.clock
+
+    @property
+    def pass_time(self) -> Duration:
+        """See `EagerRunner.pass_time`."""
+        return self._runner.pass_time
+
+    def room(self, cached: int) -> int | None:
+        """See `EagerRunner.room`."""
+        return self._runner.room(cached)
+
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: RefedCache, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
+        """See `EagerRunner.prefill`."""
+        return self._runner.prefill(rows, cache, hook)
+
+    def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: RefedCache) -> torch.Tensor:
+        """Feed one tree per row.
+
+        Args:
+            trees: one tree per row, whose root is text.
+            held: `[B]`, number of leading nodes that an earlier pass has fed.
+            cache: cache whose `keep` was called with these nodes.
+
+        Returns:
+            Logits of the other nodes, `[B, S, V]`; see `EagerRunner.extend`.
+        """
+        cache.commit(held)
+        logits = self._runner.forward(trees, [()] * len(trees), cache)
+        cache.fed(logits.shape[1])
+        new = max(len(tree) - own for tree, own in zip(trees, held, strict=True))
+        rows = [row[own : own + new] for row, own in zip(logits, held, strict=True)]  # [S or fewer, V]
+        return torch.stack([pad(row, (0, 0, 0, new - len(row))) for row in rows])
+
+
 class RecurrentBackend(Backend):
-    """Token trees through recurrent layers."""
+    """Token trees through recurrent layers, see `lade.model.joint`."""
 
     def of(self, facts: ModelFacts) -> Recurrence:
-        """Return how the recurrent layers of a model take part in passes over trees."""
+        """Return the patches with which a model's recurrent layers process token trees."""
         return CorePatches(facts)
 
     def refeeding(self, runner: EagerRunner) -> tuple[RefeedingRunner, RefedCache]:
-        """Return a runner for trees that outlast a pass, and its empty cache."""
+        """Return a runner for trees kept over several passes, and its empty cache."""
         return RefeedingRunner(runner), RefedCache()
 
 

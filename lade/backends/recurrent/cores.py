@@ -1,7 +1,7 @@
-"""Recurrent cores over a tree: gated delta rule, Mamba 1, Mamba 2, and the patches that install them.
+"""Recurrent cores over a tree: gated delta rule, Mamba 1 and Mamba 2, and the patches that install them.
 
-Mixers call them by the names that their module knows them by, so what those names mean is changed for the thread that
-runs the pass, and for its length: prefill, plain decoding and other threads call the original functions.
+Mixers look these functions up in their module, so the names there are patched for the thread that runs the pass, while
+it runs. Prefill, plain decoding and other threads call the original functions.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, LinearFolding]:
-    """What a gated delta rule gives at each node of a tree, as if its path were fed token by token.
+    """Compute a gated delta rule at each node of a tree, as if its path were fed token by token.
 
-    With G the sum of the decays down to a node and S the state of the text, each node writes
-    `u = beta (v - e^G k S - sum over its ancestors of e^(G - G') (k k') u')`. Nodes come after their ancestors, so this
-    is a triangular system. All is float32, as in transformers' functions.
+    With G the sum of log decays down to a node and S the state of the text, each node writes `u = beta (v - e^G k S -
+    sum over its ancestors of e^(G - G') (k k') u')`. Nodes come after their ancestors, so this is a triangular system.
+    Everything is float32, as in transformers' functions.
 
     Args:
-        tree_pass: the trees.
-        original: the function of transformers, which is not called.
-        query: `[B, S, Hk, K]`.
-        key: `[B, S, Hk, K]`.
-        value: `[B, S, H, V]`; H is a multiple of Hk.
-        g: `[B, S, H]`, or `[B, S, H, K]` with one for each channel: logarithms of the decays, at most 0.
+        tree_pass: ancestry of the trees.
+        original: function of transformers that is replaced; unused.
+        query: `[B, S, Hk, K]` queries.
+        key: `[B, S, Hk, K]` keys.
+        value: `[B, S, H, V]` values; H is a multiple of Hk.
+        g: `[B, S, H]`, or `[B, S, H, K]` with one per channel: log decays, at most 0.
         beta: `[B, S, H]`, how much of the state a node overwrites.
-        initial_state: `[B, H, K, V]`.
-        use_qk_l2norm_in_kernel: whether queries and keys are normalised.
-        kwargs: of the original, without a meaning here.
+        initial_state: `[B, H, K, V]`, state of the text.
+        use_qk_l2norm_in_kernel: true to normalise queries and keys.
+        kwargs: other arguments of the original, ignored.
 
     Returns:
-        Outputs `[B, S, H, V]` in the dtype of `query`, and what folds a path into the state.
+        Outputs `[B, S, H, V]` in the dtype of `query`, and the folding of a path into the state.
     """
     dtype, group = query.dtype, value.shape[2] // key.shape[2]
     query, key = (states.repeat_interleave(group, dim=2) for states in (query, key))
@@ -76,7 +76,7 @@ def delta_rule(
     state, closure = initial_state.float(), tree_pass.closure(query.device)
     decay = path_sums(g if g.ndim == 4 else g[..., None], closure)  # [B, H, S, 1 or K]
     left = decay.exp()
-    system = beta * decayed_products(key, key, decay, closure)  # its diagonal is taken for ones
+    system = beta * decayed_products(key, key, decay, closure)  # the solver assumes a unit diagonal
     recalled, read = (torch.cat([left * key, left * query], dim=2) @ state).chunk(2, dim=2)  # [B, H, S, V]
     wanted = beta * (value - recalled)
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [B, H, S, V]
@@ -86,10 +86,10 @@ def delta_rule(
 
 @dataclass(frozen=True)
 class NodeStates:
-    """Folds a path by choosing the state of its last node.
+    """Folds a path by selecting the state of its last node.
 
     Attributes:
-        states: `[B, S, ...]`, of all nodes.
+        states: `[B, S, ...]` states of all nodes.
     """
 
     states: torch.Tensor
@@ -113,26 +113,26 @@ def selective_scan(
     delta_softplus: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, NodeStates]:
-    """What Mamba 1 gives at each node of a tree, as if its path were fed token by token.
+    """Compute Mamba 1 at each node of a tree, as if its path were fed token by token.
 
-    Each channel and state decays by itself, so there is no attention form that would be cheaper than the states.
+    Each channel and state decays separately, so no attention form would be cheaper than the states themselves.
 
     Args:
-        tree_pass: the trees; its `state` is that of the text, which mixers do not pass.
-        original: the function of transformers, which is not called.
-        hidden_states: `[B, C, S]`.
-        dt: `[B, C, S]`.
-        A: `[C, N]`, negative.
-        B: `[B, N, S]`.
-        C: `[B, N, S]`.
-        D: `[C]`, weights of the inputs themselves in the outputs.
-        z: `[B, C, S]`, gates of the outputs.
-        delta_bias: `[C]`, added to `dt`.
-        delta_softplus: whether dt goes through a softplus.
-        kwargs: of the original, without a meaning here.
+        tree_pass: ancestry of the trees; its `state` is that of the text, which mixers do not pass.
+        original: function of transformers that is replaced; unused.
+        hidden_states: `[B, C, S]` inputs.
+        dt: `[B, C, S]` step sizes.
+        A: `[C, N]` decay rates, negative.
+        B: `[B, N, S]` input projections.
+        C: `[B, N, S]` output projections.
+        D: `[C]` skip weights of the inputs; None for none.
+        z: `[B, C, S]` output gates; None for none.
+        delta_bias: `[C]`, added to `dt`; None for none.
+        delta_softplus: true to apply a softplus to `dt`.
+        kwargs: other arguments of the original, ignored.
 
     Returns:
-        Outputs `[B, C, S]` in the dtype of `hidden_states`, and what gives the state after a path.
+        Outputs `[B, C, S]` in the dtype of `hidden_states`, and the folding of a path into the state.
     """
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
@@ -140,8 +140,8 @@ def selective_scan(
         dt = functional.softplus(dt)
     steps, inputs = dt.float().mT[..., None], hidden_states.float().mT[..., None]  # [B, S, C, 1]
     added = steps * B.float().mT[:, :, None] * inputs  # [B, S, C, N]
-    assert tree_pass.state is not None, "a tree is fed after a prompt"
-    states = _along_paths(tree_pass, tree_pass.state.float(), torch.exp(steps * A.float()), added)
+    assert tree_pass.state is not None, "trees are fed after a prompt"
+    states = _path_states(tree_pass, tree_pass.state.float(), torch.exp(steps * A.float()), added)
     outputs = (states.to(C.dtype) @ C.mT[..., None])[..., 0].mT
     if D is not None:
         outputs = outputs + hidden_states * D[:, None]
@@ -150,14 +150,14 @@ def selective_scan(
     return outputs.to(hidden_states.dtype), NodeStates(states)
 
 
-def _along_paths(tree_pass: TreePass, state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """The states of all nodes, `[B, S, C, N]`: what their parent's has decayed to, and what they add.
+def _path_states(tree_pass: TreePass, state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Return the states of all nodes, `[B, S, C, N]`: the decayed state of their parent, plus their own addition.
 
     Args:
-        tree_pass: the trees.
-        state: `[B, C, N]`, of the text.
-        decay: `[B, S, C, N]`.
-        added: `[B, S, C, N]`.
+        tree_pass: ancestry of the trees.
+        state: `[B, C, N]`, state of the text.
+        decay: `[B, S, C, N]`, decay factors of the nodes.
+        added: `[B, S, C, N]`, additions of the nodes.
     """
     states = torch.empty_like(added)
     for depth in range(int(tree_pass.depths.max()) + 1):
@@ -183,26 +183,26 @@ def mamba2(
     dt_softplus: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, LinearFolding]:
-    """What Mamba 2 gives at each node of a tree, as if its path were fed token by token.
+    """Compute Mamba 2 at each node of a tree, as if its path were fed token by token.
 
-    Decoding does not clamp dt, while prefill does (`dt_limit`); a tree is decoding.
+    Like decoding, and unlike prefill, this does not clamp `dt` (`dt_limit`).
 
     Args:
-        tree_pass: the trees.
-        original: the function of transformers, which is not called.
-        hidden_states: `[B, S, H, P]`.
-        dt: `[B, S, H]`.
-        A: `[H]`, negative.
-        B: `[B, S, G, N]`, the keys; H is a multiple of G.
-        C: `[B, S, G, N]`, the queries.
-        initial_states: `[B, H, P, N]`.
-        D: `[H]`, weights of the inputs themselves in the outputs.
-        dt_bias: `[H]`.
-        dt_softplus: whether dt goes through a softplus.
-        kwargs: of the original, without a meaning here.
+        tree_pass: ancestry of the trees.
+        original: function of transformers that is replaced; unused.
+        hidden_states: `[B, S, H, P]` inputs.
+        dt: `[B, S, H]` step sizes.
+        A: `[H]` decay rates, negative.
+        B: `[B, S, G, N]` keys; H is a multiple of G.
+        C: `[B, S, G, N]` queries.
+        initial_states: `[B, H, P, N]`, state of the text.
+        D: `[H]` skip weights of the inputs; None for none.
+        dt_bias: `[H]`, added to `dt`; None for none.
+        dt_softplus: true to apply a softplus to `dt`.
+        kwargs: other arguments of the original, ignored.
 
     Returns:
-        Outputs `[B, S, H, P]` float32, and what folds a path into the state.
+        Outputs `[B, S, H, P]` float32, and the folding of a path into the state.
     """
     group = hidden_states.shape[2] // B.shape[2]
     steps = _steps(dt, dt_bias, softplus=dt_softplus).transpose(1, 2)[..., None].float()  # [B, H, S, 1]
@@ -215,7 +215,7 @@ def mamba2(
     if D is not None:
         outputs += D[:, None, None] * inputs
     folding = LinearFolding(keys, written, decay, closure, value_first=True)
-    return outputs.transpose(1, 2).contiguous(), folding  # some mixers take a view of it
+    return outputs.transpose(1, 2).contiguous(), folding  # some mixers view it
 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
@@ -231,15 +231,17 @@ CORES: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2,
     "mamba_selective_scan": selective_scan,
 }
-"""By the name of the function for several tokens (`facts.RECURRENT_FUNCTIONS`); called with the pass, that function,
-and its arguments."""
+"""Core by the name of transformers' function for several tokens (`facts.RECURRENT_FUNCTIONS`).
+
+Called with the ancestry, the original function, and its arguments.
+"""
 
 
 class CorePatches:
-    """Replaces the functions that the recurrent layers of one model call; see `joint.Recurrence`.
+    """Replaces the functions that the recurrent layers of one model call; see `lade.model.cache_layers.Recurrence`.
 
     Args:
-        facts: of a model with such layers.
+        facts: survey of a model with such layers.
     """
 
     def __init__(self, facts: ModelFacts) -> None:
@@ -250,20 +252,20 @@ class CorePatches:
         return layers_for(self._config)
 
     def ancestry(self, trees: Sequence[TokenTree]) -> TreePass:
-        """Return who descends from whom in one pass over trees, one a row."""
+        """Return the ancestry of one pass over trees, one per row."""
         return TreePass(trees)
 
     @property
     def forgets(self) -> bool:
-        """Whether what feeds several tokens begins with an empty state, and does not say so."""
+        """True if the function for several tokens starts from an empty state, ignoring the cached one."""
         return any(name == "mamba_selective_scan" for _, name in self._found)
 
     @contextmanager
     def patched_for(self, tree_pass: Ancestry) -> Iterator[None]:
-        """While the context lasts, the cores compute what this thread feeds to recurrent layers.
+        """Install the cores for calls from this thread, while the context lasts.
 
         Raises:
-            UnsupportedModelError: one of the functions was not called, or not by this thread.
+            UnsupportedModelError: a function was not called, or not from this thread.
         """
         with ExitStack() as stack:
             overrides = [
@@ -271,10 +273,10 @@ class CorePatches:
             ]
             yield
             called = {name for name, override in overrides if override.used}
-            if any(name not in called for name, _ in overrides):  # a part may come from the module of another family
+            if any(name not in called for name, _ in overrides):  # layers may come from the module of another family
                 raise UnsupportedModelError(
-                    "its recurrent layers do not call the functions that know of a tree",
-                    "load the model without kernels from elsewhere, or use plain model.generate",
+                    "its recurrent layers do not call the functions that are patched for trees",
+                    "load the model without external kernels, or use plain model.generate",
                 )
 
 

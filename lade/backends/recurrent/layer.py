@@ -9,27 +9,27 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from lade.backends.recurrent.tree_pass import Folding, columns_of, is_folding
+from lade.backends.recurrent.tree_pass import Folding, gather_columns, is_folding
 from lade.model.cache_layers import Ancestry, StatefulLayer, TokenCounter, TreeLayer, empty, selected, writable
 
 States = dict[int, torch.Tensor | None]
 _KINDS = ("conv_states", "recurrent_states")
 _FLAGS = ("conv_kernel_size", "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
-"""Of transformers' class, by the number of the state."""
+"""Flags of transformers' class, by the number of the state."""
 
 
 class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
-    """The states of one layer, `[B, ...]` each, and between a pass over trees and `keep` what its nodes need.
+    """The states of one layer, `[B, ...]` each, and, between a pass over trees and `keep`, the inputs of their update.
 
-    A pass over trees leaves the states alone, so an interrupted one does no harm.
+    A pass over trees does not change the states, so an interrupted one does no harm.
 
     Args:
-        number_of_states: how many states of each kind the mixer has.
+        number_of_states: number of states of each kind in the mixer.
 
     Attributes:
-        tree_pass: who descends from whom in a pass over trees that has begun.
-        inputs: of its convolutions `[B, L, C]`, by number: the text's last ones, and the nodes'.
-        foldings: what folds a path into each state.
+        tree_pass: ancestry of the present pass over trees; None in other passes.
+        inputs: inputs of the convolutions, `[B, L, C]` by number: the last ones of the text, then those of the nodes.
+        foldings: folding of a path into each recurrent state, by number.
     """
 
     conv_states: States
@@ -45,37 +45,37 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
         vars(self).update(writable(state))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate states; ordinary tensors in inference mode, too, since later passes write to them."""
+        """Allocate states; ordinary tensors in inference mode as well, since later passes write to them."""
         with torch.inference_mode(False):
             super().lazy_initialization(*args, **kwargs)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Inputs `[B, C, T]` with those of the text before them, `[B, C, L]`; called by the mixer."""
+        """Return inputs `[B, C, T]` with those of the preceding text, `[B, C, L]`; called by the mixer."""
         if self.tree_pass is None:
             whole: torch.Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
             return whole
         cached = self.conv_states[state_idx]
-        assert cached is not None, "a tree is fed after a prompt"
+        assert cached is not None, "trees are fed after a prompt"
         self.tree_pass.state = self.recurrent_states[state_idx]
         inputs = self.inputs[state_idx] = torch.cat([cached.mT, conv_states.mT], dim=1)  # [B, L, C]
         return inputs.mT
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Take the state after a pass, or of a pass over trees its `Folding`."""
+        """Store the state after a pass, or the `Folding` of a pass over trees."""
         if is_folding(recurrent_states):
             self.foldings[state_idx] = recurrent_states
             return None
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def begin(self, tree_pass: Ancestry | None) -> None:
-        """Begin a pass: over trees, or a plain one, which changes the states themselves."""
+        """Begin a pass over trees, or with None a plain one, which updates the states itself."""
         self.tree_pass = tree_pass
         self.inputs, self.foldings = {}, {}
 
     def keep(self, last: torch.Tensor) -> None:
-        """After a pass over trees, fold in the path of each row that ends with node `last[b]`; `[B]` int64."""
+        """Fold the path that ends with node `last[b]`, `[B]` int64, into the states of each row."""
         assert self.tree_pass is not None
         for idx, inputs in self.inputs.items():
             cached = self.conv_states[idx]
@@ -83,7 +83,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
             here = last.to(cached.device)
             windows = self.tree_pass.windows(cached.shape[-1], cached.shape[-1], cached.device)
             rows = torch.arange(len(here), device=cached.device)
-            cached.copy_(columns_of(inputs, windows[rows, here]).mT)
+            cached.copy_(gather_columns(inputs, windows[rows, here]).mT)
         for idx, folding in self.foldings.items():
             state = self.recurrent_states[idx]
             assert state is not None
@@ -91,7 +91,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
         self.begin(None)
 
     def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
-        """Take over rows of other layers; see `TreeCache.join`."""
+        """Replace all rows by rows of other layers; see `TreeCache.join`."""
 
         def joined(states: Sequence[torch.Tensor]) -> torch.Tensor:
             rows = [states[part][row] for part, row in places]
@@ -100,14 +100,14 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
         self.become(parts[0], joined, parts)
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have memory for this many rows, at least for those there are; see `TreeCache.reserve`."""
+        """Reallocate for this number of rows, or for the present rows if these are more; see `TreeCache.reserve`."""
         for states in (self.conv_states, self.recurrent_states):
             for idx, state in states.items():
                 if state is not None:
-                    states[idx] = _moved(state, max(rows, len(state)))
+                    states[idx] = _reallocated(state, max(rows, len(state)))
 
     def take(self, part: Any) -> None:
-        """Append the only row of another layer; see `TreeCache.take`. The others are copied if there is no room."""
+        """Append the only row of another layer; see `TreeCache.take`. Reallocates if there is no spare memory."""
         for states, others in ((self.conv_states, part.conv_states), (self.recurrent_states, part.recurrent_states)):
             for idx, state in states.items():
                 other = others[idx]
@@ -115,7 +115,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
                     states[idx] = _appended(state, other)
 
     def leave(self, row: int) -> None:
-        """Evict a row; the last one takes its place. The others are not copied."""
+        """Evict a row; the last row takes its index. Other rows are not copied."""
         for states in (self.conv_states, self.recurrent_states):
             for idx, state in states.items():
                 if state is not None:
@@ -132,7 +132,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
         self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
-        """Forget everything, and free the states."""
+        """Drop all rows, and free the states."""
         vars(self).update(vars(type(self)(self.number_of_states)))
 
     def blank(self) -> Any:
@@ -141,7 +141,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
     @property
     def states(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Those that there are, `[B, ...]` each, by the attribute they are in, and their number."""
+        """The existing states, `[B, ...]` each, by attribute and number."""
         named = ((name, idx, state) for name in _KINDS for idx, state in getattr(self, name).items())
         return {(name, idx): state for name, idx, state in named if state is not None}
 
@@ -151,7 +151,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
         return sum(state[:1].numel() * state.element_size() for state in self.states.values())
 
     def become(self, first: RecurrentLayer, joined: Any, parts: Sequence[RecurrentLayer]) -> None:
-        """Hold what `joined` makes of the states of the parts; transformers' own flags are those of the first."""
+        """Hold the states that `joined` makes of those of the parts; transformers' flags are copied from `first`."""
         for name in _KINDS:
             own: States = getattr(self, name)
             for idx, state in getattr(first, name).items():
@@ -162,7 +162,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
 
 class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
-    """States, and keys and values beside them."""
+    """Recurrent states along with keys and values."""
 
     dtype: Any
     device: Any
@@ -174,12 +174,12 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         RecurrentLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate buffers for keys and values, which come by position, or states, which come by name."""
+        """Allocate keys and values, which are passed by position, or states, which are passed by name."""
         kind: Any = TreeLayer if args else RecurrentLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
     def join(self, parts: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
-        """Take over rows of other layers; see `TreeCache.join`."""
+        """Replace all rows by rows of other layers; see `TreeCache.join`."""
         RecurrentLayer.join(self, parts, places)
         TreeLayer.join(self, parts, places)
 
@@ -189,7 +189,7 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         TreeLayer.take(self, part)
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have buffers of this size; see `TreeCache.reserve`."""
+        """Resize the buffers; see `TreeCache.reserve`."""
         RecurrentLayer.reserve(self, rows, slots)
         TreeLayer.reserve(self, rows, slots)
 
@@ -203,31 +203,31 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         TreeLayer.batch_select_indices(self, indices)
 
 
-def _moved(state: torch.Tensor, rows: int) -> torch.Tensor:
-    """The same state `[B, ...]` in memory that has room for some rows."""
+def _reallocated(state: torch.Tensor, rows: int) -> torch.Tensor:
+    """Copy a state `[B, ...]` into memory for `rows` rows."""
     return empty(state, (rows, *state.shape[1:]))[: len(state)].copy_(state)
 
 
 def _appended(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """A state `[B, ...]` and one more row `[1, ...]`; in the same memory, if there is room after its last row."""
+    """Return a state `[B, ...]` with one more row `[1, ...]`, in the same memory if it has room."""
     count, size = len(state), state[0].numel()
     room = state.untyped_storage().nbytes() // state.element_size() - state.storage_offset()
     if room < (count + 1) * size or not state.is_contiguous():
-        state = _moved(state, 2 * count)
-    # A lone row's own stride may be any number.
+        state = _reallocated(state, 2 * count)
+    # The row stride of a single row is arbitrary.
     longer = state.as_strided((count + 1, *state.shape[1:]), (size, *state.stride()[1:]))
     longer[count] = row[0]
     return longer
 
 
 def layers_for(config: PretrainedConfig) -> list[Any]:
-    """Layers of a `TreeCache` for a model with recurrent ones, empty, in the order of transformers' own cache."""
+    """Return empty `TreeCache` layers for a model with recurrent layers, in the order of transformers' own cache."""
     layers = [empty_like(layer) for layer in DynamicCache(config=config).layers]
     return layers if any(isinstance(layer, TreeLayer) for layer in layers) else [*layers, TokenCounter()]
 
 
 def empty_like(layer: Any) -> Any:
-    """The layer of a `TreeCache` in place of one that holds the same; where that holds nothing, itself."""
+    """Return the empty `TreeCache` layer for a layer of transformers; a layer without data is returned itself."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         kind = RecurrentTreeLayer if isinstance(layer, CacheLayerMixin) else RecurrentLayer
         return kind(layer.number_of_states)

@@ -16,13 +16,13 @@ from lade.model.inputs import upload
 
 
 class TreePass:
-    """The trees of one forward pass; rows with fewer nodes than the largest are filled up with copies of their root.
+    """Ancestry of the trees of one forward pass; smaller trees are padded with copies of their root.
 
     Args:
-        trees: `[B]`, one for each row, S being the largest size.
+        trees: `[B]`, one tree per row; S is the largest size.
 
     Attributes:
-        parents: `[B, S]` int64; -1 for roots, and for what rows are filled up with.
+        parents: `[B, S]` int64; -1 for roots and padding.
         depths: `[B, S]` int64.
         size, state: see `Ancestry`.
     """
@@ -54,7 +54,7 @@ class TreePass:
         key = device, width, cached
         if key not in self._on_device:
             nodes = np.broadcast_to(np.arange(self.parents.shape[1]), self.parents.shape)
-            columns = [nodes]  # -1 is the last input of the text, -2 the one before it
+            columns = [nodes]  # -1 is the last input of the text, -2 the one before
             for _ in range(width - 1):
                 node = columns[-1]
                 parent = np.take_along_axis(self.parents, np.maximum(node, 0), axis=1)
@@ -63,12 +63,12 @@ class TreePass:
         return self._on_device[key]
 
 
-def columns_of(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """What lies in some columns, `[B, ..., C]`.
+def gather_columns(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Gather columns of inputs, `[B, ..., C]`.
 
     Args:
         inputs: `[B, L, C]`, contiguous, so that whole columns are copied.
-        columns: `[B, ...]` int64, below L.
+        columns: `[B, ...]` int64, column indices below L.
     """
     rows, length, channels = inputs.shape
     if rows > 1:
@@ -85,24 +85,25 @@ def convolution(
     activation: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The causal convolution `[B, C, S]` of each node with its ancestors.
+    """Compute the causal convolution `[B, C, S]` of each node along its ancestors.
 
     Args:
-        tree_pass: the trees.
-        original: the function of transformers, which is not called: it would compute whole texts.
-        hidden_states: `[B, C, L]`, the text's last inputs and those of the nodes, as `RecurrentLayer` gives them.
-        weight: `[C, width]`.
-        bias: `[C]`.
-        activation: name of what is applied to the sums.
-        kwargs: of the original, without a meaning here.
+        tree_pass: ancestry of the trees.
+        original: function of transformers that is replaced; unused.
+        hidden_states: `[B, C, L]`, the last inputs of the text, then those of the nodes, as returned by
+            `RecurrentLayer`.
+        weight: `[C, width]` filter.
+        bias: `[C]`; None for none.
+        activation: name of the activation function; None for none.
+        kwargs: other arguments of the original, ignored.
     """
-    exact = torch.promote_types(weight.dtype, torch.float32)  # 16 bits are rounded once, as in the original
+    exact = torch.promote_types(weight.dtype, torch.float32)  # 16-bit results are rounded once, as in the original
     inputs, weights = hidden_states.mT.to(exact).contiguous(), weight.to(exact).mT.contiguous()  # [B, L, C], [width, C]
     cached = inputs.shape[1] - tree_pass.size
     windows = tree_pass.windows(len(weights), cached, inputs.device)  # [B, S, width]
-    sums = columns_of(inputs, windows[..., -1]) * weights[-1]
+    sums = gather_columns(inputs, windows[..., -1]) * weights[-1]
     for place, own in enumerate(weights[:-1]):
-        sums.addcmul_(columns_of(inputs, windows[..., place]), own)
+        sums.addcmul_(gather_columns(inputs, windows[..., place]), own)
     if bias is not None:
         sums += bias
     outputs = sums.to(weight.dtype)
@@ -112,10 +113,10 @@ def convolution(
 
 
 def path_sums(decay: torch.Tensor, closure: torch.Tensor) -> torch.Tensor:
-    """Sums `[B, H, S, D]` from the root down to each node.
+    """Return sums `[B, H, S, D]` from the root down to each node.
 
     Args:
-        decay: `[B, H, S, D]`, logarithms of the nodes' own decays.
+        decay: `[B, H, S, D]`, log decays of the nodes.
         closure: `[B, S, S]` bool, see `Ancestry.closure`.
     """
     return closure[:, None].to(decay.dtype) @ decay
@@ -124,15 +125,14 @@ def path_sums(decay: torch.Tensor, closure: torch.Tensor) -> torch.Tensor:
 def decayed_products(
     readers: torch.Tensor, writers: torch.Tensor, decay: torch.Tensor, closure: torch.Tensor
 ) -> torch.Tensor:
-    """Scalar products `[B, H, S, S]` of nodes with their ancestors and themselves, decayed in between; others are 0.
+    """Return decayed dot products `[B, H, S, S]` of nodes with their ancestors and themselves; other entries are 0.
 
-    An ancestor has decayed less than its descendants, so no exponential is greater than 1.
+    An ancestor has decayed less than its descendants, so no exponential exceeds 1.
 
     Args:
-        readers: `[B, H, S, K]`.
-        writers: `[B, H, S, K]`.
-        decay: `[B, H, S, 1 or K]`, logarithm of what is left of the text's state at each node, in all channels or in
-            each.
+        readers: `[B, H, S, K]` queries, or keys of the reading nodes.
+        writers: `[B, H, S, K]` keys of the ancestors.
+        decay: `[B, H, S, 1 or K]`, log decay of the text's state at each node, for all channels or per channel.
         closure: `[B, S, S]` bool, see `Ancestry.closure`.
     """
     if decay.shape[-1] == 1:
@@ -143,28 +143,28 @@ def decayed_products(
 
 
 class Folding(Protocol):
-    """Takes the place of the final state that a core returns; the mixer hands it on to the cache layer."""
+    """Returned by a core instead of the final state; the mixer passes it on to the cache layer."""
 
     def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
-        """Have a state take in a path, in place.
+        """Fold a path into a state, in place.
 
         Args:
-            state: `[B, ...]`, of the text before the tree; then of the text with the path.
-            last: `[B]` int64, the node that the path of each row ends with.
+            state: `[B, ...]`, state of the text before the tree; updated to include the path.
+            last: `[B]` int64, last node of each row's path.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LinearFolding:
-    """Folds the nodes of a linear attention: the state decays, and each node of the path adds its key times its value.
+    """Folding of linear attention: the state decays, and each node of the path adds its key times its value.
 
     Attributes:
-        keys: `[B, H, S, K]`.
-        values: `[B, H, S, V]`, what each node adds at its key.
-        decay: `[B, H, S, 1 or K]`, logarithm of what is left of the text's state at each node.
+        keys: `[B, H, S, K]` keys of the nodes.
+        values: `[B, H, S, V]`, values that the nodes add at their keys.
+        decay: `[B, H, S, 1 or K]`, log decay of the text's state at each node.
         closure: `[B, S, S]` bool, see `Ancestry.closure`.
-        value_first: whether states are `[B, H, V, K]`, and not `[B, H, K, V]`.
+        value_first: true if states are `[B, H, V, K]` rather than `[B, H, K, V]`.
     """
 
     keys: torch.Tensor
@@ -189,10 +189,10 @@ class LinearFolding:
             state.copy_(left * state + added)
 
     def to(self, *args: Any, **kwargs: Any) -> LinearFolding:
-        """Itself: some mixers convert the final state, which keeps its type here."""
+        """Return itself: some mixers convert the final state, but foldings keep their dtype."""
         return self
 
 
 def is_folding(thing: object) -> bool:
-    """Whether a mixer hands on a `Folding`, and not a state."""
+    """Return True if a mixer passes on a `Folding` rather than a state."""
     return hasattr(thing, "fold")

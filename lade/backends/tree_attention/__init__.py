@@ -1,1 +1,1 @@
-"""`attn_implementation="lade_tree"`: a Triton kernel that takes compact tree masks."""
+"""`attn_implementation="lade_tree"`: a Triton kernel that reads compact tree masks."""

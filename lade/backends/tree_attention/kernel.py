@@ -1,18 +1,18 @@
 """Tree attention over a cache with rows of different lengths, in Triton.
 
-What a query sees are the first `length` slots of its row, text that is cached already, and those nodes of the tree that
-its ancestor bits name; these lie from slot `first` on. So the visible keys of a row are numbered without the gap:
+A query sees the first `length` slots of its row, which hold cached text, and those nodes of the tree that its ancestor
+bits select; nodes are stored from slot `first` on. Visible keys of a row are numbered without the gap:
 
     slot     0 ............ length |  (other rows' text)  | first ....... first + T
     number   0 ............ length - 1                      length ...... length + T - 1
 
-Slots in the gap are never read. One program serves one tile of queries of one KV head: the queries of all heads that
-share it lie in one tile, S * group of them, so keys are read once for all. The numbers are split evenly between several
-programs, as in flash-decoding (Dao, Haziza, Massa, Sizov, 2023), and a second kernel merges what these found by the
+Slots in the gap are never read. One program computes one tile of queries of one KV head: a tile holds the queries of
+all heads that share it, S * group in total, so keys are read once for all. The keys are split evenly between several
+programs, as in flash-decoding (Dao, Haziza, Massa, Sizov, 2023), and a second kernel merges their results by the
 logarithms of their sums. The softmax is the online one of Milakov and Gimelshein (arXiv 1805.02867), in float32.
 
-Lengths, positions and bits are read on the device: nothing here waits for them, and a captured graph stays valid while
-they change. A value of a node that is not finite reaches no query that may not see that node.
+Lengths, positions and bits are read on the device, so nothing synchronises, and a captured graph stays valid while they
+change. A non-finite value of a node reaches only queries that may see that node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def _low(positions, valid, length, reach, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Number of the first key that is near enough to any query of the tile."""
+    """Return the number of the first key within reach of any query of the tile."""
     earliest = tl.min(tl.where(valid, positions, 2**31 - 1))
     low = length * 0
     if WINDOW:
@@ -35,7 +35,7 @@ def _low(positions, valid, length, reach, WINDOW: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def _near(queries, keys, reach, CHUNK: tl.constexpr):
-    """Whether keys `[N]` are near enough to queries `[M]`, by their positions: `[M, N]`."""
+    """Return `[M, N]`, true where keys `[N]` are within reach of queries `[M]`, by position."""
     if CHUNK:
         return queries[:, None] // reach == keys[None, :] // reach
     else:
@@ -44,7 +44,7 @@ def _near(queries, keys, reach, CHUNK: tl.constexpr):
 
 @triton.jit
 def _scores(query, key, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores `[M, N]` of queries `[M, D]` and keys `[N, D]`, to the base 2; `attend` has scaled the scales for it."""
+    """Return base-2 scores `[M, N]` of queries `[M, D]` and keys `[N, D]`; `attend` has scaled `scale` accordingly."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if SOFTCAP:
         small = tl.exp2(-2 * tl.abs(scores))
@@ -55,10 +55,10 @@ def _scores(query, key, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _seen(scores, visible, top, total, found):
-    """The online softmax: weights `[M, N]` of what is visible, and the state so far, rescaled to the new maximum."""
+    """Update the online softmax: return weights `[M, N]` of visible keys, and the state rescaled to the new maximum."""
     scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
-    anchor = tl.where(highest == float("-inf"), 0.0, highest)  # a query that has seen nothing so far
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)  # -inf while a query has seen nothing
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(top - anchor)
     return weights, highest, total * shrink + tl.sum(weights, 1), found * shrink[:, None]
@@ -66,9 +66,9 @@ def _seen(scores, visible, top, total, found):
 
 @triton.jit
 def _add_unharmed(found, weights, value, visible):
-    """`found` plus the weighted values `[N, D]`; those that are not finite are NaN, but to whom they are visible only.
+    """Add weighted values `[N, D]` to `found`; non-finite values become NaN, for queries that see them only.
 
-    0 * inf is no 0: without this, one branch of a tree that overflows would be seen by all others.
+    Since 0 * inf is NaN, one overflowing branch of a tree would otherwise affect all the others.
     """
     finite = tl.abs(value.to(tl.float32)) < float("inf")
     found = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), found, input_precision="ieee")
@@ -85,7 +85,7 @@ def _text(
     k_slot, v_slot, scale, softcap, reach,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Add the text from `start` to `end` to what was found; `key` and `value` point to the dimensions of slot 0."""
+    """Add the text from `start` to `end` to the result; `key` and `value` point to the dimensions of slot 0."""
     for first in range(start, end, KEYS):
         slots = first + tl.arange(0, KEYS)
         there = slots < end
@@ -106,8 +106,8 @@ def _nodes(
     k_slot, v_slot, scale, softcap, reach, first, node_positions, ancestors,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Add the nodes from `start` to `end` to what was found; `ancestors` points to the words of each query."""
-    for begin in tl.range(start, end, KEYS, num_stages=1):  # a tree has few: not worth memory to read ahead
+    """Add the nodes from `start` to `end` to the result; `ancestors` points to the words of each query."""
+    for begin in tl.range(start, end, KEYS, num_stages=1):  # trees are small: prefetching is not worth its memory
         nodes = begin + tl.arange(0, KEYS)
         there = nodes < end
         bits = tl.load(ancestors[:, None] + nodes[None, :] // 32, mask=there[None, :] & valid[:, None], other=0)
@@ -125,10 +125,10 @@ def _nodes(
 
 @triton.jit
 def _sink(sinks, member, valid, split, log2e, SINKS: tl.constexpr, TILE: tl.constexpr):
-    """The running maximum and sum, `[TILE]` each, before any key was read."""
+    """Return the initial maximum and sum of the softmax, `[TILE]` each."""
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    if SINKS:  # a key without a value, in the first part
+    if SINKS:  # a key without a value, counted in the first split
         sink = tl.load(sinks + member, mask=valid, other=0.0).to(tl.float32) * log2e
         top = tl.where(split == 0, sink, top)
         total += tl.where(split == 0, 1.0, 0.0)
@@ -146,9 +146,9 @@ def attend_tile(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one KV head and row, and one part of their keys; see `launch.attend`."""
+    """Compute one tile of queries of one KV head and row, over one split of their keys; see `launch.attend`."""
     split, row, head = tl.program_id(1), tl.program_id(2) // KV_HEADS, tl.program_id(2) % KV_HEADS
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE], of the queries of all heads of the group
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE], indices into the queries of all heads of the group
     node, member, valid = place // GROUP, head * GROUP + place % GROUP, place < step * GROUP
     key_dims, value_dims = tl.arange(0, KEY_BLOCK)[None, :], tl.arange(0, VALUE_BLOCK)[None, :]
     key_mask, value_mask = key_dims < KEY_DIM, value_dims < VALUE_DIM
@@ -178,7 +178,7 @@ def attend_tile(
         WINDOW, CHUNK, SOFTCAP, KEYS,
     )  # fmt: skip
 
-    whole = tl.where(total == 0, 1.0, total)  # of a query that sees nothing
+    whole = tl.where(total == 0, 1.0, total)  # 0 for a query that sees nothing
     found = found / whole[:, None]
     place_out = (row * step + node).to(tl.int64) * (KV_HEADS * GROUP) + member  # in [B, S, H]
     if SPLITS > 1:  # in [splits, B, S, H]
@@ -193,7 +193,7 @@ def merge_splits(
     parts, log_sums, out, queries,
     SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the parts found for one query of one head, joined by the logarithms of their sums."""
+    """Merge the results of all splits for one query of one head, weighted by the logarithms of their sums."""
     place = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLIT_BLOCK).to(tl.int64), tl.arange(0, VALUE_BLOCK)
     there, inside = splits < SPLITS, dims < VALUE_DIM

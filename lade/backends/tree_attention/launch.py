@@ -16,21 +16,21 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 MOST_SPLITS = 64
 LEAST_KEYS = 128
-"""A program that reads fewer keys is not worth its launch."""
+"""Least keys per program that are worth a launch."""
 WAVES = 2
-"""Programs wanted for each multiprocessor."""
+"""Programs to launch per multiprocessor."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the work is cut: what decides the speed of `attend`, and not its result.
+    """Tiling of the work, which affects the speed of `attend` but not its result.
 
     Attributes:
-        queries: queries of a program, over all heads that share their keys; a power of two from 16 on.
-        keys: keys that are read at a time; a power of two from 16 on.
+        queries: queries per program, over all heads that share keys; a power of two, at least 16.
+        keys: keys read at a time; a power of two, at least 16.
         splits: programs that share the keys of one tile of queries.
-        warps: warps of a program.
-        stages: depth of the pipeline that reads ahead.
+        warps: warps per program.
+        stages: depth of the software pipeline.
     """
 
     queries: int
@@ -41,8 +41,10 @@ class Tiles:
 
     @classmethod
     def fitting(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tiles:
-        """A guess for these shapes (those of `attend`): what compiles for compute capability 8.0 and 9.0 without
-        spilling registers to speak of, and in the 99 KB of shared memory that the smallest of these GPUs have.
+        """Return a tiling for tensors of these shapes, see `attend`.
+
+        It compiles for compute capability 8.0 and 9.0 with little register spilling, and within the 99 KB of shared
+        memory that the smallest of these GPUs have.
         """
         rows, kv_heads, slots, dim = key.shape
         wanted = query.shape[2] * (query.shape[1] // kv_heads)
@@ -60,18 +62,18 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def interprets() -> bool:
-    """Whether Triton's interpreter runs these kernels, on any device, instead of compiled code."""
+    """Return True if Triton's interpreter runs these kernels, on any device, instead of compiled code."""
     return not isinstance(attend_tile, triton.runtime.JITFunction)
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `attend` takes queries, keys and values like these."""
+    """Return True if `attend` supports these queries, keys and values."""
     if not query.dtype == key.dtype == value.dtype or max(key.shape[-1], value.shape[-1]) > LARGEST_HEAD:
         return False
     if max(states.shape[2] * states.stride(2) for states in (query, key, value)) >= 2**31:
-        return False  # slots are counted in 32 bits within a head: twice as fast, and enough for millions of tokens
+        return False  # offsets within a head are 32-bit: twice as fast, and enough for millions of tokens
     if interprets():
-        return query.dtype in DTYPES and query.dtype != torch.bfloat16  # which it multiplies as if they were integers
+        return query.dtype in DTYPES and query.dtype != torch.bfloat16  # multiplied as integers there
     return query.dtype in DTYPES and query.is_cuda
 
 
@@ -86,17 +88,17 @@ def attend(
     sinks: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Attention of the queries of a tree.
+    """Compute attention of the queries of a tree.
 
     Args:
         query: `[B, H, S, D]`, float32, float16 or bfloat16.
-        key: `[B, Hkv, K, D]` of the same dtype; query heads h * H / Hkv and following share head h.
-        value: `[B, Hkv, K, Dv]`.
-        mask: `[B, 1, S, K]`.
+        key: `[B, Hkv, K, D]` in the same dtype; H / Hkv consecutive query heads share a KV head.
+        value: `[B, Hkv, K, Dv]` in the same dtype.
+        mask: `[B, 1, S, K]` tree mask.
         scale: factor of the scores.
-        softcap: scores s become softcap * tanh(s / softcap).
-        sinks: `[H]`, the score of one more key of each head, which has no value.
-        tiles: sizes that the work is cut into.
+        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
+        sinks: `[H]`, score of an extra key per head that has no value; None for none.
+        tiles: tiling of the work; None to choose one.
 
     Returns:
         `[B, S, H, Dv]` in the dtype of `query`; 0 where a query sees nothing.
@@ -128,12 +130,12 @@ def attend(
 
 
 def _merge(parts: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the whole attention into `out`, `[B, S, H, Dv]`.
+    """Merge the splits into `out`, `[B, S, H, Dv]`.
 
     Args:
-        parts: `[splits, B, S, H, Dv]` float32, attention to the keys of each split.
-        log_sums: `[splits, B, S, H]` float32, log2 of what each split has summed up.
-        out: is written.
+        parts: `[splits, B, S, H, Dv]` float32, attention over the keys of each split.
+        log_sums: `[splits, B, S, H]` float32, log2 of the softmax sum of each split.
+        out: `[B, S, H, Dv]`, written in place.
     """
     splits, queries, value_dim = len(parts), log_sums[0].numel(), out.shape[-1]
     merge_splits[(queries,)](
@@ -144,5 +146,5 @@ def _merge(parts: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor) -> No
 
 
 def _block(dim: int) -> int:
-    """The dimension as matrix products want it: a power of two from 16 on."""
+    """Round a dimension up for matrix products: to a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(dim)))

@@ -1,7 +1,7 @@
 """Compact tree masks, and the inputs of a step for attention that reads them.
 
-Models hand a 4-D mask on to their attention layers untouched. What knows `TreeMask` needs none of its entries; any
-operation of torch gets the dense mask, which is made at that moment and kept.
+Models pass a 4-D mask on to their attention layers untouched. Attention that supports `TreeMask` needs none of its
+entries; any torch operation gets the dense mask, which is then computed and cached.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """Where text and trees lie in the keys of a pass, and who descends from whom; contiguous tensors on the device.
+    """Slots of text and trees in the keys of a pass, and the ancestry of nodes; contiguous tensors on the device.
 
     Attributes:
-        lengths: `[B]` int32, cached tokens of each row: they lie in its first slots, at positions 0, 1, ...
-        firsts: `[B]` int32, the slot of each row's first node; no query sees the slots between.
-        positions: `[B, S]` int32, of the queries. Queries that only fill up a batch are best copies of their root: in a
-            layer with a window, a position in the middle of the text would have that text read.
-        node_positions: `[B, T]` int32, of all nodes of the tree, those fed now and those cached before.
+        lengths: `[B]` int32, cached tokens of each row, in its first slots, at positions 0, 1, ...
+        firsts: `[B]` int32, slot of each row's first node; no query sees the slots in between.
+        positions: `[B, S]` int32, positions of the queries. Padding queries should copy the root: in a layer with a
+            window, a position in the middle of the text would have that text read.
+        node_positions: `[B, T]` int32, positions of all nodes of the tree, those fed now and those cached before.
         ancestors: `[B, S, ceil(T / 32)]` int32; bit t % 32 of word t // 32 is set where the query sees node t.
-        width: K, slots of the keys.
+        width: K, number of slots of the keys.
     """
 
     lengths: torch.Tensor
@@ -47,7 +47,7 @@ class TreeSlots:
                 raise ValueError(f"{name} is {tensor.dtype} with strides {tensor.stride()}: give contiguous int32")
 
     def allowed(self, span: AttentionSpan) -> torch.Tensor:
-        """What each query sees, `[B, S, K]` bool."""
+        """Return the dense mask, `[B, S, K]` bool."""
         places, is_node = self._places()
         rows, step, _ = self.ancestors.shape
         words = self.ancestors.gather(2, (places // WORD_BITS)[:, None].expand(rows, step, -1))
@@ -56,7 +56,7 @@ class TreeSlots:
         return (is_seen | is_text[:, None]) & span(self.positions[:, :, None], self.key_positions()[:, None])
 
     def key_positions(self) -> torch.Tensor:
-        """`[B, K]`, the position of every slot; those that no query sees have an arbitrary one."""
+        """Return the position of every slot, `[B, K]`; arbitrary for slots that no query sees."""
         places, is_node = self._places()
         return torch.where(is_node, self.node_positions.gather(1, places), self._slots())
 
@@ -64,7 +64,7 @@ class TreeSlots:
         return torch.arange(self.width, device=self.lengths.device)
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of the node in every slot, `[B, K]`, and whether there is one."""
+        """Return the node in every slot, `[B, K]`, and `[B, K]` bool, true where there is one."""
         nodes = self.node_positions.shape[1]
         places = self._slots() - self.firsts[:, None]
         return places.clamp(0, nodes - 1), (places >= 0) & (places < nodes)
@@ -74,8 +74,8 @@ class TreeMask(torch.Tensor):
     """Boolean mask `[B, 1, S, K]` of the nodes of trees: true where a query may see a key.
 
     Attributes:
-        slots: where text and trees lie, shared by the masks of all layer types.
-        span: how far back the layers see.
+        slots: slots of text and trees, shared by the masks of all layer types.
+        span: reach of the layers: window or chunk.
     """
 
     slots: TreeSlots
@@ -96,7 +96,7 @@ class TreeMask(torch.Tensor):
         super().__init__()
 
     def dense(self) -> torch.Tensor:
-        """The same as an ordinary tensor."""
+        """Return the mask as an ordinary tensor."""
         if self._dense is None:
             self._dense = self.slots.allowed(self.span)[:, None]
         return self._dense
@@ -114,8 +114,8 @@ class TreeMask(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def words_of(bits: torch.Tensor) -> torch.Tensor:
-    """`TreeSlots.ancestors` of a closure `[B, S, T]` bool, on its device."""
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Pack a closure `[B, S, T]` bool into the words of `TreeSlots.ancestors`, on its device."""
     padded = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % WORD_BITS)).unflatten(-1, (-1, WORD_BITS))
     places = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
     words: torch.Tensor = (padded.int() << places).sum(-1, dtype=torch.int32)
@@ -127,9 +127,9 @@ class TreeInputs:
     """Tensors of one step over B trees; S is the number of nodes to feed in the largest one.
 
     Attributes:
-        ids: `[B, S]` int64; rows with a smaller tree are filled up with copies of their root.
+        ids: `[B, S]` int64; smaller trees are padded with copies of their root.
         positions: `[B, S]` int64.
-        slots: where text and trees lie.
+        slots: slots of text and trees.
     """
 
     ids: torch.Tensor
@@ -138,14 +138,14 @@ class TreeInputs:
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int = 0) -> TreeInputs:
-        """Join one tree a row. All that is fed is appended after the longest row.
+        """Batch one tree per row. Everything that is fed is appended after the longest row.
 
         Args:
-            trees: T is the size of the largest one.
+            trees: one tree per row; T is the size of the largest one.
             lengths: `[B]`, cached tokens of each row.
-            device: where the tensors go.
-            held: how many of these tokens, the last ones, are nodes of the tree, where there is but one row: its text
-                ends where they begin. Of several rows none has any.
+            device: device of the tensors.
+            held: number of cached tokens of a single row, the last ones, that are nodes of its tree; 0 for several
+                rows.
         """
         nodes = max(map(len, trees))
         none = [0] * len(trees)
@@ -153,10 +153,10 @@ class TreeInputs:
         before = np.array(lengths) - held  # [B], tokens in front of the trees
         positions = depths + before[:, None]
         ancestors = np.zeros((len(trees), nodes, nodes), dtype=np.bool_)
-        ancestors[:] = np.eye(nodes, dtype=np.bool_)  # all see themselves, filling too, so that no softmax is empty
+        ancestors[:] = np.eye(nodes, dtype=np.bool_)  # all see themselves, so that no softmax is empty
         for row, tree in enumerate(trees):
             ancestors[row, : len(tree), : len(tree)] = tree.closure()
-        words = words_of(torch.from_numpy(ancestors[:, held:])).numpy()
+        words = pack_bits(torch.from_numpy(ancestors[:, held:])).numpy()
         small = (before, np.full_like(before, before.max()), positions)
         arrays = (ids[:, held:], positions[:, held:], *(array.astype(np.int32) for array in small), words)
         fed, places, starts, firsts, node_positions, bits = upload(arrays, device)
@@ -165,9 +165,9 @@ class TreeInputs:
 
     @property
     def key_positions(self) -> torch.Tensor:
-        """`[B, K]`, position of every slot of the cache and of the step."""
+        """`[B, K]`, positions of every slot of the cache and of the step."""
         return self.slots.key_positions()
 
     def mask(self, span: AttentionSpan) -> TreeMask:
-        """What each node may see of what is near enough, `[B, 1, S, K]`."""
+        """Return the mask of a layer type, `[B, 1, S, K]`: the ancestors of each node within the span."""
         return TreeMask(self.slots, span)

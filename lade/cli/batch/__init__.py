@@ -1,1 +1,1 @@
-"""`lade generate --batch-size` and `lade batch`."""
+"""Batch commands: one runner, two formats (files of prompts, and OpenAI batch files)."""

@@ -1,4 +1,4 @@
-"""`lade demo`: watch plain decoding and the adaptive method write the same texts, then with its memory kept."""
+"""`lade demo`: plain and adaptive decoding of the same texts side by side, then with a draft memory."""
 
 from __future__ import annotations
 
@@ -24,82 +24,84 @@ if TYPE_CHECKING:
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
 EXIT_DIFFERENT = 1
 _WARMUP_TOKENS = 8
-_REPLAY_S = 4.0  # the embedded model writes several hundred tokens a second, too fast to follow
-_AGAIN = 3.0  # what would not be slowed down at least this many times is slow enough to be followed
+_REPLAY_S = 4.0  # the embedded model is too fast to follow
+_MIN_SLOWDOWN = 3.0  # a race that would be slowed down less can be followed as it is
 
 
 @dataclass(frozen=True)
 class _Show:
-    """How a race is shown.
+    """Display settings of a race.
 
     Attributes:
         style: "live" panels, "text", or "json" at the end.
-        slow_motion: how many times slower than it ran live panels show it again; 1: not again; None: as it suits.
+        slow_motion: slow-down factor of the replay; 1 for no replay; None chooses one.
     """
 
     style: str
     slow_motion: float | None
 
     def slower(self, seconds: float) -> float:
-        """How many times slower to show a race again that ran so long; 1: not again."""
+        """Return the slow-down factor for a race of this many seconds; 1 for no replay."""
         if self.slow_motion is not None:
             return self.slow_motion
-        suiting = _REPLAY_S / seconds if seconds else 1.0
-        return suiting if suiting >= _AGAIN else 1.0
+        factor = _REPLAY_S / seconds if seconds else 1.0
+        return factor if factor >= _MIN_SLOWDOWN else 1.0
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Which texts, how they are decoded, and how they are shown.
+    """Options of `lade demo`.
 
     Attributes:
-        prompt: a text of the user's own.
-        prompts: how many of the built-in ones otherwise.
-        max_new_tokens: of each text.
-        do_sample, temperature, seed: of both sides.
-        window, ngram, guesses: sizes of the paper's method, which then takes the place of the adaptive one.
-        slow_motion, plain_text, json: how the texts are shown.
+        prompt: text in place of the built-in prompts.
+        limit: number of built-in prompts, if there is no `prompt`.
+        max_new_tokens: limit for each text.
+        temperature, seed: sampling of both sides; temperature 0 is greedy.
+        window, ngram, guesses: W, N and G of the paper's method, which replaces the adaptive one.
+        slow_motion, plain_text, json: display settings.
     """
 
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A text of your own.")] = None
-    prompts: Annotated[int, typer.Option(metavar="N", help="How many of the built-in prompts.")] = 3
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Text in place of the built-in prompts.")
+    ] = None
+    limit: Annotated[int, typer.Option(metavar="N", help="Only the first N of the built-in prompts.")] = 3
     max_new_tokens: options.MaxNewTokens = 120
-    do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Draw tokens at random: the same ones on both sides.")
-    ] = False
-    temperature: Annotated[float, typer.Option(metavar="T", help="With --do-sample.")] = 0.7
-    seed: Annotated[int, typer.Option(metavar="S", help="With --do-sample; both sides draw with it.")] = 0
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Above 0: sample, with the same noise on both sides.")
+    ] = 0.0
+    seed: Annotated[int, typer.Option(metavar="S", help="Sampling seed of both sides.")] = 0
     window: options.Window = None
     ngram: options.Ngram = None
     guesses: options.Guesses = None
     slow_motion: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Replay it X times slower; 1: do not. Not given: so that it takes 4 seconds."),
+        typer.Option(metavar="X", help="Replay X times slower; 1: no replay. Default: so that it takes 4 seconds."),
     ] = None
-    plain_text: Annotated[bool, typer.Option("--plain-text", help="Paragraphs instead of moving panels.")] = False
+    plain_text: Annotated[bool, typer.Option("--plain-text", help="Print paragraphs, not moving panels.")] = False
     json: options.Json = False
 
     def choices(self) -> options.Choices:
-        """How both sides choose tokens; all options are checked on the way.
+        """Return the settled choices of both sides, after checking all options.
 
         Raises:
-            ConfigError, InputError: a value out of range.
+            ConfigError, InputError: a value is out of range.
         """
-        sampled = options.Choices(do_sample=True, temperature=self.temperature, seed=self.seed).settled()
+        seed = self.seed if self.temperature else None
+        choices = options.Choices(temperature=self.temperature, seed=seed).settled()
         options.check_max_new_tokens(self.max_new_tokens)
         if self.slow_motion is not None and self.slow_motion < 1:
-            raise ConfigError("slow_motion", self.slow_motion, "give a number >= 1")
-        if self.prompts < 1:
-            raise ConfigError("prompts", self.prompts, "give a whole number >= 1")
+            raise ConfigError("slow-motion", self.slow_motion, "give a number >= 1")
+        if self.limit < 1:
+            raise ConfigError("limit", self.limit, "give a whole number >= 1")
         if self.prompt is not None:
             check_text(self.prompt, "the prompt")
-        return sampled if self.do_sample else options.GREEDY
+        return choices
 
     def rounds(self, memory: Memory) -> list[Round]:
-        """The adaptive method without and with a memory kept; or the paper's, if sizes were given."""
+        """Return the rounds: adaptive without and with a memory, or the paper's method if sizes are given."""
         from lade.embedded import files as embedded
 
-        texts = [self.prompt] if self.prompt is not None else embedded.prompts()[: self.prompts]
+        texts = [self.prompt] if self.prompt is not None else embedded.prompts()[: self.limit]
         choices = self.choices()
         sizes = options.Speed(window=self.window, ngram=self.ngram, guesses=self.guesses).lookahead()
         if isinstance(sizes, LookaheadConfig):
@@ -107,7 +109,7 @@ class DemoOptions:
         return adaptive_rounds(texts, choices, memory)
 
     def show(self, term: Terminal) -> _Show:
-        """How the texts are shown on this terminal."""
+        """Return the display settings for this terminal."""
         style = "json" if self.json else "text" if self.plain_text or not term.interactive else "live"
         return _Show(style, self.slow_motion)
 
@@ -116,20 +118,20 @@ class DemoOptions:
 def demo(
     wanted: DemoOptions,
     *,
-    loading: options.Loading,
+    choice: options.ModelChoice,
     pack: options.Pack = None,
     invariant: options.Invariant = False,
     output: options.Output,
 ) -> None:
-    """Plain decoding and the adaptive method side by side: the same text, fewer passes, less time.
+    """Show plain and adaptive decoding side by side: the same text, fewer passes, less time.
 
-    Then the same texts with a memory that has learned from others. Each round is shown as it runs, and replayed.
+    Then the same texts with a draft memory filled from others. Each round runs live and is replayed.
 
     Exit code 1: a text differs.
     """
     with terminal(output) as term:
-        loading.check_layout(pack, invariant=invariant)
-        wanted.choices()  # what is wrong is found before torch is imported
+        loading = options.Loading(**vars(choice))
+        wanted.choices()  # check before torch is imported
         from lade.cli.loading.load import load
         from lade.cli.run import check_served
         from lade.memory import Memory
@@ -142,15 +144,15 @@ def demo(
 
 
 class Demo:
-    """Runs the rounds, shows each, and says at the end what they came to.
+    """Runs and shows the rounds, then sums them up.
 
     Args:
-        loaded: what generates.
-        rounds: at least one.
-        memory: of those that keep one.
-        max_new_tokens: of each text.
-        term: is written to.
-        show: how.
+        loaded: model to generate with, and its tokenizer.
+        rounds: at least one round.
+        memory: draft memory of the rounds that keep one.
+        max_new_tokens: token limit of each text.
+        term: terminal to write to.
+        show: how the races are displayed.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class Demo:
         self._learned: int | None = None
 
     def run(self) -> None:
-        """All of it.
+        """Run all rounds.
 
         Raises:
             typer.Exit: a text differs, or Ctrl-C was pressed.
@@ -172,8 +174,8 @@ class Demo:
 
         encoded = [self._loaded.encode(each.text) for each in self._rounds]
         try:
-            self._term.working("compiling the inner loops, once on a machine")
-            compile_all(kernels)  # a short text may not come to all of them
+            self._term.show_status("compiling the inner loops, once on a machine")
+            compile_all(kernels)  # a short text may not reach all of them
             self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
             for each, ids in zip(self._rounds, encoded, strict=True):
                 if each.keeps_memory and self._learned is None:
@@ -196,14 +198,14 @@ class Demo:
         from rich.status import Status
 
         shown = [each.text for each in self._rounds]
-        said = "the memory learns from other texts"
-        with Status(said, console=self._term.err) if self._term.err.is_terminal else nullcontext():
+        status = "filling the memory from other texts"
+        with Status(status, console=self._term.err) if self._term.err.is_terminal else nullcontext():
             self._learned = learn(self._loaded, self._memory, shown, self._max_new_tokens)
 
     def _run(self, each: Round, race: Race) -> None:
-        from lade.cli.demo.screen import LiveView, describe, manner
+        from lade.cli.demo.screen import LiveView, describe, sampling_text
 
-        title = f"{len(self._races) + 1} of {len(self._rounds)} · {each.name} · {manner(each.choices)}"
+        title = f"{len(self._races) + 1} of {len(self._rounds)} · {each.name} · {sampling_text(each.choices)}"
         if self._show.style == "live":
             with LiveView(self._term, title, each.text, race) as view:
                 race.run(view.draw)
@@ -235,7 +237,7 @@ class Demo:
             raise typer.Exit(EXIT_DIFFERENT)
 
     def _as_dict(self) -> dict[str, Any]:
-        """What `--json` says."""
+        """Return the object that `--json` prints."""
         from lade.cli.demo.screen import total_speedup
 
         groups = {each.name: [race for race in self._races if race.name == each.name] for each in self._rounds}

@@ -1,4 +1,4 @@
-"""What `lade demo` shows: which texts, decoded how; and the memory of its last rounds."""
+"""Rounds of `lade demo`, and the draft memory of its last ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LEARNING_S = 6.0
 
 @dataclass(frozen=True)
 class Round:
-    """One text decoded twice, plainly and otherwise.
+    """A text that is decoded twice, plainly and with another method.
 
     Attributes:
-        text: the prompt.
-        choices: settled ones.
-        config: of the method beside plain decoding.
-        name: of that method.
+        text: text of the prompt.
+        choices: settled choices of both.
+        config: configuration of the other method.
+        name: name of the other method.
     """
 
     text: str
@@ -36,32 +36,32 @@ class Round:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether it begins with what was learned from other texts."""
+        """True if the round starts with a draft memory."""
         return self.config.memory is not None
 
 
 def adaptive_rounds(texts: Sequence[str], choices: Choices, memory: Memory) -> list[Round]:
-    """The adaptive method as it comes, then the same texts with a memory that is kept from round to round."""
+    """Return rounds of the adaptive method, then the same with a memory kept from round to round."""
     cold = fixed_rounds(texts, choices, LookaheadConfig(), ADAPTIVE)
     return [*cold, *fixed_rounds(texts, choices, LookaheadConfig(memory=memory), KEPT)]
 
 
 def fixed_rounds(texts: Sequence[str], choices: Choices, config: LookaheadConfig, name: str) -> list[Round]:
-    """One method for all texts."""
+    """Return a round of one method for each text."""
     return [Round(text, choices, config, name) for text in texts]
 
 
 def learn(loaded: LoadedModel, memory: Memory, shown: Sequence[str], max_new_tokens: int) -> int:
-    """Decode texts that come with the project, for what the memory learns by it; never those that are shown.
+    """Fill the memory by decoding bundled texts other than those shown.
 
     Args:
-        loaded: what generates.
-        memory: learns with every step.
-        shown: texts to pass over.
-        max_new_tokens: of each text.
+        loaded: model to generate with, and its tokenizer.
+        memory: draft memory to fill.
+        shown: texts to skip, as they are shown later.
+        max_new_tokens: token limit of each text.
 
     Returns:
-        How many texts there was time for; the last one may be incomplete.
+        Number of texts that there was time for; the last may be incomplete.
     """
     import torch
 

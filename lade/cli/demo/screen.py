@@ -1,4 +1,4 @@
-"""What `lade demo` looks like: two panels on a terminal, paragraphs in a pipe, a table at the end."""
+"""Display of `lade demo`: two panels on a terminal, paragraphs in a pipe, a table at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMALLEST_HEIGHT, _LARGEST_HEIGHT = 6, 30
 
 
 class Tail:
-    """The last lines of a text, as many as there is room for."""
+    """The last lines of a text that fit into a height."""
 
     def __init__(self, text: Text, height: int) -> None:
         self._text, self._height = text, height
@@ -39,13 +39,13 @@ class Tail:
 
 
 class LiveView:
-    """Draws a race as two panels, a few times a second: while it is run, and again in slow motion.
+    """Draws a race as two panels, live and as a replay.
 
     Args:
-        term: where.
-        title: of the picture.
-        prompt: shown before each text.
-        race: what is drawn.
+        term: terminal to draw on.
+        title: title above the panels.
+        prompt: text shown before each continuation.
+        race: race to draw, running or finished.
     """
 
     def __init__(self, term: Terminal, title: str, prompt: str, race: Race) -> None:
@@ -59,7 +59,7 @@ class LiveView:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        self._live.update(self._picture(*self._lanes, self._end()), refresh=True)
+        self._live.update(self._panels(*self._lanes, self._end()), refresh=True)
         self._live.stop()
 
     @property
@@ -67,33 +67,33 @@ class LiveView:
         return self._race.plain, self._race.lookahead
 
     def draw(self) -> None:
-        """Draw what there is, unless that was done just now."""
+        """Draw the current state, at most once per frame."""
         if perf_counter() - self._drawn >= _FRAME_S:
-            self._live.update(self._picture(*self._lanes, "as it runs"), refresh=True)
+            self._live.update(self._panels(*self._lanes, "as it runs"), refresh=True)
             self._drawn = perf_counter()
 
     def replay(self, slower: float) -> None:
-        """Show a race that is over once more.
+        """Replay a finished race.
 
         Args:
-            slower: how many times slower than it ran.
+            slower: slow-down factor, above 1.
         """
         start = perf_counter()
         while (seconds := (perf_counter() - start) / slower) < self._race.seconds:
-            said = f"the same, {slower:.3g} times slower"
-            self._live.update(self._picture(*self._race.at(seconds), said), refresh=True)
+            status = f"the same, {slower:.3g} times slower"
+            self._live.update(self._panels(*self._race.at(seconds), status), refresh=True)
             sleep(_FRAME_S)
 
     def _end(self) -> str:
         speed = "" if self._race.speedup is None else f", {self._race.speedup:.2f} times as fast"
         return verdict(self._race) + speed
 
-    def _picture(self, plain: Lane, fast: Lane, said: str) -> Group:
+    def _panels(self, plain: Lane, fast: Lane, status: str) -> Group:
         grid = Table.grid(expand=True)
         grid.add_column(ratio=1)
         grid.add_column(ratio=1)
         grid.add_row(self._panel("plain", plain, "white"), self._panel(self._race.name, fast, "green"))
-        return Group(Text.assemble((self._title, "bold"), (f" · {said}", "bold yellow"), overflow="ellipsis"), grid)
+        return Group(Text.assemble((self._title, "bold"), (f" · {status}", "bold yellow"), overflow="ellipsis"), grid)
 
     def _panel(self, name: str, lane: Lane, border: str) -> Panel:
         text = Text.assemble((self._prompt, "dim"), *lane.pieces)
@@ -104,7 +104,7 @@ class LiveView:
 
 
 def figures(lane: Lane) -> str:
-    """One line of counters."""
+    """Return a line of counters."""
     stats = lane.stats
     return (
         f"{stats.new_tokens} tokens · {stats.steps} passes · {stats.tokens_per_step:.2f} a pass · "
@@ -113,7 +113,7 @@ def figures(lane: Lane) -> str:
 
 
 def describe(term: Terminal, title: str, prompt: str, race: Race) -> None:
-    """The same as plain text."""
+    """Write a race as plain text."""
     term.write(f"=== {title}\n{prompt}{race.lookahead.text}\n\n")
     for name, lane in (("plain", race.plain), (race.name, race.lookahead)):
         term.write(f"{name:>11}: {figures(lane)}\n")
@@ -121,13 +121,13 @@ def describe(term: Terminal, title: str, prompt: str, race: Race) -> None:
         term.write(f"{'':>11}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
 
 
-def manner(choices: Choices) -> str:
-    """How the texts of a race come about."""
+def sampling_text(choices: Choices) -> str:
+    """Return how tokens are chosen, in words."""
     return f"sampled, temperature {choices.temperature:g}, seed {choices.seed}" if choices.do_sample else "greedy"
 
 
 def verdict(race: Race) -> str:
-    """Whether the texts are equal; where not, from which token on."""
+    """Return whether the texts are equal, and if not, from which token on."""
     if race.same:
         return "same text"
     pairs = zip(race.plain.token_ids, race.lookahead.token_ids, strict=False)
@@ -137,8 +137,8 @@ def verdict(race: Race) -> str:
 
 
 def summary(races: Sequence[Race]) -> Table:
-    """One row a round, and one for all rounds of a method."""
-    sampled = next((manner(race.choices) for race in races if race.choices.do_sample), None)
+    """Return a table with a row per round, and one per method for all rounds."""
+    sampled = next((sampling_text(race.choices) for race in races if race.choices.do_sample), None)
     table = Table(title="plain / method", title_style="bold", show_edge=False, pad_edge=False)  # fits 80 columns
     table.caption = f"*: {sampled}" if sampled else None
     for column in ("round", "text", "passes", "per pass", "seconds", "speed-up", "4-grams"):
@@ -155,17 +155,17 @@ def summary(races: Sequence[Race]) -> Table:
 
 
 def total_speedup(races: Sequence[Race]) -> float | None:
-    """Seconds of plain decoding by those of the method, all rounds together."""
+    """Return the speed-up over plain decoding of all rounds together; None without any time."""
     seconds = sum(race.lookahead.stats.decode_s for race in races)
     return sum(race.plain.stats.decode_s for race in races) / seconds if seconds else None
 
 
 def conclusion(races: Sequence[Race], learned: int) -> str:
-    """In words: that the texts are equal, and what each method brought.
+    """Return in words that the texts are equal, and the speed-up of each method.
 
     Args:
-        races: all of them.
-        learned: texts that the memory was made from before its first round.
+        races: all races of the demo.
+        learned: number of texts that the memory was filled from.
     """
     tokens = sum(len(race.plain.token_ids) for race in races)
     lines = [f"All {tokens} tokens are those of transformers' own model.generate."]
@@ -196,5 +196,5 @@ def _row(name: str, races: Sequence[Race]) -> list[str]:
 
 
 def footnote() -> Text:
-    """How to read panels and table."""
+    """Return the legend of panels and table."""
     return Text.assemble(legend(), (_NOTE, "dim"))

@@ -21,15 +21,15 @@ from lade.stats import Stats, Step, distinct_ngrams
 
 
 class Noise:
-    """The generators of the CPU and of one device as they are after `torch.manual_seed(seed)`, kept aside.
+    """State of torch's generators of the CPU and one device after `torch.manual_seed(seed)`, kept aside.
 
     >>> noise = Noise(7, model.device)
     >>> with noise.taken():
     ...     next(steps)  # draws from it, and from nothing else
 
     Args:
-        seed: of all of them; None: `taken` changes nothing.
-        device: where the model is.
+        seed: seed of the generators; None makes `taken` a no-op.
+        device: device of the model.
     """
 
     def __init__(self, seed: int | None, device: torch.device) -> None:
@@ -72,11 +72,11 @@ class Noise:
 
 
 class Lane:
-    """One of the two: its tokens, its text in styled pieces, its figures.
+    """One side of a race: tokens, text in styled pieces, statistics.
 
     Args:
-        loaded: has the tokenizer.
-        prompt: ids that the text continues.
+        loaded: model to generate with, and its tokenizer.
+        prompt: token ids that the text continues.
     """
 
     def __init__(self, loaded: LoadedModel, prompt: Sequence[int]) -> None:
@@ -94,11 +94,11 @@ class Lane:
         self.pieces.append((self._detokenizer.push(step.tokens), self._palette.style(len(step.tokens))))
 
     def finish(self) -> None:
-        """Append what the detokenizer held back."""
+        """Append the text that the detokenizer held back."""
         self.pieces.append((self._detokenizer.flush(), ""))
 
     def at(self, seconds: float) -> Lane:
-        """The lane as it stood when it had decoded for so long; at 0.0 the prompt's own pass is over."""
+        """Return the lane after this many seconds of decoding, counted from the end of the prefill."""
         past, done = copy(self), 0.0
         past.token_ids, past.pieces, past.stats = [], [], Stats()
         for step, piece in zip(self._steps, self.pieces, strict=False):
@@ -112,28 +112,28 @@ class Lane:
 
     @property
     def text(self) -> str:
-        """The continuation so far."""
+        """Continuation so far."""
         return "".join(text for text, _ in self.pieces)
 
     @property
     def distinct_4grams(self) -> float:
-        """Share of distinct ones among the 4-grams of the output; low where a text repeats itself."""
+        """Share of distinct 4-grams in the output; low for repetitive text."""
         return distinct_ngrams(self.token_ids)
 
 
 class Race:
-    """Both lanes on one prompt.
+    """Plain and lookahead decoding of one prompt.
 
-    Plain decoding is transformers' own `model.generate`. While it hands over a token its clock stands still, and the
-    other lane makes steps until its own clock is as late. So neither waits in the other's time or in that of drawing.
+    Plain decoding is transformers' own `model.generate`. While it hands over a token its clock stops, and the other
+    lane decodes until its own clock has caught up. So neither clock counts the other lane's time or that of drawing.
 
     Args:
-        loaded: what generates.
-        prompt: ids.
-        config: of the other lane.
-        max_new_tokens: at least 1.
-        choices: settled ones, without beams. Each lane draws from a generator of its own with their seed.
-        name: of the method beside plain decoding.
+        loaded: model to generate with, and its tokenizer.
+        prompt: token ids of the prompt.
+        config: configuration of the lookahead lane.
+        max_new_tokens: token limit, at least 1.
+        choices: settled choices without beams; each lane has a generator of its own with their seed.
+        name: name of the lookahead lane's method.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Race:
             steps = stream(self._model, lookahead=self._config, **self._arguments)
 
         def catch_up() -> None:
-            with ours.taken():  # amid a turn of theirs
+            with ours.taken():  # within a turn of theirs
                 while self.lookahead.stats.decode_s <= self.plain.stats.decode_s and (step := next(steps, None)):
                     self.lookahead.take(step)
             draw()
@@ -179,27 +179,27 @@ class Race:
         draw()
 
     def at(self, seconds: float) -> tuple[Lane, Lane]:
-        """Both lanes as they stood when either clock had run for so long."""
+        """Return both lanes at a time on their clocks."""
         return self.plain.at(seconds), self.lookahead.at(seconds)
 
     @property
     def seconds(self) -> float:
-        """Until the slower lane was done, without prefill."""
+        """Decoding time of the slower lane, without prefill."""
         return max(self.plain.stats.decode_s, self.lookahead.stats.decode_s)
 
     @property
     def same(self) -> bool:
-        """Whether both lanes wrote the same tokens."""
+        """True if both lanes wrote the same tokens."""
         return self.plain.token_ids == self.lookahead.token_ids
 
     @property
     def speedup(self) -> float | None:
-        """Seconds of plain decoding after prefill by those of lookahead decoding."""
+        """Decoding time of the plain lane over that of the lookahead lane; None without any."""
         seconds = self.lookahead.stats.decode_s
         return self.plain.stats.decode_s / seconds if seconds else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Figures and tokens of both lanes."""
+        """Return statistics and tokens of both lanes."""
         lanes = {"plain": self.plain, "lookahead": self.lookahead}
         return {
             "method": self.name,
@@ -231,7 +231,7 @@ class _Pacer(BaseStreamer):
         self._since = perf_counter()
 
     def end(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing: no token is held back."""
 
 
 def _lane_dict(lane: Lane) -> dict[str, Any]:

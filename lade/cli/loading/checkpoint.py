@@ -1,9 +1,9 @@
-"""Validation of a checkpoint's config files, and its generation defaults."""
+"""Generation defaults of a checkpoint, and checks of its config files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from lade.cli.options.decoding import Choices
 from lade.errors import InputError
-from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, Nonsense, is_whole, nonsense_in
+from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, InvalidField, find_invalid, is_whole
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -45,54 +45,46 @@ _DECIDED_BY_THE_SHELL = frozenset(
         "output_hidden_states",
     ]
 )
-"""Fields of a checkpoint's generation_config that would make it anything else than greedy decoding of one text."""
+"""Fields of a checkpoint's generation_config that the shell's options replace."""
 
 
 def sampling_defaults(config: GenerationConfig) -> dict[str, Any]:
-    """What a checkpoint has set of sampling and beams, for those who ask for either."""
+    """Return the checkpoint's settings of sampling and beam search."""
     values = {name: getattr(config, name, None) for name in ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def greedy(config: GenerationConfig) -> GenerationConfig:
-    """A checkpoint's generation_config, its stop tokens and penalties kept, made greedy without a word of warning."""
+    """Return a greedy copy of a checkpoint's generation_config that keeps its stop tokens and penalties."""
     kept = {key: value for key, value in config.to_dict().items() if key not in _DECIDED_BY_THE_SHELL}
     return GenerationConfig.from_dict({**kept, "do_sample": False, "num_beams": 1})
 
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-_SIZES = """
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    n_embd n_head n_layer
-""".split()  # noqa: SIM905 - a table of words reads better without the quotes
-_OBJECTS = ("quantization_config", "rope_parameters", "rope_scaling")
 
 
 def check(model: Any, name: str, source: str) -> None:
-    """Raise `InputError` for a loaded model that could not generate, because of a field of its files.
+    """Raise `InputError` if a field of the generation_config keeps a loaded model from generating.
 
     Args:
-        model: a transformers causal language model.
-        name: as the user gave it.
-        source: its folder, or its id on the hub.
+        model: transformers causal language model.
+        name: name of the model as the user gave it.
+        source: folder of the model, or its hub id.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
-    wrong = nonsense_in(model.generation_config.to_dict(), ALWAYS, vocabulary=vocabulary)
-    if wrong:  # old checkpoints say in their config.json how to generate
+    wrong = find_invalid(model.generation_config.to_dict(), ALWAYS, vocabulary=vocabulary)
+    if wrong:  # old checkpoints have generation settings in config.json
         raise InputError(_line(name, GENERATION if wrong.field in _values(source, GENERATION) else CONFIG, wrong))
-    wrong = _nonsense_in_a_decoder(model)
-    if wrong:
-        raise InputError(_line(name, CONFIG, wrong))
 
 
 def check_choices(values: Mapping[str, Any], name: str) -> None:
-    """Raise `InputError` for what a checkpoint's generation_config says of sampling or beams, where it is used.
+    """Raise `InputError` for a sampling or beam setting of a checkpoint that is used and out of range.
 
     Args:
-        values: by the names of the fields: those in use.
-        name: of the model, as the user gave it.
+        values: settings in use, by their field names.
+        name: name of the model as the user gave it.
     """
-    wrong = nonsense_in(values, SAMPLING if values.get("do_sample") else {}, BEAMS)
+    wrong = find_invalid(values, SAMPLING if values.get("do_sample") else {}, BEAMS)
     if wrong:
         named = wrong.field in {field.name for field in fields(Choices)}
         option = f", there or with --{wrong.field.replace('_', '-')}" if named else ""
@@ -100,27 +92,27 @@ def check_choices(values: Mapping[str, Any], name: str) -> None:
 
 
 def why_not_loaded(source: str, problem: Exception) -> str:
-    """What in a checkpoint's files has kept it from being loaded; empty where that is not known.
+    """Return what in a checkpoint's files kept it from being loaded; empty if that is unknown.
 
     Args:
-        source: its folder, or its id on the hub.
-        problem: what was raised.
+        source: folder of the model, or its hub id.
+        problem: exception that transformers raised.
     """
     if "ignore_mismatched_sizes" in str(problem):
         return f"the sizes in its {CONFIG} are not those of its weights: give the {CONFIG} that was saved with them"
     generation, config = (_values(source, file) for file in (GENERATION, CONFIG))
-    wrong, file = nonsense_in(generation, ALWAYS, LOADING), GENERATION
+    wrong, file = find_invalid(generation, ALWAYS, LOADING), GENERATION
     if not wrong:
-        wrong, file = _nonsense_in_config(config, problem), CONFIG
+        wrong, file = _invalid_in_config(config, problem), CONFIG
     return f"its {file} has {wrong}" if wrong else ""
 
 
-def _line(name: str, file: str, wrong: Nonsense) -> str:
+def _line(name: str, file: str, wrong: InvalidField) -> str:
     return f"model {name!r}: its {file} has {wrong}"
 
 
 def _values(source: str, file: str) -> dict[str, Any]:
-    """What a file holds; nothing if it is not there, or cannot be read, which then is the problem itself."""
+    """Return the fields of a JSON file; empty if it does not exist or cannot be read."""
     path: Any = Path(source) / file
     if not path.is_file():
         path = None if Path(source).exists() else try_to_load_from_cache(source, file)
@@ -133,48 +125,34 @@ def _values(source: str, file: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _nonsense_in_a_decoder(model: Any) -> Nonsense | None:
-    config = model.config
-    if config.is_encoder_decoder:
-        remedy = f"set it to false, as {type(model).__name__} has no encoder"
-        return Nonsense("is_encoder_decoder", config.is_encoder_decoder, remedy)
-    if getattr(config, "return_dict", True) is False:
-        return Nonsense("return_dict", False, "leave it out: generation needs the names of the outputs")
-    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
-    if window is not None and not is_whole(window):
-        return Nonsense("sliding_window", window, "give a whole number, or null for no window")
-    return None
-
-
-def _nonsense_in_config(config: dict[str, Any], problem: Exception) -> Nonsense | None:
-    """What in a config that was not loaded may be the reason."""
+def _invalid_in_config(config: dict[str, Any], problem: Exception) -> InvalidField | None:
+    """Return a value of a config.json that may have kept the model from being loaded."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    suspects = (wrong for part in parts for wrong in (*_out_of_range(part), *_named_by(problem, part)))
-    return next(suspects, None)
+    return next((wrong for part in parts for wrong in (*_out_of_range(part), *_named_by(problem, part))), None)
 
 
-def _out_of_range(config: dict[str, Any]) -> Iterator[Nonsense]:
-    for field, (fits, remedy) in _CONFIG_FIELDS.items():
+def _out_of_range(config: dict[str, Any]) -> Iterator[InvalidField]:
+    for field in ("dtype", "torch_dtype"):
         value = config.get(field)
-        if value is not None and not fits(value):
-            yield Nonsense(field, value, remedy)
+        if value is not None and not _is_dtype(value):
+            yield InvalidField(field, value, "give float32, bfloat16 or float16")
     padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
     if is_whole(vocabulary, 1) and is_whole(padding, vocabulary or 0):
-        yield Nonsense("pad_token_id", padding, f"give an id below vocab_size, which is {vocabulary}, or null")
+        yield InvalidField("pad_token_id", padding, f"give an id below vocab_size, which is {vocabulary}, or null")
 
 
-def _named_by(problem: Exception, config: dict[str, Any]) -> Iterator[Nonsense]:
-    """Fields that an error of transformers is about."""
+def _named_by(problem: Exception, config: dict[str, Any]) -> Iterator[InvalidField]:
+    """Yield fields that an error of transformers names."""
     looked_up = problem.args if isinstance(problem, KeyError) else ()
     for field, value in config.items():
         if isinstance(value, str) and value in looked_up:
-            yield Nonsense(field, value, "give a name that transformers knows")
+            yield InvalidField(field, value, "give a name that transformers knows")
         elif f"Field '{field}' " in str(problem):
-            yield Nonsense(field, value, _type_wanted(str(problem)))
+            yield InvalidField(field, value, _type_wanted(str(problem)))
 
 
 def _type_wanted(message: str) -> str:
-    """The remedy in a message such as "Field 'use_cache' expected bool, got str (value: 'x')"."""
+    """Return the remedy for a message such as "Field 'use_cache' expected bool, got str (value: 'x')"."""
     wanted = message.rpartition(" expected ")[2].partition(",")[0]
     return (
         f"give a value of type {wanted}" if " expected " in message else "give a value of the type that its class has"
@@ -183,19 +161,3 @@ def _type_wanted(message: str) -> str:
 
 def _is_dtype(value: object) -> bool:
     return value == "auto" or (isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype))
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, list) or is_whole(value, 1)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-_CONFIG_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(_SIZES, (_is_size, "give a whole number >= 1")),
-    **dict.fromkeys(_OBJECTS, (_is_object, "give an object, or leave it out")),
-    **dict.fromkeys(("dtype", "torch_dtype"), (_is_dtype, "give float32, bfloat16 or float16")),
-}
-"""Fields of a config.json that was not loaded: what fits, and what to give instead."""

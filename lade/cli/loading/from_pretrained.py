@@ -29,12 +29,12 @@ from lade.errors import ConfigError, InputError
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to quantise.
+    """A quantization scheme.
 
     Attributes:
-        package: what pip calls the library that does it.
-        module: what Python calls it.
-        config: makes transformers' config for it; the library is imported only then.
+        package: name of its library for pip.
+        module: name of its library for Python.
+        config: returns transformers' configuration; imports the library only then.
     """
 
     package: str
@@ -43,10 +43,10 @@ class Scheme:
 
     @property
     def installed(self) -> bool:
-        """Whether the library is there."""
+        """True if the library is installed."""
         try:
             return find_spec(self.module) is not None
-        except ModuleNotFoundError:  # of a package that the module would be in
+        except ModuleNotFoundError:  # the parent package
             return False
 
 
@@ -76,16 +76,16 @@ SCHEMES = {
 
 
 def quantization_config(name: str) -> Any:
-    """What `from_pretrained` takes as `quantization_config` for a scheme.
+    """Return `quantization_config` of `from_pretrained` for a scheme.
 
     Raises:
-        ConfigError: there is no such scheme, or its library is not installed or cannot be imported.
+        ConfigError: the scheme is unknown, or its library is not installed or cannot be imported.
     """
     scheme = SCHEMES.get(name)
     if scheme is None:
         here = ", ".join(each for each, scheme in SCHEMES.items() if scheme.installed) or "none"
         raise ConfigError("quantization", name, f"give one of {', '.join(SCHEMES)}; installed here: {here}")
-    remedy = f"it takes {scheme.package}: run  pip install accelerate {scheme.package}"
+    remedy = f"needs {scheme.package}: run  pip install accelerate {scheme.package}"
     if not scheme.installed or find_spec("accelerate") is None:
         raise ConfigError("quantization", name, remedy)
     try:
@@ -95,41 +95,41 @@ def quantization_config(name: str) -> Any:
 
 
 def put_adapter(model: Any, loading: Loading, source: Source) -> None:
-    """Put the adapter that was asked for into a model; its weights stay apart, so that it computes what PEFT does.
+    """Load the adapter into a model, its weights unmerged, so that results equal PEFT's.
 
     Args:
-        model: is changed.
-        loading: which adapter.
-        source: of the model.
+        model: transformers model, changed in place.
+        loading: options with the adapter.
+        source: origin of the model.
 
     Raises:
-        ConfigError, InputError: there is no such adapter, it is none for this model, or PEFT is not installed.
+        ConfigError, InputError: the adapter does not exist or does not fit, or PEFT is not installed.
     """
     adapter = loading.adapter
     if find_spec("peft") is None:
-        raise ConfigError("adapter", adapter, "it takes PEFT: run  pip install peft")
+        raise ConfigError("adapter", adapter, "needs PEFT: run  pip install peft")
     where = find_adapter(loading)
-    hub = {name: value for name, value in loading.hub.items() if name != "revision"}  # which is the model's
-    remedy = "give an adapter's folder, and the --model that it was made for"
+    hub = {name: value for name, value in loading.hub.items() if name != "revision"}  # it is the model's
+    remedy = "give an adapter of this --model"
     try:
         found = model.load_adapter(where.name, adapter_kwargs={**hub, "local_files_only": where.local})
     except Exception as problem:
-        reason = f"it cannot be put into {source.shown!r} ({one_line(problem, 240)})"
+        reason = f"cannot be loaded into {source.shown!r} ({one_line(problem, 240)})"
         raise ConfigError("adapter", adapter, f"{reason}: {remedy}") from problem
     wrong = sorted([*found.missing_keys, *found.unexpected_keys])
     if wrong:
-        reason = f"its weights are not those of an adapter for {source.shown!r} (first {wrong[0]})"
+        reason = f"its weights do not fit {source.shown!r} (first {wrong[0]})"
         raise ConfigError("adapter", adapter, f"{reason}: {remedy}")
 
 
 def load_processor(source: Source, loading: Loading) -> Any:
-    """Load it.
+    """Load the processor of a model, which prepares images.
 
     Raises:
-        InputError: Pillow is missing, or the checkpoint has none that can be loaded.
+        InputError: Pillow is missing, or the checkpoint has no usable processor.
     """
     if find_spec("PIL") is None:
-        raise InputError("images cannot be read without Pillow: run  pip install pillow")
+        raise InputError("images need Pillow: run  pip install pillow")
     try:
         processor = AutoProcessor.from_pretrained(
             source.name, local_files_only=source.local, trust_remote_code=loading.trust_remote_code, **loading.hub
@@ -140,9 +140,9 @@ def load_processor(source: Source, loading: Loading) -> Any:
         reason = one_line(str(problem).strip().split("\n", 1)[0], 200)
         raise InputError(f"model {source.shown!r}: its processor cannot be loaded ({reason}): {remedy}") from problem
     if isinstance(processor, PreTrainedTokenizerBase):
-        raise InputError(f"model {source.shown!r} has no processor, so it takes no images: leave them out")
+        raise InputError(f"model {source.shown!r} takes no images, as it has no processor")
     if not getattr(processor, "chat_template", None):
-        raise InputError(f"the processor of {source.shown!r} has no chat template, so images have no place in a prompt")
+        raise InputError(f"model {source.shown!r}: its processor has no chat template, which images need")
     return processor
 
 
@@ -150,10 +150,10 @@ _UNKNOWN_CLASS = "Unrecognized configuration class"
 
 
 def load_tokenizer(source: Source, loading: Loading) -> Any:
-    """The tokenizer of a model.
+    """Load the tokenizer of a model.
 
     Raises:
-        InputError: it cannot be loaded, or is empty.
+        InputError: the tokenizer cannot be loaded, or has no vocabulary.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -170,18 +170,18 @@ def load_tokenizer(source: Source, loading: Loading) -> Any:
 def load_model(
     source: Source, loading: Loading, target: torch.device | None, images: bool | None, processes: int = 1
 ) -> Any:
-    """The model on its device, or spread over several.
+    """Load a model onto its device, or several.
 
     Args:
-        source: of its files.
-        loading: how to load it.
-        target: its device; None where a map or a split says where.
-        images: whether it is to take images; None: if it can.
-        processes: over how many of them to split its layers.
+        source: origin of the model.
+        loading: options of the model.
+        target: device; None if `device_map` or the split over processes decides.
+        images: load the class that takes images; None if there is one.
+        processes: number of processes to split the layers over.
 
     Raises:
         ConfigError: an option does not fit the model.
-        InputError: it cannot be loaded, lacks weights, or does not fit on the device.
+        InputError: the model cannot be loaded, lacks weights, or does not fit on the device.
     """
     arguments = _arguments(loading, target)
     if processes > 1:
@@ -194,7 +194,7 @@ def load_model(
         )
     except Exception as problem:
         if images and _UNKNOWN_CLASS in str(problem):
-            raise InputError(f"model {source.shown!r} takes no images: leave them out") from problem
+            raise InputError(f"model {source.shown!r} takes no images") from problem
         raise _blamed(problem, loading) or InputError(_explain(source, "it cannot be loaded", problem)) from problem
     missing = sorted(found["missing_keys"])
     if missing:
@@ -213,7 +213,7 @@ def load_model(
 
 
 def _classes(images: bool | None) -> list[Any]:
-    """The auto classes to try. Some multimodal checkpoints are known to the second one only, also for text."""
+    """Return the auto classes to try; some multimodal checkpoints are registered with the second alone."""
     if images:
         return [AutoModelForImageTextToText]
     classes = [AutoModelForCausalLM, AutoModelForImageTextToText]
@@ -221,7 +221,7 @@ def _classes(images: bool | None) -> list[Any]:
 
 
 def _first_that_fits(classes: Sequence[Any], name: str, **arguments: Any) -> Any:
-    """The model, and what loading it found, by the first class that knows its configuration."""
+    """Load with the first class that knows the configuration; return the model and its loading info."""
     *others, last = classes
     for each in others:
         try:
@@ -233,7 +233,7 @@ def _first_that_fits(classes: Sequence[Any], name: str, **arguments: Any) -> Any
 
 
 def _arguments(loading: Loading, target: torch.device | None) -> dict[str, Any]:
-    """What `from_pretrained` is given besides where from."""
+    """Return the arguments of `from_pretrained` that do not say where to load from."""
     arguments: dict[str, Any] = {"dtype": _dtype(loading), "trust_remote_code": loading.trust_remote_code}
     if loading.attn_implementation is not None:
         arguments["attn_implementation"] = loading.attn_implementation
@@ -241,47 +241,47 @@ def _arguments(loading: Loading, target: torch.device | None) -> dict[str, Any]:
         arguments["device_map"] = _device_map(loading.device_map)
     if loading.quantization is not None:
         arguments["quantization_config"] = quantization_config(loading.quantization)
-        arguments.setdefault("device_map", {"": target})  # quantised weights are not to be moved afterwards
+        arguments.setdefault("device_map", {"": target})  # quantized weights cannot be moved afterwards
     return arguments
 
 
 def _device_map(text: str) -> Any:
-    """What stands for it in `from_pretrained`: a word, or an object that was written as JSON."""
+    """Return `device_map` for `from_pretrained`: a word, or a parsed JSON object."""
     if find_spec("accelerate") is None:
-        raise ConfigError("device-map", text, "it takes accelerate: run  pip install accelerate")
+        raise ConfigError("device-map", text, "needs accelerate: run  pip install accelerate")
     if not text.lstrip().startswith("{"):
         return text
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise ConfigError("device-map", one_line(text, 60), f"it is no JSON ({one_line(problem, 120)})") from problem
+        raise ConfigError("device-map", one_line(text, 60), f"no JSON ({one_line(problem, 120)})") from problem
     if not found:
-        raise ConfigError("device-map", text, 'it says nothing: give auto, or an object such as {"": "cpu"}')
+        raise ConfigError("device-map", text, 'give auto, or an object such as {"": "cpu"}')
     return found
 
 
 def _dtype(loading: Loading) -> torch.dtype | str:
     if loading.dtype == "auto":
-        # The embedded weights are stored in bfloat16 to be small; where near ties do not round apart, texts are equal.
+        # The embedded weights are stored in bfloat16 to be small; float32 decodes them without near ties.
         return torch.float32 if loading.model is None else "auto"
     dtype: torch.dtype = getattr(torch, loading.torch_dtype)
     return dtype
 
 
 def _blamed(problem: Exception, loading: Loading) -> ConfigError | None:
-    """An error of `from_pretrained` as one of the option that it is about."""
+    """Return an error of `from_pretrained` as one of the option that caused it; None if there is none."""
     reason, name = one_line(problem, 200), loading.attn_implementation
     if name is not None and any(word in reason.lower() for word in ("attention", "attn", "kernel")):
-        return ConfigError("attn-implementation", name, f"{reason}; give sdpa or eager, or leave it out")
+        return ConfigError("attn-implementation", name, f"{reason}; give sdpa or eager")
     if loading.device_map is not None and "device" in reason:
-        return ConfigError("device-map", loading.device_map, f"{reason}; give auto, or leave it out")
+        return ConfigError("device-map", loading.device_map, f"{reason}; give auto")
     if loading.quantization is not None:
-        return ConfigError("quantization", loading.quantization, f"the model cannot be loaded with it: {reason}")
+        return ConfigError("quantization", loading.quantization, f"the model cannot be loaded: {reason}")
     return None
 
 
 def _explain(source: Source, what: str, problem: Exception) -> str:
-    """One line for what transformers or safetensors raised."""
+    """Return a one-line message for an error of transformers or safetensors."""
     reason = str(problem)
     if _UNKNOWN_CLASS in reason:
         found = re.search(r"(\w+)Config'?>", reason)
@@ -292,6 +292,6 @@ def _explain(source: Source, what: str, problem: Exception) -> str:
     if "access a gated repo" in reason:
         return gated(source.shown)
     if "trust_remote_code" in reason:
-        return f"model {source.shown!r} runs Python code of its own: read that first, then add --trust-remote-code"
+        return f"model {source.shown!r} needs its own Python code: review it, then add --trust-remote-code"
     first = one_line(reason.split("\n", 1)[0] or type(problem).__name__, 240).rstrip(".:")
     return f"model {source.shown!r}: {what} ({first}); check that its files are complete"

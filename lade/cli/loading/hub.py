@@ -1,4 +1,4 @@
-"""Model names resolved to a folder, the hub, or the embedded model."""
+"""Resolution of model names to a folder, the hub, or the embedded model."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _SILENT = 50  # logging.CRITICAL
 
 @contextmanager
 def downloading(term: Terminal) -> Iterator[None]:
-    """The hub's bars show how far a download is, and transformers' how far loading; no line of ours among them."""
+    """Show the hub's download bars and transformers' loading bars, and suspend the status line."""
     logging: Any = _logging  # untyped
-    term.pausing(True)
+    term.suspend_status(True)
     logging.enable_progress_bar()
     try:
         yield
     finally:
         logging.disable_progress_bar()
-        term.pausing(False)
+        term.suspend_status(False)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers' progress bars and advice are switched off, and afterwards are as they were."""
+    """Switch off transformers' progress bars and advice, and restore them afterwards."""
     logging: Any = _logging  # untyped
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)
@@ -60,13 +60,13 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Source:
-    """What `from_pretrained` loads.
+    """Arguments of `from_pretrained` for a model.
 
     Attributes:
-        shown: what the user calls it.
-        name: a folder or a hub id.
-        local: whether to keep off the network.
-        download: whether its weights are still to be fetched.
+        shown: name as the user gave it.
+        name: path of a folder, or hub id.
+        local: do not access the network.
+        download: the weights have yet to be downloaded.
     """
 
     shown: str
@@ -76,10 +76,10 @@ class Source:
 
 
 def find(loading: Loading) -> Source:
-    """Where to load a model from.
+    """Return where to load a model from.
 
     Raises:
-        ConfigError, InputError: there is no such folder, or the hub does not have it, or cannot be reached.
+        ConfigError, InputError: the folder does not exist, or the hub lacks the model or cannot be reached.
     """
     name = loading.model
     if name is None:
@@ -91,7 +91,7 @@ def find(loading: Loading) -> Source:
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise InputError(f"model folder {name!r} has no config.json: give a folder that save_pretrained wrote")
         if loading.revision is not None:
-            raise ConfigError("revision", loading.revision, f"the folder {name!r} has no revisions: leave it out")
+            raise ConfigError("revision", loading.revision, f"the folder {name!r} has no revisions")
         return Source(name, str(folder), local=True)
     if folder.exists():
         raise InputError(f"model {name!r} is a file: give the folder it lies in")
@@ -106,27 +106,27 @@ def find(loading: Loading) -> Source:
 
 
 def find_adapter(loading: Loading) -> Source:
-    """Where to load the adapter from; errors are those of `find`."""
+    """Return where to load the adapter from; errors as in `find`."""
     name = loading.adapter or ""
     folder = folder_of(name)
     if folder.is_dir():
         return Source(name, str(folder), local=True)
     if folder.exists() or not _HUB_ID.fullmatch(name):
-        raise ConfigError("adapter", name, "it is no folder: check the path, or give a hub id such as org/name")
+        raise ConfigError("adapter", name, "no such folder: check the path, or give a hub id such as org/name")
     if loading.local_files_only:
         return Source(name, name, local=True)
-    return Source(name, name, local=_commit(loading.of(name), file="adapter_config.json") is None)
+    return Source(name, name, local=_commit(loading.for_model(name), file="adapter_config.json") is None)
 
 
 def _cached(file: str, loading: Loading, commit: str | None = None) -> Path | None:
-    """The copy of a file of the model, if there is one."""
+    """Return the cached copy of a file of the model; None without one."""
     revision = commit or loading.revision
     found = try_to_load_from_cache(loading.name, file, cache_dir=loading.cache_dir, revision=revision)
     return Path(found) if isinstance(found, str) else None
 
 
 def _has_weights(loading: Loading, commit: str) -> bool:
-    """Whether all weights of a commit are there."""
+    """Return True if all weights of a commit are cached."""
     index = _cached("model.safetensors.index.json", loading, commit)
     files = ["model.safetensors"]
     if index is not None:
@@ -135,14 +135,14 @@ def _has_weights(loading: Loading, commit: str) -> bool:
 
 
 def _commit(loading: Loading, file: str = "config.json") -> str | None:
-    """Ask the hub once, without the retries of a download; None where only a cached copy can be had, with this file."""
+    """Return the commit on the hub, asked once without retries; None if only a cached copy with `file` is left."""
     name, revision = loading.name, loading.revision
     try:
         commit: str = HfApi(token=loading.token).model_info(name, revision=revision, timeout=_TIMEOUT_S).sha or ""
-    except GatedRepoError as problem:  # a kind of RepositoryNotFoundError
+    except GatedRepoError as problem:  # a subclass of RepositoryNotFoundError
         raise InputError(gated(name)) from problem
     except RevisionNotFoundError as problem:
-        remedy = f"{name!r} has no such branch, tag or commit: give one that it has, or leave it out"
+        remedy = f"{name!r} has no such branch, tag or commit"
         raise ConfigError("revision", revision, remedy) from problem
     except (RepositoryNotFoundError, HFValidationError) as problem:
         raise InputError(f"model {name!r} is neither a folder here nor a model on the hub: check the name") from problem
@@ -157,5 +157,5 @@ def _commit(loading: Loading, file: str = "config.json") -> str | None:
 
 
 def gated(name: str) -> str:
-    """What to do about a model that one has to ask for."""
+    """Return the message for a gated model."""
     return f"model {name!r} is gated on the hub: accept its terms there, then log in with hf auth login, or add --token"

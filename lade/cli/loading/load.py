@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer; errors become one line."""
+"""Loading of a model and its tokenizer for the shell."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lade.tuning.packing_choice import pack_if_it_pays
 
 
 def _no_processor() -> Any:
-    raise InputError("this model takes no images: leave them out")
+    raise InputError("this model takes no images")
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class LoadedModel:
     """A loaded model with its tokenizer.
 
     Attributes:
-        name: as the user gave it, or "embedded".
-        model: a transformers causal language model; its generation_config decodes greedily.
-        tokenizer: its tokenizer.
-        checkpoint_defaults: what its checkpoint's generation_config has on sampling and beams; `model` lacks it.
-        variant: how it was loaded, as far as that changes its texts; see `Loading.variant`.
-        processor: loads what makes tensors of images, once; raises `InputError` where it has none.
+        name: name as the user gave it, or "embedded".
+        model: transformers causal language model, whose generation_config is greedy.
+        tokenizer: tokenizer of the model.
+        checkpoint_defaults: sampling and beam settings of the checkpoint, which `model` lacks.
+        variant: options that change its output; see `Loading.variant`.
+        processor: loads the image processor, once; raises `InputError` for models without one.
     """
 
     name: str
@@ -56,52 +56,52 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """Such as "float32"."""
+        """Name of the dtype, such as "float32"."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def packed(self) -> bool:
-        """Whether any of its layers are prepacked for the CPU."""
+        """True if linear layers are prepacked for the CPU."""
         return packing.packed_layers(self.model) > 0
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What every `--json` says of it."""
+        """Fields about the model that every `--json` prints."""
         weights = packing.INT8 if packing.int8_layers(self.model) else None
         named = {"model": self.name, "dtype": self.dtype, "packed": self.packed}
         return {**named, "weights": weights, "invariant": self.invariant}
 
     @property
     def layout(self) -> str:
-        """How its layers lie and round, to be put behind its dtype, such as ", int8, invariant"."""
+        """Weight layout to show after the dtype, such as ", int8, invariant"."""
         packed = ", int8" if packing.int8_layers(self.model) else ", packed" if self.packed else ""
         return packed + (", invariant" if self.invariant else "")
 
     @property
     def invariant(self) -> bool:
-        """Whether it rounds alike in every pass."""
+        """True if the model is batch invariant."""
         return invariance_of(unwrap(self.model)) is not None
 
     @property
     def context(self) -> int | None:
-        """Tokens the model was made for; None where it does not say."""
+        """Context length in tokens; None if the config does not say."""
         config = self.model.config.get_text_config(decoder=True)
         length = getattr(config, "max_position_embeddings", None)
         return length if isinstance(length, int) and length > 0 else None
 
     @property
-    def ends(self) -> bool:
-        """Whether the model cannot run beyond its context at all, because it looks positions up in a table."""
+    def context_is_hard(self) -> bool:
+        """True if the model cannot run beyond its context, since its positions are a table."""
         return self.model.config.get_text_config(decoder=True).model_type in LEARNED_POSITIONS
 
     def room(self, ids: list[int], max_new_tokens: int, *, within: bool = False) -> int:
-        """How many of `max_new_tokens` can be generated; `within`: without leaving the context."""
-        if self.context is None or not (within or self.ends):
+        """Return how many of `max_new_tokens` can be generated; `within`: without exceeding the context."""
+        if self.context is None or not (within or self.context_is_hard):
             return max_new_tokens
-        return min(max_new_tokens, self.context - len(ids) + (not within))  # the last token is not fed any more
+        return min(max_new_tokens, self.context - len(ids) + (not within))  # the last token is never fed
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, special tokens included; see `check`."""
+        """Return the ids of a prompt, special tokens included; see `check`."""
         ids: list[int] = self.tokenizer(text)["input_ids"]
         self.check(ids)
         return ids
@@ -111,7 +111,7 @@ class LoadedModel:
         if not ids:
             raise InputError("the prompt has no tokens: give a longer one")
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        largest = max(set(ids) - placeholder_ids(self.model), default=0)  # which stand for images
+        largest = max(set(ids) - placeholder_ids(self.model), default=0)  # placeholders stand for images
         if largest >= vocabulary:
             raise InputError(
                 f"the tokenizer yields the id {largest}, but the model has a vocabulary of {vocabulary}: "
@@ -136,16 +136,16 @@ def load(
     """Load a model for the shell; the embedded one runs on one CPU thread.
 
     Args:
-        loading: which model, and how.
-        term: says whether transformers may talk.
-        pack: prepack the linear layers for the CPU; None: if that can be done, the embedded model excepted.
-        images: whether the model is to take images; None: if it can.
-        invariant: make it round alike in every pass.
-        threads: of the CPU; None: as many as there are, and one for the embedded model.
-        processes: over how many of them to split its layers; all of them load it.
+        loading: options of the model.
+        term: terminal that shows the progress.
+        pack: prepack linear layers for the CPU; None if that pays, and never for the embedded model.
+        images: load a model that takes images; None if it can.
+        invariant: make the model batch invariant.
+        threads: CPU threads; None for torch's default, and 1 for the embedded model.
+        processes: number of processes to split the layers over; each of them calls this.
 
     Raises:
-        ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
+        ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded.
     """
     loading.check()
     if processes > 1:
@@ -154,10 +154,10 @@ def load(
         term.closing.enter_context(quiet())
     device = "cpu" if loading.weights is not None and loading.device == "auto" else loading.device
     target = None if loading.device_map is not None or processes > 1 else _device(device)
-    term.working(f"looking for {loading.name}")
+    term.show_status(f"looking for {loading.name}")
     source = find(loading)
     with downloading(term) if source.download and term.animated else nullcontext():
-        term.working(f"loading {source.shown}")
+        term.show_status(f"loading {source.shown}")
         tokenizer = load_tokenizer(source, loading)
         is_packed = source.local and packed_folder.is_packed_folder(source.name)
         model = _load_packed(source, loading) if is_packed else load_model(source, loading, target, images, processes)
@@ -165,7 +165,7 @@ def load(
         checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
             put_adapter(model, loading, source)
-    if threads is not None or loading.model is None:  # so small a model gains nothing from two
+    if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
     _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
     defaults = sampling_defaults(model.generation_config)
@@ -174,21 +174,21 @@ def load(
     return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor)
 
 
-def remembering(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
-    """`lookahead` with a memory from a file, if one was given.
+def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
+    """Return `lookahead` with the draft memory of a file; None for the file changes nothing.
 
     Raises:
-        InputError: it cannot be read, is damaged, or is of another tokenizer.
+        InputError: the file cannot be read, is damaged, or belongs to another tokenizer.
     """
     if memory is None:
         return lookahead
-    assert isinstance(lookahead, LookaheadConfig), "Speed.lookahead sees to it"
+    assert isinstance(lookahead, LookaheadConfig), "Speed.lookahead ensures it"
     return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer))
 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
-    """wanted: whether --pack was given; otherwise it is done where it pays, and --debug tells where it was not."""
-    term.working("packing the weights")
+    """Prepack linear layers: always if `wanted`, else if it pays; --debug shows why not."""
+    term.show_status("packing the weights")
     if wanted:
         packing.pack(model)
     elif (reason := pack_if_it_pays(model)) and term.debug:
@@ -198,25 +198,25 @@ def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
 def _set_up(
     model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool
 ) -> None:
-    """What is done to a model in place: packing, rounding, for the threads that it is to have."""
+    """Pack the model in place and make it invariant, as the options ask."""
     if loading.weights is not None and not is_packed:
-        term.working("packing the weights")
+        term.show_status("packing the weights")
         packing.pack(model, weights=loading.weights)
     elif pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
         _pack(model, term, wanted=bool(pack))
     if invariant:
-        term.working("trying whether it rounds alike in every pass")
+        term.show_status("checking batch invariance")
         make_invariant.invariant(model)
 
 
 def _load_packed(source: Source, loading: Loading) -> Any:
-    """A model that `lade pack` has saved, which is what it is."""
+    """Load a model that `lade pack` saved, which fixes dtype, device and quantization."""
     given = {"dtype": loading.dtype != "auto", "quantization": loading.quantization, "device-map": loading.device_map}
     for name, value in given.items():
         if value:
-            raise ConfigError(name, getattr(loading, name.replace("-", "_")), "the model is saved packed: leave it out")
+            raise ConfigError(name, getattr(loading, name.replace("-", "_")), "not available for a packed model")
     if loading.device not in ("auto", "cpu"):
-        raise ConfigError("device", loading.device, "the model is packed for the CPU: leave it out")
+        raise ConfigError("device", loading.device, "the model is packed for the CPU")
     return packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
 
 
@@ -228,5 +228,5 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device).cpu()
     except Exception as problem:
         reason = one_line(str(problem).split("\n", 1)[0], 120)
-        raise ConfigError("device", name, f"it is not there ({reason}); give cpu, or leave it out") from problem
+        raise ConfigError("device", name, f"not available ({reason}): give cpu") from problem
     return device

@@ -1,4 +1,4 @@
-"""Options of decoding, and of the grammar of an answer."""
+"""Options of decoding, and of structured output."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
 
 grouped = grouping.grouped
 Loading = model_options.Loading
+ModelChoice = model_options.ModelChoice
 NamedModel = model_options.NamedModel
 Output = output_options.Output
 Template = template_options.Template
 
 METHODS = ("plain", "lookahead", "adaptive", "auto")
 
-_DRAWN_SEEDS = 2**32  # a drawn seed is short enough to be typed, and exact in every JSON reader
+_DRAWN_SEEDS = 2**32  # short enough to type, and exact in every JSON reader
 _SEEDS = 2**63
-_MOST_BEAMS, _MOST_TOKENS, _LONGEST_STOP = 256, 10**9, 200
-_ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_MAX_BEAMS, _MAX_TOKENS, _MAX_STOP_LENGTH = 256, 10**9, 200
+_ONLY_SAMPLING = ("top_k", "top_p", "min_p", "seed")
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: 1e-10 <= value <= 1e10, "give a number > 0, from 1e-10 to 1e10"),
+    "temperature": (lambda value: value == 0 or 1e-10 <= value <= 1e10, "give 0 for greedy, or 1e-10 to 1e10"),
     "top_k": (lambda value: value >= 0, "give a whole number >= 1, or 0 for no limit"),
     "top_p": (lambda value: 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
     "min_p": (lambda value: 0.0 <= value <= 1.0, "give a number from 0 to 1"),
@@ -47,7 +48,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: 0.01 <= value <= 100.0,
         "give a number > 0, 0.01 to 100; 1 is no penalty",
     ),
-    "num_beams": (lambda value: 1 <= value <= _MOST_BEAMS, f"give a whole number >= 1 and <= {_MOST_BEAMS}"),
+    "num_beams": (lambda value: 1 <= value <= _MAX_BEAMS, f"give a whole number >= 1 and <= {_MAX_BEAMS}"),
 }
 
 
@@ -55,9 +56,8 @@ Pack = Annotated[
     bool | None,
     typer.Option(
         "--pack/--no-pack",
-        metavar="",
         rich_help_panel="Speed",
-        help="Prepack the linear layers for the CPU. Default: where steps are faster then, which is measured.",
+        help="Prepack linear layers for the CPU. Default: if a measurement shows that it pays.",
     ),
 ]
 Invariant = Annotated[
@@ -65,7 +65,7 @@ Invariant = Annotated[
     typer.Option(
         "--invariant",
         rich_help_panel="Speed",
-        help="Make the model round alike in every pass: in 16 bits, too, the text is plain decoding's bit for bit.",
+        help="Batch-invariant kernels: in 16 bits, too, output equals plain decoding's bit for bit.",
     ),
 ]
 _speed = grouping.in_panel("Speed")
@@ -74,47 +74,50 @@ Method = Annotated[
     _speed(
         metavar="NAME",
         autocompletion=lambda: list(METHODS),
-        help="plain, adaptive, lookahead (the paper's), or auto: adaptive if it can be served, else plain.",
+        help="plain, adaptive, lookahead (the paper's), or auto: adaptive if supported, else plain.",
     ),
 ]
-Window = Annotated[int | None, _speed(metavar="W", help="Columns of the window. Implies lookahead.")]
-Ngram = Annotated[int | None, _speed(metavar="N", help="Length of the n-grams. Implies lookahead.")]
-Guesses = Annotated[int | None, _speed(metavar="G", help="Guesses verified in a step. Implies lookahead.")]
+_sizes = grouping.in_panel("Draft sizes")
+Window = Annotated[int | None, _sizes(metavar="W", help="Columns of the window. Implies --method lookahead.")]
+Ngram = Annotated[int | None, _sizes(metavar="N", help="Length of the n-grams. Implies --method lookahead.")]
+Guesses = Annotated[int | None, _sizes(metavar="G", help="N-grams verified per step. Implies --method lookahead.")]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How tokens are drafted; None is "not given".
+    """Drafting options; None is "not given".
 
     Attributes:
         method: one of `METHODS`.
-        window, ngram, guesses: sizes of the paper's method.
-        budget: tokens fed in a step of the adaptive method.
-        memory: file of a memory for the adaptive method.
-        pack: whether linear layers are prepacked for the CPU.
-        invariant: whether the model is made to round alike in every pass.
+        window, ngram, guesses: W, N and G of the paper's method.
+        budget: tokens fed per step of the adaptive method.
+        memory: file of a draft memory for the adaptive method.
+        pack: prepack linear layers for the CPU; None if that pays.
+        invariant: make the model batch invariant.
     """
 
     method: Method = None
+    memory: Annotated[
+        Path | None, _speed(metavar="FILE", help="Draft memory of lade warm, for the adaptive method.")
+    ] = None
+    pack: Pack = None
+    invariant: Invariant = False
     window: Window = None
     ngram: Ngram = None
     guesses: Guesses = None
-    budget: Annotated[int | None, _speed(metavar="B", help="Tokens fed in a step. Implies adaptive.")] = None
-    memory: Annotated[Path | None, _speed(metavar="FILE", help="What lade warm has learned. Implies adaptive.")] = None
-    pack: Pack = None
-    invariant: Invariant = False
+    budget: Annotated[int | None, _sizes(metavar="B", help="Tokens fed per step. Implies --method adaptive.")] = None
 
     def lookahead(self, *, new_memory: bool = False) -> Lookahead:
-        """The same as the library's `lookahead=`.
+        """Return the `lookahead` argument of `lade.generate`.
 
-        The memory is not loaded: that takes a tokenizer, see `loading.remembering`.
+        The memory is not loaded, since that takes a tokenizer: see `loading.load.with_memory`.
 
         Args:
-            new_memory: whether its file need not be there.
+            new_memory: accept a memory file that does not exist.
 
         Raises:
-            ConfigError: unknown method, a size out of range, or options that contradict each other.
-            InputError: there is no such memory.
+            ConfigError: a value is out of range, or options contradict each other.
+            InputError: the memory file does not exist.
         """
         method = self.method
         if method not in (*METHODS, None):
@@ -124,7 +127,7 @@ class Speed:
         self._check_together(sizes, extras)
         if self.memory is not None and not new_memory and not self.memory.is_file():
             raise InputError(
-                f"memory file {str(self.memory)!r} is not there: check the path, or fill one with lade warm"
+                f"memory file {str(self.memory)!r} does not exist: check the path, or create it with lade warm"
             )
         if method == "plain":
             return None
@@ -134,74 +137,72 @@ class Speed:
 
     def _check_together(self, sizes: dict[str, Any], extras: dict[str, Any]) -> None:
         if self.method == "plain" and (sizes or extras):
-            remedy = f"plain decoding has no {_listed(sizes | extras)}: leave out --method, or what it has not"
+            remedy = f"plain decoding does not use {_as_options(sizes | extras)}: leave out one of them"
             raise ConfigError("method", self.method, remedy)
         if self.method == "lookahead" and extras:
-            remedy = f"only the adaptive method has {_listed(extras)}: give --method adaptive"
+            remedy = f"{_as_options(extras)} needs --method adaptive"
             raise ConfigError("method", self.method, remedy)
         if sizes and (extras or self.method == "adaptive"):
-            unlike = _listed(extras) or "--method adaptive"
+            unlike = _as_options(extras) or "--method adaptive"
             name, size = next(iter(sizes.items()))
-            raise ConfigError(name, size, f"the adaptive method has no sizes: leave out {_listed(sizes)}, or {unlike}")
+            raise ConfigError(name, size, f"contradicts {unlike}: leave out {_as_options(sizes)}, or {unlike}")
 
 
 MaxNewTokens = Annotated[
     int,
-    typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most."),
+    typer.Option("--max-new-tokens", "-n", metavar="N", help="Most tokens to generate."),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
         metavar="N",
         rich_help_panel=model_options.PANEL,
-        help="CPU threads. Default: torch's (the embedded model: 1).",
+        help="CPU threads. Default: torch's; 1 for the embedded model.",
     ),
 ]
 Images = Annotated[
     list[Path] | None,
-    typer.Option("--image", metavar="FILE", help="An image before the prompt; may be given several times."),
+    typer.Option("--image", metavar="FILE", help="Image before the prompt. Repeatable."),
 ]
 PredictionFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="A text that the answer is expected to follow, such as a file to be edited."),
+    typer.Option(metavar="FILE", help="Expected answer, such as the file to be edited."),
 ]
-Json = Annotated[
-    bool, typer.Option("--json", metavar="", rich_help_panel=output_options.PANEL, help="JSON instead of text.")
-]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=output_options.PANEL, help="JSON instead of text.")]
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Those that are."""
+    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _listed(options: Mapping[str, Any]) -> str:
+def _as_options(options: Mapping[str, Any]) -> str:
     """As on the command line."""
-    return " ".join(f"--{_spelt(name)} {value}" for name, value in options.items())
+    return " ".join(f"--{_option_name(name)} {value}" for name, value in options.items())
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
-    """Raise `ConfigError` unless there is at least one token to generate."""
-    if not 1 <= max_new_tokens <= _MOST_TOKENS:
-        raise ConfigError("max-new-tokens", max_new_tokens, f"give a whole number >= 1 and <= {_MOST_TOKENS}")
+    """Raise `ConfigError` for a number of tokens out of range."""
+    if not 1 <= max_new_tokens <= _MAX_TOKENS:
+        raise ConfigError("max-new-tokens", max_new_tokens, f"give a whole number >= 1 and <= {_MAX_TOKENS}")
 
 
 def check_threads(threads: int | None) -> None:
-    """Raise `ConfigError` for a number of CPU threads that the system would not start, or none at all."""
+    """Raise `ConfigError` for a number of CPU threads out of range."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads is not None and not 1 <= threads <= most:
         raise ConfigError("threads", threads, f"give a whole number >= 1 and <= {most}")
 
 
 def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
-    """Whole numbers of at most nine digits with commas between them, none below `least`.
+    """Parse comma-separated whole numbers of at most nine digits, none below `least`.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: the text is something else.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= least for part in parts):
-        remedy = f"give whole numbers >= {least} with commas between them, such as {example}"
+        remedy = f"give whole numbers >= {least} separated by commas, such as {example}"
         raise ConfigError(name, text if len(text) < 100 else f"{text[:100]}...", remedy)
     return [int(part) for part in parts]
 
@@ -211,76 +212,78 @@ _option = grouping.in_panel("Choosing tokens")
 
 @dataclass(frozen=True)
 class Choices:
-    """What the shell's options say about choosing tokens; None is "not given".
+    """How tokens are chosen; None is "not given".
 
     Attributes:
-        do_sample: draw each token instead of taking the most likely one.
-        temperature, top_k, top_p, min_p: as in transformers; not given: as the checkpoint's generation_config has it.
+        temperature: above 0 samples; 0 is greedy.
+        do_sample: sample, at the checkpoint's temperature unless one is given.
+        top_k, top_p, min_p: as in transformers; None for the checkpoint's generation_config.
         seed: of torch's generator, set before each generation.
         repetition_penalty: as in transformers.
-        num_beams: 1 is no beam search.
-        stop: a text ends after any of these.
+        num_beams: number of beams; 1 is no beam search.
+        stop: strings, each of which ends the text.
     """
 
-    do_sample: Annotated[
-        bool, _option("--do-sample", metavar="", help="Draw tokens instead of taking the likeliest one each time.")
-    ] = False
-    temperature: Annotated[float | None, _option(metavar="T", help="With --do-sample: below 1 is less random.")] = None
-    top_k: Annotated[int | None, _option(metavar="K", help="With --do-sample: among the K likeliest; 0: all.")] = None
+    temperature: Annotated[
+        float | None, _option(metavar="T", help="Above 0: sample; below 1 is less random. 0: greedy.")
+    ] = None
+    do_sample: Annotated[bool, _option("--do-sample", help="Sample at the checkpoint's temperature.")] = False
+    top_k: Annotated[int | None, _option(metavar="K", help="Sample from the K most likely tokens; 0: from all.")] = None
     top_p: Annotated[
-        float | None, _option(metavar="P", help="With --do-sample: among the likeliest that add up to P.")
+        float | None, _option(metavar="P", help="Sample from the most likely tokens that add up to P.")
     ] = None
     min_p: Annotated[
-        float | None, _option(metavar="P", help="With --do-sample: those at least P times as likely as the best.")
+        float | None, _option(metavar="P", help="Sample from tokens at least P times as likely as the best.")
     ] = None
     seed: Annotated[
         int | None,
-        _option(
-            metavar="S",
-            help="With --do-sample: for each prompt S, in a chat S, S+1, ... Default: drawn, and reported.",
-        ),
+        _option(metavar="S", help="Sampling seed of each prompt; in a chat S, S+1, ... Default: drawn and reported."),
     ] = None
     repetition_penalty: Annotated[
-        float | None, _option(metavar="R", help="Above 1: what the text has already gets less likely.")
+        float | None, _option(metavar="R", help="Above 1: tokens that the text has become less likely.")
     ] = None
-    num_beams: Annotated[int, _option(metavar="B", help="Beam search; its text is shown when complete.")] = 1
-    stop: Annotated[
-        list[str] | None, _option("--stop", metavar="TEXT", help="End after this text. May be given several times.")
-    ] = None
+    num_beams: Annotated[int, _option(metavar="B", help="Beam search with B beams, shown when complete.")] = 1
+    stop: Annotated[list[str] | None, _option("--stop", metavar="TEXT", help="End after this text. Repeatable.")] = None
 
-    def settled(self, seed: int | None = None) -> Choices:
-        """The same, checked, and with a seed if one is needed.
+    def settled(self, seed: int | None = None, *, by_default: bool = False) -> Choices:
+        """Return the choices, checked, with `do_sample` resolved and a seed if tokens are sampled.
 
         Args:
-            seed: to take where none is given; None: one is drawn.
+            seed: used where none is given; None draws one.
+            by_default: sample where neither `--temperature` nor `--do-sample` is given.
 
         Raises:
-            ConfigError, InputError: a value out of range, or one that nothing would use.
+            ConfigError, InputError: a value is out of range, or unused.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in _ONLY_SAMPLING:
-            if given[name] is not None and not self.do_sample:
-                raise ConfigError(_spelt(name), given[name], "only sampling uses it: add --do-sample, or leave it out")
         check_ranges(given)
+        if self.do_sample and self.temperature == 0:
+            raise ConfigError("temperature", self.temperature, "contradicts --do-sample")
+        do_sample = self.do_sample or (by_default if self.temperature is None else self.temperature > 0)
+        for name in _ONLY_SAMPLING:
+            if given[name] is not None and not do_sample:
+                raise ConfigError(_option_name(name), given[name], "needs --temperature above 0, or --do-sample")
         for text in self.stop or ():
             check_text(text, "the text of --stop")
-            if len(text) > _LONGEST_STOP:
-                remedy = f"it has {len(text)} characters: give at most {_LONGEST_STOP}"
+            if len(text) > _MAX_STOP_LENGTH:
+                remedy = f"{len(text)} characters, give at most {_MAX_STOP_LENGTH}"
                 raise ConfigError("stop", f"{text[:20]}...", remedy)
-        if self.do_sample and self.seed is None:
-            return replace(self, seed=secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed)
-        return self
+        if do_sample and self.seed is None:
+            seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
+        else:
+            seed = self.seed
+        return replace(self, do_sample=do_sample, temperature=self.temperature or None, seed=seed)
 
     def after(self, generations: int) -> Choices:
-        """The choices of a later generation of the same session: the next seed, so that it draws something else."""
+        """Return the choices of a later generation of the same session, with the next seed."""
         return self if self.seed is None else replace(self, seed=(self.seed + generations) % _SEEDS)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` says of them."""
+        """Return the fields that `--json` prints."""
         return {"do_sample": self.do_sample, "num_beams": self.num_beams, "seed": self.seed}
 
     def summary(self) -> str:
-        """The end of a statistics line: nothing for greedy decoding."""
+        """Return the end of the statistics line; empty for greedy decoding."""
         beams = f" · {self.num_beams} beams" if self.num_beams > 1 else ""
         return beams + (f" · seed {self.seed}" if self.do_sample else "")
 
@@ -292,46 +295,50 @@ def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
     """Raise `ConfigError` for the first value out of its range.
 
     Args:
-        values: by the names of `Choices`' fields; None and unknown names are passed over.
-        origin: where they come from, if not from the command line.
+        values: values by the names of `Choices`' fields; None and unknown names are skipped.
+        origin: source of the values, if not the command line.
     """
     for name, (fits, remedy) in _RANGES.items():
         value = values.get(name)
         if value is not None and not fits(value):
-            raise ConfigError(_spelt(name), value, f"{origin}; {remedy} with --{_spelt(name)}" if origin else remedy)
+            raise ConfigError(
+                _option_name(name), value, f"{origin}; {remedy} with --{_option_name(name)}" if origin else remedy
+            )
 
 
-def _spelt(name: str) -> str:
+def _option_name(name: str) -> str:
     """As on the command line."""
     return name.replace("_", "-")
 
 
-_grammar_option = in_panel("What the answer may be")
+_grammar_option = in_panel("Structured output")
 
 
 @dataclass(frozen=True)
-class AnswerForm:
-    """The form that answers have to have; one of these, or none.
+class StructuredOutput:
+    """Structured output options, at most one of them.
 
     Attributes:
-        json_schema: a file with a JSON schema.
-        regex: a pattern that matches all of the answer.
-        grammar: a file with a Lark grammar.
+        json_schema: file of a JSON schema.
+        regex: pattern of the whole answer.
+        grammar: file of a Lark grammar.
     """
 
-    json_schema: Annotated[Path | None, _grammar_option(metavar="FILE", help="JSON of the schema in this file.")] = None
-    regex: Annotated[str | None, _grammar_option(metavar="PATTERN", help="Text all of which this pattern matches.")] = (
-        None
-    )
-    grammar: Annotated[Path | None, _grammar_option(metavar="FILE", help="Text of the Lark grammar in this file.")] = (
-        None
-    )
+    json_schema: Annotated[
+        Path | None, _grammar_option(metavar="FILE", help="Answer with JSON of the schema in this file.")
+    ] = None
+    regex: Annotated[
+        str | None, _grammar_option(metavar="PATTERN", help="Answer with text that this pattern matches as a whole.")
+    ] = None
+    grammar: Annotated[
+        Path | None, _grammar_option(metavar="FILE", help="Answer with text of the Lark grammar in this file.")
+    ] = None
 
     def read(self) -> Grammar | None:
-        """The grammar; None for no form.
+        """Return the grammar; None without these options.
 
         Raises:
-            ConfigError: there are several, or it is none.
+            ConfigError: several are given, or the grammar is invalid.
             InputError: a file cannot be read.
             MissingExtraError: llguidance is not installed.
         """
@@ -339,7 +346,7 @@ class AnswerForm:
             return None
         if len(self._given) > 1:
             (first, _), (name, value), *_ = self._given
-            raise ConfigError(name, value, f"leave out --{first}, or this")
+            raise ConfigError(name, value, f"contradicts --{first}")
         from lade.grammar import Grammar
 
         if self.json_schema is not None:
@@ -352,15 +359,15 @@ class AnswerForm:
         return Grammar.regex(self.regex or "")
 
     def check(self, grammar: Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
-        """Compile what `read` has returned: most of what is wrong with grammars is found then.
+        """Compile the result of `read`, which finds most errors of grammars.
 
         Args:
-            grammar: None for no form.
-            tokenizer: the model's.
-            eos_token_id: what ends its answers.
+            grammar: grammar of the answers, or None.
+            tokenizer: tokenizer of the model.
+            eos_token_id: ids of the tokens that end an answer.
 
         Raises:
-            ConfigError: the model's answers cannot follow it.
+            ConfigError: the tokenizer cannot spell the grammar.
             MissingExtraError: llguidance is not installed.
         """
         if grammar is not None:
@@ -369,13 +376,13 @@ class AnswerForm:
 
     @property
     def _given(self) -> list[tuple[str, str]]:
-        """Options that were given, and their values."""
+        """Names and values of the options that were given."""
         values = {each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
         return [(name, str(value)) for name, value in values.items() if value is not None]
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """What is wrong with the grammar is an error of the option that it came by."""
+        """Turn errors of the grammar into errors of the option."""
         try:
             yield
         except InputError as problem:

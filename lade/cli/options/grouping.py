@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from lade.errors import ConfigError, MissingExtraError
 
@@ -18,18 +20,17 @@ T = TypeVar("T")
 
 
 def in_panel(panel: str, **shared: Any) -> Callable[..., Any]:
-    """`typer.Option` for the options of one panel of the help, with what they have in common."""
+    """Return `typer.Option` for one panel of the help, with shared arguments."""
     return functools.partial(typer.Option, rich_help_panel=panel, **shared)
 
 
 def grouped(command: Callable[..., T]) -> Callable[..., T]:
-    """Make options of the fields of every parameter of a command that is annotated with a dataclass.
+    """Expand every parameter annotated with a dataclass into options, one per field.
 
-    The fields take the parameter's place, so the help lists options in the order of the signature. A parameter that is
-    a group needs no default: its fields have theirs.
+    The fields take the parameter's place, so the help lists options in the order of the signature.
 
     Args:
-        command: whose annotations are those that typer wants, or dataclasses whose fields have such ones.
+        command: function whose parameters have annotations of typer, or dataclasses whose fields have them.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
@@ -43,9 +44,11 @@ def grouped(command: Callable[..., T]) -> Callable[..., T]:
     parameters = []
     for each in own:
         parameters += _options_of(each.annotation) if each.name in groups else [_by_keyword(each)]
+    for each in parameters:
+        _hide_flag_type(each.annotation)
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
-    del run.__dict__["__wrapped__"]  # else typer would look at the command's own signature
+    del run.__dict__["__wrapped__"]  # typer would inspect the original signature
     return run
 
 
@@ -61,51 +64,67 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
 
 
 def _by_keyword(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Typer calls by keywords anyhow, and so parameters with and without a default may stand in any order."""
+    """Return the parameter as keyword-only, so that defaults may stand in any order; typer calls by keyword."""
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+
+
+def _hide_flag_type(annotation: Any) -> None:
+    """Show boolean options without a type in the help."""
+    kind, *metadata = get_args(annotation) or (annotation,)
+    for info in metadata:
+        if isinstance(info, OptionInfo) and kind in (bool, bool | None):
+            info.metavar = ""
 
 
 PANEL = "Output"
 PICTURES = (".svg", ".png", ".pdf")
 
 
-_flag = in_panel(PANEL, metavar="")
+_flag = in_panel(PANEL)
 
 
 @dataclass(frozen=True)
 class Output:
-    """What is said besides results; see `terminal.Terminal`.
+    """Verbosity options; see `terminal.Terminal`.
 
     Attributes:
-        quiet: only results, warnings and errors.
-        no_color: no colours, whatever the terminal can show.
-        debug: tracebacks, all warnings, and what transformers logs.
+        quiet: write only results, warnings and errors.
+        no_color: write no colours, even to a terminal.
+        debug: show tracebacks, all warnings, and what transformers logs.
     """
 
     quiet: Annotated[
         bool,
         _flag("--quiet", "-q", envvar="LADE_QUIET", help="Only results, warnings and errors."),
     ] = False
-    no_color: Annotated[bool, _flag("--no-color", help="No colours; so does the variable NO_COLOR.")] = False
+    no_color: Annotated[bool, _flag("--no-color", help="No colours, as with the variable NO_COLOR.")] = False
     debug: Annotated[
         bool,
         _flag("--debug", help="Show tracebacks, warnings, logs, transformers' messages."),
     ] = False
 
 
+def check_out(path: Path) -> None:
+    """Raise `ConfigError` if no file can be written at the path of `--out`."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError("out", str(path), f"the folder {folder} does not exist: create it")
+    if path.exists() and not path.is_file():
+        raise ConfigError("out", str(path), "not a regular file: give the name of a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError("out", str(path), "not writable: check the permissions")
+
+
 def check_picture(file: Path) -> None:
-    """Raise what would keep a picture from being drawn into a file.
+    """Check the path of a plot.
 
     Raises:
-        ConfigError: the name has another ending, or there is no such folder.
+        ConfigError: the file name has another suffix, or the folder does not exist.
         MissingExtraError: matplotlib is not installed.
     """
     if file.suffix.lower() not in PICTURES:
         raise ConfigError("out", str(file), f"give a name that ends in {', '.join(PICTURES)}")
-    if file.is_dir():
-        raise ConfigError("out", str(file), "it is a folder: give the name of a file")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError("out", str(file), f"the folder {file.absolute().parent} does not exist: create it")
+    check_out(file)
     check_drawing()
 
 

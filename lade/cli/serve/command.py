@@ -41,15 +41,16 @@ def serve(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API: any client of it, many users at a time, the same tokens.
+    """Serve a model over HTTP with OpenAI's API, to many users at a time, with the same tokens.
 
-    Listens at once, and answers when the model is loaded. Without --model: the embedded one.
+    The port opens at once, and answers come when the model is loaded. Without --model: the embedded one.
 
-    SIGTERM and Ctrl-C let answers end; a second one does not. Exit code 1: the engine broke down, or what was learned
-    could not be saved.
+    SIGTERM and Ctrl-C finish the answers in progress; a second one ends at once.
+
+    Exit code 1: the engine failed, or the draft memory could not be saved.
     """
     with terminal(output) as term:
-        alone = scaling.replicas is None  # replicas begin with one memory, so it must be there, and write none
+        alone = scaling.replicas is None  # replicas read a memory, which has to exist, and write none
         check_all(listening, access, limits, scaling, loading=loading, speed=speed, template=template, new_memory=alone)
         processes = _processes(listening, scaling, term)
         if processes > 1 and not _leads(loading, speed, processes, term):
@@ -68,8 +69,8 @@ def serve(
             return
         log = _log(listening, term)
         with nullcontext() if log is None else log.listening():
-            term.working(f"listening on {url_of(listening.host, socket)}, to be ready when the model is loaded")
-            term.working("importing torch and transformers")
+            term.show_status(f"listening on {url_of(listening.host, socket)}, to be ready when the model is loaded")
+            term.show_status("importing torch and transformers")
             from lade.cli.serve.model import load
             from lade.server.listen import run
             from lade.server.service import Service
@@ -81,7 +82,7 @@ def serve(
 
 
 def _check_replicas(listening: Listening) -> None:
-    """Raise for options that are not for replicas."""
+    """Raise `ConfigError` for options that replicas do not support."""
     if listening.log_format != "text":
         raise ConfigError("log-format", listening.log_format, "replicas log to Ray's files: leave it out")
 
@@ -98,12 +99,12 @@ def _run_replicas(
 
     scale = scaling.scale(loading)
     port = socket.getsockname()[1]
-    socket.close()  # it was free; Ray's proxy listens there now
+    socket.close()  # the port is free, and Ray's proxy binds it
     run(application(settings, load, scale), settings, port, scale, announce)
 
 
 def _processes(listening: Listening, scaling: Scaling, term: Terminal) -> int:
-    """How many processes share the model; they are connected then. Where torchrun has to start them, it takes over."""
+    """Return the number of processes of a split model, after joining them; without torchrun, start it."""
     wanted = listening.tensor_parallel
     if scaling.replicas is not None:
         if wanted not in (None, 1):
@@ -123,7 +124,7 @@ def _processes(listening: Listening, scaling: Scaling, term: Terminal) -> int:
 
 
 def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
-    """Whether this process serves; the others have done their part when this returns."""
+    """Return True in the process that serves; in the others, False when they are done."""
     from lade.cli.processes import is_first, leading
     from lade.cli.serve.model import load_split
 
@@ -136,7 +137,7 @@ def _leads(loading: options.Loading, speed: options.Speed, processes: int, term:
 def settings_of(
     listening: Listening, access: Access, limits: Limits, loading: options.Loading, template: ServedTemplate
 ) -> Settings:
-    """What a server is to know of its options."""
+    """Return the server's settings for these options."""
     from lade.server.settings import Settings
 
     return Settings(
@@ -164,9 +165,9 @@ def settings_of(
 
 
 def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:
-    """The one line on standard output: it can be reached."""
-    term.working("ready")
-    term.resting()
+    """Write the line on standard output that says where the server listens."""
+    term.show_status("ready")
+    term.hide_status()
     if json:
         term.write_json({"url": url, "pid": os.getpid(), "model": settings.name})
     else:
@@ -175,20 +176,20 @@ def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel |
 
 
 def _log(listening: Listening, term: Terminal) -> AccessLog | None:
-    """On standard error; none with --quiet."""
+    """Return the access log on standard error; None with --quiet."""
     if term.quiet:
         return None
     from lade.server.access_log import AccessLog
 
     log = AccessLog(lambda line: term.say(line, "dim"), as_json=listening.log_format == "json", debug=term.debug)
-    term.resting()
-    term.heard = log.say
+    term.hide_status()
+    term.on_status = log.say
     return log
 
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-"""Of an option that there is not, too; Typer has a Click of its own."""
-_RAYS = {
+"""Typer's base class of usage errors, unknown options included."""
+_SET_BY_RAY = {
     "host": "serve start --http-host",
     "port": "serve start --http-port",
     "log_format": "the logging_config of a deployment",
@@ -196,16 +197,16 @@ _RAYS = {
 
 
 def application_of(arguments: Mapping[str, str]) -> Any:
-    """What Ray Serve runs.
+    """Return the application that Ray Serve runs.
 
     Args:
-        arguments: options of `lade serve` without their dashes: `{"model": "gpt2", "max_rows": "8", "page": "false"}`.
+        arguments: options of `lade serve` without dashes, such as `{"model": "gpt2", "page": "false"}`.
 
     Raises:
-        ConfigError, InputError, MissingExtraError: an option that there is not, or that is wrong.
+        ConfigError, InputError, MissingExtraError: an option is unknown or wrong.
     """
-    for name in sorted(_RAYS.keys() & arguments.keys()):
-        raise InputError(f"{name} is Ray's to decide: use {_RAYS[name]}")
+    for name in sorted(_SET_BY_RAY.keys() & arguments.keys()):
+        raise InputError(f"{name} is set by Ray: use {_SET_BY_RAY[name]}")
     words = [_word(name, str(value)) for name, value in arguments.items()]
     shell = typer.Typer()
     shell.command()(_application)

@@ -1,4 +1,4 @@
-"""The model of `lade serve`: loaded as the shell loads them, with what a server needs besides."""
+"""Loading of the model of `lade serve` and `lade batch`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lade import Memory, supports
 from lade.backends.processes.team import dismiss
 from lade.cli.encoder import encode
 from lade.cli.loading.checkpoint import SAMPLING_FIELDS
-from lade.cli.loading.load import LoadedModel, remembering
+from lade.cli.loading.load import LoadedModel, with_memory
 from lade.cli.loading.load import load as load_model
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
@@ -23,22 +23,22 @@ from lade.server.served_model import ServedModel
 
 
 def load_split(loading: Loading, speed: Speed, term: Terminal, processes: int) -> LoadedModel:
-    """Load it as each of several processes does."""
+    """Load the model as each of its processes does."""
     return load_model(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant, processes=processes)
 
 
 def load(loading: Loading, speed: Speed, chat_template: str | None, term: Terminal, processes: int = 1) -> ServedModel:
-    """Load it, in the thread of a server that listens already.
+    """Load the model, in a thread of a server that listens already.
 
     Args:
-        loading: which model, and how.
-        speed: how its tokens are drafted; a memory's file need not be there yet.
-        chat_template: instead of its own; None for that.
-        term: learns how far it is.
-        processes: how many share the model; this is the first.
+        loading: options of the model.
+        speed: drafting options; a memory's file need not exist.
+        chat_template: template in place of the model's own; None keeps that.
+        term: terminal that shows the progress.
+        processes: number of processes that share the model; this is the first.
 
     Raises:
-        ConfigError, InputError, UnsupportedModelError: the one line that the user is to read.
+        ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded or served.
     """
     loaded = load_split(loading, speed, term, processes)
     if processes > 1:
@@ -64,13 +64,13 @@ def load(loading: Loading, speed: Speed, chat_template: str | None, term: Termin
 def _lookahead(loaded: LoadedModel, speed: Speed) -> Lookahead:
     config = speed.lookahead(new_memory=True)
     if speed.memory is None or speed.memory.exists():
-        return remembering(loaded, config, speed.memory)
+        return with_memory(loaded, config, speed.memory)
     assert isinstance(config, LookaheadConfig), "Speed.lookahead sees to it"
     return replace(config, memory=Memory())
 
 
 def _saver(lookahead: Lookahead, speed: Speed, loaded: LoadedModel) -> Callable[[], None] | None:
-    """Keeps what was learned; None where that is not wanted."""
+    """Return the function that saves the draft memory; None without `--memory`."""
     memory = lookahead.memory if isinstance(lookahead, LookaheadConfig) else None
     if speed.memory is None or not isinstance(memory, Memory):
         return None
@@ -78,7 +78,7 @@ def _saver(lookahead: Lookahead, speed: Speed, loaded: LoadedModel) -> Callable[
 
 
 def _image_encoder(loaded: LoadedModel) -> Callable[..., tuple[list[int], Mapping[str, Any]]] | None:
-    """None for a model that takes no images."""
+    """Return the encoder of messages with images; None for text models."""
     if getattr(loaded.model.config, "vision_config", None) is None:
         return None
 

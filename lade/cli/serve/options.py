@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from lade.cli.options.decoding import Speed
 from lade.cli.options.grouping import in_panel
 from lade.cli.options.model import Loading, Template
-from lade.errors import ConfigError, InputError, MissingExtraError
+from lade.cli.prompts import read_utf8
+from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade.cli.options.decoding import Speed
@@ -27,7 +28,7 @@ SHARES = ("key", "all", "none")
 LOG_FORMATS = ("text", "json")
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_MOST_BODY = 2**30
+_MAX_BODY = 2**30
 
 _server = in_panel("Server")
 _access = in_panel("Access")
@@ -37,78 +38,69 @@ _template = in_panel("Chat template")
 
 @dataclass(frozen=True)
 class ServedTemplate:
-    """How chats become prompts.
+    """Chat template options of the server.
 
     Attributes:
-        chat_template: file of a template to use instead of the model's; None for that.
-        chat_template_kwargs: JSON, what it is given unless a request says otherwise.
+        chat_template: file of a template in place of the model's; None keeps that.
+        chat_template_kwargs: JSON object of template variables, which a request may override.
     """
 
     chat_template: Annotated[
         Path | None, _template(metavar="FILE", help="Chat template to use instead of the model's.")
     ] = None
     chat_template_kwargs: Annotated[
-        str | None, _template(metavar="JSON", help='For it: {"enable_thinking": false}, ...')
+        str | None, _template(metavar="JSON", help='Template variables, such as {"enable_thinking": false}.')
     ] = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for arguments that are none."""
+        """Raise `ConfigError` for invalid template variables."""
         assert isinstance(self.arguments, dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """For the template; raises `ConfigError` for what is none."""
+        """Template variables; raises `ConfigError` if they are no JSON object."""
         return Template(chat_template_kwargs=self.chat_template_kwargs).arguments
 
     def text(self) -> str | None:
-        """Of the file, if there is one; raises `InputError` where it cannot be read."""
-        path = self.chat_template
-        if path is None:
-            return None
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            why = getattr(problem, "strerror", None) or "it is not UTF-8"
-            raise InputError(f"chat template {str(path)!r} cannot be read: {why}; check path and permissions") from None
+        """Return the text of the template file; None without one."""
+        return None if self.chat_template is None else read_utf8(self.chat_template, "chat template")
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where the server listens, and what it calls itself.
+    """Network options, and the names of the model.
 
     Attributes:
-        host, port: of the socket; port 0 is any free one.
-        name: that the model is served by.
-        log_format: of the lines on standard error.
-        metrics: whether `/metrics` is served.
-        page: whether there is a chat page.
-        strict: whether unknown fields are refused.
-        tensor_parallel: how many processes the model is split over; None: as many as torchrun has started.
-        torchrun: the name of the run, where torchrun has started this process; it says so in the environment.
+        host, port: address to listen on; port 0 is any free one.
+        name: names by which requests may call the model.
+        log_format: format of the log on standard error, "text" or "json".
+        metrics: serve `/metrics`.
+        page: serve the chat page at `/`.
+        strict: refuse requests with unknown fields.
+        tensor_parallel: number of processes to split the model over; None for as many as torchrun has started.
+        torchrun: run id from torchrun's environment; None if torchrun has not started this process.
     """
 
-    host: Annotated[str, _server(metavar="ADDR", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
-    port: Annotated[int, _server(metavar="PORT", help="Port; 0 is any free one.")] = 8000
+    host: Annotated[str, _server(metavar="ADDR", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, _server(metavar="PORT", help="Port to listen on; 0 for any free one.")] = 8000
     name: Annotated[
         list[str] | None,
-        _server("--name", metavar="NAME", help="What clients call the model; more than once for several names."),
+        _server("--name", metavar="NAME", help="Model name in requests. Repeatable. Default: from --model."),
     ] = None
     log_format: Annotated[
-        str, _server(metavar="KIND", autocompletion=lambda: list(LOG_FORMATS), help="Of the log: text or json.")
+        str, _server(metavar="KIND", autocompletion=lambda: list(LOG_FORMATS), help="Log format: text or json.")
     ] = "text"
-    metrics: Annotated[bool, _server("--metrics/--no-metrics", metavar="", help="Serve /metrics to Prometheus.")] = True
-    page: Annotated[bool, _server("--page/--no-page", metavar="", help="Serve a chat page at /.")] = True
-    strict: Annotated[
-        bool, _server("--strict", metavar="", help="Refuse requests with unknown fields, which else are ignored.")
-    ] = False
+    metrics: Annotated[bool, _server("--metrics/--no-metrics", help="Serve /metrics to Prometheus.")] = True
+    page: Annotated[bool, _server("--page/--no-page", help="Serve the chat page at /.")] = True
+    strict: Annotated[bool, _server("--strict", help="Refuse requests with unknown fields.")] = False
 
     tensor_parallel: Annotated[
-        int | None, _server(metavar="N", help="Split the model over N processes, which torchrun starts.")
+        int | None, _server(metavar="N", help="Split the model over N processes, started by torchrun.")
     ] = None
     torchrun: Annotated[str | None, _server(envvar="TORCHELASTIC_RUN_ID", hidden=True, help="Set by torchrun.")] = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for what no server could do."""
+        """Raise `ConfigError` for a value out of range."""
         if self.tensor_parallel is not None and self.tensor_parallel < 1:
             raise ConfigError("tensor-parallel", self.tensor_parallel, "give a whole number >= 1")
         if not 0 <= self.port < 2**16:
@@ -120,38 +112,43 @@ class Listening:
                 raise ConfigError("name", name[:60], "give 1 to 200 characters that can be printed")
 
     def names(self, loading: Loading) -> tuple[str, ...]:
-        """What the model is served by: never a path."""
-        return tuple(self.name or [loading.name.rstrip("/").rpartition("/")[2]])
+        """Return the names by which requests may call the model."""
+        return served_names(self.name, loading)
+
+
+def served_names(names: list[str] | None, loading: Loading) -> tuple[str, ...]:
+    """Return the names that requests may use: those given, or the last part of the model's name, never a path."""
+    return tuple(names or [loading.name.rstrip("/").rpartition("/")[2]])
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """Authentication and access options.
 
     Attributes:
-        api_key_file: keys, one a line; None: anyone, unless there are `api_keys`.
-        api_keys: more of them, with spaces between them.
-        allowed_host: names of this machine that are served besides its numbers.
-        cors_origin: web pages that may ask.
-        share: who may profit from what requests leave behind.
+        api_key_file: file of API keys, one per line; None requires no key, unless there are `api_keys`.
+        api_keys: further API keys, separated by spaces.
+        allowed_host: host names accepted in requests besides IP addresses.
+        cors_origin: origins of web pages that may send requests.
+        share: scope of draft memories and prefix caches, one of `SHARES`.
     """
 
     api_key_file: Annotated[
-        Path | None, _access(metavar="FILE", help="Keys, one a line (or name:key). Default: none is needed.")
+        Path | None, _access(metavar="FILE", help="API keys, one per line, or name:key. Default: none required.")
     ] = None
     api_keys: Annotated[
         str | None,
         _access(
             metavar="KEYS",
             envvar="LADE_API_KEYS",
-            help="Keys, with spaces between them; in the environment no list of processes shows them.",
+            help="API keys, separated by spaces. The variable keeps them out of process lists.",
         ),
     ] = None
     allowed_host: Annotated[
-        list[str] | None, _access(metavar="NAME", help="Name of this machine in requests; * for any.")
+        list[str] | None, _access(metavar="NAME", help="Host name accepted in requests; * for any. Repeatable.")
     ] = None
     cors_origin: Annotated[
-        list[str] | None, _access(metavar="URL", help="Web page that may ask, such as https://example.org; * for any.")
+        list[str] | None, _access(metavar="URL", help="Origin of web pages that may ask, or *. Repeatable.")
     ] = None
 
     share: Annotated[
@@ -159,18 +156,18 @@ class Access:
         _access(
             metavar="WHO",
             autocompletion=lambda: list(SHARES),
-            help="Requests that learn from each other: of one key (the default), all, or none.",
+            help="Requests that share draft memory and prefix cache: of one key, all, or none.",
         ),
     ] = "key"
 
     def keys(self) -> Keys:
-        """The keys; raises `InputError` where the file has none."""
+        """Return the API keys; raises `InputError` if the file cannot be read or has none."""
         from lade.server.settings import Keys
 
         return Keys.read(self.api_key_file, self.api_keys)
 
     def check(self) -> None:
-        """Raise `ConfigError` for an origin that no browser would send, or nobody to share with."""
+        """Raise `ConfigError` for an invalid origin or scope."""
         if self.share not in SHARES:
             raise ConfigError("share", self.share, f"give one of {', '.join(SHARES)}")
         for origin in self.cors_origin or ():
@@ -179,71 +176,92 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the server may take.
+class EngineLimits:
+    """Limits of the engine, of `lade batch` too.
 
     Attributes:
-        max_rows, max_waiting, max_tokens: see `lade.Engine`.
-        context: tokens of prompt and answer.
-        answer_tokens: of an answer, where a request names no limit.
-        prefix_cache: for texts that are kept, as a size; None: what seems fit.
-        max_body: of a request, as a size; None: 4 MiB, or 16 MiB where the model takes images.
-        queue_timeout: seconds that a request may wait for a row.
-        shutdown_timeout: seconds that answers have after SIGTERM.
+        max_rows, max_tokens: arguments of `lade.Engine`.
+        answer_tokens: most tokens of an answer, if the request sets no limit.
     """
 
     max_rows: Annotated[int, _limits(metavar="N", help="Requests decoded at a time.")] = 16
-    max_waiting: Annotated[int, _limits(metavar="N", help="Requests that may wait; more get 503.")] = 64
     max_tokens: Annotated[
-        int | None, _limits(metavar="N", help="Slots of the KV cache: rows times the longest. Default: what fits.")
+        int | None, _limits(metavar="N", help="KV cache slots: rows times the longest text. Default: what fits.")
     ] = None
-    context: Annotated[int | None, _limits(metavar="N", help="Tokens of prompt and answer. Default: the model's.")] = (
-        None
-    )
-    answer_tokens: Annotated[int, _limits(metavar="N", help="Tokens of an answer, if a request names no limit.")] = 1024
-    prefix_cache: Annotated[
-        str | None, _limits(metavar="SIZE", help="For texts that prompts may begin like; 0: none. Default: what fits.")
-    ] = None
-    max_body: Annotated[
-        str | None, _limits(metavar="SIZE", help="Of a request. Default: 4MiB, or 16MiB where the model takes images.")
-    ] = None
-    queue_timeout: Annotated[
-        float | None, _limits(metavar="S", help="Seconds to wait for a row. Default: as long as the client does.")
-    ] = None
-    shutdown_timeout: Annotated[float, _limits(metavar="S", help="Seconds that answers have to end after SIGTERM.")] = (
-        30.0
-    )
+    answer_tokens: Annotated[
+        int, _limits(metavar="N", help="Most tokens of an answer, if the request sets no limit.")
+    ] = 1024
 
     def check(self) -> None:
-        """Raise `ConfigError` for a limit that is none."""
-        for name in ("max_rows", "max_waiting", "max_tokens", "context", "answer_tokens"):
+        """Raise `ConfigError` for a limit out of range."""
+        self._check_counts("max_rows", "max_tokens", "answer_tokens")
+
+    def _check_counts(self, *names: str) -> None:
+        for name in names:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name.replace("_", "-"), value, "give a whole number >= 1")
+
+
+@dataclass(frozen=True)
+class Limits(EngineLimits):
+    """Limits of the server.
+
+    Attributes:
+        max_waiting: argument of `lade.Engine`.
+        context: most tokens of prompt and answer together.
+        prefix_cache: size of the prefix cache, such as "2GiB"; None for what fits.
+        max_body: largest request body, such as "4MiB"; None for 4 MiB, or 16 MiB if the model takes images.
+        queue_timeout: most seconds that a request waits in the queue.
+        shutdown_timeout: most seconds that answers in progress may take after SIGTERM.
+    """
+
+    max_waiting: Annotated[int, _limits(metavar="N", help="Requests in the queue; further ones get status 503.")] = 64
+    context: Annotated[
+        int | None, _limits(metavar="N", help="Most tokens of prompt and answer together. Default: the model's.")
+    ] = None
+    prefix_cache: Annotated[
+        str | None, _limits(metavar="SIZE", help="Size of the prefix cache; 0: none. Default: what fits.")
+    ] = None
+    max_body: Annotated[
+        str | None,
+        _limits(metavar="SIZE", help="Largest request body. Default: 4MiB, or 16MiB for models that take images."),
+    ] = None
+    queue_timeout: Annotated[
+        float | None, _limits(metavar="S", help="Seconds a request may wait in the queue. Default: no limit.")
+    ] = None
+    shutdown_timeout: Annotated[
+        float, _limits(metavar="S", help="Seconds that answers in progress may take after SIGTERM.")
+    ] = 30.0
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a limit out of range."""
+        super().check()
+        self._check_counts("max_waiting", "context")
         for name in ("queue_timeout", "shutdown_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
                 raise ConfigError(name.replace("_", "-"), value, "give seconds >= 0")
-        assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises for what is no size
-        if self.body_bytes is not None and not 1 <= self.body_bytes <= _MOST_BODY:
+        assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises `ConfigError` for an invalid size
+        if self.body_bytes is not None and not 1 <= self.body_bytes <= _MAX_BODY:
             raise ConfigError("max-body", self.max_body, "give 1 to 1GiB")
 
     @property
     def prefix_bytes(self) -> int | None:
-        """For texts that are kept."""
+        """Size of the prefix cache in bytes; None for what fits."""
         return None if self.prefix_cache is None else size_in_bytes("prefix-cache", self.prefix_cache)
 
     @property
     def body_bytes(self) -> int | None:
-        """Of a request."""
+        """Largest request body in bytes; None for the default."""
         return None if self.max_body is None else size_in_bytes("max-body", self.max_body)
 
 
 def size_in_bytes(name: str, text: str) -> int:
-    """Of a size such as `4MiB`; `k`, `m`, `g` are powers of 1024.
+    """Return a size such as `4MiB` in bytes; `k`, `m`, `g` are powers of 1024.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
@@ -255,26 +273,26 @@ _PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
 class Group(Protocol):
-    """Options that are checked together."""
+    """A group of options with a check of its own."""
 
     def check(self) -> None:
-        """Raise `ConfigError` for what is wrong."""
+        """Raise `ConfigError` for a value out of range."""
 
 
 def check_all(
     *groups: Group, loading: Loading, speed: Speed, template: ServedTemplate, new_memory: bool = False
 ) -> None:
-    """Check what can be checked without a model.
+    """Check all options before the model is loaded.
 
     Args:
-        groups: of options, in the order in which errors are told.
-        loading: which model, and how.
-        speed: how tokens are drafted; its memory has to be there.
-        template: for chats.
-        new_memory: whether the memory's file is written, and need not be there.
+        groups: further groups, checked first, in this order.
+        loading: options of the model.
+        speed: options of drafting and packing.
+        template: options of the chat template.
+        new_memory: accept a `--memory` file that does not exist, since it is written.
 
     Raises:
-        MissingExtraError: what a server needs is not installed.
+        MissingExtraError: a package of the `serve` extra is not installed.
         ConfigError, InputError: an option is wrong.
     """
     for name in _PACKAGES:
@@ -282,7 +300,7 @@ def check_all(
             raise MissingExtraError(name.replace("_", "-"), "serve")
     for group in (*groups, loading):
         group.check()
-    speed.lookahead(new_memory=new_memory)  # raises for what is wrong with it
+    speed.lookahead(new_memory=new_memory)
     if new_memory and speed.memory is not None:
         from lade.memory import check
 
@@ -296,24 +314,24 @@ _option = in_panel("Replicas")
 
 @dataclass(frozen=True)
 class Scaling:
-    """How many servers of the model there are behind the port.
+    """Replica options.
 
     Attributes:
-        replicas: that there are, by Ray Serve; None: this process alone serves.
-        max_replicas: that there may be when many requests come.
+        replicas: number of Ray Serve replicas; None serves in this process.
+        max_replicas: upper limit for autoscaling.
     """
 
     replicas: Annotated[
-        int | None, _option(metavar="N", help="Servers of the model, each with an engine (Ray Serve).")
+        int | None, _option(metavar="N", help="Number of replicas, each with a model and an engine (Ray Serve).")
     ] = None
     max_replicas: Annotated[
-        int | None, _option(metavar="N", help="So many when many requests come. Default: as --replicas.")
+        int | None, _option(metavar="N", help="Upper limit for autoscaling. Default: --replicas.")
     ] = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for numbers that are none; `MissingExtraError` where Ray Serve is not installed."""
+        """Raise `ConfigError` for a number out of range; `MissingExtraError` if Ray Serve is not installed."""
         if self.replicas is None and self.max_replicas is not None:
-            raise ConfigError("max-replicas", self.max_replicas, "give --replicas, too: how many there are at least")
+            raise ConfigError("max-replicas", self.max_replicas, "needs --replicas")
         if self.replicas is None:
             return
         if self.replicas < 1:
@@ -324,7 +342,7 @@ class Scaling:
             raise MissingExtraError("ray", "scale")
 
     def scale(self, loading: Loading) -> Scale:
-        """The same for `lade.server.replicas`: cores are shared out, a GPU is each replica's own."""
+        """Return the scale of the deployment: CPU cores are divided, each replica has a GPU of its own."""
         import torch
 
         from lade.server.replicas import Scale
@@ -336,7 +354,7 @@ class Scaling:
 
 
 def loader(loading: Loading, speed: Speed, chat_template: str | None) -> Callable[[], ServedModel]:
-    """What a replica loads the model with; see `model.load`. All begin with one memory, and none writes it."""
+    """Return the function with which a replica loads the model. Replicas read the draft memory and never write it."""
     return partial(_load, loading, speed, chat_template)
 
 
@@ -350,4 +368,4 @@ def _load(loading: Loading, speed: Speed, chat_template: str | None) -> ServedMo
 
 
 def _nothing() -> None:
-    """What a replica leaves behind."""
+    """Do nothing when a replica is closed."""

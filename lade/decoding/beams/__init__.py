@@ -1,1 +1,1 @@
-"""Beam search: one token tree for all beams of a prompt."""
+"""Beam search with one token tree for all beams of a prompt."""

@@ -1,19 +1,19 @@
 """Logits for beam search: all beams of a prompt are paths of one token tree.
 
-What a beam step is, which tokens and beams it takes, is decided by the caller. Here its requests are served: the tokens
-that lengthen the beams come in, the logits after them go out. If the tree has these nodes already, no forward pass is
-needed. Otherwise the new tokens are fed, and guesses of the beam steps after them:
+The caller performs the beam search itself. It passes the tokens that extend the beams, and gets the logits after
+them. If the tree has these nodes already, no forward pass is needed. Otherwise the new tokens are fed, together with
+drafts of the beam steps to come:
 
-    trunk, in the cache           tree, in the cache too             fed by the next pass
+    trunk, cached                 tree, cached too                   fed by the next pass
     Once upon a time there was ─┬─ a ─── little ─┬─ girl           ┬─ who ─── ...
                                 │                └─ boy            ├─ named ─ ...
                                 └─ an ── old ───── man             └─ called
 
-What the beams have in common is cached once, not once a beam; and a guess that was not taken stays in the tree for as
-long as some beam may still get to it.
+The common prefix of the beams is cached once, not once per beam, and a drafted node stays in the tree as long as some
+beam may still reach it.
 
-Several prompts have a tree each, and each a row of the cache. They take their beam steps together, so a pass is needed
-as soon as one tree lacks a node; the others then use it to look further ahead.
+Each of several prompts has a tree and a cache row of its own. They take their beam steps together, so a pass is
+needed as soon as one tree lacks a node; the others then use it to draft further ahead.
 """
 
 from __future__ import annotations
@@ -36,74 +36,74 @@ class BeamRow:
     """One prompt of a beam search.
 
     Args:
-        prompt: ids, at least one.
-        num_beams: k.
-        guesser: guesses for this row.
+        prompt: ids of the prompt, at least one.
+        num_beams: k, the number of beams.
+        guesser: drafts the next beam steps of this row.
 
     Attributes:
-        branches: the trunk and the tree.
-        beams: `[k]`, the node that each beam ends with.
+        branches: trunk and tree of the beams.
+        beams: `[k]`, the last node of each beam.
     """
 
     def __init__(self, prompt: Sequence[int], num_beams: int, guesser: BeamGuesser) -> None:
         self.branches = Branches.of(prompt)
         self.beams = [ROOT] * num_beams
-        self._scores = [0.0] * num_beams  # log-probabilities of the beams without processors; only guesses need them
+        self._scores = [0.0] * num_beams  # log-probabilities of the beams before processors, used for drafting alone
         self._guesser = guesser
         guesser.learn_text(prompt)
 
     @property
     def tree(self) -> TokenTree:
-        """Its first nodes, `seen` of them, are in the cache."""
+        """The tree, whose first `seen` nodes are in the cache."""
         return self.branches.tree
 
     @property
     def seen(self) -> int:
-        """How many nodes a pass has seen."""
+        """Number of nodes that a pass has seen."""
         return len(self.branches.follows)
 
     @property
     def position(self) -> int:
-        """Where the last tokens of the beams lie; beams are equally long."""
+        """Position of the last token of the beams, which are equally long."""
         return len(self.branches.trunk) + self.tree.depths[self.beams[0]]
 
     @property
     def known(self) -> bool:
-        """Whether the logits after the beams are known without a forward pass."""
+        """True if the logits after the beams are available without a forward pass."""
         return all(node in self.branches.logits for node in self.beams)
 
     @property
     def logits(self) -> torch.Tensor:
-        """After the beams, `[k, V]`."""
+        """Logits after the beams, `[k, V]`."""
         return torch.stack([self.branches.logits[node] for node in self.beams])
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Beam i continues what was beam `beams[i]`."""
+        """Let beam i continue what was beam `beams[i]`."""
         self.beams = [self.beams[beam] for beam in beams]
         self._scores = [self._scores[beam] for beam in beams]
 
     def lengthen(self, tokens: Sequence[int]) -> None:
-        """Add its token to each beam."""
+        """Append to each beam its token."""
         for beam, token in enumerate(tokens):
             follows = self.branches.follows[self.beams[beam]]
             self._scores[beam] += dict(follows).get(token, follows[-1][1])
             child = self.tree.add(self.beams[beam], token, "beam")
-            assert child is not None  # the tree itself has no greatest depth
+            assert child is not None  # the tree has no `max_depth`
             self.beams[beam] = child
 
     def prune(self) -> list[int]:
-        """Drop what no beam can use any more; the nodes that stay in the cache, in their numbers before."""
+        """Drop nodes that no beam can reach; return the nodes that stay in the cache, in the old numbering."""
         pruned = self.branches.prune(self.beams)
         self.beams = [pruned.numbers[node] for node in self.beams]
         return pruned.kept
 
     def grow(self, room: int | None) -> None:
-        """Add guesses after the beams, at most `room` levels of them; None for no limit."""
+        """Add at most `room` levels of guesses after the beams; None for no limit."""
         self._guesser.learn_text(self.branches.trunk)
         self._guesser.grow(self.branches, dict(zip(self.beams, self._scores, strict=True)), room)
 
     def learn(self, logits: torch.Tensor) -> None:
-        """Take the logits `[S, V]` of a forward pass at the nodes that were not seen yet; further rows mean nothing."""
+        """Store the logits `[S, V]` of a pass at the nodes not seen before; further rows are padding."""
         first, new = self.seen, logits[: len(self.tree) - self.seen]
         self.branches.learn(new, top_follows(new, self._guesser.kept))
         self._guesser.learn(self.branches, first)
@@ -113,11 +113,11 @@ class BeamCache(Protocol):
     """Keys and values of B rows; see `lade.decoding.loop.KVCache`."""
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
-        """Of the tokens that came last, `fed` and before them in each row `held` ones, keep those of its path."""
+        """Keep the tokens on each row's path, out of its last `fed` ones and the `held[b]` before them."""
         ...
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         ...
 
 
@@ -126,28 +126,28 @@ CacheT_contra = TypeVar("CacheT_contra", bound=BeamCache, contravariant=True)
 
 
 class BeamRunner(Protocol[CacheT_contra]):
-    """Runs the model; see `lade.decoding.loop.Runner`."""
+    """Runs the model's forward passes; see `lade.decoding.loop.Runner`."""
 
     @property
     def pass_time(self) -> Duration:
-        """What the last pass spent in the model."""
+        """Time spent in the model by the last pass."""
         ...
 
     def room(self, cached: int) -> int | None:
-        """How deep a tree may be whose root lies at position `cached`; None for no limit."""
+        """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
         ...
 
     def prefill(self, rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
-        """Feed rows of any length; logits of each row's last token, `[B, V]`."""
+        """Feed rows of any length; return the logits after each row, `[B, V]`."""
         ...
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: CacheT_contra) -> torch.Tensor:
-        """Feed one tree a row, without its first nodes, `held[b]` of them: the row ends with these. `[B, S, V]`."""
+        """Feed one tree per row without its `held[b]` first nodes, the last ones in the cache; return `[B, S, V]`."""
         ...
 
 
 class BeamMeter:
-    """Reports each forward pass to `stats` once it is known how many beam steps it served: when the next one begins."""
+    """Reports each forward pass to `stats` when the next one begins, and the beam steps that it served are known."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -156,20 +156,20 @@ class BeamMeter:
         self._start = self._forward_s = 0.0
 
     def begin(self) -> None:
-        """A pass begins, and the one before has served its last step."""
+        """Start a pass; the previous one has served its last step."""
         self.end()
         self._start = perf_counter()
 
-    def ran(self, fed: Sequence[int], forward_s: float) -> None:
-        """The model was fed `fed[b]` tokens in row b, and took `forward_s` seconds."""
+    def record_pass(self, fed: Sequence[int], forward_s: float) -> None:
+        """Record that the model was fed `fed[b]` tokens in row b, and took `forward_s` seconds."""
         self._fed, self._forward_s = fed, forward_s
 
-    def answered(self) -> None:
-        """A beam step got its logits."""
+    def count_step(self) -> None:
+        """Count a beam step that was served."""
         self._served += 1
 
     def end(self) -> None:
-        """No further step is served by the last pass."""
+        """Report the last pass."""
         if not self._served:
             return
         tokens, sources = [-1] * self._served, ["beam" if self._passes else "prefill"] * self._served
@@ -180,20 +180,20 @@ class BeamMeter:
 
 
 class BeamLogits(Generic[CacheT]):
-    """Gives the logits after the beams of B prompts.
+    """Provides the logits after the beams of B prompts.
 
-    Beams are numbered through: those of prompt b are b * k to b * k + k - 1.
+    Beams are numbered consecutively: prompt b has b * k to b * k + k - 1.
 
     Args:
-        prompts: B of them; ids, at least one.
-        num_beams: k, of each prompt.
-        config: sizes, see `BeamGuesser`.
-        runner: runs the model.
-        cache: empty; it will hold trunk and tree of each prompt.
-        stats: is added to, as if the beams of a prompt were one text: a beam step counts as one token of each prompt,
-            however many beams it lengthens; the tokens fed in a pass are those of all beams of a prompt together.
-        excluded: ids (end of sequence, padding) after which nothing is guessed.
-        sources: B texts whose tokens may come again, beside those of the prompts; none unless given.
+        prompts: B lists of ids, each with at least one.
+        num_beams: k, the number of beams per prompt.
+        config: sizes of the drafts, see `BeamGuesser`.
+        runner: runs the model's forward passes.
+        cache: an empty cache, which will hold trunk and tree of each prompt.
+        stats: figures to add to, as if the beams of a prompt were one text: a beam step counts as one token per prompt,
+            however many beams it extends; the tokens fed in a pass are those of all beams of a prompt together.
+        excluded: ids (EOS, padding) after which nothing is drafted.
+        sources: B texts whose tokens may recur, besides the prompts themselves; empty for none.
     """
 
     def __init__(
@@ -214,27 +214,27 @@ class BeamLogits(Generic[CacheT]):
             for prompt, source in zip(prompts, sources or [()] * len(prompts), strict=True)
         ]
         self._prompts = prompts
-        self._fed = 0  # slots that the last pass took after the longest row
-        self._held = [1] * len(self.rows)  # nodes that were in the cache before it; at first the root is the last token
+        self._fed = 0  # cache slots that the last pass took after the longest row
+        self._held = [1] * len(self.rows)  # cached nodes before that pass; after prefill, the root alone
         self._meter = BeamMeter(stats)
 
     def prefill(self) -> torch.Tensor:
-        """Run the prompts; the logits after them, `[B * k, V]`, the same for all beams of a prompt."""
+        """Run the prompts; return the logits after them, `[B * k, V]`, the same for all beams of a prompt."""
         self._meter.begin()
         logits = self.runner.prefill(self._prompts, self.cache)  # [B, V]
-        self._meter.ran([len(prompt) for prompt in self._prompts], 0.0)
+        self._meter.record_pass([len(prompt) for prompt in self._prompts], 0.0)
         for row, row_logits in zip(self.rows, logits, strict=True):
             row.learn(row_logits[None])
         return self._answer()
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Beam i continues what was beam `beams[i]`, which is of the same prompt."""
+        """Let beam i continue what was beam `beams[i]`, of the same prompt."""
         for number, row in enumerate(self.rows):
             first = number * self.num_beams
             row.reorder([beam - first for beam in beams[first : first + self.num_beams]])
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Lengthen each beam by its token; the logits after them, `[B * k, V]`."""
+        """Append to each beam its token; return the logits after them, `[B * k, V]`."""
         for number, row in enumerate(self.rows):
             row.lengthen(tokens[number * self.num_beams :][: self.num_beams])
         if not all(row.known for row in self.rows):
@@ -242,11 +242,11 @@ class BeamLogits(Generic[CacheT]):
         return self._answer()
 
     def report(self) -> None:
-        """Report the last pass; no other may follow."""
+        """Report the last pass; call it once, at the end."""
         self._meter.end()
 
     def leave_rows(self) -> None:
-        """Give the cache a row for each beam, as plain decoding leaves it; the search cannot be continued then."""
+        """Expand the cache to one row per beam, as plain decoding leaves it; the search cannot continue after that."""
         self.cache.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(self.num_beams))
         paths = [row.branches.path(node) for row in self.rows for node in row.beams]
         self.cache.keep(paths, self._fed, [held for held in self._held for _ in range(self.num_beams)])
@@ -260,10 +260,10 @@ class BeamLogits(Generic[CacheT]):
         logits = self.runner.extend(trees, self._held, self.cache)  # [B, S, V]
         self._fed = logits.shape[1]
         fed = [len(tree) - held for tree, held in zip(trees, self._held, strict=True)]
-        self._meter.ran(fed, self.runner.pass_time.wall_s)
+        self._meter.record_pass(fed, self.runner.pass_time.wall_s)
         for row, row_logits in zip(self.rows, logits, strict=True):
             row.learn(row_logits)
 
     def _answer(self) -> torch.Tensor:
-        self._meter.answered()
+        self._meter.count_step()
         return torch.cat([row.logits for row in self.rows])

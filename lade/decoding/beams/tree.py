@@ -1,4 +1,4 @@
-"""The texts of a beam search as one tree after a common trunk, pruned of what no beam can use any more."""
+"""The texts of a beam search: a common trunk and one tree after it, pruned of nodes that no beam can reach."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Follow = tuple[int, float]
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a pruning left.
+    """Result of pruning a tree.
 
     Attributes:
-        kept: nodes that stay in the cache, in the numbers of the tree before.
-        numbers: old to new numbers of the nodes that stay in the tree; the others of `kept` have joined the trunk.
+        kept: nodes that stay in the cache, in the old numbering.
+        numbers: maps old to new numbers of the nodes that stay in the tree; the others of `kept` have joined the trunk.
     """
 
     kept: list[int]
@@ -28,14 +28,14 @@ class Pruned:
 
 @dataclass
 class Branches:
-    """Trunk and tree.
+    """Trunk and tree of the texts of a search.
 
     Attributes:
         trunk: the text before the tree's root.
-        tree: the root is the last token that all branches share, or a later one.
-        follows: for each node that a pass has seen (the first ones of the tree) the likeliest next tokens, the
-            likeliest first; empty where no beam can get to any more.
-        logits: `[V]` at each node that a pass has seen and that a beam can get to.
+        tree: the tree, whose root is the last token that all branches share, or a later one.
+        follows: top next tokens, likeliest first, at each node that a pass has seen (the first ones of the tree); empty
+            at nodes that no beam can reach.
+        logits: `[V]`, at each node that a pass has seen and that a beam can reach.
     """
 
     trunk: list[int]
@@ -45,18 +45,18 @@ class Branches:
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> Branches:
-        """Those before the first pass: the last token of a prompt is the root."""
+        """Return the branches before the first pass, with the last token of the prompt as root."""
         return cls(list(prompt[:-1]), TokenTree(prompt[-1]))
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root to this one."""
+        """Return the nodes from the root to this one."""
         path = [node]
         while (node := self.tree.parents[node]) >= 0:
             path.append(node)
         return path[::-1]
 
     def ending(self, node: int, length: int) -> list[int]:
-        """The last tokens of the text that ends with this node, at most `length`."""
+        """Return at most the last `length` tokens of the text that ends with this node."""
         tokens: list[int] = []
         while node >= 0 and len(tokens) < length:
             tokens.append(self.tree.ids[node])
@@ -65,19 +65,19 @@ class Branches:
         return [*(self.trunk[-missing:] if missing else ()), *tokens[::-1]]
 
     def learn(self, logits: torch.Tensor, follows: Sequence[Sequence[Follow]]) -> None:
-        """Take what a pass gave at nodes that none had seen before, the first of these first.
+        """Store the results of a pass at the nodes that follow those already seen.
 
         Args:
-            logits: `[S, V]`.
-            follows: likewise, the likeliest next tokens.
+            logits: `[S, V]`, at the new nodes.
+            follows: top next tokens at each new node, likeliest first.
         """
         self.logits.update(enumerate(logits, start=len(self.follows)))
         self.follows += follows
 
     def prune(self, beams: Sequence[int]) -> Pruned:
-        """Keep what the beams, which end with these nodes, come from and can get to.
+        """Keep the ancestors and descendants of the beams' last nodes.
 
-        What is common to all of them, and before all that any of them can still need, joins the trunk.
+        The common path before all nodes that a beam can still reach joins the trunk.
         """
         reachable = set(beams)
         for node, parent in enumerate(self.tree.parents):  # parents come before their children
@@ -95,7 +95,7 @@ class Branches:
         self.follows = [self.follows[node] if node in reachable else () for node in kept[common:]]
         self.tree = self._renumbered(numbers)
         left = [node for node in self.logits if node in reachable]
-        # Copied, since a single row would hold the memory of the whole pass that it comes from.
+        # Copied, since a view of a single row would keep the logits of the whole pass alive.
         rows = torch.stack([self.logits[node] for node in left]) if left else ()
         self.logits = {numbers[node]: row for node, row in zip(left, rows, strict=True)}
         return Pruned(kept, numbers)

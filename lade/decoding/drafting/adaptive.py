@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from lade.decoding.drafting.drafter import (
 )
 from lade.decoding.drafting.lookahead import Window
 from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.mtp_tree import MtpTree, MtpWeights
 from lade.decoding.drafting.tree_size import Budget
 from lade.decoding.kernels.layout import Ints
 from lade.decoding.kernels.tables import tails_of
@@ -40,6 +42,29 @@ LEAST_COLUMNS = 3
 """A smaller window finds nothing worth its cells."""
 _NOTHING = ((1, 0.0),)
 """Thresholds of a tree that is its root."""
+
+
+class _Begun(NamedTuple):
+    """A step that has begun.
+
+    Attributes:
+        context: the row's tokens so far.
+        max_depth: of its tree.
+        lead: tokens that must follow.
+        guesses: of other sources than the memory.
+        resting: whether the memory is not searched.
+    """
+
+    context: Sequence[int]
+    max_depth: int | None
+    lead: Sequence[int]
+    guesses: Sequence[Guess]
+    resting: bool
+
+    def is_plain(self, budget: Budget) -> bool:
+        """Return True where a step that rests feeds the root alone."""
+        pays = any(not guess.scores or budget.pays(guess.scores) for guess in self.guesses)
+        return not (self.guesses and pays)
 
 
 class AdaptiveDrafter(Drafter):
@@ -60,6 +85,7 @@ class AdaptiveDrafter(Drafter):
         constraint: what must follow, and what cannot: the tree begins with the one, and has nothing of the other, nor
             a window.
         seed: seeds the choice of the window's first tokens.
+        mtp: weights of an MTP layer's predictions; None where there is no layer.
     """
 
     def __init__(
@@ -74,6 +100,7 @@ class AdaptiveDrafter(Drafter):
         sources: Sequence[Source] = (),
         constraint: Constraint | None = None,
         seed: int = 0,
+        mtp: MtpWeights | None = None,
     ) -> None:
         self.memory, self.budget = memory, budget
         self.wants_prompt_entries, self.learns_prompts = read_prompts and read_logits, read_prompts
@@ -83,6 +110,9 @@ class AdaptiveDrafter(Drafter):
         self._rng = random.Random(seed)
         self._written = 0  # tokens of the answer when its first step began
         self._begun = False
+        self._step: _Begun | None = None
+        if mtp is not None:
+            self.mtp = MtpTree(self._grower, memory, mtp, self._begin_with_mtp, self._grow_with_mtp)
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
@@ -100,22 +130,43 @@ class AdaptiveDrafter(Drafter):
         """See `Drafter`."""
         return self.candidates(context, max_depth).draft()
 
-    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
-        """See `Drafter`."""
+    def _begin_with_mtp(self, context: Sequence[int], max_depth: int | None) -> bool:
+        """Begin a step whose tree an MTP layer looks at; returns whether the memory is searched in it."""
+        self._step = self._begin_step(context, max_depth)
+        return not self._step.resting
+
+    def _grow_with_mtp(self) -> list[float]:
+        """Grow the tree of the step that has begun."""
+        assert self._step is not None
+        return self._grow(self._step)
+
+    def _begin_step(self, context: Sequence[int], max_depth: int | None) -> _Begun:
+        """Ask for what must follow, and all sources but the memory for guesses."""
+        if self.mtp is not None:
+            self._grower.drop_predictions()
         if not self._begun:  # of an encoder's text, which `begin` is given too, there is nothing in `context`
             self._grower.set_prompt(len(context) - self._written)
             self._begun = True
         lead = () if self._constraint is None else self._lead(self._constraint, context, max_depth)
         guesses = self._guesses(context, lead)
-        resting = self.budget.skip_drafting() and not lead
-        if resting and not (guesses and any(not guess.scores or self.budget.pays(guess.scores) for guess in guesses)):
-            return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
+        return _Begun(context, max_depth, lead, guesses, self.budget.skip_drafting() and not lead)
+
+    def _grow(self, step: _Begun) -> list[float]:
+        """Grow the tree of a step from the memory; the scores of its nodes."""
         if self.learns_prompts:
-            self._grower.read(context)
-        self._grower.begin(context, lead)
-        scores = self._grower.grow(self.memory, _NOTHING if resting else self.budget.thresholds(), max_depth)
-        if self._constraint is not None:
-            scores = self._fitting(scores)
+            self._grower.read(step.context)
+        self._grower.begin(step.context, step.lead)
+        thresholds = _NOTHING if step.resting else self.budget.thresholds()
+        scores = self._grower.grow(self.memory, thresholds, step.max_depth)
+        return scores if self._constraint is None else self._fitting(scores)
+
+    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
+        """See `Drafter`."""
+        step, self._step = self._step or self._begin_step(context, max_depth), None
+        if step.resting and step.is_plain(self.budget):
+            return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
+        lead, guesses, resting = step.lead, step.guesses, step.resting
+        scores = self._grow(step)
         if (trust := self.budget.trust) < 1.0:
             scores = [1.0, *(trust * score for score in scores[1:])]
         ranking, alone = None, None
@@ -129,12 +180,12 @@ class AdaptiveDrafter(Drafter):
         )
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
-        """What must follow, as far as it may be fed."""
+        """Return the tokens that a grammar forces next, cut to what may be fed."""
         most = min(LONGEST_LEAD, self.budget.most - 1)
         return constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
 
     def _guesses(self, context: Sequence[int], lead: Sequence[int]) -> list[Guess]:
-        """Of all sources, with what is known to follow before each of them."""
+        """Return the guesses of all sources, each behind the forced tokens."""
         if not lead:
             guesses = [guess for source in self._sources for guess in source.guesses(context)]
         else:

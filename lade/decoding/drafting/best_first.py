@@ -19,8 +19,8 @@ from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.memory import RATE, ContextMemory
 from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels import growth
-from lade.decoding.kernels.layout import LONGEST, NODES, PROMPT, READ, Ints
-from lade.decoding.kernels.work import Work, hold
+from lade.decoding.kernels.layout import LONGEST, NODES, PREDICTED, PROMPT, READ, Doubles, Ints
+from lade.decoding.kernels.work import Held, Work, hold
 from lade.decoding.tree import TokenTree
 
 Tokens = tuple[int, ...]
@@ -84,6 +84,8 @@ OPTIMISM = 0.7
 """A node waits to be expanded as if its likeliest child had this probability. With 1.0, the bound, a quarter more nodes
 are expanded for nothing but 0.1 % of what trees yield."""
 
+MTP = "mtp"
+"""The source of nodes that an MTP layer finds likelier than all else does."""
 _ROOM = 160  # nodes, at first
 _NO_LIMIT = 2**31 - 1
 
@@ -114,6 +116,24 @@ class TreeGrower:
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
         self._use(Work.of(_ROOM))
         self._earlier = EarlierText()
+
+    @property
+    def work(self) -> Work:
+        """The tree that is being grown, in arrays."""
+        return self._work
+
+    @property
+    def held(self) -> Held:
+        """The same as compiled code takes it."""
+        return self._held
+
+    def use_mtp(self, weights: Doubles, trust: Doubles) -> None:
+        """Mix predictions of an MTP layer by these weights, which are shared and learned; see `Work`."""
+        self._use(self._work._replace(mtp_weights=weights, mtp_trust=trust))
+
+    def drop_predictions(self) -> None:
+        """Forget the predictions of an MTP layer: they belong to one step."""
+        self._work.used[PREDICTED] = 0
 
     def read(self, tokens: Sequence[int]) -> None:
         """Look for the end of this text earlier in it, in the tree that begins behind it."""
@@ -186,6 +206,9 @@ class TreeGrower:
         work = self._work
         ids, parents, depths = (column[1:count].tolist() for column in (work.ids, work.parents, work.depths))
         tree.extend(ids, parents, depths, "memory")
+        if work.used[PREDICTED]:
+            for node in np.flatnonzero(work.by_mtp[1:count]).tolist():
+                tree.sources[1 + node] = MTP
 
     def follow(self, tree: TokenTree, count: int) -> None:
         """Take over the nodes of a tree that others have added after the `count` nodes that `hang` hung."""

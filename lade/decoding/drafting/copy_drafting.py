@@ -41,12 +41,12 @@ class Agreement:
         self._weights = [_PRIOR_WEIGHT] * len(_HOPED)
 
     def probability(self, agreed: int) -> float:
-        """Of the next token, after so many have agreed."""
+        """Return the probability that the next token agrees after `agreed` tokens did."""
         kind = _kind(agreed)
         return self._hits[kind] / self._weights[kind]
 
     def learn(self, agreed: int, hit: bool) -> None:
-        """Take in whether the next token came as expected, after so many had."""
+        """Observe whether the next token agreed (`hit`) after `agreed` tokens did."""
         kind, keep = _kind(agreed), 1 - 1 / _MEMORY
         self._hits[kind] = keep * self._hits[kind] + hit
         self._weights[kind] = keep * self._weights[kind] + 1

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from lade.decoding.kernels.layout import Ints
+from lade.decoding.kernels.layout import Doubles, Ints
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
@@ -37,12 +37,12 @@ class Source(Protocol):
     """Proposes guesses for one row."""
 
     def guesses(self, context: Sequence[int]) -> Iterable[Guess]:
-        """What may follow `context`, the row's tokens so far; the best guess first."""
+        """Return continuations of `context`, the row's tokens so far, best first."""
         ...
 
 
 class Draft(NamedTuple):
-    """What one row feeds in one step.
+    """Token tree that one row feeds in one step.
 
     Attributes:
         tree: what is fed; its root is the last token of the context.
@@ -58,7 +58,7 @@ class Draft(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What one row could feed in one step, while it is open how much of it. All rows of a batch decide that together.
+    """Nodes that one row could feed in one step, before the size is decided, which rows of a batch do together.
 
     Attributes:
         scores: for each node the probability that it is accepted, the root's 1.0 first. Empty where the size of the
@@ -70,16 +70,70 @@ class Candidates(NamedTuple):
     draft: Callable[[], Draft]
 
 
+class Unseen(NamedTuple):
+    """A node that a layer can look at, since it has looked at its parent.
+
+    Attributes:
+        node: its number in the tree that was grown last.
+        parent: number of its parent's prediction; 0 is the root's.
+        token: of the node.
+        depth: of the node, 1 below the root.
+        score: probability that it is accepted.
+    """
+
+    node: int
+    parent: int
+    token: int
+    depth: int
+    score: float
+
+
+class PredictedTree(Protocol):
+    """The tree of one row while an MTP layer looks at it."""
+
+    def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
+        """Begin a step; returns whether guesses are looked for in it."""
+        ...
+
+    def grow(self) -> float:
+        """Grow the tree by what is known now; returns the sum of its scores: tokens that it is expected to yield."""
+        ...
+
+    def unseen(self, most: int) -> list[Unseen]:
+        """Return the likeliest nodes of the tree grown last that have no prediction, and whose parents have one.
+
+        Args:
+            most: number of nodes to return; there may be fewer.
+        """
+        ...
+
+    def candidates(self, node: int) -> list[int]:
+        """Return the tokens that the memory suggests to follow a node of the tree grown last."""
+        ...
+
+    def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
+        """Take in predictions.
+
+        Args:
+            nodes: the nodes that they follow; none for the root, whose prediction comes first.
+            tokens: `[E, MTP_WIDTH]`, -1 where there are fewer.
+            odds: `[E, MTP_WIDTH]`, their log-odds.
+        """
+        ...
+
+
 class Drafter(ABC):
     """Drafts the trees of one row.
 
     Attributes:
         wants_prompt_entries: whether `learn_prompt` is to be called, for which logits of prompts are computed.
         learns_prompts: whether it is worth calling where they are known anyway.
+        mtp: its tree, as an MTP layer looks at it before `candidates` is called; None where it takes no predictions.
     """
 
     wants_prompt_entries: bool = False
     learns_prompts: bool = False
+    mtp: PredictedTree | None = None
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
         """Learn from prefill.
@@ -128,13 +182,13 @@ class Drafter(ABC):
         """
 
     def end(self) -> None:  # noqa: B027
-        """The row has ended: what others are to know of it is told now."""
+        """End of the row: flush pending observations."""
 
 
 LONGEST_LEAD = 64
-"""Tokens that are known to follow which are fed at a time."""
+"""Upper limit of forced tokens that are fed in one step."""
 LEAD = "grammar"
-"""What `Step.sources` calls their source."""
+"""Name of their source in `Step.sources`."""
 
 
 class Constraint(Protocol):
@@ -172,6 +226,6 @@ def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]
 
 
 def cut(constraint: Constraint, guess: Guess) -> Guess:
-    """What of a guess may follow."""
+    """Return the longest prefix of a guess that the constraint allows."""
     fits = constraint.fits(guess.tokens)
     return guess._replace(tokens=guess.tokens[:fits], scores=guess.scores[:fits])

@@ -12,6 +12,7 @@ from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.drafting.tree_size import Budget, FixedBudget, PassCost
 
 
@@ -35,6 +36,7 @@ def drafter_for(
     sources: Sequence[Source] = (),
     constraint: Constraint | None = None,
     read_logits: bool = True,
+    mtp: MtpWeights | None = None,
 ) -> Drafter:
     """A drafter for one row.
 
@@ -49,6 +51,7 @@ def drafter_for(
         sources: guesses beside the method's own.
         constraint: what must follow, and what cannot.
         read_logits: whether to learn from the logits of its prompt, if the config has it learn from prompts.
+        mtp: weights of an MTP layer's predictions, which the adaptive method mixes in; None where there is no layer.
 
     Raises:
         ValueError: the adaptive method has neither a budget nor a cost to choose one by.
@@ -73,4 +76,5 @@ def drafter_for(
         sources=sources,
         constraint=constraint,
         seed=config.seed,
+        mtp=mtp,
     )

@@ -17,7 +17,7 @@ from lade.decoding.readout import Readout
 from lade.decoding.verify import Verdict
 
 
-class Said:
+class CachedLogits:
     """Entries of the logits at the tokens of a text, as far as they are known; see `kernels`."""
 
     def __init__(self) -> None:
@@ -38,23 +38,21 @@ class Said:
             self._known = np.concatenate([self._known, np.zeros(more, np.bool_)])
         self._entries[start:end], self._known[start:end] = entries, True
 
-    def first(self, tokens: int) -> Said:
+    def first(self, tokens: int) -> CachedLogits:
         """A copy of those at so many tokens."""
-        copy = Said()
+        copy = CachedLogits()
         copy._entries, copy._known = self._entries[:tokens].copy(), self._known[:tokens].copy()
         return copy
 
     def runs(self, tokens: int) -> Iterator[tuple[int, Ints]]:
-        """Of the first `tokens` tokens those that are known: the number of a first one, and its entries and the next
-        ones', `[T, WIDTH]`.
-        """
+        """Yield the runs of known tokens among the first `tokens`: index of the first one, and entries `[T, WIDTH]`."""
         known = np.concatenate([[False], self._known[:tokens], [False]])
         edges = np.flatnonzero(known[1:] != known[:-1])
         for start, end in edges.reshape(-1, 2).tolist():
             yield start, self._entries[start:end]
 
 
-class NotingDrafter(Drafter):
+class RecordingDrafter(Drafter):
     """A drafter that notes what it learns from logits.
 
     Args:
@@ -65,8 +63,9 @@ class NotingDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.said = drafter, Said()
+        self._drafter, self.said = drafter, CachedLogits()
         self.wants_prompt_entries, self.learns_prompts = drafter.wants_prompt_entries, drafter.learns_prompts
+        self.mtp = drafter.mtp
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""

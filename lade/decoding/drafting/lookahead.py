@@ -47,7 +47,7 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether all N-1 rows are there, so that each step sheds n-grams."""
+        """True once all N-1 rows exist, so that each step yields n-grams."""
         return len(self.rows) == self.ngram - 1
 
     def plant(self, tree: TokenTree, columns: int | None = None) -> list[int | None]:

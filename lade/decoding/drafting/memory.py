@@ -62,7 +62,7 @@ _FIRST_SLOTS = 1024
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a memory holds at one moment.
+    """Contents of a memory at one moment.
 
     Attributes:
         old: `[n, 2 + WIDTH]`, slots of contexts that have not been used lately.
@@ -78,13 +78,13 @@ class Snapshot:
 
 
 class ContextMemory(BaseMemory):
-    """What follows the contexts seen; the least recently used are evicted first.
+    """Continuations of contexts seen, with LRU eviction.
 
     There are two tables. One is written, the other is what it was before: when the first has no more room, it becomes
     the second, whose contexts are evicted unless they have come up again meanwhile. Threads may share a memory.
 
     Args:
-        max_bytes: what both tables may take at most. A context takes about 50 bytes.
+        max_bytes: upper limit of both tables together, in bytes. A context takes about 50.
 
     Attributes:
         weights: `[LINES, END + 1]`, what has been learned about how far its rows are to be trusted, see `mixer`.
@@ -123,11 +123,11 @@ class ContextMemory(BaseMemory):
 
     @property
     def tables(self) -> tuple[Ints, Ints]:
-        """The one that is written, and the one before; see `kernels`."""
+        """The table being written and the previous one; see `kernels`."""
         return self._young, self._old
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
-        """What is known about the ends of a text, shortest first: rows of logits, and rows of what followed in texts.
+        """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.
 
         Returns:
             `[R, WIDTH]` and `[R', WIDTH]` entries, see `kernels`.

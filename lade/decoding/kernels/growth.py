@@ -17,6 +17,7 @@ from lade.decoding.kernels.layout import (
     LONGEST,
     NEAR,
     NODES,
+    PREDICTED,
     READ,
     ROOT,
     SPOTS,
@@ -24,7 +25,7 @@ from lade.decoding.kernels.layout import (
     Doubles,
     Ints,
 )
-from lade.decoding.kernels.mixing import bring_forward, expand, learn_weights, note_slot, probability
+from lade.decoding.kernels.mixing import bring_forward, expand, learn_weights, led_by_mtp, note_slot, probability
 from lade.decoding.kernels.tables import average
 from lade.decoding.kernels.work import HELD, Held
 
@@ -63,12 +64,23 @@ def _pop(keys: Any, nodes: Any, ranks: Any, used: Any) -> None:
 
 
 @inlined
+def _prediction_of(work: Any, parent: Any, token: Any) -> Any:
+    """The number of the prediction behind a child of a node with prediction `parent`; -1 for none."""
+    if parent >= 0:
+        for number in range(1, work.used[PREDICTED]):
+            if work.mtp_parents[number] == parent and work.mtp_ids[number] == token:
+                return number
+    return -1
+
+
+@inlined
 def _add(work: Any, parent: Any, token: Any) -> Any:
     """A child, and its context."""
     node = work.used[NODES]
     work.used[NODES] += 1
     work.ids[node], work.parents[node], work.depths[node] = token, parent, work.depths[parent] + 1
-    work.found[node] = -1
+    work.found[node], work.by_mtp[node] = -1, 0
+    work.predicted[node] = _prediction_of(work, work.predicted[parent], token)
     for place in range(LONGEST - 1):
         work.tails[node, place + 1] = work.tails[parent, place]
     work.tails[node, 0] = token
@@ -173,7 +185,8 @@ def plant(held: Held, root: int, tail: npt.NDArray[np.int64], promise: float) ->
     """
     work = held.work
     work.ids[0], work.parents[0], work.depths[0] = tail[tail.shape[0] - 1], -1, 0
-    work.scores[0], work.found[0] = 1.0, -1
+    work.scores[0], work.found[0], work.by_mtp[0] = 1.0, -1, 0
+    work.predicted[0] = 0 if work.used[PREDICTED] > 0 else -1
     for place in range(LONGEST):
         work.tails[0, place] = tail[tail.shape[0] - 1 - place] if place < tail.shape[0] else -1
     work.used[NODES], work.used[HEAP], work.used[ROOT] = 1, 0, root
@@ -225,13 +238,16 @@ def grow(
                 expand(work, parent, young, old, weights)
             following = rank + 1
             if following < work.offers[parent] and work.depths[parent] < max_depth:
-                bring_forward(work.tokens[parent], work.odds[parent], work.offers[parent], following)
+                odds, memory_odds = work.odds[parent], work.memory_odds[parent]
+                bring_forward(work.tokens[parent], odds, memory_odds, work.offers[parent], following)
                 key = work.scores[parent] * probability(work.odds[parent, following])
                 _push(keys, nodes, ranks, used, key, parent, following)
             token = work.tokens[parent, rank] if rank >= 0 else vocabulary
             if token < vocabulary and not _is_among(excluded, token):
                 node = _add(work, parent, token)
                 work.scores[node] = score
+                if work.predicted[parent] >= 0:
+                    work.by_mtp[node] = led_by_mtp(work, parent, rank)
                 _push(keys, nodes, ranks, used, promise * score, node, -1)
         if used[NODES] < size:
             break
@@ -245,3 +261,10 @@ def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArr
     work.used[NODES] = kept
     for at in range(ids.shape[0]):
         _add(work, parents[at], ids[at])
+
+
+@compiled(HELD, TABLE, TABLE, MATRIX, INT)
+def look_up(held: Held, young: Ints, old: Ints, weights: Doubles, node: int) -> int:
+    """Ask the memory about a node of a tree; returns the number of its offers, in no order."""
+    expand(held.work, node, young, old, weights)
+    return int(held.work.offers[node])

@@ -30,9 +30,9 @@ SPOTS = 16
 """Earlier places that are kept of a node: those behind the longest ends of its text that stood there before."""
 LATEST, EACH, TOLD = 0, 1, 2
 """Rows of what followed there: at the latest place of the longest end, and at each; and how many kinds there are."""
-NODES, HEAP, ROOT, READ, PROMPT, COPY = range(6)
+NODES, HEAP, ROOT, READ, PROMPT, COPY, PREDICTED = range(7)
 """What `Work.used` counts: nodes, entries of the heap, the place of the root, tokens of the text that have been read,
-those of them that are the prompt's, and the place of the last root behind a copy."""
+those of them that are the prompt's, the place of the last root behind a copy, and predictions of MTP layers."""
 LONGEST = max(LENGTHS)
 WIDTH = 6
 """Tokens kept of a row."""
@@ -47,6 +47,14 @@ TINY = 1e-9
 """The least weight: odds have a logarithm."""
 BLOCK = 64
 """Logits that are looked at one by one only if their greatest is among the best."""
+MTP_WIDTH = 16
+"""Tokens kept of a prediction of an MTP layer."""
+MTP_DEPTHS = 5
+"""Depths whose predictions have weights of their own: 1, made from a true state of the model, 2, 3, 4, and deeper."""
+MTP_INPUTS = 4
+"""Inputs of the last mixing: log-odds of the memory, of the layer, the memory's above even odds, and a bias."""
+MTP_SLOTS = 256
+"""Predictions kept in a step."""
 AFTER_COPY = 64
 """Tokens after a copied place during which more copies are likely."""
 END_KINDS = 7

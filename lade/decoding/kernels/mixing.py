@@ -1,4 +1,4 @@
-"""What rows, notes and earlier places suggest for a node, mixed by weights, and how these are learned."""
+"""Mix rows of logits, position notes and earlier occurrences into probabilities, and learn the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from lade.decoding.kernels.layout import (
     END_KINDS,
     FLOOR,
     LATEST,
+    MTP_DEPTHS,
+    MTP_INPUTS,
+    MTP_WIDTH,
     NEAR,
+    ORDERS,
     PROMPT,
     ROOT,
     SCALE,
@@ -31,18 +35,21 @@ from lade.decoding.kernels.layout import (
 from lade.decoding.kernels.tables import SEED, find_rows, lengthened
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; of tokens below it only the chosen one is learned from
+_MTP_RATE = 1.0  # of the rate of learning, for the weights of the last mixing: what it mixes is calibrated already
+_TRUST_RATE = 20.0  # likewise for the share that the layer has, one number that every node teaches
+_MOST_TRUST = 5.0  # log-odds
 _NOT_SEEN = 0.4  # of what followed at some places, something else is as likely as if it had been there so often
 
 
 @inlined
 def probability(log_odds: Any) -> Any:
-    """Of log-odds."""
+    """Return the probability of log-odds."""
     return 1.0 / (1.0 + math.exp(-log_odds))
 
 
 @inlined
 def _has(found: Any, heard: Any, kind: Any) -> Any:
-    """Whether a row of that kind was found, by the numbers of rows of either."""
+    """Return True if a row of that kind was found, given the numbers of rows found."""
     return kind < found or TEXT <= kind < TEXT + heard
 
 
@@ -108,6 +115,8 @@ def _mix(
 ) -> Any:
     """All tokens that a row, note or earlier place suggests, with their log-odds; one that lacks a token says `FLOOR`.
 
+    Returns how many there are, and the log-odds of a token that nothing suggests.
+
     Few arrays are handed over, here and below: a call with the whole of `Work` takes longer than what it does.
     """
     line, offers = _line(found, heard), 0
@@ -131,7 +140,7 @@ def _mix(
     if told >= 0:
         for kind in range(TOLD):
             offers = _add_row(told_rows, kind, told_weights[told, kind], base, tokens, odds, offers)
-    return offers
+    return offers, base
 
 
 @inlined
@@ -187,25 +196,111 @@ def expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
             told += _told_set(work.spots[node, 0], work.used)
         work.found[node], work.heard[node], work.near[node], work.told[node] = found, heard, near, told
         tokens, odds = work.tokens[node], work.odds[node]
-        work.offers[node] = _mix(
+        work.offers[node], base = _mix(
             rows, found, heard, weights, near_rows, near, near_weights, told_rows, told, told_weights, tokens, odds
         )
+        if work.predicted[node] >= 0:
+            _mix_prediction(work, node, base)
 
 
 @inlined
-def bring_forward(tokens: Any, odds: Any, offers: Any, rank: Any) -> None:
+def _mtp_line(work: Any, node: Any) -> Any:
+    """Which weights of the last mixing are in use."""
+    depth = min(work.mtp_depths[work.predicted[node]], MTP_DEPTHS) - 1
+    return depth * (len(ORDERS) + 1) + work.found[node]
+
+
+@inlined
+def _predicted_odds(work: Any, number: Any, token: Any) -> Any:
+    """Log-odds of a token by prediction `number`; `FLOOR` for one that it does not list."""
+    for place in range(MTP_WIDTH):
+        if work.mtp_tokens[number, place] == token:
+            return max(work.mtp_odds[number, place], FLOOR)
+    return FLOOR
+
+
+@inlined
+def _mix_prediction(work: Any, node: Any, base: Any) -> None:
+    """The last mixing: weigh what is known of each offer with the MTP layer's prediction, and add its own tokens.
+
+    Args:
+        work: its node has offers.
+        node: one with a prediction.
+        base: log-odds of tokens that only the layer suggests, before it is asked.
+    """
+    number, known = work.predicted[node], work.offers[node]
+    tokens, odds, memory_odds = work.tokens[node], work.odds[node], work.memory_odds[node]
+    for at in range(known):
+        memory_odds[at] = odds[at]
+    offers = known
+    for place in range(MTP_WIDTH):
+        token = work.mtp_tokens[number, place]
+        if token < 0:
+            break
+        at = 0
+        while at < offers and tokens[at] != token:
+            at += 1
+        if at == offers:
+            tokens[at], memory_odds[at] = token, math.nan
+            offers += 1
+    work.listed[node], work.bases[node] = offers, base
+    line, share = work.mtp_weights[_mtp_line(work, node)], probability(work.mtp_trust[0])
+    for at in range(offers):
+        mixed = _weighed(line, _before(memory_odds[at], base), _predicted_odds(work, number, tokens[at]))
+        without = _before(memory_odds[at], FLOOR)  # where the layer has no share, there is no such token
+        odds[at] = without + share * (mixed - without)
+        if at >= known and odds[at] >= _NEGLIGIBLE:  # fainter ones would take the place of the lookahead window's cells
+            _swap(tokens, odds, memory_odds, known, at)
+            known += 1
+    work.offers[node] = known
+
+
+@inlined
+def _before(log_odds: Any, base: Any) -> Any:
+    """Log-odds before the last mixing; `base` for NaN, of a token that only the layer suggests."""
+    return base if math.isnan(log_odds) else log_odds
+
+
+@inlined
+def _weighed(line: Any, memory: Any, layer: Any) -> Any:
+    """Log-odds by a line of weights of the last mixing, from those of the memory and of the layer."""
+    return line[0] * memory + line[1] * layer + line[2] * max(memory, 0.0) + line[3]
+
+
+@inlined
+def led_by_mtp(work: Any, parent: Any, rank: Any) -> Any:
+    """1 where the layer gives the child number `rank` of a node higher odds than all else does, else 0."""
+    layer = _predicted_odds(work, work.predicted[parent], work.tokens[parent, rank])
+    return 1 if layer > max(_before(work.memory_odds[parent, rank], work.bases[parent]), FLOOR) else 0
+
+
+@inlined
+def _swap(tokens: Any, odds: Any, memory_odds: Any, one: Any, other: Any) -> None:
+    """Swap two offers."""
+    tokens[one], tokens[other] = tokens[other], tokens[one]
+    odds[one], odds[other] = odds[other], odds[one]
+    memory_odds[one], memory_odds[other] = memory_odds[other], memory_odds[one]
+
+
+@inlined
+def bring_forward(tokens: Any, odds: Any, memory_odds: Any, offers: Any, rank: Any) -> None:
     """Move the likeliest offer from number `rank` on to that place; those before are likelier."""
     best = rank
     for at in range(rank + 1, offers):
         if odds[at] > odds[best]:
             best = at
-    tokens[rank], tokens[best] = tokens[best], tokens[rank]
-    odds[rank], odds[best] = odds[best], odds[rank]
+    _swap(tokens, odds, memory_odds, rank, best)
+
+
+@inlined
+def _odds_before(work: Any, node: Any) -> Any:
+    """Log-odds of a node's offers before the last mixing, if there was one; NaN of those that are not the memory's."""
+    return work.memory_odds[node] if work.predicted[node] >= 0 else work.odds[node]
 
 
 @inlined
 def _value(rows: Any, kind: Any, token: Any) -> Any:
-    """What a row says of a token."""
+    """Return the log-odds that a row gives a token."""
     for place in range(WIDTH):
         if rows[kind, place] & TOKEN == token:
             return rows[kind, place] >> BITS
@@ -216,15 +311,38 @@ def _value(rows: Any, kind: Any, token: Any) -> Any:
 def _learn_told(work: Any, node: Any, chosen: Any, rate: Any) -> None:
     """Move the weights of what earlier places told of a node."""
     rows, weights = work.told_rows[node], work.told_weights[work.told[node]]
+    odds = _odds_before(work, node)
     rate *= weights[TOLD + 1]
     for at in range(work.offers[node]):
-        token, log_odds = work.tokens[node, at], work.odds[node, at]
-        if token != chosen and log_odds < _NEGLIGIBLE:
+        token, log_odds = work.tokens[node, at], odds[at]
+        if math.isnan(log_odds) or (token != chosen and log_odds < _NEGLIGIBLE):
             continue
         error = (1.0 if token == chosen else 0.0) - probability(log_odds)
         for kind in range(TOLD):
             weights[kind] += rate * error * (FLOOR + SCALE * _value(rows, kind, token))
         weights[TOLD] += rate * error
+
+
+@inlined
+def _learn_mtp(work: Any, node: Any, chosen: Any, rate: Any) -> None:
+    """Move the weights of the last mixing, and the share that it has, down the gradient of the coding cost."""
+    number, line = work.predicted[node], work.mtp_weights[_mtp_line(work, node)]
+    share, of_share, gradient = probability(work.mtp_trust[0]), 0.0, np.zeros(MTP_INPUTS)
+    for at in range(work.listed[node]):
+        token, log_odds = work.tokens[node, at], work.odds[node, at]
+        if token != chosen and log_odds < _NEGLIGIBLE:
+            continue
+        error = (1.0 if token == chosen else 0.0) - probability(log_odds)
+        before, layer = _before(work.memory_odds[node, at], work.bases[node]), _predicted_odds(work, number, token)
+        gradient[0] += error * before
+        gradient[1] += error * layer
+        gradient[2] += error * max(before, 0.0)
+        gradient[3] += error
+        of_share += error * (_weighed(line, before, layer) - _before(work.memory_odds[node, at], FLOOR))
+    for kind in range(MTP_INPUTS):
+        line[kind] += _MTP_RATE * rate * share * gradient[kind]
+    moved = work.mtp_trust[0] + _TRUST_RATE * rate * share * (1.0 - share) * of_share
+    work.mtp_trust[0] = min(max(moved, -_MOST_TRUST), _MOST_TRUST)
 
 
 @inlined
@@ -236,9 +354,10 @@ def learn_weights(work: Any, young: Any, old: Any, weights: Any, path: Any, chos
         found, heard = work.found[node], work.heard[node]
         line, gradient, rows = _line(found, heard), np.zeros(END + 1), work.rows[node]
         near, near_gradient, near_rows = work.near[node], np.zeros(NEAR), work.near_rows[node]
+        odds = _odds_before(work, node)
         for at in range(work.offers[node]):
-            token, log_odds = work.tokens[node, at], work.odds[node, at]
-            if token != chosen[step] and log_odds < _NEGLIGIBLE:
+            token, log_odds = work.tokens[node, at], odds[at]
+            if math.isnan(log_odds) or (token != chosen[step] and log_odds < _NEGLIGIBLE):
                 continue
             error = (1.0 if token == chosen[step] else 0.0) - probability(log_odds)
             for kind in range(END):
@@ -256,3 +375,5 @@ def learn_weights(work: Any, young: Any, old: Any, weights: Any, path: Any, chos
             work.near_weights[near, NEAR] += rate * gradient[END]
         if work.told[node] >= 0:
             _learn_told(work, node, chosen[step], rate)
+        if work.predicted[node] >= 0:
+            _learn_mtp(work, node, chosen[step], rate)

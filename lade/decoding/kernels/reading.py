@@ -18,7 +18,7 @@ _FAR = -12.0  # what is so far below the best score adds nothing to a sum
 
 @inlined
 def _above(score: Any, other: Any) -> Any:
-    """Whether a score is higher, where what is no number is highest of all, as for an argmax."""
+    """Return True if a score is higher; NaN is highest of all, as for argmax."""
     return score > other or (math.isnan(score) and not math.isnan(other))
 
 
@@ -71,7 +71,7 @@ def _sortable(bits: Any) -> Any:
 
 @inlined
 def _find_maxima(bits: Any, maxima: Any) -> None:
-    """Of each `BLOCK` logits in turn the greatest; of both the bits."""
+    """Write the maximum of each `BLOCK` logits, as bits."""
     for at in range(maxima.shape[0]):
         best = np.int32(-(2**31))
         for token in range(min(BLOCK, bits.shape[0] - at * BLOCK)):  # counted from 0: else they are compared singly

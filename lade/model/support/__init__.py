@@ -1,1 +1,1 @@
-"""Whether a model can be decoded exactly."""
+"""Checks that a model can be decoded exactly."""

@@ -1,8 +1,8 @@
-"""PEFT's adapters: which of them look beyond the token they are fed, and what they get for one generation only.
+"""PEFT adapters: which ones look beyond a single token, and the values they get for one generation only.
 
-Most adapters change a layer's weight, or what it makes of each token. Some look at all tokens of a pass, where a tree
-has others than plain decoding. Others take values from hooks, which are on the model only while PEFT's `generate` runs.
-PEFT is not imported: its layers and hooks are known by their modules.
+Most adapters change a layer's weight, or its output token by token. Some look at all tokens of a pass, which differ
+between a tree and plain decoding. Others get values from hooks that are installed only while PEFT's `generate` runs.
+PEFT is not imported: its layers and hooks are recognised by their modules.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ACTIVATED = (
     "its adapter is an activated LoRA (alora_invocation_tokens), which counts the tokens of each pass: "
     "use an ordinary LoRA, or choose another adapter with set_adapter"
 )
-SEVERAL = "PEFT's adapter_names are for a whole batch, whose rows are fed apart here: give one prompt at a time"
-OTHER_PASSES = {
-    "POLY": "its adapter (Poly) gets the task_ids of its rows from call to call",
+SEVERAL = "PEFT's adapter_names are for a whole batch, whose rows are fed separately here: give one prompt at a time"
+UNSUPPORTED_ADAPTERS = {
+    "POLY": "its adapter (Poly) takes the task_ids of its rows with each call",
     "SHADOW": "its adapter (Shadow) keeps a cache of its own",
     "XLORA": "its adapter (X-LoRA) runs the model twice at each token",
 }
-"""Adapters that change the passes of the whole model, by `peft_type`, and how."""
+"""Reasons by `peft_type` for adapters that change the passes of the whole model."""
 MIXING = frozenset({"lily"})
 TOKEN_WISE = frozenset(
     """
@@ -35,47 +35,47 @@ TOKEN_WISE = frozenset(
     osf peanut psoft pvera randlora road shira supertuning tinylora trainable_tokens unilora vblora vera waveft
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
-"""Packages in `peft.tuners`: those whose layers look at all tokens of a pass, and those that this package's tests have
-compared with `model.generate`. Layers of others are tried."""
-OF_ONE_CALL = frozenset({"adapter_names", "alora_offsets"})
-"""What PEFT's hooks pass to its layers for the length of one generation."""
+"""Packages in `peft.tuners`: those whose layers look at all tokens of a pass, and those that the tests compare with
+`model.generate`. Layers of any other package are tried."""
+CALL_VALUES = frozenset({"adapter_names", "alora_offsets"})
+"""Values that PEFT's hooks pass to its layers during one generation."""
 ROWS = 16
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
 
 
-def why_adapted_otherwise(wrapped: Any, facts: ModelFacts) -> str:
-    """What keeps the adapters of a model from giving a token in a tree what they give it alone; empty if nothing.
+def adapter_refusal(wrapped: Any, facts: ModelFacts) -> str:
+    """Return why a model's adapters treat a token in a tree differently from the token alone; empty if they do not.
 
     Args:
-        wrapped: the model as it was given.
-        facts: of the transformers model in it.
+        wrapped: the model as the caller has it.
+        facts: facts about the transformers model inside it.
     """
     model: PreTrainedModel = facts.model
     config = getattr(wrapped, "active_peft_config", None)
-    # While PEFT generates with such an adapter, it prepares the inputs of the model itself.
+    # While PEFT generates with such an adapter, it replaces the model's input preparation.
     prepares = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(config, "is_prompt_learning", False) or prepares is not model:
         return "its adapter puts learned tokens before the prompt, whose positions are not known here"
     kind = getattr(config, "peft_type", "")
     kind = str(getattr(kind, "value", kind))
-    return OTHER_PASSES.get(kind, "") or _why_hooked(facts) or _why_of_layers(facts)
+    return UNSUPPORTED_ADAPTERS.get(kind, "") or _hook_refusal(facts) or _layer_refusal(facts)
 
 
-def values_of_one_call(model: nn.Module) -> list[str]:
-    """Names of what PEFT's hooks pass to its layers in the generation that is running; empty if nothing."""
-    return sorted({name for _, _, values in _hooks(ModelFacts.of(model)) for name in values if name in OF_ONE_CALL})
+def call_values(model: nn.Module) -> list[str]:
+    """Return the names of values that PEFT's hooks pass to its layers in the present generation, if any."""
+    return sorted({name for _, _, values in _hooks(ModelFacts.of(model)) for name in values if name in CALL_VALUES})
 
 
-def remove_hooks_of_one_call(model: nn.Module) -> None:
-    """Take them off. PEFT does that itself, but not where a generation fails; then every later one fails, too."""
+def remove_call_hooks(model: nn.Module) -> None:
+    """Remove PEFT's per-call hooks. PEFT forgets that if a generation fails, and then every later one fails too."""
     for module, number, values in list(_hooks(ModelFacts.of(model))):
-        if OF_ONE_CALL & values.keys():
+        if CALL_VALUES & values.keys():
             del module._forward_pre_hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _hooks(facts: ModelFacts) -> Iterator[tuple[nn.Module, int, dict[str, Any]]]:
-    """PEFT's hooks that run before a layer: the layer, the hook's number, and the values that it passes on."""
+    """Yield PEFT's forward pre-hooks: the layer, the id of the hook, and the values that it passes."""
     for module in facts.hooked:
         for number, hook in module._forward_pre_hooks.items():
             if _is_peft(getattr(hook, "func", hook)):
@@ -86,19 +86,19 @@ def _is_peft(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).partition(".")[0] == "peft"
 
 
-def _why_hooked(facts: ModelFacts) -> str:
-    """Why the hooks that PEFT has on a model at the moment speak against it; empty if they do not."""
+def _hook_refusal(facts: ModelFacts) -> str:
+    """Return why PEFT's present hooks prevent exact decoding; empty if they do not."""
     for _, _, values in _hooks(facts):
         if "alora_offsets" in values:
             return ACTIVATED
         if "adapter_names" not in values:
-            return "its adapter changes from pass to pass what its layers are fed"
+            return "its adapter changes the inputs of its layers from pass to pass"
         if len(values["adapter_names"]) > 1:
             return SEVERAL
     return ""
 
 
-def _why_of_layers(facts: ModelFacts) -> str:
+def _layer_refusal(facts: ModelFacts) -> str:
     if not any(map(_is_peft, facts.kinds)):
         return ""
     model: PreTrainedModel = facts.model
@@ -124,11 +124,11 @@ def _is_activated(layer: Any) -> bool:
 
 
 def _mixes_tokens(layer: Any, model: PreTrainedModel) -> bool:
-    """Whether an adapter makes something else of a token where others stand beside it, and its layer does not."""
+    """Return whether an adapter, but not its base layer, gives a token another output beside other tokens."""
     base = layer.get_base_layer()
     features = getattr(base, "in_features", getattr(base, "nx", None))
     if not isinstance(features, int):
-        return False  # embeddings look up, and experts are the model's own matter
+        return False  # embeddings only look up, and experts belong to the model
     tolerance = TOLERANCE if model.dtype.itemsize > 2 else HALF_TOLERANCE
     adapted, bare = (_difference_beside_others(one, features, model) for one in (layer, base))
     return adapted > tolerance >= bare
@@ -136,7 +136,7 @@ def _mixes_tokens(layer: Any, model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _difference_beside_others(layer: Any, features: int, model: PreTrainedModel) -> float:
-    """How far the first of several tokens moves when the others come, relative to its size."""
+    """Return how much the output for the first token changes when others are added, relative to its norm."""
     device = next((part.device for part in layer.parameters() if part.device.type != "meta"), input_device(model))
     rows = torch.randn(1, ROWS, features, generator=torch.Generator().manual_seed(0)).to(device, model.dtype)
     among, alone = (layer(rows[:, :count])[0, 0].double() for count in (ROWS, 1))

@@ -1,11 +1,11 @@
-"""Causality checks: whether right or left padding reaches the tokens of a text.
+"""Causality checks: whether padding on the right or left affects the tokens of a text.
 
-Attention over a prompt may look both ways, as PaliGemma's does, while what is decoded looks back alone. Then prompts of
-several lengths cannot be padded behind, and go in passes of their own.
+Attention over a prompt may be bidirectional, as in PaliGemma, while generated tokens look back only. Then prompts of
+several lengths cannot be padded on the right, and need separate passes.
 
-Rows are fed without their padding here, so texts are equal only where plain decoding sees it neither in its positions
-nor in its masks. Transformers sees to that, unless a class prepares its inputs in a way of its own, or has a projection
-with a bias in front of a convolution: then padded columns reach the first windows.
+Rows are fed here without their left padding, so the output is exact only if plain decoding ignores the padding in both
+positions and masks. Transformers ensures that, unless a class prepares its inputs differently, or has a biased
+projection before a convolution: then padded columns enter the first windows.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def can_be_padded(model: PreTrainedModel, plan: MaskPlan) -> bool:
-    """Whether prompts may be padded behind: the logits of one that is, are those that it has alone.
+    """Return whether prompts may be padded on the right: a padded prompt has the same logits as alone.
 
     Args:
-        model: one that can be served.
-        plan: how it takes its masks.
+        model: a model that `lade.supports`.
+        plan: the model's mask format.
     """
     if model.config.is_encoder_decoder:
-        return False  # its decoder begins with a token or two
+        return False  # its decoder prompts are one or two tokens
     runner = EagerRunner(model, replace(plan, pads=True), model.generation_config)
     if not runner.pads:
         return False
@@ -49,7 +49,7 @@ def can_be_padded(model: PreTrainedModel, plan: MaskPlan) -> bool:
     prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
     try:
         logits = runner.prefill(prompts, TreeCache())[-1]
-    except Exception as problem:  # noqa: BLE001 - any failure of an unknown model on it is the reason not to do so
+    except Exception as problem:  # noqa: BLE001 - any failure of an unknown model rules padding out
         logger.debug("prompts of %s cannot be padded: %s: %s", type(model).__name__, type(problem).__name__, problem)
         return False
     return distance(runner.prefill(prompts[-1:], TreeCache())[0], logits) <= tolerance(model)
@@ -60,8 +60,8 @@ TOKENS, PADDING = 12, 5
 _known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
-def counts_padding(model: PreTrainedModel) -> bool:
-    """Whether plain decoding gives another text where padding stands left of the prompt; tried once for a model."""
+def depends_on_padding(model: PreTrainedModel) -> bool:
+    """Return whether left padding changes the output of plain decoding; tried once per model."""
     if model not in _known:
         _known[model] = _error_of_padding(model) > tolerance(model)
     return _known[model]
@@ -69,20 +69,20 @@ def counts_padding(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _error_of_padding(model: PreTrainedModel) -> float:
-    """How far padding moves the logits of two steps, in standard deviations."""
+    """Return how much padding changes the logits of two steps, in standard deviations."""
     embeddings: Any = model.get_input_embeddings()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(embeddings.weight.shape[0], (1, TOKENS + 1), generator=generator).to(input_device(model))
-    alone = _logits(model, ids, torch.ones_like(ids))
+    alone = _last_two_logits(model, ids, torch.ones_like(ids))
     columns = ids.new_zeros(1, PADDING)
-    padded = _logits(model, torch.cat([columns, ids], 1), torch.cat([columns, torch.ones_like(ids)], 1))
+    padded = _last_two_logits(model, torch.cat([columns, ids], 1), torch.cat([columns, torch.ones_like(ids)], 1))
     if not torch.isfinite(padded).all():
         return float("inf")
     return float((padded - alone).abs().max() / alone.std())
 
 
-def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Of the last two tokens `[1, L]`, `[2, V]`, the last one fed alone after the others, as `generate` does it."""
+def _last_two_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the last two tokens, `[2, V]`, of ids `[1, L]`; the last is fed alone, as in `generate`."""
     cache = DynamicCache(config=model.config)
     name = cache_name(model) or "past_key_values"
     kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], name: cache, "use_cache": True}

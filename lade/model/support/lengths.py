@@ -1,8 +1,8 @@
-"""The lengths that a model's configuration and modules name, beyond which it may compute otherwise.
+"""Lengths in a model's configuration and modules beyond which it may compute differently.
 
-An attention window, a chunk, how many keys a sparse attention picks: a check of a short text says nothing about texts
-that are longer than these. What a field means cannot be known. So every whole number in the configuration counts as a
-length unless its name says that it is something else, such as a width or a count of layers.
+An attention window, a chunk, the number of keys that sparse attention selects: a check of a short text says nothing
+about longer ones. The meaning of an unknown field is unknown too. So every whole number in the configuration counts as
+a length unless its name says otherwise, such as a width or a number of layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODALITIES = frozenset({"audio", "image", "speech", "video", "vision", "visual"
 _NEVER_LENGTHS = _MODALITIES | frozenset(
     "expert experts head heads hidden id ids idx idxs intermediate layer layers vocab".split()  # noqa: SIM905
 )
-"""Words that say what a field is even beside one such as "local" or "window"."""
+"""Words that rule out a length even in names with a word such as "local" or "window"."""
 _READ_ELSEWHERE = CONTEXT_FIELDS | frozenset(
     """
     id2label label2id original_max_position_embeddings quantization_config rope_parameters rope_scaling
@@ -43,10 +43,10 @@ _READ_ELSEWHERE = CONTEXT_FIELDS | frozenset(
 
 
 def named_lengths(model: PreTrainedModel) -> dict[str, int]:
-    """Names and values of all that may be a length; but for the length of the context, which `Positions` reads.
+    """Return name and value of every possible length, except for the context length, which `Positions` reads.
 
-    Of the attributes of modules, whose names are less orderly than those of a configuration, only those count whose
-    name says that they are a length.
+    Attributes of modules, whose names are less systematic than those of a configuration, count only if their name says
+    that they are a length.
     """
     lengths: dict[str, int] = {}
     known: set[int] = set()
@@ -57,13 +57,13 @@ def named_lengths(model: PreTrainedModel) -> dict[str, int]:
         elif _may_be_length(path):
             lengths[path[-1]] = max(value, lengths.get(path[-1], 0))
     for name, value in _attributes([*configs.values(), *model.modules()]):
-        if value not in known and _is_length(name):  # rotary embeddings keep copies of what is known
+        if value not in known and _is_length(name):  # rotary embeddings keep copies of known lengths
             lengths[name] = max(value, lengths.get(name, 0))
     return lengths
 
 
 def _numbers(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Whole numbers with the names of the fields that they are in, the innermost last."""
+    """Yield whole numbers with the names of the fields that contain them, innermost last."""
     if isinstance(value, int) and value > 1:  # no bool either
         yield path, value
     elif isinstance(value, Mapping):
@@ -75,7 +75,7 @@ def _numbers(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...
 
 
 def _attributes(things: Iterable[object]) -> Iterator[tuple[str, int]]:
-    """Whole numbers among the attributes of modules and configurations, and of their classes."""
+    """Yield whole numbers among the attributes of modules and configurations, and of their classes."""
     for thing in things:
         attributes = dict(ChainMap(vars(thing), *(dict(vars(kind)) for kind in type(thing).__mro__)))
         for name, value in attributes.items():

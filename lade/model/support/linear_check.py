@@ -1,14 +1,14 @@
-"""Linear layers of other makes, quantised ones above all: does a pass over several tokens compute what plain ones do?
+"""Checks of foreign linear layers, above all quantised ones: does a pass over several tokens equal plain passes?
 
-Weights in few bits do no harm: plain decoding has the same ones. But some layers also round what they are *fed*:
+Quantised weights do no harm: plain decoding has the same ones. But some layers also round their *inputs*:
 
-- with one scale for all tokens of a pass, or with columns that any of them makes exceptional: then a token's result
-  depends on the guesses beside it;
-- with a scale for each token: then it does not, but the layer is a staircase. The last places, in which a pass over
-  several tokens differs from a pass over one, decide on which step an input lands. After a few layers the difference
-  is as large as the steps, thousands of times larger than float32's, and most texts part.
+- with one scale for all tokens of a pass, or outlier columns determined by any of them: then a token's result depends
+  on the drafts beside it;
+- with a scale per token: then it does not, but the layer is a step function. The last bits, in which a pass over
+  several tokens differs from a pass over one, decide on which step an input lands. After a few layers the difference is
+  as large as the steps, thousands of times the rounding error of float32, and most texts diverge.
 
-The class of a layer does not tell: one class serves all of a library's schemes. So each layer is tried, once.
+The class of a layer does not tell: one class serves all schemes of a library. So each layer is tried once.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from lade.model.runner import input_device
 logger = logging.getLogger(__name__)
 
 ROWS, KEPT_ROWS = 16, 4
-"""Rows of a trial, and those that are compared; the others are there for their influence."""
+"""Number of rows in a trial, and of those that are compared; the others may influence them."""
 LOUD = 1000.0
-"""How much larger the other rows are, so that a scale or a threshold which looks at them moves by a lot."""
+"""Factor by which the other rows grow, so that any shared scale or threshold moves by a lot."""
 SUMS, MULTIPLE = 6, 1.5
-"""How many sums are tried, and the factor: no power of two, with which the steps of float8 would grow."""
+"""Number of sums tried, and the factor: not a power of two, with which the steps of float8 would grow."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 6e-3
 """Relative errors. Float32 rounds by 1e-6, bfloat16 by 0.002 to 0.004; inputs of eight bits miss by 0.008 where there
 are 32 of them, and by more where there are more."""
 
 WEIGHTS_ONLY = frozenset({"Mxfp4GptOssExperts", "ParametrizationList"})
-"""Holders of quantised weights that are no layers of their own, and multiply what they are fed as it is."""
+"""Modules with quantised weights that do not round their inputs."""
 REMEDY = "quantise the weights only"
 INT8_REMEDY = (
-    "which magnifies what attention rounds otherwise beside other tokens: call lade.invariant(model), "
-    "or add --invariant in the shell"
+    "which magnifies the rounding differences of attention: call lade.invariant(model), or add --invariant in the shell"
 )
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -54,49 +53,50 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 _tried: WeakKeyDictionary[nn.Module, tuple[Hashable, str]] = WeakKeyDictionary()
 
 
-def why_inexact(facts: ModelFacts) -> str:
-    """What keeps a layer of a model from giving a token in a tree what it gives a token alone; empty if nothing.
+def linear_refusal(facts: ModelFacts) -> str:
+    """Return why a layer gives a token in a tree another result than alone; empty if no layer does.
 
-    A layer is tried again when its weight has become another one.
+    A layer is tried again after its weight was replaced.
     """
-    if _all_known(facts):
+    if _has_only_known_layers(facts):
         return ""
     model: PreTrainedModel = facts.model
     for name, layer in foreign_layers(model, type(model).__module__):
         if _is_int8(layer):
             if not is_invariant(model):
-                return f"its layer {name!r} is packed in int8 and rounds what it is fed, {INT8_REMEDY}"
-            continue  # fed the same bits, it gives the same bits
+                return f"its layer {name!r} is packed in int8 and rounds its inputs, {INT8_REMEDY}"
+            continue  # equal inputs give equal outputs, bit for bit
         weight = getattr(layer, "weight", None)
         state = (id(weight), type(weight), model.dtype)
         known, reason = _tried.get(layer, (None, ""))
         if known != state:
-            reason = _reason(layer, model)
+            reason = _trial_refusal(layer, model)
             _tried[layer] = (state, reason)
-            logger.debug("tried the layer %r (%s): %s", name, _kind(layer), reason or "it can be served")
+            logger.debug("tried the layer %r (%s): %s", name, _kind(layer), reason or "supported")
         if reason:
             return f"its layer {name!r} ({_kind(layer)}) {reason}"
     return ""
 
 
-def _all_known(facts: ModelFacts) -> bool:
-    """Whether a glance shows that there are no `foreign_layers`, as in most models; if not, each is looked at."""
+def _has_only_known_layers(facts: ModelFacts) -> bool:
+    """Return whether a quick check rules out any `foreign_layers`, as in most models."""
+    with_features, weights = facts.having("in_features"), facts.weights
     linear = facts.kinds.get(nn.Linear, [])
-    packed = [layer for kind in _packed_kinds() for layer in facts.kinds.get(kind, [])]
-    if facts.replaced or len(facts.having("in_features")) > len(linear) + len(packed):
+    packed = [layer for kind in _packed_classes() for layer in facts.kinds.get(kind, [])]
+    if facts.replaced or len(with_features) > len(linear) + len(packed):
         return False
     if [layer for layer in linear if layer._parameters.get("weight") is None]:
         return False
     known = {id(weight) for layer in packed for weight in layer._parameters.values()}
     return not [
         weight
-        for weight in facts.weights
+        for weight in weights
         if id(weight) not in known and (type(weight) is not nn.Parameter or weight.dtype.itemsize == 1)
     ]
 
 
-def _packed_kinds() -> tuple[type[nn.Module], ...]:
-    """Classes of packed layers that give the bits of the layers they replace."""
+def _packed_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes of packed layers with bit-identical results."""
     cpu = joint.loaded("cpu")
     return () if cpu is None else (cpu.packed_layer,)
 
@@ -107,13 +107,13 @@ def _is_int8(layer: nn.Module) -> bool:
 
 
 def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What is not known to be exact: the outermost linear layers that are not torch's own, and quantised experts.
+    """Yield the layers not known to be exact: outermost linear layers other than torch's own, and quantised experts.
 
     Args:
-        module: where to look.
-        home: the Python module of the architecture. Its own layers are parts of it, known or probed with it, unless
-            their weights are quantised.
-        name: name of the module.
+        module: the module to search.
+        home: name of the architecture's Python module. Its own layers are covered by the check of the architecture,
+            unless their weights are quantised.
+        name: qualified name of the module.
     """
     if _is_known(module, home):
         return
@@ -127,24 +127,24 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
 
 def _is_known(module: Any, home: str) -> bool:
     kind = own_class(module)
-    if kind in _packed_kinds() or _has(module, "num_embeddings"):  # embeddings only look up
+    if kind in _packed_classes() or _has(module, "num_embeddings"):  # embeddings only look up
         return True
     part = kind.__module__ == home or kind.__module__.startswith("transformers.models.")
     if kind is not nn.Linear and not (part and isinstance(module, nn.Linear)):
         return False
     forward = vars(module).get("_old_forward") or vars(module).get("forward")  # the former is under accelerate's hooks
     own = forward is not None and getattr(forward, "__func__", None) is not kind.forward
-    own = own and not is_tensor_parallel(forward)  # it computes a part of the same product
+    own = own and not is_tensor_parallel(forward)  # which computes a shard of the same product
     return _is_dense(module.weight) and not own
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """By the names that every maker gives; an adapter is looked into."""
+    """Return whether it has the attributes that all linear layers share; adapters are searched instead."""
     return _has(module, "in_features") and isinstance(module.in_features, int) and "base_layer" not in module._modules
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """As `hasattr`, which is slow where a module has no such attribute; hundreds of modules are checked."""
+    """Return `hasattr`, without its slow path for missing attributes of modules."""
     return name in vars(module) or hasattr(type(module), name)
 
 
@@ -154,7 +154,7 @@ def _hides_quantised(module: nn.Module) -> bool:
 
 
 def _is_dense(weight: torch.Tensor) -> bool:
-    """Whether a weight is just its values, even if each device has a part of them."""
+    """Return whether a weight simply holds its values, even if sharded over devices."""
     kind = type(weight.data)
     ordinary = kind is torch.Tensor or kind.__module__.startswith("torch.distributed.")
     return ordinary and weight.dtype.itemsize > 1
@@ -166,10 +166,10 @@ def _kind(layer: nn.Module) -> str:
     return type(layer).__name__ + (f" of {type(weight).__name__}" if wrapped else "")
 
 
-def _reason(layer: Any, model: PreTrainedModel) -> str:
-    """Why a layer is not served, as a phrase that continues its name; empty if it is."""
+def _trial_refusal(layer: Any, model: PreTrainedModel) -> str:
+    """Return why a layer is not supported, as a phrase that continues its name; empty if it is."""
     if not _is_linear(layer):
-        return f"has quantised weights and cannot be tried by itself: {REMEDY}, of linear layers"
+        return f"has quantised weights and cannot be tried by itself: {REMEDY} of linear layers"
     device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), torch.device("meta"))
     device = input_device(model) if device.type == "meta" else device
     try:
@@ -187,10 +187,10 @@ def _reason_of_trial(layer: Any, features: int, dtype: torch.dtype, device: torc
         return output[0].double()  # [T, out]
 
     if _sees_other_rows(call, features):
-        return f"gives a token another result when other tokens stand beside it: {REMEDY}"
-    error = _error_of_sums(call, features)
+        return f"gives a token another result beside other tokens: {REMEDY}"
+    error = _linearity_error(call, features)
     if not error <= HALF_TOLERANCE:
-        return f"rounds what it is fed (by {error:.1g} of it), which magnifies every other rounding: {REMEDY}"
+        return f"rounds its inputs (by {error:.1g} of their size), which magnifies other rounding errors: {REMEDY}"
     if dtype.itemsize > 2 and error > TOLERANCE:
         remedy = "load it with dtype=torch.bfloat16 or float16"
         return f"computes in 16 bits, and the model is in {dtype_name(dtype)}: {remedy}"
@@ -198,7 +198,7 @@ def _reason_of_trial(layer: Any, features: int, dtype: torch.dtype, device: torc
 
 
 def _sees_other_rows(call: Layer, features: int) -> bool:
-    """Whether rows change when others do. Most layers give them bit by bit, as passes of one shape run one kernel."""
+    """Return whether rows change when others do. Most layers keep them bit-identical, as the kernel is the same."""
     quiet = torch.randn(ROWS, features, generator=torch.Generator().manual_seed(0))
     loud = quiet.clone()
     loud[KEPT_ROWS:] *= LOUD
@@ -206,11 +206,11 @@ def _sees_other_rows(call: Layer, features: int) -> bool:
     return not _rms(changed - first) <= TOLERANCE * _rms(first)
 
 
-def _error_of_sums(call: Layer, features: int) -> float:
-    """How far a layer is from a linear one, and one row from the same row among others, relative to their size.
+def _linearity_error(call: Layer, features: int) -> float:
+    """Return the deviation from linearity, and of one row from the same row among others, relative to their size.
 
-    In x one input is as large as all of y's together, so x + y has another scale of its own than y. That finds scales
-    taken from each token; a multiple finds those that were fixed beforehand. Inputs have six bits, so that the multiple
+    In x one input is as large as all of y's together, so x + y has another scale than y. That reveals scales derived
+    from each token; a multiple reveals those fixed beforehand. Inputs have six significant bits, so that the multiple
     has no more than bfloat16's eight.
     """
     generator = torch.Generator().manual_seed(1)

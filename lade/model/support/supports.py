@@ -1,4 +1,4 @@
-"""Which models can be served exactly, and why not the others. A model we cannot serve exactly is refused."""
+"""`lade.supports`: which models can be decoded exactly, and the reason why others are refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from lade.errors import UnsupportedModelError
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.config import config_of_text, field
-from lade.model.facts import CACHE_NAMES, ModelFacts, in_step, is_invariant, is_one_graph, tensor_parallel_size
+from lade.model.config import decoder_config, field, window_too_short
+from lade.model.facts import (
+    CACHE_NAMES,
+    ModelFacts,
+    is_invariant,
+    is_one_graph,
+    needs_synced_passes,
+    tensor_parallel_size,
+)
 from lade.model.masks import (
     INDEXED,
     INVARIANT_ATTENTION,
@@ -22,13 +29,12 @@ from lade.model.masks import (
     TREE_ATTENTION,
     MaskPlan,
     plan_for,
-    window_too_short,
 )
-from lade.model.support.adapters import why_adapted_otherwise
+from lade.model.support.adapters import adapter_refusal
 from lade.model.support.causality_check import can_be_padded
 from lade.model.support.lengths import named_lengths
-from lade.model.support.linear_check import why_inexact
-from lade.model.support.tree_check import tolerance, why_not_in_training, worst_error
+from lade.model.support.linear_check import linear_refusal
+from lade.model.support.tree_check import tolerance, training_refusal, worst_error
 
 MASK_PER_LAYER_TYPE = frozenset(
     """
@@ -54,37 +60,70 @@ RECURRENT_MASK_PER_LAYER_TYPE = frozenset({"lfm3"})
 ENCODER_DECODERS = frozenset(
     "bart blenderbot m2m_100 marian mbart mt5 pegasus t5 umt5 whisper".split()  # noqa: SIM905
 )
-"""The same of encoder-decoder models; their decoders alone, such as `BartForCausalLM`, are not tested."""
+"""Tested encoder-decoder families; their decoders alone, such as `BartForCausalLM`, are not tested."""
 
 _SLOTS_OF_ALIBI = "its ALiBi biases go by cache slot, not by position"
 REFUSED = {
-    "doge": "its attention picks keys by a score, and where scores are equal, by how many keys there are",
+    "doge": "its attention selects keys by score, and breaks ties by the number of keys",
     "gpt_neo": "its local attention layers mask by cache slot and ignore the mask of a tree",
     "mpt": _SLOTS_OF_ALIBI,
     **dict.fromkeys(["inkling_text", "inkling2_text"], "its attention's biases go by cache slot, not by position"),
     **dict.fromkeys(["qwen4_exp_text", "glm5_next_text"], "its indexer pools keys by cache slot, not by position"),
     "deepseek_v4": "its attention compresses windows that close by cache slot, not by position",
-    "zamba": "it keeps the states of its heads apart, in a way of its own",
-    "zaya": "it mixes keys and values with those of the token before, in a way of its own",
-    **dict.fromkeys(["nllb-moe", "switch_transformers"], "its experts drop what a pass has beyond their capacity"),
+    "zamba": "its recurrent states have a layout of their own, one per head",
+    "zaya": "it mixes the keys and values of a token with those of the token before",
+    **dict.fromkeys(["nllb-moe", "switch_transformers"], "its experts drop tokens of a pass beyond their capacity"),
 }
 LONGEST_PROBE_TOKENS = 1024
 PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
 
 
+_MTP_COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Configuration fields with the number of MTP layers in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class MtpSupport:
+    """MTP layers of a model's checkpoint: truthy if they can be used.
+
+    Attributes:
+        reason: reason why they cannot be used; empty if they can.
+        layers: number of layers in the checkpoint; the first one drafts.
+        nbytes: memory of the first layer in bytes, loaded or not.
+        loaded: whether it is in memory.
+    """
+
+    reason: str = ""
+    layers: int = 0
+    nbytes: int = 0
+    loaded: bool = False
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        what = f"{self.layers} in its checkpoint, the first takes {self.nbytes / 2**20:,.1f} MiB"
+        return f"no MTP layers: {self.reason}" if self.reason else f"MTP layers: {what}"
+
+
+_NOT_SEARCHED = MtpSupport("they are not searched for if the model is not supported")
+
+
 @dataclass(frozen=True)
 class Support:
-    """The answer of `supports`: truthy where the model can be served.
+    """Result of `supports`: truthy if the model can be decoded exactly.
 
     Attributes:
         model: class name of the model.
-        reason: why not; empty where it can be served.
-        plan: how the model takes its masks; None where it cannot be served.
+        reason: reason for the refusal; empty if the model is supported.
+        plan: mask format of the model; None if it is not supported.
+        mtp: multi-token prediction layers of its checkpoint, or the reason why they cannot be used.
     """
 
     model: str
     reason: str = ""
     plan: MaskPlan | None = None
+    mtp: MtpSupport = _NOT_SEARCHED
 
     def __bool__(self) -> bool:
         return not self.reason
@@ -96,26 +135,27 @@ class Support:
         return f"Support({self})"
 
     def require(self) -> MaskPlan:
-        """The plan, or `UnsupportedModelError`."""
+        """Return the plan, or raise `UnsupportedModelError`."""
         if self.plan is None:
             raise UnsupportedModelError(str(self), PLAIN_REMEDY)
         return self.plan
 
 
-Known = dict[Hashable, tuple[list[Callable[[], Any]], Support]]
-"""By what a check depends on: the foreign code that it met, as long as that lives, and what came of it."""
-_checked: WeakKeyDictionary[PreTrainedModel, Known] = WeakKeyDictionary()
+Results = dict[Hashable, tuple[list[Callable[[], Any]], Support]]
+"""Results of checks by the state that they depend on, with references to the foreign code involved."""
+_checked: WeakKeyDictionary[PreTrainedModel, Results] = WeakKeyDictionary()
 
 
 def supports(model: Any) -> Support:
-    """Whether `lade` decodes this model exactly.
+    """Return whether `lade` decodes a model exactly.
 
-    What this package does not test, an unlisted architecture or code of others on a listed one, is checked once on the
-    model itself: a small tree against plain decoding. Linear layers that are not torch's own, such as quantised ones,
-    are each tried once, and training mode by three small passes at every call.
+    Untested code, that is an unlisted architecture or foreign code on a listed one, is checked once on the model
+        itself: a
+    small tree against plain decoding. Linear layers other than torch's own, such as quantised ones, are each tried
+    once, and training mode by three small passes at every call.
 
     Args:
-        model: a transformers model; one wrapped by PEFT or `torch.compile` is looked into.
+        model: a transformers model, also inside a wrapper of PEFT or `torch.compile`.
 
     Returns:
         A truthy `Support`, or a falsy one with the reason.
@@ -126,24 +166,55 @@ def supports(model: Any) -> Support:
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
         hint = f" itself: {GIVE_INSIDE}" if wraps_model(inner) else ""
         return Support(type(inner).__name__, f"it is not a transformers model with a language modeling head{hint}")
-    return support_by(ModelFacts.of(inner), model)
+    facts = ModelFacts.of(inner)
+    support = support_by(facts, model)
+    return replace(support, mtp=mtp_support(facts)) if support else support
+
+
+def mtp_search_refusal(facts: ModelFacts) -> str:
+    """Return why a model's files are not searched for MTP layers; empty if they are. Nothing is imported or read."""
+    model: Any = facts.model
+    if model.config.is_encoder_decoder:
+        return "MTP layers are supported for decoders only, and the model has an encoder"
+    if getattr(model, "_tp_size", None) or getattr(model, "_pp_stage", None) is not None:
+        return "the model is sharded over processes"
+    if len({weight.device for weight in facts.weights}) > 1:
+        return "the model's weights lie on several devices"
+    config = model.config.get_text_config(decoder=True)
+    counts = [count for name in _MTP_COUNTS if isinstance(count := getattr(config, name, None), int)]
+    dropped = model._keys_to_ignore_on_load_unexpected or ()
+    if 0 in counts or not (counts or any("mtp" in pattern for pattern in dropped)):
+        return f"{type(model).__name__} is configured without MTP layers"
+    return ""
+
+
+def mtp_support(facts: ModelFacts) -> MtpSupport:
+    """Return whether a model's checkpoint has usable MTP layers, and their size. Nothing is loaded.
+
+    Args:
+        facts: facts about a transformers model that `lade.supports`.
+    """
+    if reason := mtp_search_refusal(facts):
+        return MtpSupport(reason)
+    support: MtpSupport = joint.load("mtp").examine(facts.model, MtpSupport)
+    return support
 
 
 def support_by(facts: ModelFacts, wrapped: Any) -> Support:
-    """`supports`, for a call that has looked at the model already.
+    """Return the result of `supports` for a model that has been surveyed already.
 
     Args:
-        facts: of the transformers model.
+        facts: facts about the transformers model.
         wrapped: the model as the caller has it.
     """
     model = facts.model
-    name, config = type(model).__name__, config_of_text(model)
+    name, config = type(model).__name__, decoder_config(model)
     reason = (
         _refusal_of_architecture(facts, config)
-        or _refusal_as_it_is_set_up(facts, config)
-        or why_adapted_otherwise(wrapped, facts)
-        or why_inexact(facts)
-        or why_not_in_training(facts)
+        or _refusal_of_setup(facts, config)
+        or adapter_refusal(wrapped, facts)
+        or linear_refusal(facts)
+        or training_refusal(facts)
     )
     if reason:
         return Support(name, reason)
@@ -153,7 +224,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
     known = _checked.setdefault(model, {})
     state = (config._attn_implementation, model.dtype, *map(id, foreign))
     things, support = known.get(state, ([], None))
-    # Another thing may have come to lie where one lay that is gone.
+    # An id may have been reused by another object.
     if support is None or any(thing() is None for thing in things):
         support = _check(model, config)
         known[state] = (list(map(_reference, foreign)), support)
@@ -161,7 +232,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
 
 
 def _foreign_code(facts: ModelFacts) -> list[Any]:
-    """See `ModelFacts.foreign`; encoder and decoder may have configurations of their own."""
+    """Return `ModelFacts.foreign`, without the configurations that encoder and decoder may have of their own."""
     found = facts.foreign
     if not facts.model.config.is_encoder_decoder:
         return found
@@ -169,7 +240,7 @@ def _foreign_code(facts: ModelFacts) -> list[Any]:
 
 
 def _reference(thing: Any) -> Callable[[], Any]:
-    """The thing as long as it lives; of what cannot be referred to weakly, nothing."""
+    """Return a weak reference, or for objects without one a function that returns None."""
     try:
         return ref(thing)
     except TypeError:
@@ -177,19 +248,19 @@ def _reference(thing: Any) -> Callable[[], Any]:
 
 
 def unwrap(model: Any) -> Any:
-    """The transformers model inside PEFT's and `torch.compile`'s wrappers."""
+    """Return the transformers model inside wrappers of PEFT and `torch.compile`."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_listed(model: PreTrainedModel) -> bool:
-    """Whether it is of an architecture that this package tests; others are checked on the model itself."""
-    return _is_listed(model, config_of_text(model))
+    """Return whether a model's architecture is tested by this package; others are checked on the model itself."""
+    return _is_listed(model, decoder_config(model))
 
 
 def _refusal_of_architecture(facts: ModelFacts, config: PretrainedConfig) -> str:
     if getattr(type(facts.model), "_sample", None) is not GenerationMixin._sample:
-        return "its class chooses tokens in a way of its own (_sample)"
+        return "its class overrides the choice of tokens (_sample)"
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
     if getattr(config, "alibi", False):
@@ -198,11 +269,11 @@ def _refusal_of_architecture(facts: ModelFacts, config: PretrainedConfig) -> str
 
 
 def _refusal_of_recurrence(facts: ModelFacts, config: PretrainedConfig) -> str:
-    """Why recurrent layers, or what else is no usual attention, cannot be served; "" where there is none of these."""
+    """Return why its recurrent layers, or other layers than usual attention, are not supported; empty if they are."""
     model: PreTrainedModel = facts.model
     types = set(field(config, "layer_types") or ())
     if types & INDEXED and not facts.indexers:
-        return f"its layers ({', '.join(types & INDEXED)}) pick keys in a way of their own"
+        return f"its layers ({', '.join(types & INDEXED)}) select keys by an unknown method"
     kinds, listed = sorted(types - LAYER_TYPES), config.model_type in RECURRENT
     if not (kinds or getattr(model, "_is_stateful", False) or listed):
         return ""
@@ -210,19 +281,17 @@ def _refusal_of_recurrence(facts: ModelFacts, config: PretrainedConfig) -> str:
         named = ", ".join(kinds) or "a recurrent state"
         return f"its layers ({named}) carry a state that the branches of a token tree cannot share"
     if facts.cache_name is None:
-        return f"its forward takes no cache under a name that is known ({', '.join(CACHE_NAMES)})"
+        return f"its forward takes no cache under a known name ({', '.join(CACHE_NAMES)})"
     if getattr(model, "_use_kernels", False):
-        return "its kernels replace layers that know of no tree: load it without use_kernels"
+        return "its kernels replace layers, and do not support trees: load it without use_kernels"
     return ""
 
 
-def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str:
+def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     model: PreTrainedModel = facts.model
     if getattr(model, "_pp_stage", None) is not None:
-        return (
-            "it is split into pipeline stages (pp_size), and each process has but one of them: load it with device_map"
-        )
-    if (tensor_parallel_size(model) > 1 or in_step(model)) and (
+        return "it is split into pipeline stages (pp_size), of which each process has only one: load it with device_map"
+    if (tensor_parallel_size(model) > 1 or needs_synced_passes(model)) and (
         reason := joint.load("processes").refusal(facts, config)
     ):
         return str(reason)
@@ -232,15 +301,15 @@ def _refusal_as_it_is_set_up(facts: ModelFacts, config: PretrainedConfig) -> str
         return f'its attention kernel {backend!r} takes no tree mask: load it with attn_implementation="sdpa"'
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
-        return f"its attention does not go through transformers' interface, so it does not know {backend!r}: {remedy}"
+        return f"its attention does not use transformers' interface, so it does not support {backend!r}: {remedy}"
     if is_invariant(model) and (reason := joint.load("cpu").refusal(facts, config)):
         return str(reason)
     if any(map(is_one_graph, facts.compiled)):
-        return "it is compiled with fullgraph=True, and the cache of a tree breaks graphs: compile it without"
-    if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are no text
+        return "it is compiled with fullgraph=True, and the cache of a tree breaks graphs: compile it without that"
+    if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # "vision": among image tokens only
         return "its attention is bidirectional"
     if window := window_too_short(config):
-        return f"its {window} is less than two tokens, and transformers' cache does not heed so short a window"
+        return f"its {window} is less than two tokens, and transformers' cache does not apply so short a window"
     return ""
 
 
@@ -254,7 +323,7 @@ def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
 
 
 def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
-    """Whether its language model, which a multimodal model holds as a part, is of a listed architecture."""
+    """Return whether its language model, in a multimodal model a part of it, is of a listed architecture."""
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
     listed = ENCODER_DECODERS if _has_encoder(model) else MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
     return ours and config.model_type in listed
@@ -269,12 +338,12 @@ def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
 
 
 def _takes_dict(config: PretrainedConfig) -> bool:
-    """Whether a listed architecture takes its masks by layer type."""
+    """Return whether a listed architecture takes its masks by layer type."""
     return config.model_type in MASK_PER_LAYER_TYPE | RECURRENT_MASK_PER_LAYER_TYPE
 
 
 def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
-    """Try the ways in which a model may take its masks; the first one that is exact is the plan."""
+    """Try the possible mask formats of a model; the first one that is exact is its plan."""
     name, listed = type(model).__name__, _has_listed_decoder(model, config)
     lengths = _windows(config) if listed else named_lengths(model)
     longest = max(lengths, key=lambda name: lengths[name], default=None)
@@ -283,11 +352,11 @@ def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
         return Support(name, f"{what}, and this package does not test it")
     reach = max((length for length in lengths.values() if length <= LONGEST_PROBE_TOKENS), default=0)
     findings = []
-    for by_layer_type in _ways(config, listed=listed):
+    for by_layer_type in _mask_formats(config, listed=listed):
         try:
             plan = plan_for(config, by_layer_type=by_layer_type)
             error = worst_error(model, plan, beyond=reach)
-        except Exception as problem:  # noqa: BLE001 - any failure of an unknown model on a tree is the reason to refuse it
+        except Exception as problem:  # noqa: BLE001 - any failure of an unknown model is the reason to refuse it
             findings.append(f"{type(problem).__name__}: {problem}".splitlines()[0])
             continue
         if error <= tolerance(model):
@@ -298,13 +367,13 @@ def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
 
 
 def _windows(config: PretrainedConfig) -> dict[str, int]:
-    """How far the layers of a listed architecture see."""
+    """Return the window and chunk sizes of a listed architecture."""
     values = {name: field(config, name) for name in ("sliding_window", "attention_chunk_size")}
     return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
-def _ways(config: PretrainedConfig, *, listed: bool) -> Sequence[bool]:
-    """Whether to give masks by layer type."""
+def _mask_formats(config: PretrainedConfig, *, listed: bool) -> Sequence[bool]:
+    """Return the candidates for `by_layer_type`."""
     if listed:
         return (_takes_dict(config),)
     return (True, False) if field(config, "layer_types") else (False,)

@@ -1,9 +1,9 @@
 """Trial passes on the model itself: a small tree, and training mode, against plain decoding.
 
-Dropout comes in many forms: modules, calls of a function, dropped layers, jitter in a router; and some are on only
-where the module that holds them is in training mode, whatever the mode of the model as a whole. So names prove nothing:
-three passes over two or three tokens are tried, whenever any module is in training mode. Random numbers count even
-where no dropout uses them: a sample after fewer passes would be another one.
+Dropout has many forms: modules, function calls, dropped layers, jitter in a router; and some are active if the module
+that holds them is in training mode, whatever the mode of the model as a whole. So names prove nothing: three passes
+over two or three tokens are made whenever any module is in training mode. Drawing random numbers is refused even where
+no dropout uses them: after fewer passes a sample would come out differently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model import joint
-from lade.model.config import config_of_text, token_embeddings
+from lade.model.config import decoder_config, token_embeddings
 from lade.model.facts import ModelFacts, cache_name
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
@@ -28,25 +28,25 @@ from lade.model.runner import EagerRunner, input_device
 
 logger = logging.getLogger(__name__)
 
-PREFIX_TOKENS, PREFIX_KINDS = 12, 32  # of few kinds, since tokens recur in texts, too
+PREFIX_TOKENS, PREFIX_KINDS = 12, 32  # few distinct tokens, as tokens recur in real texts
 BRANCHES = ((0, 1, 2), (3, 4, 5), (3, 6))  # indices into random tokens; two of them share a node
-FOLLOWING = 7  # likewise: what comes after the second branch
-BYSTANDERS = 24  # more children of the root, before the branches, whose slots are then far from their positions
+FOLLOWING = 7  # index of the token after the second branch
+BYSTANDERS = 24  # more children of the root before the branches, which move their slots away from their positions
 ENCODER_TOKENS = 16
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of the logits' standard deviation; wrong masks miss by 0.1 up
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # in standard deviations of the logits; a wrong mask costs > 0.1
 HALF_TOLERANCE = 0.1
 
 
 @torch.no_grad()
 def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> float:
-    """Largest difference between a tree's logits and those of plain decoding along its branches.
+    """Return the largest difference between a tree's logits and those of plain decoding along its branches.
 
-    The accepted path is kept and one more token is fed, so that compaction is checked too.
+    One path is kept and one more token is fed, so that compaction is checked too.
 
     Args:
         model: any causal language model.
-        plan: the masks to try.
-        beyond: length of a sliding window or chunk: the prefix is made longer than that.
+        plan: the mask format to try.
+        beyond: length of a sliding window or chunk, which the prefix exceeds.
 
     Returns:
         The difference in standard deviations of the plain logits.
@@ -61,7 +61,7 @@ def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> floa
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """Greatest `worst_error` that rounding explains; recurrent layers compute in float32 even in float64 models."""
+    """Return the largest `worst_error` that rounding explains; recurrent layers compute in float32 in any model."""
     rounded = model.dtype == torch.float64 and ModelFacts.of(model).recurrent
     return TOLERANCE.get(torch.float32 if rounded else model.dtype, HALF_TOLERANCE)
 
@@ -69,7 +69,7 @@ def tolerance(model: PreTrainedModel) -> float:
 def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> float:
     generator = torch.Generator().manual_seed(0)
     vocabulary: int = token_embeddings(model).weight.shape[0]
-    distinct: list[int] = torch.randperm(vocabulary, generator=generator).tolist()  # so that branches stay apart
+    distinct: list[int] = torch.randperm(vocabulary, generator=generator).tolist()  # so that branches differ
     kinds = torch.randint(min(PREFIX_KINDS, vocabulary), (prefix_length,), generator=generator)
     prefix = [distinct[kind] for kind in kinds.tolist()]
     branches = [tuple(distinct[i] for i in branch) for branch in BRANCHES]
@@ -91,7 +91,7 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
         plain[path] = plain.get(path) or plain[path[:-1]].after(path[-1])
         errors.append(distance(plain[path].logits, logits[_nodes(tree, path)[-1]]))
 
-    kept = branches[1]  # its keys must move forward
+    kept = branches[1]  # its keys have to be moved
     cache.keep([_nodes(tree, kept)], fed=len(tree))
     following = distinct[FOLLOWING]
     logits = runner.forward([TokenTree(following)], [[*prefix, *kept, following]], cache)[0]
@@ -104,7 +104,7 @@ def _encoded(model: PreTrainedModel, ids: Sequence[int]) -> Any:
 
 
 def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:
-    """The nodes of a path, the root first."""
+    """Return the nodes of a path, the root first."""
     nodes = [ROOT]
     for token in path:
         node = tree.child(nodes[-1], token)
@@ -114,7 +114,7 @@ def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:
 
 
 def distance(plain: torch.Tensor, logits: torch.Tensor) -> float:
-    """Largest difference between logits `[V]` and those of plain decoding, in standard deviations of the latter."""
+    """Return the largest difference of logits `[V]` from plain ones, in standard deviations of the latter."""
     plain = plain.to(logits.device)
     if not torch.isfinite(logits).all():
         return float("inf")
@@ -122,17 +122,17 @@ def distance(plain: torch.Tensor, logits: torch.Tensor) -> float:
 
 
 class PlainDecoding:
-    """A text as `model.generate` computes it: the prompt, then token by token, in the cache that transformers makes.
+    """Computes a text as `model.generate` does: the prompt, then token by token, in transformers' own cache.
 
     Args:
-        model: the model.
-        prefix: the text; its last token is fed by itself.
-        encoded: the encoder's output, if the model has an encoder.
-        rows: of a batch in which the text stands as often; logits are those of the last row.
+        model: any causal language model.
+        prefix: the text, whose last token is fed separately.
+        encoded: output of the encoder; None for a model without one.
+        rows: batch size, with the text repeated in each row; the logits are those of the last row.
 
     Attributes:
-        prompt_logits: after the prompt, which is all but the last token of the text, `[V]`.
-        logits: after the last token, `[V]`.
+        prompt_logits: `[V]`, after the prompt, that is all but the last token of the text.
+        logits: `[V]`, after the last token.
     """
 
     def __init__(self, model: PreTrainedModel, prefix: Sequence[int], encoded: Any = None, rows: int = 1) -> None:
@@ -140,7 +140,7 @@ class PlainDecoding:
         self._cache_name = cache_name(model) or "past_key_values"
         self._encoder_arguments = {} if encoded is None else encoded.arguments()
         self._ids = torch.tensor([prefix[:-1]] * rows, device=input_device(model))
-        cache: Any = DynamicCache(config=config_of_text(model))
+        cache: Any = DynamicCache(config=decoder_config(model))
         if encoded is not None:
             cache = EncoderDecoderCache(cache, DynamicCache())
         kwargs = self._kwargs(cache)
@@ -149,7 +149,7 @@ class PlainDecoding:
         self._feed(prefix[-1])
 
     def after(self, token: int) -> PlainDecoding:
-        """The same with one more token."""
+        """Return the decoding continued by one token."""
         longer = copy.copy(self)
         longer._cache = copy.deepcopy(self._cache)
         longer._feed(token)
@@ -162,7 +162,7 @@ class PlainDecoding:
         self._take(self._model(**inputs, return_dict=True))
 
     def _kwargs(self, cache: Any) -> dict[str, Any]:
-        """What `model.generate` passes on for a text without padding, judging by the signature that it sees."""
+        """Return the arguments that `model.generate` passes for a text without padding, given `forward`'s signature."""
         kwargs: dict[str, Any] = {self._cache_name: cache, "use_cache": True, **self._encoder_arguments}
         accepted = inspect.signature(self._model.forward).parameters
         if "logits_to_keep" in accepted:
@@ -179,18 +179,18 @@ class PlainDecoding:
 REMEDY = "call model.eval()"
 
 
-def why_not_in_training(facts: ModelFacts) -> str:
-    """What training mode does to the passes of a model; empty if nothing, or if no module is in training mode."""
+def training_refusal(facts: ModelFacts) -> str:
+    """Return why training mode prevents exact decoding; empty if it does not, or no module is in training mode."""
     if not facts.training:
         return ""
     model: PreTrainedModel = facts.model
     if model.config.is_encoder_decoder:
-        return f"it is in training mode, and its passes are not tried: {REMEDY}"
+        return f"it is in training mode, in which encoder-decoders are not checked: {REMEDY}"
     try:
         error = without_draws(lambda: _error_of_cache(model))
     except RandomModelError:
-        return f"it is in training mode, where it draws random numbers, such as dropout's: {REMEDY}"
-    except Exception as problem:  # noqa: BLE001 - whatever keeps a pass in training mode from working is the reason
+        return f"it is in training mode, where it draws random numbers, as dropout does: {REMEDY}"
+    except Exception as problem:  # noqa: BLE001 - any failure of a pass in training mode is the reason
         return f"it is in training mode, where a pass fails ({_first_line(problem)}): {REMEDY}"
     if not error <= tolerance(model):
         return (
@@ -202,9 +202,9 @@ def why_not_in_training(facts: ModelFacts) -> str:
 
 @torch.no_grad()
 def _error_of_cache(model: Any) -> float:
-    """How far a token fed after two others is from the same token fed together with them.
+    """Return the difference between a token fed after two others and the same token fed together with them.
 
-    On recurrent layers that may be another function, so only what their cache holds counts.
+    Recurrent layers may use another function for a lone token, so for them only the content of the cache is compared.
     """
     ids = torch.arange(3, device=input_device(model))[None]
     cache, recurrence = TreeCache(), ModelFacts.of(model).recurrence

@@ -1,1 +1,1 @@
-"""Batch-invariant models: a row rounds alike whatever else is in a pass."""
+"""Batch-invariant models: a row gets the same bits whatever else is in a pass."""

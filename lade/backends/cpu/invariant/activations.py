@@ -1,12 +1,10 @@
-"""Batch-invariant activation functions in compiled calls.
+"""Batch-invariant activation functions.
 
-Nothing in it is a sum, and all numbers go through the same instructions (`kernels.logistic`): so a number has the same
-bits wherever it stands.
-
-PyTorch's own compute whole vectors of numbers by one formula and what is left over by another, which differ in their
-last places; how a tensor is divided depends on its size and on the number of threads. What is made of the logistic
-function, as the hyperbolic tangent is, is compiled (`logistic`). `erf` masks what is left over of a vector: the GELU
-is composed of it, in float32, of so many numbers at a time as a core's cache holds.
+PyTorch computes whole vectors by one formula and the remainder by another, which differ in the last bits; how a tensor
+is split depends on its size and on the number of threads. Here every number goes through the same instructions, so its
+bits do not depend on its place. Activations based on the logistic function, tanh included, are compiled
+(`kernels.exponentials`). `erf` masks the remainder of a vector instead: GELU is composed of it in float32, in pieces
+that fit a core's cache.
 """
 
 from __future__ import annotations
@@ -19,90 +17,31 @@ import torch
 from torch import nn
 from transformers import activations
 
-from lade.backends.cpu.kernels.kinds import is_plain, kind_of, refuse
-from lade.backends.cpu.kernels.logistic import weigh_by_logistic
+from lade.backends.cpu.kernels.exponentials import logistic_product
+from lade.backends.cpu.kernels.instructions import dtype_code, is_plain, refuse
 from lade.backends.cpu.kernels.vectors import WIDEST
-from lade.backends.cpu.worker_threads import bits, in_team
+from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.in_place_subclassing import Changed, change
 
-_MANY = 2**14  # numbers that are worth a thread of their own
-_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def takes(x: torch.Tensor) -> bool:
-    """Whether the kernel computes this, and nobody wants gradients of it."""
-    return is_plain(x) and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
-
-
-def times_logistic(x: torch.Tensor, steep: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
-    """The argument times the logistic function of `steep * x + cubic * x ** 3`, computed in float32, without gradients.
-
-    Args:
-        x: of 16 or 32 bits, on the CPU.
-        steep: see above.
-        cubic: see above.
-
-    Raises:
-        ValueError: x is of another dtype, on another device, or wants gradients.
-    """
-    if not takes(x):
-        refuse("x times a logistic function", "float32, bfloat16 and float16 on the CPU, without gradients", x=x)
-    if x.dtype == torch.float16:
-        return times_logistic(x.float(), steep, cubic).to(x.dtype)
-    numbers = x.numel()
-    if numbers < WIDEST:  # fewer than a vector may have
-        padded = torch.nn.functional.pad(x.reshape(-1), (0, WIDEST - numbers))
-        return times_logistic(padded, steep, cubic)[:numbers].view(x.shape)
-    x = x.contiguous()
-    found = torch.empty_like(x)
-    fields = x.data_ptr(), found.data_ptr(), kind_of(x.dtype), bits(-steep), bits(-cubic), numbers
-    in_team(weigh_by_logistic, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, found))
-    return found
-
-
 Function = Callable[[torch.Tensor], torch.Tensor]
-
+_MANY = 2**14  # least numbers per thread
 AT_A_TIME = 2**17
-"""Numbers: half a megabyte in float32, which a usual second-level cache holds."""
+"""Numbers per piece: half a megabyte in float32, which fits a typical L2 cache."""
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _OF_TANH = (
     nn.GELU,
-    activations.PytorchGELUTanh,  # the name that all versions have
+    activations.PytorchGELUTanh,  # has this name in all versions
     activations.NewGELUActivation,
     activations.FastGELUActivation,
     activations.AccurateGELUActivation,
 )
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """The argument times its logistic function."""
-    return times_logistic(x)
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by way of the logistic function."""
-    return times_logistic(x, 1.702)
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by way of the hyperbolic tangent: 1 + tanh(u) is twice the logistic function of 2 u."""
-    steep = 2 * math.sqrt(2 / math.pi)
-    return times_logistic(x, steep, 0.044715 * steep)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """The argument times the normal distribution function."""
-    found = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for part, out in zip(x.flatten().split(AT_A_TIME), found.view(-1).split(AT_A_TIME), strict=True):
-        numbers = part.float()
-        out.copy_(0.5 * numbers * (1 + torch.erf(numbers * math.sqrt(0.5))))
-    return found
-
-
-class Composed(Changed):
-    """Mixed into the class of an activation."""
+class InvariantActivation(Changed):
+    """Mixin for the class of an activation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the activation, rounded once at the end; what no kernel was compiled for goes the activation's own way."""
+        """Compute the activation, rounded once at the end; inputs without a kernel use the original forward."""
         if not takes(x):
             own: torch.Tensor = self.original.forward(self, x)
             return own
@@ -111,15 +50,15 @@ class Composed(Changed):
         return function(x)
 
 
-def compose_activations(model: nn.Module) -> None:
-    """Replace the activations of a model, in place."""
+def replace_activations(model: nn.Module) -> None:
+    """Replace the activations of a model by invariant ones, in place."""
     for layer in model.modules():
         if _function_of(type(layer), layer) is not None:
-            change(layer, Composed)
+            change(layer, InvariantActivation)
 
 
 def _function_of(kind: Any, layer: Any) -> Function | None:
-    """What computes an activation otherwise; None of what does not need it."""
+    """Return the invariant function of an activation; None for modules that need no replacement."""
     if kind in (nn.SiLU, activations.SiLUActivation):
         return silu
     if kind is activations.QuickGELUActivation:
@@ -127,3 +66,59 @@ def _function_of(kind: Any, layer: Any) -> Function | None:
     if kind is activations.GELUActivation or (kind is nn.GELU and layer.approximate == "none"):
         return gelu
     return gelu_tanh if kind in _OF_TANH else None
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Return x times its logistic function."""
+    return times_logistic(x)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU approximated by the logistic function."""
+    return times_logistic(x, 1.702)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU approximated by tanh, using 1 + tanh(u) = 2 * logistic(2 u)."""
+    slope = 2 * math.sqrt(2 / math.pi)
+    return times_logistic(x, slope, 0.044715 * slope)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x times the normal distribution function."""
+    found = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, out in zip(x.flatten().split(AT_A_TIME), found.view(-1).split(AT_A_TIME), strict=True):
+        numbers = part.float()
+        out.copy_(0.5 * numbers * (1 + torch.erf(numbers * math.sqrt(0.5))))
+    return found
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Return True if the kernel supports this tensor, and no gradients are needed."""
+    return is_plain(x) and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
+    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32, without gradients.
+
+    Args:
+        x: float32, bfloat16 or float16 tensor on the CPU.
+        slope: coefficient of x in the argument of the logistic function.
+        cubic: coefficient of x ** 3 in the argument of the logistic function.
+
+    Raises:
+        ValueError: x has another dtype or device, or requires gradients.
+    """
+    if not takes(x):
+        refuse("x times a logistic function", "float32, bfloat16 and float16 on the CPU, without gradients", x=x)
+    if x.dtype == torch.float16:
+        return times_logistic(x.float(), slope, cubic).to(x.dtype)
+    numbers = x.numel()
+    if numbers < WIDEST:  # shorter than the widest vector
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, WIDEST - numbers))
+        return times_logistic(padded, slope, cubic)[:numbers].view(x.shape)
+    x = x.contiguous()
+    found = torch.empty_like(x)
+    fields = x.data_ptr(), found.data_ptr(), dtype_code(x.dtype), float_bits(-slope), float_bits(-cubic), numbers
+    run_on_team(logistic_product, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, found))
+    return found

@@ -1,17 +1,16 @@
 """`lade.invariant` and `lade.variant`: batch-invariant models, so that 16-bit output is bit-exact.
 
-A matrix product over sixteen rows rounds otherwise than one over a single row, and attention otherwise where other
-tokens stand beside a token. So a pass over a tree gives scores that differ from plain decoding's in their last places,
-which in bfloat16 is enough to part the texts where two tokens are nearly equally likely.
+A matrix product over sixteen rows rounds differently from one over a single row, and so does attention when other
+tokens are in the pass. So a pass over a tree gives logits that differ from plain decoding's in the last bits, which in
+bfloat16 is enough to change the text where two tokens are nearly tied.
 
 >>> lade.invariant(model)       # in place, after a trial
->>> model.generate(**inputs)    # is the reference from now on, and `lade.generate` returns just that
->>> lade.variant(model)         # as it was
+>>> model.generate(**inputs)    # the new reference, which `lade.generate` reproduces exactly
+>>> lade.variant(model)         # undo
 
-No weight is changed: linear layers get rows of zeros beside a lone row, experts likewise, packed ones in bfloat16 lie
-in another order meanwhile where the processor has tiles, and attention sums in an order that depends on positions
-alone. The idea is of Thinking Machines' "Defeating nondeterminism
-in LLM inference" (2025), which calls it batch invariance.
+No weight is changed: rows of linear layers and experts are padded with zeros, packed bfloat16 layers are laid out in
+panels if the processor has kernels for these, and attention sums in an order that depends on positions alone. The idea,
+batch invariance, is that of Thinking Machines' "Defeating nondeterminism in LLM inference" (2025).
 """
 
 from __future__ import annotations
@@ -25,59 +24,58 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lade.backends.cpu.invariant.activations import compose_activations
+from lade.backends.cpu.invariant.activations import replace_activations
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
-from lade.backends.cpu.invariant.norms import compile_norms
+from lade.backends.cpu.invariant.norms import replace_norms
 from lade.backends.cpu.invariant.padded_rows import forget_padding
 from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keeps_order
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
-from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, note_invariance
+from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, set_invariance
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.config import config_of_text, dtype_name, field
+from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import restore
-from lade.model.masks import windows_of
 from lade.model.support.supports import LONGEST_PROBE_TOKENS, supports, unwrap
 
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TEXTS = (5, 61, 190)
-"""Lengths of the texts of the trial; behind the second one the tree crosses the border of a tile."""
+"""Lengths of the trial's texts; with the second one, the tree crosses a tile border."""
 BATCHED = 64
-"""Up to this length a text is tried as one row of several, too."""
+"""Texts up to this length are also tried as one row of a batch."""
 PAST = 3
-"""How many tokens longer than a sliding window one more text is."""
-REMEDY = "use it as it is, where texts are those of plain decoding up to near ties"
+"""Tokens by which one more text exceeds each sliding window."""
+REMEDY = "use the model unchanged, whose output equals plain decoding up to near ties"
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def invariant(model: _Model) -> _Model:
-    """Have a model give each token the same bits whatever else is in a pass, in place. For inference on the CPU.
+    """Make a model batch-invariant, in place: a token gets the same bits whatever else is in a pass.
 
-    From then on `lade.generate`, the engine and all else return, in bfloat16, float16 and float32, token for token and
-    score for score what plain `model.generate` on this model returns. Its texts may part from those before, as they do
-    with another attention kernel.
+    For inference on the CPU. From then on `lade.generate`, the engine and all other entry points return, in bfloat16,
+    float16 and float32, token for token and score for score the output of plain `model.generate` on this model. That
+    output may differ from the model's output before, as with any change of the attention kernel.
 
-    The model is tried before anything is promised: its linear layers, its attention, and then a pass over a tree
-    against passes over single tokens, for several lengths of text, also past a sliding window of up to 1,024 tokens. A
-    model that is invariant already is tried again. That is for one number of threads: after `torch.set_num_threads`
-    call this again; until then the model is decoded plainly.
+    The model is tried first: its linear layers, its attention, and then passes over a tree against passes over single
+    tokens, for several lengths of text, also past a sliding window of up to 1,024 tokens. An invariant model is tried
+    again. The result holds for one number of threads: call this again after `torch.set_num_threads`; until then the
+    model is decoded plainly.
 
-    With `lade.pack`, pack first. While this runs no thread may call the model.
+    Combined with `lade.pack`, pack first. No thread may call the model meanwhile.
 
     Args:
-        model: a decoder-only transformers model in evaluation mode, on the CPU; one wrapped by PEFT is looked into.
+        model: a decoder-only transformers model in evaluation mode, on the CPU; PEFT wrappers are looked through.
 
     Returns:
         The model itself.
 
     Raises:
-        UnsupportedModelError: it cannot be made invariant; the message says why, and names the first layer that
-            differs. The model is then as it was.
+        UnsupportedModelError: the model cannot be made invariant; the message gives the reason, and the first layer
+            that differs. The model is left unchanged.
     """
     start, inner = perf_counter(), unwrap(model)
     _check_model(inner, compiled=hasattr(model, "_orig_mod"))
@@ -91,10 +89,10 @@ def invariant(model: _Model) -> _Model:
         experts=decoder.config._experts_implementation if has_mixtures(inner) else None,
     )
     try:
-        note_invariance(inner, note)
-        _change(inner, decoder, mixtures=note.experts is not None)
-        note_invariance(inner, replace(note, changed=changed_modules(ModelFacts.of(inner))))
-        _try(inner)
+        set_invariance(inner, note)
+        _replace_layers(inner, decoder, mixtures=note.experts is not None)
+        set_invariance(inner, replace(note, changed=changed_modules(ModelFacts.of(inner))))
+        _check_invariance(inner)
     except BaseException:
         variant(inner)
         raise
@@ -103,16 +101,17 @@ def invariant(model: _Model) -> _Model:
 
 
 def variant(model: _Model) -> _Model:
-    """Undo `invariant`, in place; a model that is not invariant is left alone.
+    """Undo `invariant`, in place; other models are left alone.
 
     Args:
-        model: the model.
+        model: a model, invariant or not.
 
     Returns:
         The model itself.
 
     Raises:
-        UnsupportedModelError: a layer was given hooks since, by accelerate for instance. The model is then as it was.
+        UnsupportedModelError: hooks were added to a layer meanwhile, by accelerate for example. The model is left
+            unchanged.
     """
     inner = unwrap(model)
     note = invariance_of(inner) if isinstance(inner, nn.Module) else None
@@ -124,12 +123,12 @@ def variant(model: _Model) -> _Model:
         decoder.set_attn_implementation(note.attention)
         if note.experts is not None:
             decoder.set_experts_implementation(note.experts)
-        note_invariance(inner, None)
+        set_invariance(inner, None)
     return model
 
 
-def can_be_tried(model: Any) -> bool:
-    """Whether `invariant` tries this model, as it is and where it is. Nothing is run: the trial may still fail."""
+def is_candidate(model: Any) -> bool:
+    """Return True if `invariant` would try this model on its device; nothing is run, so the trial may still fail."""
     try:
         _check_model(unwrap(model), compiled=hasattr(model, "_orig_mod"))
     except UnsupportedModelError:
@@ -137,78 +136,81 @@ def can_be_tried(model: Any) -> bool:
     return True
 
 
-def _change(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
+def _replace_layers(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
     decoder.set_attn_implementation(ATTENTION)
-    if config_of_text(model)._attn_implementation != ATTENTION:
-        raise UnsupportedModelError(_says(model, "its attention cannot be replaced"), REMEDY)
+    if decoder_config(model)._attn_implementation != ATTENTION:
+        raise UnsupportedModelError(_refusal_text(model, "its attention cannot be replaced"), REMEDY)
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)
-    compose_activations(model)
-    compile_norms(model)
+    replace_activations(model)
+    replace_norms(model)
     lay_out(model, panels=True)
     pad_all(model, model.dtype)
 
 
-def _try(model: PreTrainedModel) -> None:
+def _check_invariance(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` unless passes over trees have the bits of passes over single tokens."""
-    config = config_of_text(model)
+    config = decoder_config(model)
     heads = _heads(config)
     if heads is not None and not attention_keeps_order(heads):
-        reason = "its attention, as compiled here, does not keep its order of summation"
-        raise UnsupportedModelError(_says(model, reason), REMEDY)
+        reason = "its attention, as compiled here, does not keep its summation order"
+        raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
     plan = supports(model).require()
-    windows = [window for window in windows_of(config) if window <= LONGEST_PROBE_TOKENS]
+    windows = [window for window in window_lengths(config) if window <= LONGEST_PROBE_TOKENS]
     limit = field(config, "max_position_embeddings") or LONGEST_PROBE_TOKENS
     for tokens in sorted({*TEXTS, *(window + PAST for window in windows)}):
         if tokens + len(TEXTS) * PAST > limit:
             continue
         trial = ModelTrial(model, plan, tokens)
-        differing = trial.differing() or (trial.differing_in_a_batch() if tokens <= BATCHED else None)
+        differing = trial.first_mismatch() or (trial.first_batch_mismatch() if tokens <= BATCHED else None)
         if differing is not None:
             raise UnsupportedModelError(
-                _says(
-                    model, f"{differing!r} is the first part of it that gives a token other bits beside other tokens"
+                _refusal_text(
+                    model,
+                    f"{differing!r} is the first part that rounds a token differently beside other tokens",
                 ),
                 REMEDY,
             )
 
 
 def _check_model(model: Any, *, compiled: bool) -> None:
-    """Raise `UnsupportedModelError` for a model that is not to be touched at all; `compiled`: by a wrapper."""
+    """Raise `UnsupportedModelError` for a model that is not even tried; `compiled` tells of a compiled wrapper."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        remedy = GIVE_INSIDE if wraps_model(model) else "give one that does"
-        raise UnsupportedModelError(_says(model, "it is no transformers model that generates"), remedy)
+        remedy = GIVE_INSIDE if wraps_model(model) else "give a transformers model with generate()"
+        raise UnsupportedModelError(_refusal_text(model, "it is not a transformers model that generates text"), remedy)
     if model.training:
-        raise UnsupportedModelError(_says(model, "it is in training mode"), "call model.eval()")
+        raise UnsupportedModelError(_refusal_text(model, "it is in training mode"), "call model.eval()")
     if compiled or ModelFacts.of(model).compiled:
-        raise UnsupportedModelError(_says(model, "it is compiled, and compilers choose kernels anew"), REMEDY)
+        raise UnsupportedModelError(
+            _refusal_text(model, "it is compiled, and compilers choose their own kernels"), REMEDY
+        )
     elsewhere = sorted({str(tensor.device) for tensor in model.parameters() if tensor.device.type != "cpu"})
     if elsewhere:
-        reason = f"it lies on {', '.join(elsewhere)}, and only on the CPU are its kernels known to keep an order"
-        raise UnsupportedModelError(_says(model, reason), 'load it with device_map="cpu", or use it as it is')
+        reason = f"it is on {', '.join(elsewhere)}, and only kernels for the CPU keep a fixed order"
+        raise UnsupportedModelError(_refusal_text(model, reason), 'load it with device_map="cpu", or use it unchanged')
     if any(type(weight.data).__module__.startswith("torch.distributed") for weight in model.parameters()):
-        raise UnsupportedModelError(_says(model, "its weights are sharded over processes"), "load it whole")
+        raise UnsupportedModelError(_refusal_text(model, "its weights are sharded over processes"), "load it whole")
     if model.dtype not in DTYPES:
-        reason = f"it is in {dtype_name(model.dtype)}, and this is for bfloat16, float16 and float32"
-        raise UnsupportedModelError(_says(model, reason), "load it in one of these, or use it as it is")
+        reason = f"it is in {dtype_name(model.dtype)}, not in bfloat16, float16 or float32"
+        raise UnsupportedModelError(_refusal_text(model, reason), "load it in one of these dtypes, or use it unchanged")
     if reason := _refusal_of_architecture(model):
-        raise UnsupportedModelError(_says(model, reason), REMEDY)
+        raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
 
 
 def _refusal_of_architecture(model: PreTrainedModel) -> str:
     if model.config.is_encoder_decoder:
         return "it has an encoder, whose keys have no positions in the text"
     if ModelFacts.of(model).recurrent:
-        return "its recurrent layers sum over the text in an order that depends on how it is cut"
+        return "its recurrent layers sum over the text in an order that depends on how it is split into passes"
     if ModelFacts.of(model).indexers:
-        return "its indexers pick keys by scores that are rounded as it comes"
+        return "its indexers select keys by scores whose rounding varies"
     if not model._can_set_attn_implementation():
-        return "its attention does not go through transformers' interface"
+        return "its attention does not use transformers' attention interface"
     return ""
 
 
 def _heads(config: PretrainedConfig) -> Heads | None:
-    """The heads of the layers; None where these differ, or do not say."""
+    """Return the numbers and sizes of attention heads; None if the configuration does not give them."""
     many, kv_heads = field(config, "num_attention_heads"), field(config, "num_key_value_heads")
     size = field(config, "head_dim") or (field(config, "hidden_size") // many if isinstance(many, int) else None)
     if not (isinstance(many, int) and isinstance(size, int)):
@@ -216,5 +218,5 @@ def _heads(config: PretrainedConfig) -> Heads | None:
     return Heads(many, kv_heads if isinstance(kv_heads, int) else many, size, size)
 
 
-def _says(model: Any, reason: str) -> str:
+def _refusal_text(model: Any, reason: str) -> str:
     return f"{type(model).__name__} cannot be made invariant: {reason}"

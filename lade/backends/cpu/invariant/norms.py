@@ -1,8 +1,9 @@
 """Batch-invariant RMS norms, each one compiled call.
 
-Modelling code writes them in three ways, which differ in what is rounded when. Which one a layer is, is tried in both
-dtypes that the kernel has, since a model may be cast later: what no formula agrees with stays as it is, and is held to
-the same promise by the trial of the whole model. Inputs that the kernel was not compiled for go the layer's own way.
+Modelling code writes RMS norms in three ways, which round at different points. Which of them a layer follows is found
+by a trial, in both dtypes that the kernel supports, since the model may be cast later. Layers that match none are left
+alone, and are covered by the trial of the whole model. Inputs that the kernel does not support use the original
+forward.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lade.backends.cpu.kernels.kinds import is_plain, kind_of, refuse
+from lade.backends.cpu.kernels.instructions import dtype_code, is_plain, refuse
 from lade.backends.cpu.kernels.norms import normalise
 from lade.backends.cpu.kernels.vectors import WIDEST
-from lade.backends.cpu.worker_threads import bits, in_team
+from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.in_place_subclassing import Changed, change, own_class
 
-_MANY = 2**14  # numbers that are worth a thread of their own
-_ROWS = 16  # of the trial
+_MANY = 2**14  # least numbers per thread
+_ROWS = 16  # rows of the trial
 _NAMES = ("variance_epsilon", "eps")
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Formula(NamedTuple):
-    """How a norm is computed.
+    """Variant of an RMS norm.
 
     Attributes:
-        more: what is added to the weights.
-        rounded: whether numbers are rounded to the layer's dtype before they are multiplied by the weights.
+        more: number added to the weights.
+        rounded: true if the normalised row is rounded to the layer's dtype before the weights multiply it.
     """
 
     more: float
@@ -42,16 +43,16 @@ LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, Fals
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
-    """Rows over the root of the mean of their squares, times the weights; computed in float32, without gradients.
+    """Divide rows by their root mean square and multiply by the weights, in float32, without gradients.
 
     Args:
         x: `[..., D]` on the CPU, bfloat16 or float32, D at least 32.
-        weight: `[D]`, of the same dtype, contiguous.
-        epsilon: what is added to the mean.
-        formula: what is rounded when.
+        weight: `[D]` in the dtype of x, contiguous.
+        epsilon: number added to the mean square.
+        formula: variant of the norm.
 
     Raises:
-        ValueError: x or weight is something else, see `_takes`.
+        ValueError: x or weight is not supported.
     """
     if not _takes(x, weight):
         takes = f"bfloat16 or float32 on the CPU, rows of {WIDEST} numbers or more, contiguous weights of their dtype"
@@ -60,7 +61,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: For
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel is compiled for these, and nobody wants gradients of them, which it has not."""
+    """Return True if the kernel supports these tensors, and no gradients are needed."""
     if not (is_plain(x) and is_plain(weight) and x.dtype == weight.dtype and x.dtype in _DTYPES):
         return False
     columns = weight.numel()
@@ -69,23 +70,23 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
-    """As `rms_norm`, of what it takes."""
+    """Compute `rms_norm` without checks."""
     x = x.contiguous()
     found, columns, numbers = torch.empty_like(x), weight.numel(), x.numel()
     places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
-    norm = bits(epsilon), bits(formula.more), int(formula.rounded)
-    fields = *places, kind_of(x.dtype), columns, numbers // columns, *norm
-    in_team(normalise, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, weight, found))
+    norm = float_bits(epsilon), float_bits(formula.more), int(formula.rounded)
+    fields = *places, dtype_code(x.dtype), columns, numbers // columns, *norm
+    run_on_team(normalise, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, weight, found))
     return found
 
 
-class Compiled(Changed):
-    """Mixed into the class of a norm."""
+class InvariantNorm(Changed):
+    """Mixin for the class of a norm."""
 
     formula: Formula
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the norm, but for the order in which squares are summed."""
+        """Compute the norm; only the order in which squares are summed differs from the original."""
         weight: Any = self._parameters["weight"]
         if not _takes(x, weight):
             own: torch.Tensor = self.original.forward(self, x)
@@ -93,34 +94,34 @@ class Compiled(Changed):
         return _normalised(x, weight, _epsilon_of(self), self.formula)
 
 
-class AsLlama(Compiled):
-    """Rounded, then times the weights."""
+class AsLlama(InvariantNorm):
+    """Rounds the normalised row, then multiplies by the weights."""
 
     formula = LLAMA
 
 
-class AsWhole(Compiled):
-    """Times the weights, then rounded."""
+class AsWhole(InvariantNorm):
+    """Multiplies by the weights, then rounds once."""
 
     formula = WHOLE
 
 
-class AsGemma(Compiled):
-    """Times one and the weights, then rounded."""
+class AsGemma(InvariantNorm):
+    """Multiplies by one plus the weights, then rounds once."""
 
     formula = GEMMA
 
 
-def compile_norms(model: nn.Module) -> None:
-    """Replace the RMS norms of a model, in place, as far as they are one of the three."""
+def replace_norms(model: nn.Module) -> None:
+    """Replace the RMS norms of a model that follow one of the three formulas, in place."""
     for layer in model.modules():
-        kind = _kind_of(layer)
+        kind = _matching_class(layer)
         if kind is not None:
             change(layer, kind)
 
 
-def _kind_of(layer: nn.Module) -> type[Compiled] | None:
-    """What gives nearly the bits of a norm; None of what is none, or another one."""
+def _matching_class(layer: nn.Module) -> type[InvariantNorm] | None:
+    """Return the invariant class that matches a norm up to rounding; None for other modules."""
     weight = layer._parameters.get("weight")
     if not own_class(layer).__name__.endswith("RMSNorm") or len(layer._parameters) != 1 or weight is None:
         return None
@@ -130,13 +131,13 @@ def _kind_of(layer: nn.Module) -> type[Compiled] | None:
         if not isinstance(_epsilon_of(layer), float):
             return None
         weights = [weight.to(dtype) for dtype in _DTYPES]
-        same = {kind: [_alike(kind, layer, each) for each in weights] for kind in (AsLlama, AsWhole, AsGemma)}
+        same = {kind: [_equal_elements(kind, layer, each) for each in weights] for kind in (AsLlama, AsWhole, AsGemma)}
     best = max(same, key=lambda kind: sum(same[kind]))
     return best if all(same[best]) else None
 
 
-def _alike(kind: type[Compiled], layer: nn.Module, weight: torch.Tensor) -> int:
-    """How many numbers have a layer's bits, given this weight; 0 if one differs by more than rounding does."""
+def _equal_elements(kind: type[InvariantNorm], layer: nn.Module, weight: torch.Tensor) -> int:
+    """Return the number of elements with the layer's bits; 0 if any differs by more than rounding."""
     x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0))
     x = (x * torch.logspace(-2, 2, _ROWS)[:, None]).to(weight.dtype)
     expected = functional_call(layer, {"weight": weight}, (x,))

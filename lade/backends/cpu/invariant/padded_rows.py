@@ -1,12 +1,12 @@
-"""Pad a lone row of a linear layer so that it rounds as among others; find out by how many rows.
+"""Row padding of linear layers: pad a few rows so that they round like many, and find the padding by a trial.
 
-Where they take other kernels for many rows, too, as on processors with tiles (AMX), many rows are fed in pieces, unless
-the layer is packed: then its product is one that needs neither (`packing/tiles.py`). Nor do layers ever see rows that
-do not lie one behind the other, such as the last tokens of a batch's prompts: PyTorch multiplies these one by one, or
-adds the bias after it has rounded.
+Where other kernels take over for many rows, as on processors with AMX, many rows are fed in pieces, unless the layer is
+packed in panels, whose product needs neither. Layers always get contiguous rows: PyTorch multiplies strided ones, such
+as the last tokens of a batch's prompts, one by one, or adds the bias after rounding.
 
-Sums in another order differ in float32's last places, which 16 bits round away but once in ten thousand times. So what
-is tried are weights and inputs whose products cancel out: all that is left of a sum is what was rounded in it.
+Sums in another order differ in the last bits of float32, which rounding to 16 bits hides but once in ten thousand
+times. So the trial uses weights and inputs whose products cancel: the sum that is left consists of rounding errors
+alone.
 """
 
 from __future__ import annotations
@@ -21,16 +21,24 @@ from torch import nn
 from lade.model.in_place_subclassing import Changed, change
 
 _PADDING = "row_padding"
+ROWS = (*range(1, 129), 200, 500)
+"""Numbers of rows to compare in the trial."""
+_SHIFTS = 64
+_FEW, _SEVERAL = (1, 2, 4), (8, 16, 32)
+_MANY, _LESS = (128, 96, 64), (48, 32)  # rows per call, where other kernels take over for many rows
+_SIZE, _SPREAD = 16.0, 4
+"""Magnitude of the trial's weights and inputs, large enough for float16, and its spread in powers of two."""
+Layer = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
 class RowPadding:
-    """How many rows a layer is fed.
+    """Constraints on the number of rows that a layer is fed.
 
     Attributes:
-        least: at least so many.
-        multiple: a multiple of this.
-        most: at most so many at a time, and more in pieces of so many; a multiple of the others. None for no limit.
+        least: least number of rows.
+        multiple: number that the rows must be a multiple of.
+        most: most rows per call, a multiple of the others; more rows are fed in pieces. None for no limit.
     """
 
     least: int = 1
@@ -38,26 +46,35 @@ class RowPadding:
     most: int | None = None
 
     def fits(self, rows: int) -> bool:
-        """Whether as many are fed as they are, which a step asks at every layer."""
+        """Return True if this many rows need no padding; asked at every layer of every step."""
         return rows >= self.least and rows % self.multiple == 0 and (self.most is None or rows <= self.most)
 
     def pieces(self, rows: int) -> int:
-        """How many rows of as many to feed at a time."""
+        """Return the rows to feed per call."""
         return rows if self.most is None else self.most
 
     def __call__(self, rows: int) -> int:
-        """How many rows to add to as many."""
+        """Return the number of rows to add."""
         return max(self.least, -(-rows // self.multiple) * self.multiple) - rows
 
 
 NO_PADDING = RowPadding()
+PADDINGS = (
+    *(RowPadding(least, multiple) for least in _FEW for multiple in sorted({1, least})),
+    *(RowPadding(each, each, most) for each in _FEW for most in _MANY),
+    *(RowPadding(each, each) for each in _SEVERAL),
+    *(RowPadding(each, each, most) for each in _FEW for most in _LESS),
+    *(RowPadding(each, each, most) for each in _SEVERAL for most in (*_MANY, *_LESS) if most % each == 0),
+    *(RowPadding(least) for least in (64, 128)),  # for tiny layers, which use other kernels
+)
+"""Candidate paddings, cheapest first."""
 
 
 class PaddedRows(Changed):
-    """Mixed into the class of a layer that maps `[..., in]` to `[..., out]`, or to several tensors `[rows, ...]`."""
+    """Mixin for the class of a layer that maps `[..., in]` to `[..., out]`, or to several tensors `[rows, ...]`."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer without padding."""
+        """Compute the layer on padded rows, and return the results without padding."""
         layer, padding = super().forward, padding_of(self)
         if padding.fits(x.numel() // x.shape[-1]):
             return layer(x.contiguous(), *args, **kwargs)
@@ -65,7 +82,7 @@ class PaddedRows(Changed):
 
 
 def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:
-    """Call a layer with rows of zeros behind those of `x`, `[..., in]`, and return what it makes of the latter."""
+    """Call a layer with rows of zeros appended to those of `x`, `[..., in]`; return its results for `x`."""
     rows = x.numel() // x.shape[-1]
     if rows > padding.pieces(rows):
         return _called_in_pieces(layer, x, padding)
@@ -79,7 +96,7 @@ def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: 
 
 
 def _called_in_pieces(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:
-    """As `call_padded`, of more rows than may be fed at a time."""
+    """Compute `call_padded` for more rows than may be fed at a time."""
     rows = x.reshape(-1, x.shape[-1])
     found = [call_padded(layer, piece, padding) for piece in rows.split(padding.pieces(len(rows)))]
     if isinstance(found[0], tuple):
@@ -94,51 +111,30 @@ def pad_rows(layer: nn.Module, padding: RowPadding) -> None:
 
 
 def note_padding(layer: nn.Module, padding: RowPadding) -> None:
-    """Let a layer know the padding that what it is made of needs."""
+    """Record the padding of a layer."""
     layer.__dict__[_PADDING] = padding
 
 
 def forget_padding(model: nn.Module) -> None:
-    """Take the notes off all layers of a model."""
+    """Remove the recorded padding from all layers of a model."""
     for layer in model.modules():
         layer.__dict__.pop(_PADDING, None)
 
 
 def padding_of(layer: nn.Module) -> RowPadding:
-    """The padding of a layer; none of one that is not padded."""
+    """Return the recorded padding of a layer; no padding if there is none."""
     padding: RowPadding = layer.__dict__.get(_PADDING, NO_PADDING)
     return padding
 
 
-ROWS = (*range(1, 129), 200, 500)
-"""Numbers of rows that are compared."""
-_SHIFTS = 64
-_FEW, _SEVERAL = (1, 2, 4), (8, 16, 32)
-_MANY, _LESS = (128, 96, 64), (48, 32)  # rows at a time, where there are kernels for many rows
-PADDINGS = (
-    *(RowPadding(least, multiple) for least in _FEW for multiple in sorted({1, least})),
-    *(RowPadding(each, each, most) for each in _FEW for most in _MANY),
-    *(RowPadding(each, each) for each in _SEVERAL),
-    *(RowPadding(each, each, most) for each in _FEW for most in _LESS),
-    *(RowPadding(each, each, most) for each in _SEVERAL for most in (*_MANY, *_LESS) if most % each == 0),
-    *(RowPadding(least) for least in (64, 128)),  # of tiny layers, which have kernels of their own
-)
-"""What is tried, the cheapest first."""
-_SIZE, _SPREAD = 16.0, 4
-"""Of weights and inputs: what is left of a sum is then not too small for float16. They are up to so many powers of
-two larger or smaller."""
-
-Layer = Callable[[torch.Tensor], Any]
-
-
 @torch.no_grad()
 def padding_for(layer: Layer, features: int, dtype: torch.dtype) -> RowPadding | None:
-    """The cheapest padding with which a layer gives a row the same bits in every pass; None if there is none.
+    """Return the cheapest padding with which a row gets the same bits in every pass; None if there is none.
 
     Args:
-        layer: maps `[rows, in]` to `[rows, out]`, or to several such tensors; its weights are `cancelling` ones.
-        features: size of its input.
-        dtype: of its input.
+        layer: maps `[rows, in]` to `[rows, out]`, or to several such tensors; its weights must be from `cancelling`.
+        features: number of inputs of the layer.
+        dtype: dtype of the inputs.
     """
     generator = torch.Generator().manual_seed(1)
     half = _drawn((max(ROWS) + _SHIFTS, features // 2), generator)
@@ -147,11 +143,11 @@ def padding_for(layer: Layer, features: int, dtype: torch.dtype) -> RowPadding |
 
 
 def cancelling(weight: torch.Tensor, *, features_first: bool = False) -> torch.Tensor:
-    """Weights of the shape and dtype of others, `[..., out, in]`, whose products with the trial's rows cancel out.
+    """Return weights in the shape and dtype of `weight`, whose products with the trial's rows cancel.
 
     Args:
-        weight: the others.
-        features_first: whether they are `[..., in, out]`.
+        weight: tensor `[..., out, in]` whose shape and dtype to use.
+        features_first: true if `weight` is `[..., in, out]`.
     """
     *shape, out, features = weight.mT.shape if features_first else weight.shape
     half = _drawn((*shape, out, features // 2), torch.Generator().manual_seed(0))
@@ -160,7 +156,7 @@ def cancelling(weight: torch.Tensor, *, features_first: bool = False) -> torch.T
 
 
 def _drawn(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Numbers of very different sizes: sums of numbers of eight bits that are all alike would not be rounded."""
+    """Draw numbers of very different magnitudes; sums of 8-bit significands of equal magnitude would not be rounded."""
     sizes = torch.randint(-_SPREAD, _SPREAD + 1, tuple(shape), generator=generator)
     return torch.ldexp(_SIZE * torch.randn(tuple(shape), generator=generator), sizes)
 
@@ -170,9 +166,9 @@ def _order(features: int) -> torch.Tensor:
 
 
 def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:
-    """Whether rows `[N, in]` have the same bits in every pass over some of them, wherever in it they stand."""
+    """Return True if rows `[N, in]` get the same bits in every pass over some of them, at any place in it."""
     expected = _outputs(layer, x, padding)
-    tried = (rows for rows in ROWS if padding.most is None or rows <= padding.most)  # more are fed as so many
+    tried = (rows for rows in ROWS if padding.most is None or rows <= padding.most)  # more go in pieces
     parts = (slice(first, first + rows) for rows in tried for first in _firsts(rows))
     return all(
         all(
@@ -184,7 +180,7 @@ def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:
 
 
 def _firsts(rows: int) -> range:
-    """Where passes of so many rows begin: a few rows are tried at several places."""
+    """Return the first rows of the passes of a size; few rows are tried at several places."""
     return range(rows * 7 % 8, _SHIFTS, max(8, min(_SHIFTS, 4 * rows)))
 
 

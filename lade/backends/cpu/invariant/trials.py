@@ -1,4 +1,4 @@
-"""Trials: attention order, and a whole model's tree pass against single tokens, bit for bit."""
+"""Trials of an invariant model: attention order, and tree passes against single tokens, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ from lade.model.runner import EagerRunner
 from lade.model.support.tree_check import PlainDecoding
 
 TEXTS = (1, 17, 60, 64, 130, 257, 700)
-"""Cached tokens."""
+"""Numbers of cached tokens in the attention trial."""
 _NODES, _DEPTH = 40, 9
+PATHS = ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (8, 9), (8, 10, 11), (12,))
+"""Paths of the trial's tree, as indices into random tokens."""
+KEPT = PATHS[1]  # its keys must move forward
+FOLLOWING = 13
+ROWS = 4
+"""Rows of the batch trial; few paddings are multiples of it."""
+NO_MODULE = "no module by itself"
+Outputs = list[tuple[str, torch.Tensor]]
+"""Outputs of the modules of a model in call order, with their names."""
 
 
 class Heads(NamedTuple):
-    """The heads of a layer: of queries, of keys, and their sizes."""
+    """Numbers of query and KV heads of a layer, and the sizes of keys and values."""
 
     queries: int
     keys: int
@@ -37,12 +46,12 @@ class Heads(NamedTuple):
 
 @torch.no_grad()
 def attention_keeps_order(heads: Heads) -> bool:
-    """Whether each node of a tree gets the same bits as if it were fed alone, and each token of a text as in pieces.
+    """Return True if attention gives tree nodes the bits of single tokens, and a text those of its pieces.
 
-    All is in float32, in which models of 16 bits are summed up, too: there, no difference is rounded away.
+    The trial is in float32, in which 16-bit models sum as well: there, rounding hides no difference.
 
     Args:
-        heads: of the layers.
+        heads: heads of the model's layers.
     """
     generator = torch.Generator().manual_seed(0)
     return all(_agrees(heads, text, generator) for text in TEXTS)
@@ -65,7 +74,7 @@ def _agrees(heads: Heads, text: int, generator: torch.Generator) -> bool:
 
 
 def _agrees_in_pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a text, `[1, heads, T, size]`, gets the same bits whole and in two pieces."""
+    """Return True if a text, `[1, heads, T, size]`, gets the same bits whole and in two pieces."""
     middle = query.shape[2] // 3 + 1
     first = _attention(query[:, :, :middle], key[:, :, :middle], value[:, :, :middle])
     second = _attention(query[:, :, middle:], key, value) if middle < query.shape[2] else first[:, :0]
@@ -79,7 +88,7 @@ def _attention(
 
 
 def random_tree(nodes: int, deepest: int, generator: torch.Generator) -> TokenTree:
-    """A tree of this many nodes with a path down to the greatest depth."""
+    """Return a random tree with `nodes` nodes and a path of depth `deepest`."""
     tree = TokenTree(0, max_depth=deepest)
     tree.add_path(range(1, deepest + 1), "pool")
     while len(tree) < nodes:
@@ -88,24 +97,12 @@ def random_tree(nodes: int, deepest: int, generator: torch.Generator) -> TokenTr
     return tree
 
 
-PATHS = ((0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (8, 9), (8, 10, 11), (12,))
-"""Of the tree: indices into random tokens."""
-KEPT = PATHS[1]  # whose keys must move forward
-FOLLOWING = 13
-ROWS = 4
-"""Of a batch, which few paddings fill up."""
-
-NO_MODULE = "no module by itself"
-Outputs = list[tuple[str, torch.Tensor]]
-"""What the modules of a model returned, in the order in which they did, by their names."""
-
-
 class ModelTrial:
-    """A text, and a tree behind it.
+    """A text followed by a tree, on which passes of a model are compared.
 
     Args:
-        model: a decoder-only model.
-        plan: how it takes its masks.
+        model: a decoder-only model, made invariant.
+        plan: how the model takes its masks.
         tokens: length of the text.
     """
 
@@ -123,8 +120,8 @@ class ModelTrial:
             self._tree.add_path(path, "pool")
 
     @torch.no_grad()
-    def differing(self) -> str | None:
-        """The first module whose output differs; None if all logits are equal."""
+    def first_mismatch(self) -> str | None:
+        """Return the first module whose output differs between tree and single tokens; None if all logits are equal."""
         cache = self._prefilled()
         logits = self._runner.forward([self._tree], [self._text], cache)[0]  # [S, V]
         plain: dict[tuple[int, ...], PlainDecoding] = {(): PlainDecoding(self._model, self._text)}
@@ -137,11 +134,11 @@ class ModelTrial:
         text = [*self._text, *self._kept, self._following]
         after = self._runner.forward([TokenTree(self._following)], [text], cache)[0, ROOT]
         expected = plain[self._kept].after(self._following).logits
-        return None if torch.equal(expected, after) else "the cache behind an accepted path"
+        return None if torch.equal(expected, after) else "the cache after an accepted path"
 
     @torch.no_grad()
-    def differing_in_a_batch(self) -> str | None:
-        """The first module whose output differs where the text is one of several rows; None if all logits are equal."""
+    def first_batch_mismatch(self) -> str | None:
+        """Return the first module whose output differs if the text is one row of a batch; None if there is none."""
         with recorded(self._model) as alone:
             single = PlainDecoding(self._model, self._text)
         with recorded(self._model) as together:
@@ -150,8 +147,8 @@ class ModelTrial:
         if all(torch.equal(getattr(single, name), getattr(batched, name)) for name in logits):
             return None
         tokens = len(self._text) - 1
-        in_prompt = first_difference(alone, together, Place(1, tokens), Place(ROWS, tokens))
-        return in_prompt or first_difference(alone, together, Place(1, 1), Place(ROWS, 1)) or NO_MODULE
+        in_prompt = first_difference(alone, together, TokenIndex(1, tokens), TokenIndex(ROWS, tokens))
+        return in_prompt or first_difference(alone, together, TokenIndex(1, 1), TokenIndex(ROWS, 1)) or NO_MODULE
 
     def _prefixes(self) -> Sequence[tuple[int, ...]]:
         found = [path[:depth] for path in self._paths for depth in range(len(path) + 1)]
@@ -171,7 +168,7 @@ class ModelTrial:
         return cache
 
     def _first_module(self, path: Sequence[int]) -> str:
-        """The first module whose output at the end of a path is another one in the tree."""
+        """Return the first module whose output at the end of a path differs in the tree."""
         cache = self._prefilled()
         with recorded(self._model) as of_tree:
             self._runner.forward([self._tree], [self._text], cache)
@@ -180,13 +177,13 @@ class ModelTrial:
             plain = plain.after(token)
         with recorded(self._model) as of_token:
             plain.after(path[-1] if path else self._text[-1])
-        places = Place(1, 1), Place(1, len(self._tree), self._node(path))
+        places = TokenIndex(1, 1), TokenIndex(1, len(self._tree), self._node(path))
         return first_difference(of_token, of_tree, *places) or NO_MODULE
 
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Outputs]:
-    """What each module returns while the context lasts."""
+    """Record the output of every module while the context lasts."""
     outputs: Outputs = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -200,15 +197,15 @@ def recorded(model: nn.Module) -> Iterator[Outputs]:
         yield outputs
 
 
-class Place(NamedTuple):
-    """Where a token stands in a pass over `[rows, tokens]`: in the last row, and there at this place, or last."""
+class TokenIndex(NamedTuple):
+    """Index of a token in a pass over `[rows, tokens]`: `token` of the last row, the last one by default."""
 
     rows: int
     tokens: int
     token: int = -1
 
     def of(self, states: torch.Tensor) -> torch.Tensor | None:
-        """What an output `[rows, tokens, ...]` or `[rows * tokens, ...]` says of it; None of one of another shape."""
+        """Return the token's part of an output `[rows, tokens, ...]` or `[rows * tokens, ...]`; None for others."""
         if states.ndim > 1 and states.shape[:2] in ((self.rows, self.tokens), (self.rows, 1)):
             return states[-1, self.token if states.shape[1] == self.tokens else -1]
         if states.ndim and states.shape[0] == self.rows * self.tokens:
@@ -217,14 +214,14 @@ class Place(NamedTuple):
         return None
 
 
-def first_difference(alone: Outputs, together: Outputs, place: Place, place_together: Place) -> str | None:
-    """The first module that gives a token another result in one of two passes; None where it is none by itself.
+def first_difference(alone: Outputs, together: Outputs, place: TokenIndex, place_together: TokenIndex) -> str | None:
+    """Return the first module whose result for a token differs between two passes; None if there is none.
 
     Args:
-        alone: of the one pass.
-        together: of the other.
-        place: of the token in the one.
-        place_together: of the token in the other.
+        alone: module outputs of the first pass.
+        together: module outputs of the second pass.
+        place: index of the token in the first pass.
+        place_together: index of the token in the second pass.
     """
     for (name, one), (_, other) in zip(alone, together, strict=False):
         before, after = place.of(one), place_together.of(other)

@@ -1,16 +1,16 @@
-"""Compiled kernels for models: a *package of kernels*, see `lade.compilation`.
+"""InvariantNorm CPU kernels: a *package of kernels*, see `lade.compilation`.
 
-Machine code is kept for later processes as long as no file of this folder changes. So whatever is compiled calls, and
-takes constants from, files of this folder alone.
+Machine code is cached across processes until a file of this folder changes. Therefore compiled code calls functions and
+reads constants of this folder only.
 
-    instructions.py       memory by its address, and counts that threads share
-    kinds.py              the numbers of dtypes; processor.py: what there is to compile for
-    vector_types.py       vectors as types of compiled functions; their conversions
-    lanes.py              16 float32 numbers at once
-    vectors.py            as many at once as the processor has; exponentials.py: exp and tanh of them
-    quads.py              products of four rows by columns
-    attention.py          attention in one order; likewise norms.py, logistic.py
-    codes.py              rows rounded to int8; panel_products.py: what products become
-    tiles.py              registers of AMX; tile_products.py, tile_code_products.py: products by them
-    dots.py               dot products of AVX-512; dot_products.py: products by them
+    instructions.py        raw memory access, atomic counters, dtype codes, CPU features
+    vectors.py             vector types; vectors as wide as the processor's registers
+    lanes.py               vectors of 16 float32 lanes, whatever the processor
+    exponentials.py        exp, tanh and the logistic function on vectors
+    quads.py               micro-kernel: four rows by a block of columns
+    attention.py           attention, and in norms.py RMS norms, with a fixed summation order
+    codes.py               per-row int8 quantisation
+    panel_products.py      blocked GEMM: arguments and epilogue
+    tiles.py               AMX tile registers; tile_products.py, tile_code_products.py: GEMM with them
+    dots.py                AVX-512 and AVX2 dot products; dot_products.py: GEMM with them
 """

@@ -1,4 +1,4 @@
-"""Rows rounded to int8 codes, each by its own largest element."""
+"""Per-row int8 quantisation: symmetric, scaled by each row's largest_magnitude absolute value."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lade.backends.cpu.kernels.instructions import field, next_part, room, store_one
+from lade.backends.cpu.kernels.instructions import field, next_part, stack_memory, store_one
 from lade.backends.cpu.kernels.lanes import (
     LANES,
     LINE,
-    in_all_lanes,
-    larger,
-    largest,
-    no_sizes,
-    put_codes,
-    take,
-    take_some,
+    broadcast,
+    largest_magnitude,
+    load_as,
+    load_padded,
+    max_magnitudes,
+    store_codes,
+    zero_magnitudes,
 )
 from lade.compilation import TeamKernel, inlined
 
 CODES = 64
-"""Codes, of one row or one output, that lie together: a block of inputs."""
+"""Codes per block: 64 consecutive inputs of one row or one output."""
 
 
-class Coding(NamedTuple):
-    """Rows to round to int8 codes, each by its own largest element.
+class RowQuantisation(NamedTuple):
+    """Arguments of the quantisation kernel, all integers.
 
     Attributes:
-        x: where they lie, `[rows, inputs]`, contiguous.
-        kind: of their dtype.
-        codes: what becomes of them, `[rows / together, blocks, together, 64]`, in which the last block is filled up
-            with zeros; rows that are missing are left as they are.
-        scales: `[rows]` float32, what a step is worth.
-        rows, inputs: how many.
-        together: how many rows lie together.
-        zero: what stands for zero: 0 in signed codes, 128 in unsigned ones.
+        x: address of the rows, `[rows, inputs]`, contiguous.
+        kind: dtype code of `x`, see `dtype_code`.
+        codes: address of the result, `[rows / together, blocks, together, 64]` int8. The last block is padded with
+            zeros; rows that pad the last group are not written.
+        scales: address of the scales, `[rows]` float32: value of one quantisation step.
+        rows, inputs: shape of `x`.
+        together: number of rows interleaved in a group.
+        zero: code of zero: 0 for signed codes, 128 for unsigned ones.
     """
 
     x: int
@@ -49,25 +49,25 @@ class Coding(NamedTuple):
 
 
 @inlined
-def _code_row(x: Any, kind: Any, inputs: Any, to: Any, stride: Any, zero: Any) -> Any:
-    """Round a row; blocks of codes are so many bytes apart. Returns what a step is worth."""
-    item, spare, whole = 2 if kind else 4, room(LINE), inputs // LANES * LANES
-    sizes = no_sizes()
+def _quantise_row(x: Any, kind: Any, inputs: Any, to: Any, stride: Any, zero: Any) -> Any:
+    """Quantise one row into blocks `stride` bytes apart; return its scale."""
+    item, spare, whole = 2 if kind else 4, stack_memory(LINE), inputs // LANES * LANES
+    sizes = zero_magnitudes()
     for at in range(0, inputs, LANES):
-        sizes = larger(sizes, take_some(x + item * at, kind, inputs - at, spare))
-    size = largest(sizes)
-    step = (np.float32(1e-30) if size < np.float32(1e-30) else size) / np.float32(127)  # a row of zeros has one, too
-    steps = in_all_lanes(step)
+        sizes = max_magnitudes(sizes, load_padded(x + item * at, kind, inputs - at, spare))
+    size = largest_magnitude(sizes)
+    step = (np.float32(1e-30) if size < np.float32(1e-30) else size) / np.float32(127)  # not 0 for rows of zeros
+    steps = broadcast(step)
     for at in range(0, whole, LANES):
-        put_codes(to + at // CODES * stride + at % CODES, take(x + item * at, kind), steps, zero)
+        store_codes(to + at // CODES * stride + at % CODES, load_as(x + item * at, kind), steps, zero)
     for at in range(whole, -(-inputs // CODES) * CODES, LANES):
-        last = take_some(x + item * at, kind, max(0, inputs - at), spare)
-        put_codes(to + at // CODES * stride + at % CODES, last, steps, zero)
+        last = load_padded(x + item * at, kind, max(0, inputs - at), spare)
+        store_codes(to + at // CODES * stride + at % CODES, last, steps, zero)
     return step
 
 
-def _code_rows(address: Any) -> None:
-    """Round rows, see `Coding`: each part has as many of them."""
+def _quantise_rows(address: Any) -> None:
+    """Quantise the rows of a `RowQuantisation`; each part takes an equal share of them."""
     x, kind, codes, scales = field(address, 2), field(address, 3), field(address, 4), field(address, 5)
     rows, inputs, together, zero = field(address, 6), field(address, 7), field(address, 8), field(address, 9)
     stride, blocks, length = CODES * together, -(-inputs // CODES), (2 if kind else 4) * inputs
@@ -76,9 +76,9 @@ def _code_rows(address: Any) -> None:
     while part < parts:
         for row in range(rows * part // parts, rows * (part + 1) // parts):
             to = codes + CODES * (row // together * together * blocks + row % together)
-            store_one(scales + 4 * row, _code_row(x + length * row, kind, inputs, to, stride, zero))
+            store_one(scales + 4 * row, _quantise_row(x + length * row, kind, inputs, to, stride, zero))
         part = next_part(address)
 
 
-code_rows = TeamKernel(_code_rows)
-"""The kernel that rounds rows to codes, by a team of threads: as many parts as one likes."""
+quantise_rows = TeamKernel(_quantise_rows)
+"""Team kernel that quantises rows to int8; takes any number of parts."""

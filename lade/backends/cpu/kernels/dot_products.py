@@ -1,4 +1,4 @@
-"""Rows by weights in panels, by dot products: one chain of sums for each output."""
+"""GEMM by dot-product instructions with weights in panels; each output is one chain of fused additions."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lade.backends.cpu.kernels.dots import (
     sum_few,
     sum_group,
 )
-from lade.backends.cpu.kernels.instructions import clear, copy, field, next_part, room
+from lade.backends.cpu.kernels.instructions import clear, copy, field, next_part, stack_memory
 from lade.backends.cpu.kernels.lanes import LINE
-from lade.backends.cpu.kernels.panel_products import asked_for, give_out
+from lade.backends.cpu.kernels.panel_products import load_product, write_results
 from lade.compilation import TeamKernel
 
 
-class Layout(NamedTuple):
-    """Rows in bfloat16 to be laid out in blocks.
+class RowBlocks(NamedTuple):
+    """Arguments of the kernel that lays bfloat16 rows out in blocks, all integers.
 
     Attributes:
-        x: where they lie, `[rows, inputs]`, contiguous.
-        to: what becomes of them, `[rows / together, blocks, together, 64 bytes]`; the last block is filled up with
-            zeros, rows that are missing are left as they are.
-        rows, inputs: how many.
-        together: see `rows_together`.
+        x: address of the rows, `[rows, inputs]`, contiguous.
+        to: address of the result, `[rows / together, blocks, together, 64 bytes]`. The last block is padded with zeros;
+            rows that pad the last group are not written.
+        rows, inputs: shape of `x`.
+        together: number of rows interleaved in a group, see `rows_together`.
     """
 
     x: int
@@ -40,8 +40,8 @@ class Layout(NamedTuple):
     together: int
 
 
-def _lay_rows(address: Any) -> None:
-    """Lay rows out, see `Layout`: each part has as many of them."""
+def _block_rows(address: Any) -> None:
+    """Lay out the rows of a `RowBlocks`; each part takes an equal share of them."""
     x, to, together = field(address, 2), field(address, 3), field(address, 6)
     rows, inputs = field(address, 4), field(address, 5)
     blocks, length, parts = -(-2 * inputs // DOT_BLOCK), 2 * inputs, field(address, 1)
@@ -60,11 +60,11 @@ def _lay_rows(address: Any) -> None:
 
 
 def _few(codes: int) -> Callable[[Any], None]:
-    """Of codes (1), or of bfloat16 (0), which is known when it is compiled."""
+    """Build the kernel for few rows: of int8 codes (1) or bfloat16 (0), a compile-time constant."""
 
     def multiply_few(address: Any) -> None:
-        """A product of few rows, which takes little longer than its weights take to be read."""
-        product, sums = asked_for(address), room(FEW_SUMS)
+        """Multiply few rows; bound by the time it takes to read the weights once."""
+        product, sums = load_product(address), stack_memory(FEW_SUMS)
         panels, size = -(-product.outputs // DOT_PANEL), PANEL_BLOCK * product.blocks
         part = next_part(address)
         while part < field(address, 1):
@@ -72,18 +72,18 @@ def _few(codes: int) -> Callable[[Any], None]:
             for panel in range(first, min(first + product.panel_group, panels)):
                 start, weight = product.start + LINE * panel, product.weight + size * panel
                 sum_few(codes, product.together, product.x, start, weight, product.blocks, sums)
-                give_out(product, 0, product.rows, DOT_PANEL * panel, sums, DOT_PANEL)
+                write_results(product, 0, product.rows, DOT_PANEL * panel, sums, DOT_PANEL)
             part = next_part(address)
 
     return multiply_few
 
 
 def _many(codes: int) -> Callable[[Any], None]:
-    """Likewise."""
+    """Build the kernel for many rows: of int8 codes (1) or bfloat16 (0), a compile-time constant."""
 
     def multiply_many(address: Any) -> None:
-        """A product of more rows: a group of panels stays in a core's cache while a group of rows goes by."""
-        product, sums = asked_for(address), room(MANY_SUMS)
+        """Multiply many rows; a group of panels stays in a core's cache while a group of rows passes through it."""
+        product, sums = load_product(address), stack_memory(MANY_SUMS)
         panels, size = -(-product.outputs // DOT_PANEL), PANEL_BLOCK * product.blocks
         groups, blocks = -(-panels // product.panel_group), product.blocks
         part = next_part(address)
@@ -95,18 +95,18 @@ def _many(codes: int) -> Callable[[Any], None]:
                     x, rows = product.x + DOT_BLOCK * blocks * row, min(TOGETHER, product.rows - row)
                     if panel + 1 < panels and COLUMNS == 2:
                         sum_group(codes, 2, x, start, weight, size, blocks, sums)
-                        give_out(product, row, rows, DOT_PANEL * panel, sums, 2 * DOT_PANEL)
+                        write_results(product, row, rows, DOT_PANEL * panel, sums, 2 * DOT_PANEL)
                     else:
                         sum_group(codes, 1, x, start, weight, 0, blocks, sums)
-                        give_out(product, row, rows, DOT_PANEL * panel, sums, DOT_PANEL)
+                        write_results(product, row, rows, DOT_PANEL * panel, sums, DOT_PANEL)
             part = next_part(address)
 
     return multiply_many
 
 
-lay_rows = TeamKernel(_lay_rows)
-"""The kernel that lays rows out in blocks: as many parts as one likes."""
+block_rows = TeamKernel(_block_rows)
+"""Team kernel that lays rows out in blocks; takes any number of parts."""
 multiply_few, multiply_many = TeamKernel(_few(0)), TeamKernel(_many(0))
-"""Those that multiply rows in bfloat16, few and more: a part for each group of rows and each group of panels."""
+"""Team kernels for few and many bfloat16 rows; one part per group of rows and group of panels."""
 multiply_few_codes, multiply_many_codes = TeamKernel(_few(1)), TeamKernel(_many(1))
-"""The same of codes."""
+"""Team kernels for few and many rows of int8 codes; parts as above."""

@@ -1,18 +1,17 @@
-"""Dot products: their instructions, and how rows and weights lie for them.
+"""Dot-product instructions, and the memory layout of rows and weights that they need.
 
-One instruction of AVX-512 adds to each of 16 sums of float32 the products of two inputs in bfloat16 (to sums of int32
-those of four in int8, where there is VNNI). Processors with AVX2 alone have eight sums in a register, and products of
-pairs of 16 bits in place of fours of int8. A sum goes through its inputs in their order and knows nothing of other
-rows, so what an output is depends on its row and its weights alone, however many rows there are and however the work is
-cut.
+An AVX-512 instruction adds to each of 16 float32 accumulators the products of two bfloat16 inputs (with VNNI, to int32
+accumulators those of four int8 inputs). Processors with AVX2 alone have eight accumulators per register, and multiply
+pairs of 16-bit integers instead of four int8 ones. An accumulator takes its inputs in order and sees no other row, so
+an output depends on its row and its weights alone, regardless of the number of rows and of how the work is split.
 
-Weights lie in panels of 16 outputs, `[N / 16][K / 32][16][16][2]` in bfloat16: the panel, the block of inputs, and in
-it pairs of inputs by outputs (`[N / 16][K / 64][16][16][4]` in int8, fours of inputs). Up to `FEW` rows go through a
-panel together, which is read once, from its first byte to its last and ahead of its use: few as they are, that takes
-hardly longer than for one. More rows go in groups, through `COLUMNS` panels at a time.
+Weights lie in panels of 16 outputs, `[N / 16][K / 32][16][16][2]` in bfloat16: panel, block of inputs, and within it
+pairs of inputs by outputs (`[N / 16][K / 64][16][16][4]` in int8, with four inputs instead of a pair). Up to `FEW` rows
+pass through a panel together. The panel is then read once, front to back and prefetched, so few rows take hardly longer
+than one. More rows pass in groups, through `COLUMNS` panels at a time.
 
-Rows lie in blocks of inputs, too, `[blocks, rows, 64 bytes]`, for the sake of the nearest cache: rows that are a power
-of two apart would drive one another out of it.
+Rows are blocked as well, `[blocks, rows, 64 bytes]`: rows that are a power of two apart would evict each other from the
+L1 cache.
 """
 
 from __future__ import annotations
@@ -25,43 +24,42 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import llvm_version_info  # type: ignore[import-untyped]
 from numba.core import cgutils
 
-from lade.backends.cpu.kernels.instructions import AT, INT, LONG, NONE, call_intrinsic, fetch, pointer
+from lade.backends.cpu.kernels.instructions import AT, INT, LONG, NONE, call_intrinsic, fetch, has_features, pointer
 from lade.backends.cpu.kernels.lanes import LANES, LINE
-from lade.backends.cpu.kernels.processor import has_features
-from lade.backends.cpu.kernels.vector_types import equal, spread_out
+from lade.backends.cpu.kernels.vectors import equal, splat
 from lade.compilation import CONSTANT, instruction
 
 DOT_BLOCK = 64
-"""Bytes of a row's or an output's inputs that lie together."""
+"""Bytes of consecutive inputs, of one row or one output, in a block."""
 DOT_PANEL = LANES
-"""Outputs of a panel."""
+"""Outputs per panel."""
 WIDE = has_features("avx512f", "avx512bw")
-"""Whether registers have 64 bytes, and there are 32 of them; else they have half as many, and are half as many."""
+"""True if there are 32 registers of 64 bytes; otherwise there are 16 of 32 bytes."""
 _SIZES = (1, 2, 4, 6, 8, 12, 16, 24) if WIDE else (1, 2, 4)
 FEW = _SIZES[-1]
-"""Rows that go through a panel together, at most."""
+"""Most rows that pass through a panel together."""
 TOGETHER, COLUMNS = (8, 2) if WIDE else (4, 1)
-"""Rows of a group where there are more, and panels that they go through together."""
+"""Rows per group when there are more than `FEW`, and panels that a group passes through at a time."""
 PANEL_BLOCK = DOT_BLOCK * LANES
-"""Bytes of a panel's block of inputs."""
+"""Bytes of one block of inputs of a panel."""
 _TOGETHER = tuple(min(size for size in _SIZES if rows <= size) for rows in range(FEW + 1))
 FEW_SUMS, MANY_SUMS = FEW * LINE, COLUMNS * TOGETHER * LINE
-"""Bytes of all sums of few rows and one panel, and of a group of rows and its panels."""
+"""Bytes of the accumulators of few rows and one panel, and of a group of rows and its panels."""
 _WORD, _AHEAD = 4, 8 * PANEL_BLOCK
 
 
 def has_dots(dtype: torch.dtype) -> bool:
-    """Whether there are dot products of a dtype here: of bfloat16 with AVX512-BF16, of int8 with AVX2 and upwards."""
+    """Return True if this processor has dot products of a dtype: bfloat16 needs AVX512-BF16, int8 needs AVX2."""
     return has_features("avx512bf16") if dtype == torch.bfloat16 else dtype == torch.int8 and has_features("avx2")
 
 
 def rows_together(rows: int) -> int:
-    """How many rows lie and go through panels together, of so many; the last of them may be missing."""
+    """Return the number of rows interleaved in a group, for a GEMM of `rows` rows; the last group may be padded."""
     return _TOGETHER[rows] if rows <= FEW else TOGETHER
 
 
 class _Bfloat16(ir.Type):  # type: ignore[misc]
-    """LLVM's type, which llvmlite does not know of."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -77,12 +75,12 @@ _WIDTH = LANES if WIDE else LANES // 2
 _SINGLES, _BITS = (ir.VectorType(kind, _WIDTH) for kind in (ir.FloatType(), INT))
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * _WIDTH)
 _PAIRS = ir.VectorType(_Bfloat16(), 2 * _WIDTH) if llvm_version_info >= (16,) else _BITS
-"""Pairs of bfloat16, as LLVM's function has them; it took them for integers until version 16."""
+"""Operand type of LLVM's bfloat16 dot product; before LLVM 16 it took integers."""
 _utils = cast(Any, cgutils)
 
 
 class _Bfloat16Dots:
-    """Dot products of bfloat16."""
+    """Dot products of bfloat16 pairs."""
 
     def weights(self, builder: Any, weights: Any) -> Any:
         return builder.bitcast(weights, _PAIRS)
@@ -94,7 +92,7 @@ class _Bfloat16Dots:
 
 
 class _CodeDots:
-    """Dot products of unsigned inputs and signed weights in int8, of which nothing is cut off."""
+    """Dot products of unsigned inputs and signed int8 weights, without saturation."""
 
     def weights(self, builder: Any, weights: Any) -> Any:
         return weights
@@ -107,7 +105,7 @@ class _CodeDots:
 
 
 class _PairDots:
-    """The same without VNNI: bytes become 16 bits each, the first and third of four, and the second and fourth."""
+    """Int8 dot products without VNNI: bytes are widened to 16 bits, even and odd ones apart."""
 
     def weights(self, builder: Any, weights: Any) -> Any:
         shorts, eight = builder.bitcast(weights, _SHORTS), equal(8, _SHORTS)
@@ -141,7 +139,7 @@ def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 def _sum_up(
     builder: Any, dots: Any, begin: list[Any], rows: int, x: Any, weight: Any, apart: Any, blocks: Any, to: Any
 ) -> None:
-    """Sums of so many rows by some panels, which begin with some vectors; in registers until they are written."""
+    """Emit the accumulation of `rows` rows over some panels, from initial vectors; accumulators stay in registers."""
     sums = [[_utils.alloca_once_value(builder, first) for first in begin] for _ in range(rows)]
     columns, size = len(begin) * _WIDTH // LANES, 4 * _WIDTH
     with _utils.for_range(builder, blocks) as loop:
@@ -155,7 +153,7 @@ def _sum_up(
             weights = [dots.weights(builder, _load(builder, *place, _BITS)) for place in places]
             for number in range(rows):
                 inputs = _load(builder, row, DOT_BLOCK * number + _WORD * word, INT)
-                inputs = dots.inputs(builder, spread_out(builder, inputs, _WIDTH))
+                inputs = dots.inputs(builder, splat(builder, inputs, _WIDTH))
                 for place, factors in zip(sums[number], weights, strict=True):
                     builder.store(dots.add(builder, builder.load(place), inputs, factors), place)
     for number, place in enumerate(place for places in sums for place in places):
@@ -164,7 +162,7 @@ def _sum_up(
 
 
 def _begin(builder: Any, codes: int, start: Any, columns: int) -> list[Any]:
-    """What a row's sums begin with: nothing, or of codes what is given."""
+    """Return the initial accumulators of a row: zeros for bfloat16, loaded from `start` for codes."""
     if not codes:
         return [ir.Constant(_SINGLES, None)] * (columns * LANES // _WIDTH)
     return [_load(builder, start, offset, _BITS) for offset in range(0, LINE * columns, 4 * _WIDTH)]
@@ -172,7 +170,7 @@ def _begin(builder: Any, codes: int, start: Any, columns: int) -> list[Any]:
 
 @instruction(NONE, CONSTANT, numba.int64, AT, AT, AT, numba.int64, AT)
 def sum_few(builder: Any, codes: Any, together: Any, x: Any, start: Any, weight: Any, blocks: Any, to: Any) -> None:
-    """Sums `[together, 16]` of few rows, of codes (1) or bfloat16 (0), by a panel; there is code for each number."""
+    """Compute sums `[together, 16]` of few rows by a panel, unrolled for each row count; codes are 1, bfloat16 is 0."""
     begin, dots, apart = _begin(builder, codes, start, 1), _dots(codes), ir.Constant(LONG, 0)
     for rows in _SIZES:
         with builder.if_then(builder.icmp_signed("==", together, ir.Constant(LONG, rows))):
@@ -183,6 +181,6 @@ def sum_few(builder: Any, codes: Any, together: Any, x: Any, start: Any, weight:
 def sum_group(
     builder: Any, codes: Any, columns: Any, x: Any, start: Any, weight: Any, apart: Any, blocks: Any, to: Any
 ) -> None:
-    """Sums `[TOGETHER, columns, 16]` of a group of rows likewise, by panels that are so many bytes apart."""
+    """Compute sums `[TOGETHER, columns, 16]` of a group of rows by panels that are `apart` bytes apart."""
     begin = _begin(builder, codes, start, columns)
     _sum_up(builder, _dots(codes), begin, TOGETHER, x, weight, apart, blocks, to)

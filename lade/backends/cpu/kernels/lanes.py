@@ -1,4 +1,4 @@
-"""16 float32 numbers at once: taken from memory and put there as numbers of a kind, and what is done with them."""
+"""Vectors of 16 float32 lanes, whatever the processor: loads, stores, conversions and arithmetic."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from llvmlite import ir  # type: ignore[import-untyped]
 
 from lade.backends.cpu.kernels.instructions import (
     AT,
+    BFLOAT16,
     BYTE,
     FLOAT,
+    FLOAT16,
     INT,
     LONG,
     NONE,
@@ -18,13 +20,12 @@ from lade.backends.cpu.kernels.instructions import (
     copy,
     pointer,
 )
-from lade.backends.cpu.kernels.kinds import BFLOAT16, FLOAT16
-from lade.backends.cpu.kernels.vector_types import Sizes, Vector, equal, rounded, spread_out, widened
+from lade.backends.cpu.kernels.vectors import Magnitudes, Vector, equal, rounded, splat, widened
 from lade.compilation import inlined, instruction
 
 LANES, LINE = 16, 64
-"""Numbers of 32 bits in a vector, and its bytes."""
-NUMBERS, SIZES = Vector(LANES), Sizes(LANES)
+"""Lanes of a vector, and its bytes."""
+NUMBERS, MAGNITUDES = Vector(LANES), Magnitudes(LANES)
 _SINGLES, _BITS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(INT, LANES)
 _SHORTS, _SMALLS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
 
@@ -38,123 +39,124 @@ def _put(builder: Any, address: Any, value: Any) -> None:
 
 
 @instruction(NUMBERS, AT)
-def take_float32(builder: Any, address: Any) -> Any:
-    """Numbers at an address."""
+def load_float32(builder: Any, address: Any) -> Any:
+    """Load float32 numbers."""
     return _taken(builder, address, _SINGLES)
 
 
 @instruction(NUMBERS, AT)
-def take_bfloat16(builder: Any, address: Any) -> Any:
-    """The same of bfloat16, exactly."""
+def load_bfloat16(builder: Any, address: Any) -> Any:
+    """Load bfloat16 numbers as float32; exact."""
     return widened(builder, _taken(builder, address, _SHORTS))
 
 
 @instruction(NUMBERS, AT)
-def take_float16(builder: Any, address: Any) -> Any:
-    """The same of float16."""
+def load_float16(builder: Any, address: Any) -> Any:
+    """Load float16 numbers as float32; exact."""
     return builder.fpext(_taken(builder, address, _SMALLS), _SINGLES)
 
 
 @instruction(NUMBERS, AT)
-def take_sums(builder: Any, address: Any) -> Any:
-    """Integers, of which large ones are rounded."""
+def load_int32(builder: Any, address: Any) -> Any:
+    """Load int32 numbers as float32; those above 2 ** 24 are rounded."""
     return builder.sitofp(_taken(builder, address, _BITS), _SINGLES)
 
 
 @instruction(NONE, AT, NUMBERS)
-def put_float32(builder: Any, address: Any, numbers: Any) -> None:
-    """Put them there."""
+def store_float32(builder: Any, address: Any, numbers: Any) -> None:
+    """Store float32 numbers."""
     _put(builder, address, numbers)
 
 
 @instruction(NONE, AT, NUMBERS)
-def put_bfloat16(builder: Any, address: Any, numbers: Any) -> None:
-    """Rounded to the nearest, of two as near to the even one."""
+def store_bfloat16(builder: Any, address: Any, numbers: Any) -> None:
+    """Store as bfloat16, rounded to nearest even."""
     _put(builder, address, rounded(builder, numbers))
 
 
 @instruction(NONE, AT, NUMBERS)
-def put_float16(builder: Any, address: Any, numbers: Any) -> None:
-    """Rounded likewise."""
+def store_float16(builder: Any, address: Any, numbers: Any) -> None:
+    """Store as float16, rounded to nearest even."""
     _put(builder, address, builder.fptrunc(numbers, _SMALLS))
 
 
 @instruction(NUMBERS, FLOAT)
-def in_all_lanes(builder: Any, number: Any) -> Any:
-    """The number in all lanes."""
-    return spread_out(builder, number, LANES)
+def broadcast(builder: Any, number: Any) -> Any:
+    """Broadcast a number to all lanes."""
+    return splat(builder, number, LANES)
 
 
 @instruction(NUMBERS, NUMBERS, NUMBERS)
 def times(builder: Any, a: Any, b: Any) -> Any:
-    """Products, lane by lane."""
+    """Multiply lane by lane."""
     return builder.fmul(a, b)
 
 
 @instruction(NUMBERS, NUMBERS, NUMBERS)
 def plus(builder: Any, a: Any, b: Any) -> Any:
-    """Sums likewise."""
+    """Add lane by lane."""
     return builder.fadd(a, b)
 
 
-@instruction(SIZES)
-def no_sizes(builder: Any) -> Any:
-    """Zeros, to begin with."""
+@instruction(MAGNITUDES)
+def zero_magnitudes(builder: Any) -> Any:
+    """Return the initial value of a running maximum of magnitudes: zeros."""
     return equal(0, _BITS)
 
 
-@instruction(SIZES, SIZES, NUMBERS)
-def larger(builder: Any, sizes: Any, numbers: Any) -> Any:
-    """Of each lane the size so far, or that of a number if it is larger."""
+@instruction(MAGNITUDES, MAGNITUDES, NUMBERS)
+def max_magnitudes(builder: Any, sizes: Any, numbers: Any) -> Any:
+    """Return the maximum of running magnitudes and |numbers|, lane by lane."""
     bits = builder.and_(builder.bitcast(numbers, _BITS), equal(0x7FFFFFFF, _BITS))
     return builder.select(builder.icmp_unsigned(">", bits, sizes), bits, sizes)
 
 
-@instruction(FLOAT, SIZES)
-def largest(builder: Any, sizes: Any) -> Any:
-    """The largest of all lanes."""
+@instruction(FLOAT, MAGNITUDES)
+def largest_magnitude(builder: Any, sizes: Any) -> Any:
+    """Return the maximum over all lanes."""
     most = call_intrinsic(builder, "llvm.vector.reduce.umax.v16i32", INT, sizes)
     return builder.bitcast(most, ir.FloatType())
 
 
 @instruction(NONE, AT, NUMBERS, NUMBERS, AT)
-def put_codes(builder: Any, address: Any, numbers: Any, steps: Any, zero: Any) -> None:
-    """Numbers over what a step is worth, as bytes in which a number, 0 or 128, stands for zero.
+def store_codes(builder: Any, address: Any, numbers: Any, steps: Any, zero: Any) -> None:
+    """Store numbers / steps as int8 codes in which `zero`, 0 or 128, stands for zero.
 
-    The conversion cuts off, so that the half makes it round; where 128 is to be taken off again the first bit changes.
+    The conversion truncates, so adding one half rounds; for signed codes the offset of 128 is removed by flipping the
+    sign bit.
     """
     shifted = builder.fadd(builder.fdiv(numbers, steps), equal(128.5, _SINGLES))
-    changed = spread_out(builder, builder.trunc(builder.xor(zero, ir.Constant(LONG, 128)), INT), LANES)
+    changed = splat(builder, builder.trunc(builder.xor(zero, ir.Constant(LONG, 128)), INT), LANES)
     codes = builder.xor(builder.fptosi(shifted, _BITS), changed)
     _put(builder, address, builder.trunc(codes, ir.VectorType(BYTE, LANES)))
 
 
 @inlined
-def take(address: Any, kind: Any) -> Any:
-    """Numbers of a kind at an address."""
+def load_as(address: Any, kind: Any) -> Any:
+    """Load numbers of a dtype code as float32."""
     if kind == BFLOAT16:
-        return take_bfloat16(address)
+        return load_bfloat16(address)
     if kind == FLOAT16:
-        return take_float16(address)
-    return take_float32(address)
+        return load_float16(address)
+    return load_float32(address)
 
 
 @inlined
-def put_as(address: Any, numbers: Any, kind: Any) -> None:
-    """Put them there as numbers of a kind, rounded to the nearest, of two as near to the even one."""
+def store_rounded(address: Any, numbers: Any, kind: Any) -> None:
+    """Store numbers as a dtype code, rounded to nearest even."""
     if kind == BFLOAT16:
-        put_bfloat16(address, numbers)
+        store_bfloat16(address, numbers)
     elif kind == FLOAT16:
-        put_float16(address, numbers)
+        store_float16(address, numbers)
     else:
-        put_float32(address, numbers)
+        store_float32(address, numbers)
 
 
 @inlined
-def take_some(address: Any, kind: Any, count: Any, spare: Any) -> Any:
-    """As many numbers as there are lanes, or less: the rest is zeros, and nothing behind them is read."""
+def load_padded(address: Any, kind: Any, count: Any, spare: Any) -> Any:
+    """Load up to `LANES` numbers and pad them with zeros; nothing past them is read."""
     if count < LANES:
         clear(spare, 4 * LANES)
         copy(spare, address, (2 if kind else 4) * count)
         address = spare
-    return take(address, kind)
+    return load_as(address, kind)

@@ -1,7 +1,7 @@
-"""Products of rows, four at a time, by columns: each is a chain of fused multiply-adds, in the order of the depth.
+"""GEMM micro-kernel: four rows by a block of columns, each product a chain of fused multiply-adds over the depth.
 
-Left factors lie in *quads*, four rows side by side, `[R / 4, depth, 4]`; products in tiles, four rows of `LANES`
-columns each, `[R / 4, columns / LANES, 4, LANES]`. Addresses and strides are in bytes.
+Left operands lie in *quads*, four interleaved rows, `[R / 4, depth, 4]`; results in tiles of four rows by `LANES`
+columns, `[R / 4, columns / LANES, 4, LANES]`. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lade.backends.cpu.kernels.vectors import (
     QUAD,
     WIDE,
     WORD,
-    as_floats,
+    broadcast,
     fma,
     load,
+    load_as_float32,
     read,
-    spread,
     store,
     write,
 )
@@ -34,7 +34,7 @@ _TILE = 4 * QUAD * LANES  # bytes
 
 @instruction(NONE, AT, numba.int64, AT, numba.int64)
 def transpose(builder: Any, address: Any, step: Any, to: Any, to_step: Any) -> None:
-    """`LANES` rows of as many numbers: blocks beside the diagonal change places, halves first, single numbers last."""
+    """Transpose a `[LANES, LANES]` block: swap off-diagonal blocks, halves first, single numbers last."""
     rows = [
         read(builder, builder.add(address, builder.mul(step, ir.Constant(step.type, row))), FLOAT_LANES)
         for row in range(LANES)
@@ -55,7 +55,7 @@ def transpose(builder: Any, address: Any, step: Any, to: Any, to_step: Any) -> N
 
 @instruction(NONE, AT)
 def make_quads(builder: Any, tile: Any) -> None:
-    """A tile `[4, LANES]` becomes `[LANES, 4]`, in place."""
+    """Transpose a tile `[4, LANES]` to `[LANES, 4]` in place."""
     places = [ir.Constant(tile.type, WORD * LANES * row) for row in range(QUAD)]
     a, b, c, d = (read(builder, builder.add(tile, place), FLOAT_LANES) for place in places)
     both = ir.VectorType(INT, 2 * LANES)
@@ -68,7 +68,7 @@ def make_quads(builder: Any, tile: Any) -> None:
 
 @inlined
 def multiply(left: Any, right: Any, width: Any, columns: Any, depth: Any, tiles: Any) -> None:
-    """Add to tiles the products of a quad `[depth, 4]` by so many columns of `[depth, width]`, depth by depth."""
+    """Accumulate a quad `[depth, 4]` times `columns` columns of `[depth, width]` into tiles."""
     for column in range(0, columns, WIDE):
         tile = tiles + WORD * QUAD * column
         a, b = load(tile), load(tile + WORD * LANES)
@@ -78,8 +78,8 @@ def multiply(left: Any, right: Any, width: Any, columns: Any, depth: Any, tiles:
         for at in range(depth):
             row, quad = right + WORD * (at * width + column), left + WORD * QUAD * at
             x, y = load(row), load(row + WORD * LANES)
-            p, q = spread(load_one(quad)), spread(load_one(quad + WORD))
-            r, s = spread(load_one(quad + 2 * WORD)), spread(load_one(quad + 3 * WORD))
+            p, q = broadcast(load_one(quad)), broadcast(load_one(quad + WORD))
+            r, s = broadcast(load_one(quad + 2 * WORD)), broadcast(load_one(quad + 3 * WORD))
             a, b, c, d = fma(p, x, a), fma(q, x, b), fma(r, x, c), fma(s, x, d)
             e, f, g, h = fma(p, y, e), fma(q, y, f), fma(r, y, g), fma(s, y, h)
         store(tile, a)
@@ -94,18 +94,18 @@ def multiply(left: Any, right: Any, width: Any, columns: Any, depth: Any, tiles:
 
 @inlined
 def convert(address: Any, step: Any, kind: Any, count: Any, size: Any, floats: Any, spare: Any) -> Any:
-    """So many rows of a cache as float32 `[count, size filled up]`; returns the width.
+    """Convert `count` rows of a cache to float32 `[count, padded size]`; return the padded width.
 
-    What is left over of a row goes by way of `spare`, `LANES` numbers, so that nothing behind it is read.
+    The remainder of a row goes through `spare`, `LANES` numbers, so that nothing past it is read.
     """
     item = 2 if kind else 4
     width, whole = -(-size // WIDE) * WIDE, size // LANES * LANES
     for key in range(count):
         row, to = address + key * step, floats + WORD * width * key
         for at in range(0, whole, LANES):
-            store(to + WORD * at, as_floats(row + item * at, kind))
+            store(to + WORD * at, load_as_float32(row + item * at, kind))
         if whole < size:
             clear(spare, WORD * LANES)
             copy(spare, row + item * whole, item * (size - whole))
-            store(to + WORD * whole, as_floats(spare, kind))
+            store(to + WORD * whole, load_as_float32(spare, kind))
     return width

@@ -1,12 +1,12 @@
-"""Matrix products of int8 codes by tiles (AMX): sums of integers, which are exact in any order."""
+"""Int8 GEMM by AMX tiles: integer sums, exact in any order."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lade.backends.cpu.kernels.codes import CODES
-from lade.backends.cpu.kernels.instructions import field, next_part, prefetch, room
-from lade.backends.cpu.kernels.panel_products import asked_for, give_out
+from lade.backends.cpu.kernels.instructions import field, next_part, prefetch, stack_memory
+from lade.backends.cpu.kernels.panel_products import load_product, write_results
 from lade.backends.cpu.kernels.tiles import (
     AHEAD,
     BLOCK,
@@ -34,7 +34,7 @@ def _read_ahead(weight: Any) -> None:
 
 @inlined
 def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> None:
-    """Sums `[rows, 64]` of up to 16 rows by a panel, which is read ahead."""
+    """Compute sums `[rows, 64]` of up to 16 rows by a panel, prefetching it."""
     zero_sums()
     for _ in range(blocks):
         load_tile(4, codes, ROW_BYTES)
@@ -56,7 +56,7 @@ def _sum_up_few(codes: Any, rows: Any, blocks: Any, weight: Any, sums: Any) -> N
 
 @inlined
 def _sum_up_many(codes: Any, blocks: Any, weight: Any, sums: Any) -> None:
-    """Sums `[32, 32]` of 32 rows by half a panel."""
+    """Compute sums `[32, 32]` of 32 rows by half a panel."""
     below = codes + TILE * blocks
     zero_sums()
     for _ in range(blocks):
@@ -73,8 +73,8 @@ def _sum_up_many(codes: Any, blocks: Any, weight: Any, sums: Any) -> None:
 
 
 def _multiply_few_codes(address: Any) -> None:
-    """A product of at most 16 rows, see `PanelProduct`: it takes as long as its weights take to be read."""
-    product, sums = asked_for(address), room(SUMS_BYTES)
+    """Multiply up to 16 rows, see `PanelProduct`; bound by the time it takes to read the weights once."""
+    product, sums = load_product(address), stack_memory(SUMS_BYTES)
     panels = -(-product.outputs // PANEL)
     shape_tiles(product.rows)
     part = next_part(address)
@@ -83,14 +83,14 @@ def _multiply_few_codes(address: Any) -> None:
         for panel in range(first, min(first + product.panel_group, panels)):
             weight = product.weight + BLOCK * product.blocks * panel
             _sum_up_few(product.x, product.rows, product.blocks, weight, sums)
-            give_out(product, 0, product.rows, PANEL * panel, sums, PANEL)
+            write_results(product, 0, product.rows, PANEL * panel, sums, PANEL)
         part = next_part(address)
     release_tiles()
 
 
 def _multiply_many_codes(address: Any) -> None:
-    """A product of more rows: a group of panels stays in a core's cache while a group of rows goes by."""
-    product, sums = asked_for(address), room(SUMS_BYTES)
+    """Multiply more than 16 rows; a group of panels stays in a core's cache while a group of rows passes through it."""
+    product, sums = load_product(address), stack_memory(SUMS_BYTES)
     panels = -(-product.outputs // PANEL)
     groups = -(-panels // product.panel_group)
     shape_tiles(ROWS)
@@ -102,10 +102,10 @@ def _multiply_many_codes(address: Any) -> None:
             for half in range(2 * first, 2 * min(first + product.panel_group, panels)):
                 weight = product.weight + BLOCK * product.blocks * (half // 2) + 2 * TILE * (half % 2)
                 _sum_up_many(codes, product.blocks, weight, sums)
-                give_out(product, row, rows, PANEL // 2 * half, sums, PANEL // 2)
+                write_results(product, row, rows, PANEL // 2 * half, sums, PANEL // 2)
         part = next_part(address)
     release_tiles()
 
 
 multiply_few_codes, multiply_many_codes = TeamKernel(_multiply_few_codes), TeamKernel(_multiply_many_codes)
-"""Those that multiply up to 16 rows of codes, and more: a part for each group of rows and each group of panels."""
+"""Team kernels for up to 16 rows of codes, and for more; one part per group of rows and group of panels."""

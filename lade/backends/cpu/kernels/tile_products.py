@@ -1,4 +1,4 @@
-"""Matrix products in bfloat16 by tiles (AMX): each output is one chain of sums, in the order of inputs.
+"""Bfloat16 GEMM by AMX tiles: each output is one chain of sums, in the order of inputs.
 
 Addresses and strides are in bytes.
 """
@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from lade.backends.cpu.kernels.instructions import AT, INT, NONE, copy, field, next_part, pointer, prefetch, room
+from lade.backends.cpu.kernels.instructions import (
+    AT,
+    INT,
+    NONE,
+    copy,
+    field,
+    next_part,
+    pointer,
+    prefetch,
+    stack_memory,
+)
 from lade.backends.cpu.kernels.tiles import (
     AHEAD,
     BLOCK,
@@ -28,26 +38,26 @@ from lade.backends.cpu.kernels.tiles import (
     store_tile,
     zero_sums,
 )
-from lade.backends.cpu.kernels.vector_types import equal, widened
+from lade.backends.cpu.kernels.vectors import equal, widened
 from lade.compilation import TeamKernel, inlined, instruction
 
 _PANEL_ROW = 4 * PANEL  # bytes
-_COLUMNS, _LINES = PANEL // 2, 2 * TILE // ROW_BYTES  # of half a panel: outputs, and 64 bytes of a block
+_COLUMNS, _LINES = PANEL // 2, 2 * TILE // ROW_BYTES  # of half a panel: outputs, and cache lines per block
 _FLOATS, _HALVES, _INTS = (ir.VectorType(kind, _COLUMNS) for kind in (ir.FloatType(), ir.IntType(16), INT))
 
 
-class Product(NamedTuple):
-    """Rows by the weights of a layer in bfloat16.
+class TileProduct(NamedTuple):
+    """Arguments of a bfloat16 GEMM by tiles, all integers; addresses are 0 where an operand is absent.
 
     Attributes:
-        x: where the rows lie, `[rows, inputs]`, contiguous.
-        rest: the inputs behind the last whole block, `[rows, 32]`, filled up with zeros; 0 if there are none.
-        weight: the panels.
-        bias: `[outputs]`; 0 if there is none.
-        out: `[rows, outputs]`, contiguous, what becomes of it.
-        partial: room for sums over some of the inputs, see `partial_sums`; unused if there is one chunk.
-        rows, inputs, outputs: how many.
-        chunk: how many blocks of inputs go through the panels together.
+        x: address of the rows, `[rows, inputs]`, contiguous.
+        rest: address of the inputs after the last whole block, `[rows, 32]`, padded with zeros.
+        weight: address of the panels.
+        bias: address of the bias, `[outputs]`.
+        out: address of the result, `[rows, outputs]`, contiguous.
+        partial: address of scratch memory for partial sums, see `partial_sums`; unused if there is one chunk.
+        rows, inputs, outputs: sizes of the product.
+        chunk: blocks of inputs that pass through all panels together.
     """
 
     x: int
@@ -63,16 +73,16 @@ class Product(NamedTuple):
 
 
 def partial_sums(rows: int, outputs: int) -> int:
-    """How many float32 numbers a product of more than one chunk needs room for."""
+    """Return the float32 numbers of scratch memory that a product of more than one chunk needs."""
     return -(-rows // (2 * ROWS)) * -(-outputs // _COLUMNS) * TILE
 
 
 @inlined
 def _product(address: Any) -> Any:
-    """From the fields behind the header that a team is given."""
+    """Load the arguments from the fields after the team header."""
     places = field(address, 2), field(address, 3), field(address, 4), field(address, 5), field(address, 6)
     more = field(address, 7), field(address, 8), field(address, 9), field(address, 10), field(address, 11)
-    return Product(*places, *more)
+    return TileProduct(*places, *more)
 
 
 def _read(builder: Any, address: Any, kind: Any) -> Any:
@@ -80,7 +90,7 @@ def _read(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def _write_rounded(builder: Any, to: Any, numbers: Any) -> None:
-    """As bfloat16: the nearest, of two as near the even one; what is no number stays none."""
+    """Emit a store as bfloat16, rounded to nearest even; NaN stays NaN."""
     bits = builder.bitcast(numbers, _INTS)
     odd = builder.and_(builder.lshr(bits, equal(16, _INTS)), equal(1, _INTS))
     rounded = builder.add(builder.add(bits, equal(0x7FFF, _INTS)), odd)
@@ -92,24 +102,24 @@ def _write_rounded(builder: Any, to: Any, numbers: Any) -> None:
 
 @instruction(NONE, AT, AT)
 def _round_off(builder: Any, to: Any, address: Any) -> None:
-    """Write as many numbers in float32 as half a panel has outputs in bfloat16."""
+    """Round half a panel of float32 outputs to bfloat16 and store them."""
     _write_rounded(builder, to, _read(builder, address, _FLOATS))
 
 
 @instruction(NONE, AT, AT, AT)
 def _round_off_sums(builder: Any, to: Any, address: Any, bias: Any) -> None:
-    """The same of their sums with numbers in bfloat16."""
+    """Add a bfloat16 bias to half a panel of outputs, round and store them."""
     numbers = builder.fadd(_read(builder, address, _FLOATS), widened(builder, _read(builder, bias, _HALVES)))
     _write_rounded(builder, to, numbers)
 
 
 @inlined
-def _give_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride: Any) -> None:
-    """Round the sums of so many rows and half a panel off, with the bias added, into their place.
+def _write_results(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride: Any) -> None:
+    """Epilogue: add the bias to the sums of some rows and half a panel, round and store them.
 
-    Where fewer outputs are left they go by way of `spare`, so that nothing behind them is read or written.
+    Fewer outputs than half a panel go through `spare`, so that nothing past them is read or written.
     """
-    spare, count = room(ROW_BYTES), min(_COLUMNS, product.outputs - output)
+    spare, count = stack_memory(ROW_BYTES), min(_COLUMNS, product.outputs - output)
     bias, out, step = product.bias + 2 * output, product.out + 2 * output, 2 * product.outputs
     if product.bias and count < _COLUMNS:
         copy(spare, bias, 2 * count)
@@ -127,14 +137,14 @@ def _give_out(product: Any, row: Any, rows: Any, output: Any, sums: Any, stride:
 
 @inlined
 def _share(address: Any, product: Any, part: Any) -> Any:
-    """The first panel of a part of the work, and the one behind the last."""
+    """Return the first panel of a part of the work, and one past its last."""
     parts, panels = field(address, 1), -(-product.outputs // PANEL)
     return panels * part // parts, panels * (part + 1) // parts
 
 
 @inlined
 def _add_block(rows: Any, stride: Any, weights: Any) -> None:
-    """The products of a block of inputs of up to 16 rows and a whole panel."""
+    """Accumulate one block of inputs of up to 16 rows by a whole panel."""
     load_tile(4, rows, stride)
     load_tile(5, weights, ROW_BYTES)
     load_tile(6, weights + TILE, ROW_BYTES)
@@ -147,9 +157,9 @@ def _add_block(rows: Any, stride: Any, weights: Any) -> None:
 
 
 def _multiply_few(address: Any) -> None:
-    """A product of at most 16 rows, which takes as long as its weights take to be read."""
+    """Multiply up to 16 rows; bound by the time it takes to read the weights once."""
     product = _product(address)
-    sums, whole = room(SUMS_BYTES), product.inputs // BLOCK_INPUTS
+    sums, whole = stack_memory(SUMS_BYTES), product.inputs // BLOCK_INPUTS
     shape_tiles(product.rows)
     part = next_part(address)
     while part < field(address, 1):
@@ -166,16 +176,16 @@ def _multiply_few(address: Any) -> None:
                 _add_block(product.rest, ROW_BYTES, at)
                 at += BLOCK
             store_panel(sums)
-            _give_out(product, 0, product.rows, PANEL * panel, sums, _PANEL_ROW)
+            _write_results(product, 0, product.rows, PANEL * panel, sums, _PANEL_ROW)
             if PANEL * panel + _COLUMNS < product.outputs:
-                _give_out(product, 0, product.rows, PANEL * panel + _COLUMNS, sums + 2 * ROW_BYTES, _PANEL_ROW)
+                _write_results(product, 0, product.rows, PANEL * panel + _COLUMNS, sums + 2 * ROW_BYTES, _PANEL_ROW)
         part = next_part(address)
     release_tiles()
 
 
 @inlined
 def _add_square(upper: Any, lower: Any, stride: Any, weights: Any) -> None:
-    """The products of a block of inputs of twice 16 rows and half a panel."""
+    """Accumulate one block of inputs of 2 x 16 rows by half a panel."""
     load_tile(6, weights, ROW_BYTES)
     load_tile(4, upper, stride)
     multiply_bfloat16(0, 4, 6)
@@ -188,21 +198,21 @@ def _add_square(upper: Any, lower: Any, stride: Any, weights: Any) -> None:
 
 @inlined
 def _half(product: Any, half: Any) -> Any:
-    """Where half a panel begins."""
+    """Return the address of half a panel."""
     blocks = -(-product.inputs // BLOCK_INPUTS)
     return product.weight + BLOCK * blocks * (half // 2) + 2 * TILE * (half % 2)
 
 
 @inlined
 def _fetch_share(weights: Any, share: Any, shares: Any) -> None:
-    """Begin to read a part of half a panel's block."""
+    """Prefetch a part of half a panel's block."""
     for line in range(_LINES * share // shares, _LINES * (share + 1) // shares):
         prefetch(weights + ROW_BYTES * line, 2)
 
 
 @inlined
 def _begin_square(begin: Any, sums: Any) -> Any:
-    """Four tiles of zeros, or of what came of the inputs before block number `begin`."""
+    """Initialise four tiles: zeros, or the partial sums of the inputs before block `begin`."""
     if begin == 0:
         zero_sums()
     else:
@@ -214,7 +224,7 @@ def _begin_square(begin: Any, sums: Any) -> Any:
 
 @inlined
 def _multiply_square(product: Any, half: Any, square: Any, begin: Any, end: Any, following: Any) -> None:
-    """Two tiles of rows by half a panel, from block number `begin` to `end` of the inputs."""
+    """Multiply two tiles of rows by half a panel, over the input blocks from `begin` to `end`."""
     whole, stride = product.inputs // BLOCK_INPUTS, 2 * product.inputs
     squares = -(-product.rows // (2 * ROWS))
     upper = max(0, min(2 * ROWS * square, product.rows - 2 * ROWS))
@@ -234,18 +244,18 @@ def _multiply_square(product: Any, half: Any, square: Any, begin: Any, end: Any,
         store_tile(2, sums + 2 * TILE, ROW_BYTES)
         store_tile(3, sums + 3 * TILE, ROW_BYTES)
     else:
-        sums = room(SUMS_BYTES)
+        sums = stack_memory(SUMS_BYTES)
         store_square(sums)
-        _give_out(product, upper, ROWS, _COLUMNS * half, sums, 2 * ROW_BYTES)
-        _give_out(product, lower, ROWS, _COLUMNS * half, sums + 2 * TILE, 2 * ROW_BYTES)
+        _write_results(product, upper, ROWS, _COLUMNS * half, sums, 2 * ROW_BYTES)
+        _write_results(product, lower, ROWS, _COLUMNS * half, sums + 2 * TILE, 2 * ROW_BYTES)
 
 
 def _multiply_many(address: Any) -> None:
-    """A product of more than 16 rows: 32 of them by half a panel at a time.
+    """Multiply more than 16 rows: 32 of them by half a panel at a time.
 
-    The last tiles of rows may begin before the end of those before them, and write the same bits once more. While
-    rows are multiplied by half a panel, the next half is read. Where there are many inputs a chunk of them goes through
-    all halves before the next one, so that the rows' part of it is still near; sums stay what they are meanwhile.
+    The last tiles of rows may overlap those before them and then write the same bits again. While rows are multiplied
+    by half a panel, the next half is prefetched. With many inputs, one chunk of them passes through all halves before
+    the next chunk, so that the rows' part of it stays in the cache; partial sums are kept exactly in between.
     """
     product = _product(address)
     whole, halves = product.inputs // BLOCK_INPUTS, -(-product.outputs // _COLUMNS)
@@ -266,4 +276,4 @@ def _multiply_many(address: Any) -> None:
 
 
 multiply_few, multiply_many = TeamKernel(_multiply_few), TeamKernel(_multiply_many)
-"""The kernels, each for a team of threads: a product of up to 16 rows, and one of more."""
+"""Team kernels for up to 16 rows, and for more."""

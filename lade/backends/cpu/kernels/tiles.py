@@ -1,13 +1,12 @@
-"""Tiles (AMX), registers of 16 rows of 64 bytes: their instructions, and how rows and weights lie for them.
+"""AMX tiles, registers of 16 rows of 64 bytes: instructions, and the memory layout of rows and weights.
 
-One instruction adds to each number of a tile `[16 rows, 16 outputs]` the products of 32 inputs in bfloat16 (64 in
-int8), in an order of its own, which no other row changes. So what an output is depends on its row and its weights
-alone, however many rows there are and however the work is cut.
+One instruction adds to each element of a tile `[16 rows, 16 outputs]` the products of 32 bfloat16 inputs (64 int8
+inputs), in an order that no other row affects. So an output depends on its row and its weights alone, whatever the
+number of rows and however the work is split.
 
-Weights lie in *panels* of 64 outputs, `[N / 64][K / 32][4][16][16][2]` in bfloat16: the panel, the block of inputs, the
-tile, and in it pairs of inputs by outputs (`[N / 64][K / 64][4][16][16][4]` in int8, fours of inputs). Inputs and
-outputs that fill up the last block and the last panel are zeros. So a product reads a panel from its first byte to its
-last, a kilobyte for each tile.
+Weights lie in *panels* of 64 outputs, `[N / 64][K / 32][4][16][16][2]` in bfloat16: panel, block of inputs, tile, and
+within it pairs of inputs by outputs (`[N / 64][K / 64][4][16][16][4]` in int8, with four inputs instead of a pair). The
+last block and the last panel are padded with zeros. So a product reads a panel front to back, one KiB per tile.
 """
 
 from __future__ import annotations
@@ -19,76 +18,84 @@ import numba
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from lade.backends.cpu.kernels.instructions import AT, BYTE, NONE, call_intrinsic, clear, pointer, room
-from lade.backends.cpu.kernels.processor import has_features
+from lade.backends.cpu.kernels.instructions import (
+    AT,
+    BYTE,
+    NONE,
+    call_intrinsic,
+    clear,
+    has_features,
+    pointer,
+    stack_memory,
+)
 from lade.compilation import CONSTANT, inlined, instruction
 
 ROWS, TILE = 16, 1024
 """Rows of a tile, and its bytes."""
 PANEL = 64
-"""Outputs of a panel of weights."""
+"""Outputs per panel of weights."""
 BLOCK = 4 * TILE
-"""Bytes of a panel's block of inputs."""
+"""Bytes of one block of inputs of a panel."""
 BLOCK_INPUTS = 32
-"""Inputs of such a block in bfloat16; of int8 there are twice as many."""
+"""Bfloat16 inputs per block; int8 has twice as many."""
 ROW_BYTES, SUMS_BYTES = 64, 4 * TILE
-"""Bytes of a tile's row, and of the sums in four tiles."""
+"""Bytes of a tile's row, and of the accumulators in four tiles."""
 AHEAD = 2 * BLOCK
-"""Bytes: what is read of the weights before it is needed."""
+"""Prefetch distance in bytes of weights."""
 
 
 @cache
 def has_tiles() -> bool:
-    """Whether this processor has tiles, the system lets this process use them, and numba compiles for them."""
-    told = getattr(torch.cpu, "_init_amx", None)  # which asks Linux for them
-    return bool(has_features("amx-tile", "amx-bf16", "amx-int8") and told is not None and told())
+    """Return True if the processor has AMX, the system grants it to this process, and numba compiles for it."""
+    request = getattr(torch.cpu, "_init_amx", None)  # requests permission from Linux
+    return bool(has_features("amx-tile", "amx-bf16", "amx-int8") and request is not None and request())
 
 
 def _call(builder: Any, name: str, *values: Any) -> None:
-    """One of LLVM's intrinsic functions, of which numbers of tiles are bytes."""
+    """Emit a call of an LLVM intrinsic; tile indices are byte constants."""
     given = [ir.Constant(BYTE, value) if isinstance(value, int) else value for value in values]
     call_intrinsic(builder, name, ir.VoidType(), *given)
 
 
 @instruction(NONE, AT)
 def _configure(builder: Any, address: Any) -> None:
-    """Say how many rows and bytes the tiles have, see `shape_tiles`; all become zero."""
+    """Load the tile configuration, see `shape_tiles`; zeroes all tiles."""
     _call(builder, "llvm.x86.ldtilecfg", pointer(builder, address))
 
 
 @instruction(NONE)
 def release_tiles(builder: Any) -> None:
-    """Give the tiles up, which makes changes of threads cheap again."""
+    """Release the tiles, which makes context switches cheap again."""
     _call(builder, "llvm.x86.tilerelease")
 
 
 @instruction(NONE, CONSTANT)
 def zero_tile(builder: Any, tile: Any) -> None:
-    """Make its numbers zeros."""
+    """Set a tile to zero."""
     _call(builder, "llvm.x86.tilezero", tile)
 
 
 @instruction(NONE, CONSTANT, AT, AT)
 def load_tile(builder: Any, tile: Any, address: Any, stride: Any) -> None:
-    """Its rows, so many bytes one behind the other."""
+    """Load a tile from rows `stride` bytes apart."""
     _call(builder, "llvm.x86.tileloadd64", tile, pointer(builder, address), stride)
 
 
 @instruction(NONE, CONSTANT, AT, AT)
 def store_tile(builder: Any, tile: Any, address: Any, stride: Any) -> None:
-    """Into rows likewise."""
+    """Store a tile to rows `stride` bytes apart."""
     _call(builder, "llvm.x86.tilestored64", tile, pointer(builder, address), stride)
 
 
 @instruction(NONE, CONSTANT, CONSTANT, CONSTANT)
 def multiply_bfloat16(builder: Any, sums: Any, rows: Any, weights: Any) -> None:
-    """Add the products of two tiles to a third one, of float32."""
+    """Add the product of two bfloat16 tiles to a float32 tile."""
     _call(builder, "llvm.x86.tdpbf16ps", sums, rows, weights)
 
 
 @instruction(NONE, CONSTANT, CONSTANT, CONSTANT)
 def multiply_int8(builder: Any, sums: Any, rows: Any, weights: Any) -> None:
-    """The same of signed bytes, and of int32."""
+    """Add the product of two signed int8 tiles to an int32 tile."""
     _call(builder, "llvm.x86.tdpbssd", sums, rows, weights)
 
 
@@ -99,7 +106,7 @@ def _set_byte(builder: Any, address: Any, value: Any) -> None:
 
 @inlined
 def zero_sums() -> None:
-    """Begin the sums, tiles 0 to 3, with nothing."""
+    """Zero the accumulators, tiles 0 to 3."""
     zero_tile(0)
     zero_tile(1)
     zero_tile(2)
@@ -108,7 +115,7 @@ def zero_sums() -> None:
 
 @inlined
 def store_panel(sums: Any) -> None:
-    """The sums, tiles 0 to 3, side by side: `[rows, 64]`."""
+    """Store the accumulators side by side: `[rows, 64]`."""
     store_tile(0, sums, 4 * PANEL)
     store_tile(1, sums + ROW_BYTES, 4 * PANEL)
     store_tile(2, sums + 2 * ROW_BYTES, 4 * PANEL)
@@ -117,7 +124,7 @@ def store_panel(sums: Any) -> None:
 
 @inlined
 def store_square(sums: Any) -> None:
-    """The same two by two: `[32, 32]`."""
+    """Store the accumulators two by two: `[32, 32]`."""
     store_tile(0, sums, 2 * ROW_BYTES)
     store_tile(1, sums + ROW_BYTES, 2 * ROW_BYTES)
     store_tile(2, sums + 2 * TILE, 2 * ROW_BYTES)
@@ -126,8 +133,8 @@ def store_square(sums: Any) -> None:
 
 @inlined
 def shape_tiles(rows: Any) -> None:
-    """Configure all tiles but weights' (number 5 to 7) to so many rows, and those to 16."""
-    shapes = room(64)
+    """Configure tiles 0 to 4 to `rows` rows, and the weight tiles 5 to 7 to 16 rows."""
+    shapes = stack_memory(64)
     clear(shapes, 64)
     _set_byte(shapes, 1)
     for tile in range(8):

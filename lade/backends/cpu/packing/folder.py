@@ -1,10 +1,11 @@
 """Save packed models to folders, and load them.
 
-    packed.json                what the files hold, and which class of transformers it is of
-    packed-00001.safetensors   tensors by their names; int8 weights beside a `weight_scale`
-    config.json, generation_config.json and the tokenizer's files, as `save_pretrained` writes them
+    packed.json                index: contents of the files, and the model's class in transformers
+    packed-00001.safetensors   tensors by name; int8 weights come with a `weight_scale`
+    config.json, generation_config.json and the tokenizer's files, as written by `save_pretrained`
 
-No file has a name that `from_pretrained` looks for, which therefore says so instead of loading integers as weights.
+No file has a name that `from_pretrained` looks for, so it reports a missing model instead of loading integers as
+weights.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _OTHERS = ("*.safetensors", "pytorch_model*.bin")
 
 @dataclass
 class Index:
-    """What `packed.json` says.
+    """Contents of `packed.json`.
 
     Attributes:
         format: version of this layout.
-        architecture: name of a class of transformers.
-        int8: names of the layers in int8, and the dtype of what each is fed.
-        packed: names of the layers that are packed in their dtype.
-        files: those with the tensors.
+        architecture: name of the model's class in transformers.
+        int8: names of the int8 layers, with the dtype of their inputs.
+        packed: names of the layers packed in their own dtype.
+        files: names of the files that hold the tensors.
     """
 
     format: int
@@ -61,42 +62,42 @@ class Index:
 
 
 def check_target(folder: Path) -> None:
-    """Whether a packed model may be written there.
+    """Raise unless a packed model may be written to a folder.
 
     Raises:
-        InputError: it is no folder, holds another model, or cannot be made or written to.
+        InputError: it is not a folder, holds another model, or is not writable.
     """
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{str(folder)!r} is no folder: give the name of one")
+        raise InputError(f"{str(folder)!r} is not a folder: give the path of one")
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise InputError(f"the folder {str(folder)!r} cannot be made: {str(there)!r} cannot be written to")
+        raise InputError(f"the folder {str(folder)!r} cannot be created: {str(there)!r} is not writable")
     others = (file for kind in _OTHERS for file in folder.glob(kind))
     if any(not file.name.startswith("packed-") for file in others):
         raise InputError(f"the folder {str(folder)!r} holds another model: give an empty one")
 
 
 def save_packed(model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-    """Write a model that is packed in int8 into a folder, from which `load_packed` and `lade --model` load it.
+    """Write a model packed in int8 to a folder, which `load_packed` and `lade --model` can load.
 
     Args:
-        model: after `lade.pack(model, weights="int8")`.
-        folder: is made if it is not there.
-        tokenizer: is written, too.
+        model: a model after `lade.pack(model, weights="int8")`.
+        folder: target folder, created if it does not exist.
+        tokenizer: tokenizer to save along with the model; None for none.
 
     Raises:
-        UnsupportedModelError: no layer is in int8, or its class is not one of transformers.
-        InputError: the folder is none, or holds another model.
+        UnsupportedModelError: no layer is in int8, or the model's class is not part of transformers.
+        InputError: the path is not a folder, or the folder holds another model.
     """
     target = Path(folder)
     check_target(target)
     architecture = type(model).__name__
     if not any(isinstance(module, Int8Linear) for module in model.modules()):
-        raise UnsupportedModelError(f"no layer of this {architecture} is in int8", "write it with save_pretrained")
+        raise UnsupportedModelError(f"no layer of this {architecture} is in int8", "save it with save_pretrained")
     if getattr(transformers, architecture, None) is not type(model):
-        raise UnsupportedModelError(f"{architecture} is no class of transformers", "pack it anew where you need it")
+        raise UnsupportedModelError(f"{architecture} is not a class of transformers", "pack it again where you need it")
     target.mkdir(parents=True, exist_ok=True)
-    (target / INDEX).unlink(missing_ok=True)  # until all is there again, this is no model
+    (target / INDEX).unlink(missing_ok=True)  # no valid model until every file is written
     index = Index(FORMAT, architecture)
     for shard in _shards(_tensors(model, index)):
         index.files.append(f"packed-{len(index.files) + 1:05}.safetensors")
@@ -110,12 +111,12 @@ def save_packed(model: PreTrainedModel, folder: str | os.PathLike[str], tokenize
 
 
 def _tensors(model: PreTrainedModel, index: Index) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model by their names, each once; what they are is noted in `index`."""
+    """Yield the tensors of a model by name, each once, and record their layers in `index`."""
     seen, shared = set[int](), shared_weights(model)
     for name, module in model.named_modules():
         dot, left_out = f"{name}." if name else "", ""
         if isinstance(module, PackedLinear):
-            left_out = "weight"  # of a packed layer it is in another layout, or another module's too
+            left_out = "weight"  # in a packed layout, or shared with another module
             if isinstance(module, Int8Linear):
                 codes = module.codes()
                 index.int8[name] = dtype_name(module.dtype)
@@ -142,26 +143,26 @@ def _shards(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, t
 
 
 def is_packed_folder(folder: str | os.PathLike[str]) -> bool:
-    """Whether `save_packed` has written it."""
+    """Return True if `save_packed` has written this folder."""
     return (Path(folder) / INDEX).is_file()
 
 
 def load_packed(folder: str | os.PathLike[str], *, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The model that `save_packed` wrote, packed as it was, in evaluation mode on the CPU.
+    """Load a model written by `save_packed`, packed as it was, in evaluation mode on the CPU.
 
     Args:
-        folder: where it lies.
-        attn_implementation: as of `from_pretrained`.
+        folder: path of the folder.
+        attn_implementation: name of the attention implementation, as in `from_pretrained`.
 
     Raises:
-        InputError: it is no such folder, of a later version, incomplete or damaged.
-        UnsupportedModelError: this PyTorch has no exact int8 kernel here.
+        InputError: the folder holds no packed model, or one of a later version, or is incomplete or damaged.
+        UnsupportedModelError: this PyTorch has no exact int8 kernel on this processor.
     """
     source = Path(folder)
     index = _read_index(source)
     architecture = getattr(transformers, index.architecture, None)
     if architecture is None:
-        raise InputError(f"{str(source)!r} holds a {index.architecture}, which this transformers does not have")
+        raise InputError(f"{str(source)!r} holds a {index.architecture}, which this version of transformers lacks")
     config = architecture.config_class.from_pretrained(source)
     model = _skeleton(architecture, config)
     if attn_implementation is not None:
@@ -183,15 +184,15 @@ def _read_index(folder: Path) -> Index:
         index = Index(**values)
     except (OSError, ValueError, TypeError) as problem:
         raise InputError(
-            f"{str(folder)!r} holds no packed model ({problem}): give one of lade.save_packed"
+            f"{str(folder)!r} holds no packed model ({problem}): give a folder written by lade.save_packed"
         ) from problem
     if index.format != FORMAT:
-        raise InputError(f"{str(folder)!r} is of format {index.format}, and this version reads {FORMAT}: pack it again")
+        raise InputError(f"{str(folder)!r} has format {index.format}, but this version reads {FORMAT}: pack it again")
     return index
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Matrices that layers make for their weights have a shape and no memory: they are about to be replaced."""
+    """Redirects `torch.empty` to the meta device: layers allocate no memory for weights about to be replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
@@ -206,16 +207,16 @@ def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> 
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
-    """Give a skeleton its tensors, and pack its layers."""
+    """Load tensors into a skeleton model, and pack its layers."""
     codes: dict[nn.Module, Codes] = {}
     for name, dtype in index.int8.items():
         layer = model.get_submodule(name)
         values, scale = (files.pop(key).get_tensor(key) for key in (f"{name}.weight", f"{name}.weight{SCALE}"))
         codes[layer] = Codes(values, scale)
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
-        layer._parameters["weight"] = nn.Parameter(empty)  # for its dtype
+        layer._parameters["weight"] = nn.Parameter(empty)  # carries the dtype
     for outputs, inputs in {each.values.shape for each in codes.values()}:
-        input_form(inputs, outputs)  # raises before anything is filled in
+        input_form(inputs, outputs)  # raises before any tensor is loaded
     for name, file in files.items():
         place, _, own = name.rpartition(".")
         module, tensor = model.get_submodule(place), file.get_tensor(name)

@@ -1,8 +1,9 @@
-"""Int8 codes and their exact products by oneDNN, tried on this processor.
+"""Symmetric int8 codes of weights and inputs, and their exact products by oneDNN.
 
-Unsigned inputs with their zero at 128 are what VNNI multiplies with signed weights. Beside AMX oneDNN takes the zero's
-part off the sums in float32, which is not exact beyond 2^24, but there it multiplies signed inputs as fast. Both stand
-for the same integers, so results have the same bits on either sort of processor.
+VNNI multiplies unsigned inputs, with zero point 128, by signed weights. With AMX, oneDNN subtracts the zero point's
+share from the sums in float32, which is inexact beyond 2^24, but multiplies signed inputs just as fast. Both forms
+stand for the same integers, so results have the same bits. Which of them is exact on this processor is found by a
+trial.
 """
 
 from __future__ import annotations
@@ -17,33 +18,24 @@ import torch
 
 from lade.errors import UnsupportedModelError
 
-
-@contextmanager
-def required(kernel: str, remedy: str) -> Iterator[None]:
-    """Try a kernel in this block.
-
-    Args:
-        kernel: that is tried, such as "int8 kernel".
-        remedy: where there is none.
-
-    Raises:
-        UnsupportedModelError: this build of PyTorch, or this processor, has none.
-    """
-    try:
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
-        yield
-    except (RuntimeError, AttributeError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UnsupportedModelError(f"PyTorch has no {kernel} here ({reason})", remedy) from problem
-
-
 LARGEST = 127
-"""Of a code, so that codes are symmetric; -128 is not used."""
+"""Largest code; codes are symmetric, and -128 is unused."""
 ZERO_POINT = 128
-"""The unsigned code of an input of 0."""
+"""Unsigned code of zero."""
+ROWS_PACKED_FOR = 4
+"""Number of rows that oneDNN is told when it chooses a layout; some shapes have no layout without it."""
+FEW_RESULTS, MANY_ROWS = 256, 33
+"""Sizes below which oneDNN uses no AMX tiles: up to 256 results, of fewer than 33 rows.
+
+Its fallback for signed inputs is a hundred times slower, so rows are padded.
+"""
+REMEDY = "pack it without weights='int8'"
 _TINY = 1e-30
-"""Least scale of an input, so that a row of zeros is not divided by zero."""
+"""Least scale of an input, to avoid division by zero in rows of zeros."""
+_ROWS, _OUTPUTS = (1, 4, 17, 40), 256
+"""Rows and outputs of the trial: oneDNN changes kernels at 32 rows and at 256 results."""
+_NEAR = 32
+"""Width of the range of large codes: codes in it give sums near the largest possible, odd ones among them."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Codes:
 
     Attributes:
         values: `[out, in]` int8, from -127 to 127.
-        scale: `[out]` float32, what a step is worth in each row.
+        scale: `[out]` float32, value of one quantisation step per output.
     """
 
     values: torch.Tensor
@@ -60,67 +52,60 @@ class Codes:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Self:
-        """Round a weight `[out, in]`; the largest weight of each output becomes 127 or -127."""
+        """Quantise a weight `[out, in]`; the largest magnitude of each output becomes 127."""
         scale = scale_of(weight)
         values = (weight.float() / scale.clamp_min(_TINY)[:, None]).round_().to(torch.int8)
         return cls(values, scale)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that the codes stand for, `[out, in]`."""
+        """Return the dequantised weight, `[out, in]`."""
         return (self.values * self.scale[:, None]).to(dtype)
 
 
 def scale_of(weight: torch.Tensor) -> torch.Tensor:
-    """What a step of each row's codes is worth, `[out]` float32; not finite where the row is not."""
+    """Return the scale of each row, `[out]` float32; not finite where the row is not."""
     return weight.abs().amax(-1).float() / LARGEST
 
 
 def quantised(x: torch.Tensor, form: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round inputs, each row by its own largest element: the codes of a row do not depend on the rows beside it.
+    """Quantise inputs, each row by its own largest magnitude, so that a row does not depend on the other rows.
 
     Every operation is exact, or rounds each element by itself.
 
     Args:
         x: `[..., in]`, floating point.
-        form: dtype of the codes, which stand for the same integers in either.
+        form: dtype of the codes, uint8 or int8; both stand for the same integers.
 
     Returns:
-        Codes `[..., in]`, contiguous: uint8, 1 to 255 with 128 for zero, or int8, -127 to 127; and what a step is
-        worth, `[..., 1]` float32.
+        Codes `[..., in]`, contiguous: uint8 from 1 to 255 with zero point 128, or int8 from -127 to 127; and scales,
+            `[..., 1]` float32.
     """
     scale = x.abs().amax(-1, keepdim=True).float().clamp_min_(_TINY).div_(LARGEST)
-    # The conversion cuts off, so that the half makes it round.
+    # The conversion truncates; adding one half rounds.
     codes = (x / scale).add_(ZERO_POINT + 0.5).to(torch.uint8)
     return in_form(codes.contiguous(), form), scale
 
 
 def in_form(codes: torch.Tensor, form: torch.dtype) -> torch.Tensor:
-    """Unsigned codes, which are used up, in either form."""
-    # Without its zero point a code has the other first bit; rounding to signed codes at once would round otherwise.
+    """Convert unsigned codes to the dtype `form`, in place."""
+    # Subtracting the zero point flips the sign bit; rounding to signed codes directly would break ties differently.
     return codes if form == torch.uint8 else codes.bitwise_xor_(ZERO_POINT).view(torch.int8)
 
 
-ROWS_PACKED_FOR = 4
-"""The rows that oneDNN is told of when it chooses a layout; without any it has none for some shapes."""
-FEW_RESULTS, MANY_ROWS = 256, 33
-"""Up to so many results, of fewer rows, oneDNN keeps from its tiles (AMX) and, of signed inputs, multiplies one by one,
-a hundred times as slowly."""
-
-
 def prepacked(values: torch.Tensor) -> torch.Tensor:
-    """Codes `[out, in]` in oneDNN's layout, as a tensor `[in, out]`."""
+    """Return codes `[out, in]` in oneDNN's layout, as a tensor `[in, out]`."""
     packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(values.contiguous(), [ROWS_PACKED_FOR, values.shape[1]])
     return packed
 
 
 def multiplied(codes: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Integer sums times `scale`; exact where `input_dtype` has tried it.
+    """Return integer sums times `scale`; exact if `input_dtype` chose the dtype of the codes.
 
     Args:
         codes: `[..., in]` uint8 or int8, contiguous; see `quantised`.
-        packed: of `prepacked`.
-        scale: `[out]` float32, of the weights.
-        zeros: `[out]` int32, where the weights have their zero.
+        packed: weights from `prepacked`.
+        scale: `[out]` float32, scales of the weights.
+        zeros: `[out]` int32, zero points of the weights.
 
     Returns:
         `[..., out]` float32.
@@ -137,7 +122,7 @@ def multiplied(codes: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, z
 
 
 def fewest_rows(outputs: int) -> int:
-    """How many rows of signed inputs to multiply at least, for the sake of speed."""
+    """Return the least number of rows of signed inputs for which oneDNN is fast."""
     return min(FEW_RESULTS // outputs + 1, MANY_ROWS)
 
 
@@ -150,25 +135,18 @@ def _product(
     return y
 
 
-REMEDY = "pack it without weights='int8'"
-_ROWS, _OUTPUTS = (1, 4, 17, 40), 256
-"""Rows and outputs that are tried: oneDNN takes other kernels for up to 32 rows and 256 results."""
-_NEAR = 32
-"""Codes this near to the largest make sums near to the largest, odd ones among them."""
-
-
 def input_dtype(inputs: int, outputs: int) -> torch.dtype:
-    """The dtype of a layer's input codes, uint8 or int8: one in which its products are exact here.
+    """Return the dtype of input codes, uint8 or int8, whose products are exact on this processor.
 
-    Processors with neither VNNI nor AMX add pairs in 16 bits and may cut them off. Nor are signed inputs taken without
-    AMX: there they are exact, but multiplied one by one.
+    Processors with neither VNNI nor AMX add pairs in 16 bits and may saturate. Signed inputs without AMX are exact but
+    too slow, so they are not considered.
 
     Args:
-        inputs: of the layer.
-        outputs: of the layer; some are tried.
+        inputs: number of inputs of the layer.
+        outputs: number of outputs of the layer; up to 256 of them are tried.
 
     Raises:
-        UnsupportedModelError: there is none, or no kernel.
+        UnsupportedModelError: no dtype is exact, or there is no int8 kernel.
     """
     forms = (torch.uint8, torch.int8) if torch.cpu._is_amx_tile_supported() else (torch.uint8,)
     with required("int8 kernel", REMEDY):
@@ -176,6 +154,26 @@ def input_dtype(inputs: int, outputs: int) -> torch.dtype:
     if exact is None:
         raise UnsupportedModelError("PyTorch's int8 kernel is not exact on this processor", REMEDY)
     return exact
+
+
+@contextmanager
+def required(kernel: str, remedy: str) -> Iterator[None]:
+    """Run a trial of a kernel in this block.
+
+    Args:
+        kernel: description of the kernel for the error, such as "int8 kernel".
+        remedy: advice for users if the kernel is missing.
+
+    Raises:
+        UnsupportedModelError: this build of PyTorch, or this processor, lacks the kernel.
+    """
+    try:
+        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
+        yield
+    except (RuntimeError, AttributeError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise UnsupportedModelError(f"PyTorch has no {kernel} here ({reason})", remedy) from problem
 
 
 @cache
@@ -192,10 +190,10 @@ def _is_exact(inputs: int, outputs: int, form: torch.dtype) -> bool:
 
 
 def _large_codes(rows: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
-    """Signed codes `[rows, inputs]`: of four rows one is random, two are near the largest, one near the least.
+    """Return signed codes `[rows, inputs]` for the trial: per four rows one random, two near +127, one near -127.
 
-    The first two rows are the largest there are, in the second one the first code excepted: of the sums of such rows
-    some are odd, which float32 rounds as soon as it rounds any.
+    The first two rows are at the maximum, but for the first code of the second row: some of the sums are then odd,
+    which float32 rounds as soon as it rounds any.
     """
     least = torch.tensor([LARGEST - _NEAR, LARGEST - _NEAR, -LARGEST, -LARGEST]).repeat(rows // 4 + 1)[:rows, None]
     most = torch.tensor([LARGEST, LARGEST, LARGEST, _NEAR - LARGEST]).repeat(rows // 4 + 1)[:rows, None]

@@ -1,4 +1,4 @@
-"""A packed linear layer, and the guard against moving, casting or resizing it."""
+"""A packed linear layer, and the guard against moving, casting or resizing packed models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lade.backends.cpu.kernels.kinds import is_plain
+from lade.backends.cpu.kernels.instructions import is_plain
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.tile_products import in_panels, out_of_panels
 from lade.backends.cpu.packing.weight import (
@@ -28,25 +28,27 @@ from lade.model.config import dtype_name
 GUARD = "packing_guard"
 
 LONE_ROWS, LONE_FROM = 4, 2**19
-"""In float32 oneDNN reads a large weight faster for four rows than for one, so a lone row is fed four times; the number
-of weights from which on that pays."""
+"""Rows to which a lone float32 row is repeated, and the least number of weights for which that pays.
+
+OneDNN reads a large float32 weight faster for four rows than for one.
+"""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout, or in panels.
+    """A linear layer whose weight is stored in oneDNN's blocked layout, or in panels.
 
     Args:
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
-        keep: whether the layer's own weight stays beside the packed one.
+        keep: true to keep the layer's own weight along with the packed one.
 
     Attributes:
         in_features, out_features: sizes of the layer's input and output.
         bias: the layer's own parameter, `[out]`, or None.
-        layer: the layer that this one stands for, without its weight.
-        dtype: of what it is fed and gives.
-        panel: outputs of a panel that the weight lies in, see `in_panels`; 0 in oneDNN's layout.
-        weight: the layer's own parameter where it is kept, which is packed anew when it has changed; else a parameter
-            in the packed layout, `[out, in]` in oneDNN's.
+        layer: the original layer, without its weight.
+        dtype: dtype of inputs and outputs.
+        panel: outputs per panel of the weight, see `in_panels`; 0 in oneDNN's layout.
+        weight: the layer's own parameter if it is kept, in which case changes to it are packed again; otherwise a
+            parameter in the packed layout, `[out, in]` in oneDNN's.
     """
 
     bias: nn.Parameter | None
@@ -68,48 +70,48 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
         self.__dict__.update(dtype=weight.dtype, panel=0, _count=weight.numel(), _pages=None)
         self._pack_weight()
-        self.__dict__["layer"] = layer  # outside `_modules`: it is a part of neither the model's tree nor its state
+        self.__dict__["layer"] = layer  # outside `_modules`: not part of the module tree or of its state
 
     def _pack_weight(self) -> None:
-        """Make the packed tensor of the dense `weight`, and give that up unless it is kept."""
+        """Pack the dense `weight`, and free it unless it is kept."""
         weight = self._parameters["weight"]
         self._take(weight, self.panel)
         self._note_packed(weight)
 
     @torch.no_grad()
     def _take(self, weight: Any, panel: int) -> None:
-        """Hold this dense weight from now on; interrupted, it is the one that was held."""
+        """Pack a dense weight and hold it; if interrupted, the previous weight stays in place."""
         dense = weight.detach()
         packed = self._laid_out(self._turned(dense), panel)
         if not self.keeps_original and not same_bits(self._dense(packed, panel), dense):
-            raise UnsupportedModelError("a packed weight does not unpack to what it was", "keep this model unpacked")
+            raise UnsupportedModelError("a packed weight does not unpack to the original", "keep this model unpacked")
         self.__dict__.update(_packed=packed, panel=panel)
         if not self.keeps_original:
             self._parameters["weight"] = like(weight, packed, PackedWeight)
 
     def _note_packed(self, weight: Any) -> None:
-        """Note the state in which the dense weight was packed."""
+        """Record the state of the dense weight at packing time."""
         self.__dict__["_packed_state"] = state_of(weight)
 
     def _follow_weight(self) -> None:
-        """Pack a weight that is kept, a tied embedding's for instance, again after it was assigned or written to."""
+        """Pack a kept weight again, such as a tied embedding, after it was assigned or written to."""
         weight: Any = self._parameters["weight"]
         inputs, outputs = self.in_features, self.out_features
         shape = (inputs, outputs) if self.transposed else (outputs, inputs)
         if weight.shape != shape or weight.dtype != self.dtype or not is_plain(weight) or hasattr(self, "_hf_hook"):
-            what = f"{list(weight.shape)} in {dtype_name(weight.dtype)}, as of offloaded layers or resized ones"
+            what = f"{list(weight.shape)} in {dtype_name(weight.dtype)}, as offloading or resizing does"
             raise UnsupportedModelError(f"the weight of a packed layer was replaced by {what}", UNPACK_REMEDY)
         self._pack_weight()
 
     def _laid_out(self, weight: torch.Tensor, panel: int) -> torch.Tensor:
-        """A weight `[out, in]` in the layout that this layer has, or would have."""
+        """Return a weight `[out, in]` in panels, or in oneDNN's layout if `panel` is 0."""
         return in_panels(weight, self._pages, panel) if panel else packed_weight(weight)
 
     def lay_out(self, pages: HugePages | None) -> None:
-        """Bring the weight into panels, where products of our own take its dtype here, or back into oneDNN's layout.
+        """Convert the weight to panels if this processor has kernels for its dtype, or back to oneDNN's layout.
 
         Args:
-            pages: what memory for panels is taken from, one for all layers of a model; None for oneDNN's layout.
+            pages: memory pool for panels, shared by all layers of a model; None for oneDNN's layout.
         """
         panel = 0 if pages is None else panel_for(self.dtype)
         if panel != self.panel:
@@ -117,7 +119,7 @@ class PackedLinear(nn.Module):
             self._take(self._dense_parameter(), panel)
 
     def dense_weight(self) -> torch.Tensor:
-        """A copy of the weight as the layer had it: `[out, in]`, or `[in, out]` of a `Conv1D`."""
+        """Return a copy of the weight in the layer's own layout: `[out, in]`, or `[in, out]` of a `Conv1D`."""
         return self._dense(self._packed, self.panel)
 
     def _dense(self, packed: torch.Tensor, panel: int) -> torch.Tensor:
@@ -125,30 +127,30 @@ class PackedLinear(nn.Module):
         return self._turned(out_of_panels(packed, outputs, inputs) if panel else packed.to_dense())
 
     def _turned(self, weight: torch.Tensor) -> torch.Tensor:
-        """From the layer's own layout to `[out, in]`, or back."""
+        """Convert between the layer's own layout and `[out, in]`."""
         return weight.t().contiguous() if self.transposed else weight
 
     @property
     def restorable(self) -> bool:
-        """Whether `unpacked` gives back what was packed."""
+        """True if `unpacked` restores the original weight."""
         return True
 
     def unpacked(self) -> nn.Module:
-        """The layer as it was."""
+        """Return the original layer with its weight."""
         self.layer._parameters["weight"] = self._dense_parameter()
         self.layer._parameters["bias"] = self.bias
         return self.layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`.
+        """Map `[..., in]` to `[..., out]`.
 
         Raises:
-            UnsupportedModelError: gradients, or another dtype of autocast, are required, or weight or bias were
-                replaced by others that do not fit.
+            UnsupportedModelError: gradients or another autocast dtype are required, or weight or bias were replaced by
+                tensors that do not fit.
         """
         if torch.compiler.is_compiling():
             raise UnsupportedModelError("a packed layer cannot be compiled", UNPACK_REMEDY)
-        bias = self._parameters["bias"]  # sooner found there, as a step asks for it at every layer
+        bias = self._parameters["bias"]  # faster than attribute lookup, which every step would pay per layer
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             raise UnsupportedModelError(
                 "a packed layer has no gradients", f"run it under torch.no_grad(), or {UNPACK_REMEDY}"
@@ -164,12 +166,12 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
     def _fits(self, bias: torch.Tensor) -> bool:
-        """Whether this is a bias as kernels read it, who are told where it lies alone."""
+        """Return True if kernels can read this bias by its address."""
         same = bias.dtype == self.dtype and bias.shape == (self.out_features,)
         return same and bias.is_cpu and bias.is_contiguous()
 
     def _refuse_input(self, x: torch.Tensor, bias: torch.Tensor | None) -> NoReturn:
-        """Raise in the words of the layer that this one stands for; oneDNN's own say nothing of the reason."""
+        """Raise the error that the original layer would raise; oneDNN's messages do not give the reason."""
         nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype), bias)
         what = f"{dtype_name(x.dtype)} {list(x.shape)} on {x.device}"
         raise UnsupportedModelError(f"a layer packed in {dtype_name(self.dtype)} was given {what}", UNPACK_REMEDY)
@@ -179,12 +181,12 @@ class PackedLinear(nn.Module):
             f"{dtype_name(bias.dtype)} {list(bias.shape)} on {bias.device}{'' if bias.is_contiguous() else ', strided'}"
         )
         wanted = f"contiguous {dtype_name(self.dtype)} [{self.out_features}] on the CPU"
-        raise UnsupportedModelError(f"the bias of a packed layer is {given}, and has to be {wanted}", UNPACK_REMEDY)
+        raise UnsupportedModelError(f"the bias of a packed layer is {given}, and must be {wanted}", UNPACK_REMEDY)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.panel:
             return panel_product(x, self._packed, self._parameters["bias"], self.out_features)
-        # In 16 bits it gains little, and a lone row's kernel gives bit for bit what the layer gave unpacked.
+        # 16-bit dtypes gain little, and the kernel for a lone row has the bits of the unpacked layer.
         lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
         rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
@@ -192,19 +194,19 @@ class PackedLinear(nn.Module):
 
     @property
     def weights(self) -> int:
-        """How many there are."""
+        """Number of weights."""
         return self.in_features * self.out_features
 
     def extra_repr(self) -> str:
-        """As of the layer; PEFT and others show it where they take no such layer."""
+        """Describe the layer; PEFT and others print this when they reject it."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, packed: lade.unpack(model) undoes it"
 
     def check_autocast(self) -> torch.dtype:
-        """The dtype that autocast requires.
+        """Return the dtype that autocast requires.
 
         Raises:
-            UnsupportedModelError: it is not the packed one.
+            UnsupportedModelError: it is not the dtype of this layer.
         """
         dtype = torch.get_autocast_dtype("cpu")
         if dtype != self.dtype:
@@ -224,14 +226,14 @@ class PackedLinear(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            # Transformers ties again what is tied, which changes nothing unless the tied weight has been resized.
+            # Transformers may tie weights again, which is harmless unless the tied weight was resized.
             current: Any = self._parameters["weight"]
             if value is not current or current.numel() not in (self._count, self._packed.numel()):
                 raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Refuses another dtype or device; what else `fn` does to parameters concerns dense ones only."""
+        """Refuse another dtype or device; other effects of `fn` concern dense parameters only."""
         check_move(fn, self.dtype)
         if self.keeps_original:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -247,10 +249,10 @@ class PackedLinear(nn.Module):
         errors.append(f"{prefix}weight is packed; {UNPACK_REMEDY}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Dense, for `copy.deepcopy` and pickle: the packed layout is of this processor, and cannot be copied."""
+        """Store the dense weight: the packed layout is specific to this processor and cannot be copied."""
         state = self.__dict__.copy()
         del state["_packed"]
-        if not self.keeps_original:  # else it may be another module's, too
+        if not self.keeps_original:  # a kept weight may be shared with another module
             weight: Any = self._parameters["weight"]
             state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}
             state["_sent"] = ByValue(self.dense_weight())
@@ -265,10 +267,11 @@ class PackedLinear(nn.Module):
         self._pack_weight()
 
 
-class Guard(nn.Module):
-    """The first child of a packed model: it refuses what a packed layer refuses before any other weight has changed.
+class PackingGuard(nn.Module):
+    """First child of a packed model: refuses unsupported operations before any other weight has changed.
 
-    The model's `resize_token_embeddings` refuses as well, which changes the embeddings before it comes to the head.
+    The model's `resize_token_embeddings` is replaced as well, since it changes the embeddings before it reaches the
+    head.
     """
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
@@ -277,15 +280,15 @@ class Guard(nn.Module):
 
     @staticmethod
     def put_into(model: nn.Module) -> None:
-        """Put one in front of the children of `model`, in place of an older one."""
+        """Insert a guard before the children of `model`, replacing an older one."""
         dtypes = {module.dtype for module in model.modules() if isinstance(module, PackedLinear)}
         others = {name: child for name, child in model._modules.items() if name != GUARD}
-        model.__dict__["_modules"] = {GUARD: Guard(dtypes).train(model.training), **others}
+        model.__dict__["_modules"] = {GUARD: PackingGuard(dtypes).train(model.training), **others}
         model.__dict__["resize_token_embeddings"] = _refuse_resizing
 
     @staticmethod
     def take_out(model: nn.Module) -> None:
-        """Take the guard of a model out again."""
+        """Remove the guard of a model."""
         del model._modules[GUARD]
         model.__dict__.pop("resize_token_embeddings", None)
 
@@ -299,14 +302,14 @@ class Guard(nn.Module):
 
 
 def _refuse_resizing(*args: Any, **kwargs: Any) -> NoReturn:
-    """In place of a packed model's `resize_token_embeddings`."""
+    """Stand in for a packed model's `resize_token_embeddings`."""
     raise UnsupportedModelError("the embeddings of a packed model cannot be resized", UNPACK_REMEDY)
 
 
 def refuse_autocast(model: Any) -> None:
-    """Raise before any work what each pass of a packed model would raise under autocast to another dtype.
+    """Raise before any work if a pass of a packed model would fail under autocast to another dtype.
 
-    Plain decoding raises it as well, so there is no fallback.
+    Plain decoding would raise the same error, so there is nothing to fall back to.
 
     Raises:
         UnsupportedModelError: autocast requires a dtype that some layer is not packed in.
@@ -318,6 +321,6 @@ def refuse_autocast(model: Any) -> None:
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:
-    """Its weight; an empty one of a layer without any."""
+    """Return the weight of a layer; an empty tensor if it has none."""
     weight = layer._parameters.get("weight")
     return torch.empty(0) if weight is None else weight

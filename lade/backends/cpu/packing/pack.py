@@ -1,12 +1,12 @@
-"""Pack the linear layers of a model for the CPU, after checking what can be packed.
+"""`lade.pack` and `lade.unpack`: prepack the linear layers of a model for the CPU, in place.
 
-A matrix product on the CPU brings its weights into blocks that suit the vector units. For a handful of tokens that
-costs as much as the product itself, and `nn.Linear` does it again in every pass. A packed layer has done it once:
+A matrix product on the CPU first reorders its weights into blocks that suit the vector units. For a handful of tokens
+that costs as much as the product itself, and `nn.Linear` repeats it in every pass. A packed layer does it once:
 
 >>> lade.pack(model)        # in place, layer by layer; the original weights are freed
->>> lade.unpack(model)      # every weight is back, bit for bit
+>>> lade.unpack(model)      # restores every weight bit for bit
 
-The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CPU; their operators are private ones.
+The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CPU; their operators are private.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Int8Linear, SharedInputs, input_form
 from lade.backends.cpu.packing.integer_products import Codes, required, scale_of
-from lade.backends.cpu.packing.linear import Guard, PackedLinear, weight_of
+from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.locks import ForkSafeLock
@@ -35,21 +35,208 @@ from lade.model.config import dtype_name
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import HOOKS_REMEDY, has_own_forward
 
+logger = logging.getLogger(__name__)
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
-"""What can be packed: these classes themselves, since a subclass may compute something else."""
-
+"""Classes that can be packed. Subclasses are refused, since they may compute something else."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_WEIGHTS = 2**17
+"""Layers with fewer weights are not packed: calling the packed kernel costs more than it saves."""
+INT8 = "int8"
 CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
+_Model = TypeVar("_Model", bound=nn.Module)
+_packing = ForkSafeLock()
+
+
+def pack(
+    model: _Model,
+    keep_original: bool = False,
+    *,
+    weights: str | None = None,
+    keep: Sequence[str] | str = (),
+    min_weights: int = MIN_WEIGHTS,
+) -> _Model:
+    """Replace the linear layers of a model by prepacked ones, in place. For inference on the CPU.
+
+    `nn.Linear` and GPT-2's `Conv1D` are packed in float32, bfloat16 or, if the processor supports it, float16.
+    Everything else (embeddings, norms, experts that are not linear layers) is left alone, and so are small layers. A
+    model without a large enough layer is returned unchanged, and layers that are already packed stay packed.
+
+    A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a second
+    copy. Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
+    gradients are refused. No thread may call the model while it is being packed.
+
+    With `weights="int8"`, weights are quantised to int8 with one scale per output, and inputs with one scale per token.
+    That makes another model, slightly worse, that reads half the bytes of 16-bit weights. `unpack` refuses it unless
+    the originals are kept; `state_dict` and `save_pretrained` write the dequantised weights, `lade.save_packed` the
+    integers.
+
+    Args:
+        model: a model in evaluation mode, on the CPU.
+        keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
+            are freed layer by layer, and `weight` is a parameter in oneDNN's layout, whose values `weight.to_dense()`
+            returns, or in panels. `state_dict` and `save_pretrained` write dense weights either way.
+        weights: "int8", or None to keep the dtype of the weights.
+        keep: with int8, names of layers that are packed in their own dtype. Patterns such as "lm_head" or "layers.0.*"
+            match the whole name or its end.
+        min_weights: least number of weights of a layer that is packed.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ConfigError: `weights` is unknown, or no layer matches `keep`.
+        UnsupportedModelError: the model, a layer, its device or its dtype cannot be packed exactly, or this PyTorch
+            lacks the kernel, or, with int8, an exact one. The model is left unchanged.
+    """
+    with _packing:
+        start = perf_counter()
+        kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
+        try:
+            pack_layers(model, kinds, keep_original=keep_original)
+        finally:  # int8 layers that cannot be restored stay packed after an error
+            guard(model)
+        if kinds:
+            logger.info("packed %d layers of %s in %.1f s", len(kinds), type(model).__name__, perf_counter() - start)
+    return model
+
+
+def unpack(model: _Model) -> _Model:
+    """Undo `pack`, in place: the original layers are back, their weights equal bit for bit, ties included.
+
+    Args:
+        model: a model, packed or not.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        UnsupportedModelError: the model was made invariant after packing; or layers are packed in int8 without their
+            original weights; or layers have hooks, as offloaded ones do. The model is left unchanged.
+    """
+    refuse_invariant(model)
+    with _packing:
+        _check_restorable(model)
+        places_of = _places(model)
+        while places_of:  # popped one by one, so that each packed weight is freed before the next is unpacked
+            module, places = places_of.popitem()
+            if isinstance(module, PackedLinear):
+                _put(module.unpacked(), places)
+            elif isinstance(module, PackingGuard):
+                for parent, _ in places:
+                    PackingGuard.take_out(parent)
+    return model
+
+
+def packable(
+    model: nn.Module, *, weights: str | None = None, keep: Sequence[str] | str = (), min_weights: int = MIN_WEIGHTS
+) -> dict[nn.Module, type[PackedLinear]]:
+    """Return the layers that `pack` would pack, each with its new class; runs only small trials of the kernels.
+
+    Args:
+        model: a model, left unchanged.
+        weights: "int8" or None, see `pack`.
+        keep: patterns of layer names, see `pack`.
+        min_weights: least number of weights of a layer, see `pack`.
+
+    Raises:
+        ConfigError, UnsupportedModelError: see `pack`.
+    """
+    patterns = _patterns(weights, keep)
+    check_model(model)
+    kinds: dict[nn.Module, type[PackedLinear]] = {}
+    names = {name for name, module in model.named_modules() if isinstance(module, (*UNDERSTOOD, PackedLinear))}
+    _check_patterns(patterns, names)
+    for name, module in model.named_modules():
+        in_int8 = weights is not None and not any(matches(name, pattern) for pattern in patterns)
+        if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
+            check_layer(name, module)
+            kinds[module] = Int8Linear if in_int8 else PackedLinear
+        if in_int8 and (module in kinds or in_own_dtype(module)):
+            check_int8_layer(name, module)
+    _try_kernels(kinds)
+    return kinds
+
+
+def pack_layers(
+    model: nn.Module,
+    kinds: Mapping[Any, type[PackedLinear]],
+    *,
+    keep_original: bool = False,
+    codes: Mapping[Any, Codes] | None = None,
+) -> None:
+    """Replace layers of a model by packed ones.
+
+    Args:
+        model: model that owns the layers, changed in place.
+        kinds: class of the packed layer, for each layer to pack.
+        keep_original: true to keep dense weights, see `pack`.
+        codes: int8 codes of layers whose codes are already known.
+    """
+    places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
+    common = {"inputs": SharedInputs(), "pages": HugePages()}
+    try:
+        for layer, kind in kinds.items():
+            known: Any = {"codes": (codes or {}).get(layer), **common} if kind is Int8Linear else {}
+            packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
+            done.append(packed)
+            _put(packed, places[layer])
+            layer._parameters["weight"] = None  # `packed` holds it, or can unpack it
+    except BaseException:  # out of memory or Ctrl-C: roll back, so that no half-packed model remains
+        for packed in done:
+            if packed.restorable:
+                _put(packed.unpacked(), places[packed.layer])
+        raise
+
+
+def guard(model: nn.Module) -> None:
+    """Insert guards into transformers models with packed layers, also inside wrappers.
+
+    Containers get none, since they would call it as one of their layers.
+    """
+    inside = set[nn.Module]()
+    for module in list(model.modules()):  # outermost first
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            if packed_layers(module):
+                PackingGuard.put_into(module)
+
+
+def packed_layers(model: nn.Module) -> int:
+    """Return the number of packed layers."""
+    return sum(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def int8_layers(model: nn.Module) -> int:
+    """Return the number of layers packed in int8."""
+    return sum(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def in_own_dtype(module: nn.Module) -> bool:
+    """Return True if a module is a layer packed in its own dtype."""
+    return isinstance(module, PackedLinear) and not isinstance(module, Int8Linear)
+
+
+def kept_layers(model: nn.Module) -> list[str]:
+    """Return the names of layers packed in their own dtype."""
+    return [name for name, module in model.named_modules() if in_own_dtype(module)]
+
+
+def shared_weights(model: nn.Module) -> set[int]:
+    """Return ids of parameters held by more than one module; packing these frees nothing."""
+    holders = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None
+    )
+    return {key for key, count in holders.items() if count > 1}
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a model that is not to be touched at all."""
+    """Raise `UnsupportedModelError` for a model that cannot be packed as a whole."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"{name} is no model", "give one of transformers")
+        raise UnsupportedModelError(f"{name} is not a model", "give a transformers model")
     refuse_invariant(model)
     if isinstance(model, (*UNDERSTOOD, PackedLinear)):
-        raise UnsupportedModelError(f"{name} is a layer", "give the model it belongs to")
+        raise UnsupportedModelError(f"{name} is a layer", "give the model that it belongs to")
     if wraps_model(model):
         raise UnsupportedModelError(f"{name} wraps a model", GIVE_INSIDE)
     if hasattr(model, "_orig_mod") or ModelFacts.of(model).compiled:
@@ -63,14 +250,14 @@ def check_model(model: nn.Module) -> None:
     if adapted is not None:
         raise UnsupportedModelError(f"layer {adapted!r} has an adapter", "merge it first, with merge_and_unload()")
     if model.training:
-        raise UnsupportedModelError(f"{name} is in training mode, and packed layers only infer", "call model.eval()")
+        raise UnsupportedModelError(f"{name} is in training mode, but packed layers only infer", "call model.eval()")
     known = (*UNDERSTOOD, PackedLinear)
     if not any(isinstance(module, known) for module in model.modules()):
         raise UnsupportedModelError(f"{name} has no linear layers", "leave it unpacked")
 
 
 def check_layer(name: str, layer: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a layer that packing would change."""
+    """Raise `UnsupportedModelError` for a layer that cannot be packed exactly."""
     weight: Any = layer.weight
     if type(layer) not in UNDERSTOOD:
         raise UnsupportedModelError(
@@ -84,19 +271,33 @@ def check_layer(name: str, layer: nn.Module) -> None:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     if any(hooks) or has_own_forward(layer):
         raise UnsupportedModelError(
-            f"layer {name!r} has hooks, of accelerate or of others", f"{HOOKS_REMEDY}, or load it without device_map"
+            f"layer {name!r} has hooks, for example of accelerate", f"{HOOKS_REMEDY}, or load it without device_map"
         )
     if weight.device.type != "cpu" or weight.layout != torch.strided:
-        raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, and packing is for the CPU", CPU_REMEDY)
+        raise UnsupportedModelError(f"layer {name!r} is on {weight.device}, but packing is for the CPU", CPU_REMEDY)
     if weight.dtype not in DTYPES:
         raise UnsupportedModelError(f"layer {name!r} is in {dtype_name(weight.dtype)}", CPU_REMEDY)
 
 
+def check_int8_layer(name: str, layer: Any) -> None:
+    """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised, or whose sums may overflow."""
+    keep = f"keep it as it is, with keep=[{name!r}]"
+    if isinstance(layer, PackedLinear):
+        raise UnsupportedModelError(
+            f"layer {name!r} is already packed in {dtype_name(layer.dtype)}", f"{UNPACK_REMEDY}, or {keep}"
+        )
+    weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+    if weight.shape[1] > MOST_INPUTS:
+        raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)
+    if not scale_of(weight.detach()).isfinite().all():
+        raise UnsupportedModelError(f"layer {name!r} has weights that are not finite", keep)
+
+
 @torch.no_grad()
 def try_kernel(dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` unless this build of PyTorch, on this processor, packs rightly.
+    """Raise `UnsupportedModelError` unless packing in a dtype works on this build of PyTorch and this processor.
 
-    The operators are private, and which dtypes they take depends on the processor: trying says more than asking.
+    The operators are private, and the dtypes that they support depend on the processor, so they are tried.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
@@ -112,200 +313,6 @@ def try_kernel(dtype: torch.dtype) -> None:
         )
 
 
-def check_int8_layer(name: str, layer: Any) -> None:
-    """Raise `UnsupportedModelError` for a layer whose weight has no codes, or whose sums might overflow."""
-    keep = f"keep it as it is, with keep=[{name!r}]"
-    if isinstance(layer, PackedLinear):
-        raise UnsupportedModelError(
-            f"layer {name!r} is packed in {dtype_name(layer.dtype)} already", f"{UNPACK_REMEDY}, or {keep}"
-        )
-    weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    if weight.shape[1] > MOST_INPUTS:
-        raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)
-    if not scale_of(weight.detach()).isfinite().all():
-        raise UnsupportedModelError(f"layer {name!r} has weights that are not finite", keep)
-
-
-logger = logging.getLogger(__name__)
-
-MIN_WEIGHTS = 2**17
-"""Layers with fewer weights are left alone: calling the packed kernel takes longer there than it saves."""
-INT8 = "int8"
-
-_Model = TypeVar("_Model", bound=nn.Module)
-_packing = ForkSafeLock()
-
-
-def pack(
-    model: _Model,
-    keep_original: bool = False,
-    *,
-    weights: str | None = None,
-    keep: Sequence[str] | str = (),
-    min_weights: int = MIN_WEIGHTS,
-) -> _Model:
-    """Replace the linear layers of a model by prepacked ones, in place. For inference on the CPU.
-
-    Packed are `nn.Linear` and GPT-2's `Conv1D` in float32, bfloat16 or, where the processor has it, float16. Everything
-    else (embeddings, norms, experts that are no linear layers) stays as it is, and so do small layers. A model without
-    any layer large enough is returned as it is, and layers that are packed already stay packed.
-
-    A weight that another module holds too, such as a head tied to the embedding, stays where it is: its packed form is
-    a second copy. The packed weights must not be changed; `load_state_dict`, a move to another device or dtype, and a
-    pass that needs gradients are refused. While it is packed no thread may call the model.
-
-    With `weights="int8"` weights are rounded to int8, each output by its own scale, and inputs token by token: another
-    model, a little worse, with half the bytes of 16 bits to read. `unpack` refuses it unless the originals are kept;
-    `state_dict` and `save_pretrained` write what the rounded weights stand for, `lade.save_packed` the integers.
-
-    Args:
-        model: a model in evaluation mode, on the CPU.
-        keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
-            are freed, layer by layer, and `weight` is a parameter in oneDNN's layout, whose values `weight.to_dense()`
-            gives, or in panels for tiles. `state_dict` and `save_pretrained` write dense weights either way.
-        weights: "int8", or None for weights in the dtype that they have.
-        keep: with int8: names of layers that keep their dtype, and are packed in it. Patterns such as "lm_head" or
-            "layers.0.*", for the whole name or the end of it.
-        min_weights: number of weights from which on a layer is packed.
-
-    Returns:
-        The model itself.
-
-    Raises:
-        ConfigError: `weights` is unknown, or no layer has a name in `keep`.
-        UnsupportedModelError: a layer, its device, its dtype or the model is of a kind that cannot be packed exactly,
-            or this PyTorch has no kernel for it, or, with int8, not an exact one. The model is then as it was.
-    """
-    with _packing:
-        start = perf_counter()
-        kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
-        try:
-            pack_layers(model, kinds, keep_original=keep_original)
-        finally:  # int8 layers that cannot be undone stay, whatever has happened
-            guard(model)
-        if kinds:
-            logger.info("packed %d layers of %s in %.1f s", len(kinds), type(model).__name__, perf_counter() - start)
-    return model
-
-
-def guard(model: nn.Module) -> None:
-    """Protect transformers models with packed layers, also those in a wrapper; a container would call a guard."""
-    inside = set[nn.Module]()
-    for module in list(model.modules()):  # from the outside in
-        if isinstance(module, PreTrainedModel) and module not in inside:
-            inside.update(module.modules())
-            if packed_layers(module):
-                Guard.put_into(module)
-
-
-def pack_layers(
-    model: nn.Module,
-    kinds: Mapping[Any, type[PackedLinear]],
-    *,
-    keep_original: bool = False,
-    codes: Mapping[Any, Codes] | None = None,
-) -> None:
-    """Pack these layers of a model, each as what stands beside it.
-
-    Args:
-        model: is changed.
-        kinds: of its layers.
-        keep_original: see `pack`.
-        codes: of layers whose int8 weights are known.
-    """
-    places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
-    common = {"inputs": SharedInputs(), "pages": HugePages()}
-    try:
-        for layer, kind in kinds.items():
-            known: Any = {"codes": (codes or {}).get(layer), **common} if kind is Int8Linear else {}
-            packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
-            done.append(packed)
-            _put(packed, places[layer])
-            layer._parameters["weight"] = None  # `packed` has it, or can unpack it
-    except BaseException:  # out of memory or Ctrl-C amid the work: no half-packed model remains, if that can be undone
-        for packed in done:
-            if packed.restorable:
-                _put(packed.unpacked(), places[packed.layer])
-        raise
-
-
-def unpack(model: _Model) -> _Model:
-    """Undo `pack`, in place: the layers are the ones they were, their weights equal bit for bit, ties included.
-
-    Args:
-        model: packed or not.
-
-    Returns:
-        The model itself.
-
-    Raises:
-        UnsupportedModelError: the model was made invariant, packed as it is; or layers are packed in int8, and what
-            they were packed from was not kept; or have hooks, as offloaded ones do. The model is then as it was.
-    """
-    refuse_invariant(model)
-    with _packing:
-        _check_restorable(model)
-        places_of = _places(model)
-        while places_of:  # taken out one by one, so that what is unpacked is freed before the next one
-            module, places = places_of.popitem()
-            if isinstance(module, PackedLinear):
-                _put(module.unpacked(), places)
-            elif isinstance(module, Guard):
-                for parent, _ in places:
-                    Guard.take_out(parent)
-    return model
-
-
-def packed_layers(model: nn.Module) -> int:
-    """How many layers of a model are packed."""
-    return sum(isinstance(module, PackedLinear) for module in model.modules())
-
-
-def int8_layers(model: nn.Module) -> int:
-    """How many of them are packed in int8."""
-    return sum(isinstance(module, Int8Linear) for module in model.modules())
-
-
-def in_own_dtype(module: nn.Module) -> bool:
-    """Whether a module is packed in the dtype that it had."""
-    return isinstance(module, PackedLinear) and not isinstance(module, Int8Linear)
-
-
-def kept_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that are packed in their dtype."""
-    return [name for name, module in model.named_modules() if in_own_dtype(module)]
-
-
-def packable(
-    model: nn.Module, *, weights: str | None = None, keep: Sequence[str] | str = (), min_weights: int = MIN_WEIGHTS
-) -> dict[nn.Module, type[PackedLinear]]:
-    """The layers that `pack` would pack, and as what; it computes only small trials of the kernels.
-
-    Args:
-        model: is left as it is.
-        weights: see `pack`.
-        keep: see `pack`.
-        min_weights: see `pack`.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as `pack` does.
-    """
-    patterns = _patterns(weights, keep)
-    check_model(model)
-    kinds: dict[nn.Module, type[PackedLinear]] = {}
-    names = {name for name, module in model.named_modules() if isinstance(module, (*UNDERSTOOD, PackedLinear))}
-    _check_patterns(patterns, names)
-    for name, module in model.named_modules():
-        in_int8 = weights is not None and not any(fits(name, pattern) for pattern in patterns)
-        if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
-            check_layer(name, module)
-            kinds[module] = Int8Linear if in_int8 else PackedLinear
-        if in_int8 and (module in kinds or in_own_dtype(module)):
-            check_int8_layer(name, module)
-    _try_kernels(kinds)
-    return kinds
-
-
 def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
     for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
         try_kernel(dtype)
@@ -314,53 +321,45 @@ def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
-    """Outputs and inputs."""
+    """Return the numbers of outputs and inputs."""
     first, second = weight_of(layer).shape
     return (second, first) if isinstance(layer, Conv1D) else (first, second)
 
 
 def _patterns(weights: str | None, keep: Sequence[str] | str) -> list[str]:
-    """The patterns of `keep`, checked together with `weights`."""
+    """Return the patterns in `keep`, after checking them against `weights`."""
     if weights not in (None, INT8):
         raise ConfigError("weights", weights, f"give {INT8!r}, or None for the model's own dtype")
     patterns = [keep] if isinstance(keep, str) else list(keep)
     if patterns and weights is None:
-        raise ConfigError("keep", patterns, f"without weights={INT8!r} all layers keep their dtype: leave it out")
+        raise ConfigError("keep", patterns, f"it has an effect with weights={INT8!r} only: leave it out")
     return patterns
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
     for pattern in patterns:
-        if not any(fits(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             some = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise ConfigError("keep", pattern, f"no linear layer has such a name; their last parts are {some}")
+            raise ConfigError("keep", pattern, f"no linear layer matches it: give one of {some}")
 
 
-def fits(name: str, pattern: str) -> bool:
-    """Whether a pattern of the shell's kind describes the name of a module, or the end of it that follows a dot."""
+def matches(name: str, pattern: str) -> bool:
+    """Return True if a shell pattern matches a module's name, or the end of it after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def _check_restorable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear) and has_own_forward(module):
-            raise UnsupportedModelError(f"layer {name!r} has hooks, of accelerate or of others", HOOKS_REMEDY)
+            raise UnsupportedModelError(f"layer {name!r} has hooks, for example of accelerate", HOOKS_REMEDY)
         if isinstance(module, PackedLinear) and not module.restorable:
             raise UnsupportedModelError(
-                f"layer {name!r} is packed in int8, and cannot become what it was", RELOAD_REMEDY
+                f"layer {name!r} is packed in int8, and its original weight was not kept", RELOAD_REMEDY
             )
 
 
-def shared_weights(model: nn.Module) -> set[int]:
-    """Ids of the parameters that more than one module holds: packing one of them frees nothing."""
-    holders = Counter(
-        id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None
-    )
-    return {key for key, count in holders.items() if count > 1}
-
-
 def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Where each module is: its parents, and its name there. A layer may be at several places."""
+    """Return the parents of each module, with its name in each; a layer may have several."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():

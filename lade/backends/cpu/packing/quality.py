@@ -1,4 +1,4 @@
-"""Int8 quality: perplexity, and the error of each layer."""
+"""Quality of int8 models: perplexity, and the error of each layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lade.backends.cpu.packing.integer_products import Codes
 
 @dataclass(frozen=True)
 class LayerError:
-    """How far a layer in int8 is from what it was; both are relative, root of the squares' sum by that of what was.
+    """Relative error of an int8 layer: root of the sum of squared errors over that of the original values.
 
     Attributes:
-        name: of the layer.
-        weights: error of the weights.
-        outputs: error of what it gives, where it is fed what this model feeds it.
+        name: name of the layer in the model.
+        weights: relative error of the weights.
+        outputs: relative error of the outputs, for the inputs that the layer gets in the model.
     """
 
     name: str
@@ -33,7 +33,7 @@ class LayerError:
 
 @dataclass
 class _Sums:
-    """Sums of squares over what a layer gave."""
+    """Running sums of squared errors and of squared reference values."""
 
     error: float = 0.0
     size: float = 0.0
@@ -49,12 +49,12 @@ class _Sums:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float:
-    """The exponential of the mean loss of a token, after those before it in its window.
+    """Return the exponential of the mean loss per token, each conditioned on the tokens before it in its window.
 
     Args:
         model: a causal language model.
-        ids: of a text, at least two.
-        window: tokens fed at once; each window begins anew.
+        ids: token ids of a text, at least two.
+        window: tokens per pass; each window starts without context.
     """
     loss, tokens = 0.0, 0
     for start in range(0, len(ids) - 1, window):
@@ -68,10 +68,10 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[list[LayerError]]:
-    """Compare the layers in int8 with what they were, in all passes meanwhile; the list is filled at the end.
+    """Compare int8 layers with the original ones in every pass within the context; the list is filled at its end.
 
     Args:
-        model: packed with `keep_original=True`.
+        model: a model packed with `keep_original=True`.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
     sums = {layer: _Sums() for layer in layers.values()}

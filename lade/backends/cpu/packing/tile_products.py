@@ -1,30 +1,33 @@
-"""Weights in panels, and GEMM with them by AMX tiles."""
+"""Weights in panels, and bfloat16 GEMM with them by AMX tiles."""
 
 from __future__ import annotations
 
 import torch
 
-from lade.backends.cpu.kernels.tile_products import Product, multiply_few, multiply_many, partial_sums
+from lade.backends.cpu.kernels.tile_products import TileProduct, multiply_few, multiply_many, partial_sums
 from lade.backends.cpu.kernels.tiles import BLOCK_INPUTS, PANEL, ROWS
 from lade.backends.cpu.packing.weight import HugePages
-from lade.backends.cpu.worker_threads import in_team
+from lade.backends.cpu.worker_threads import run_on_team
 
-_LINE, _WORD = 64, 4  # bytes of a tile's row, and of one output's inputs in it
+_LINE, _WORD = 64, 4  # bytes per row of a tile, and per output in it
+_MANY = 2**16  # least weights per part
+_CHUNK = 64  # blocks of inputs that pass through all panels together
+_NEAR = 2**20  # bytes of the rows' inputs in a chunk that fit into the L2 cache alongside weights
 
 
 def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = PANEL) -> torch.Tensor:
-    """A weight `[out, in]` as panels, filled up with zeros.
+    """Return a weight `[out, in]` in panels, padded with zeros.
 
-    A panel's block of inputs, 32 in bfloat16 and 64 in int8, is one or more tiles of 16 outputs; a row of a tile holds
-    the same two or four inputs of each of them, one behind the other.
+    A panel's block of inputs (32 in bfloat16, 64 in int8) is one or more tiles of 16 outputs; a row of a tile holds the
+    same two or four inputs of each output in turn.
 
     Args:
-        weight: bfloat16 or int8; is left as it is.
-        pages: what memory for them is taken from.
-        panel: outputs of a panel, a multiple of 16: 64 as `kernels.tiles` reads them, 16 as `kernels.dots` does.
+        weight: `[out, in]` bfloat16 or int8, left unchanged.
+        pages: memory pool to allocate from; None for ordinary memory.
+        panel: outputs per panel, a multiple of 16: 64 for `kernels.tiles`, 16 for `kernels.dots`.
 
     Returns:
-        `[out / panel, in / block, panel / 16, 16, block]`, of the weight's dtype.
+        `[out / panel, in / block, panel / 16, 16, block]`, in the weight's dtype.
     """
     outputs, inputs = weight.shape
     block = _LINE // weight.element_size()
@@ -36,25 +39,23 @@ def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int =
 
 
 def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """The weight `[out, in]` that `in_panels` was given."""
+    """Invert `in_panels`: return the weight `[out, in]`."""
     words = panels.view(torch.int32).permute(0, 2, 4, 1, 3)
     filled = words.reshape(panels.shape[2] * ROWS * len(panels), -1).contiguous().view(panels.dtype)
     return filled[:outputs, :inputs].contiguous()
 
 
-_MANY = 2**16  # weights that are worth a part of their own
-_CHUNK = 64  # blocks of inputs that go through all panels together
-_NEAR = 2**20  # bytes of the rows' inputs in a chunk, for which the second cache has room beside weights
-
-
 def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """Rows `[..., in]` by a weight in panels: `[..., out]`; an output has the same bits beside whatever other rows.
+    """Multiply rows `[..., in]` by weights in panels of 64 outputs; an output does not depend on the other rows.
 
     Args:
-        x: bfloat16.
-        panels: see `in_panels`.
-        bias: `[out]`, bfloat16.
-        outputs: how many there are.
+        x: `[..., in]` bfloat16.
+        panels: bfloat16 weights from `in_panels`, with 64 outputs per panel.
+        bias: `[out]` bfloat16; None for none.
+        outputs: number of outputs, without padding.
+
+    Returns:
+        `[..., out]` bfloat16.
     """
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
@@ -69,25 +70,25 @@ def tile_product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """As `tile_product`, into `out`, of so few rows that they stay near."""
+    """Compute `tile_product` into `out`, for few enough rows to stay in the cache."""
     inputs, outputs, blocks = x.shape[-1], out.shape[-1], panels.shape[1]
     rows, chunk = x.numel() // inputs, min(blocks, _CHUNK)
     rest = _rest(x.view(rows, inputs)) if inputs % BLOCK_INPUTS else None
     partial = None if rows <= ROWS or chunk == blocks else torch.empty(partial_sums(rows, outputs))
-    work = Product(
-        *(_place(x), _place(rest), _place(panels), _place(bias), _place(out), _place(partial)),
+    work = TileProduct(
+        *(_address(x), _address(rest), _address(panels), _address(bias), _address(out), _address(partial)),
         *(rows, inputs, outputs, chunk),
     )
     most = min(panels.shape[0], -(-panels.numel() // _MANY))
     kernel = multiply_few if rows <= ROWS else multiply_many
-    in_team(kernel, work, min(most, torch.get_num_threads()), holds=(x, rest, panels, bias, out, partial))
+    run_on_team(kernel, work, min(most, torch.get_num_threads()), holds=(x, rest, panels, bias, out, partial))
 
 
-def _place(tensor: torch.Tensor | None) -> int:
+def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _rest(x: torch.Tensor) -> torch.Tensor:
-    """The inputs of rows behind the last whole block, filled up with zeros, since nothing behind a row may be read."""
+    """Return the inputs after the last whole block, padded with zeros, since kernels must not read past a row."""
     left = x.shape[1] % BLOCK_INPUTS
     return torch.nn.functional.pad(x[:, -left:], (0, BLOCK_INPUTS - left))

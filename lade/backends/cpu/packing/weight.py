@@ -1,4 +1,4 @@
-"""Packed weights: oneDNN layout, huge pages, and detection of changes."""
+"""Packed weights: oneDNN's layout, memory on huge pages, pickling, and detection of changes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name
 
 MOST_INPUTS = 4096
-"""Up to so many inputs a weight lies in blocks of 64 outputs on processors with tiles."""
+"""On processors with AMX, weights of up to this many inputs are laid out in blocks of 64 outputs."""
+CHUNK = 2**26
+"""Bytes requested from the system at a time; pages that are never written take no memory."""
+UNPACK_REMEDY = "call lade.unpack(model) first"
 
 
 def packed_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight, `[out, in]`, in oneDNN's layout.
+    """Return a weight, `[out, in]`, in oneDNN's layout.
 
-    On processors with tiles (AMX) oneDNN lays a bfloat16 weight out in blocks of 32 outputs, unless it is told that a
-    single row will come: then in blocks of 64, with which up to 16 rows take an eighth less time, and up to
-    `MOST_INPUTS` inputs many more numbers of rows round alike. Beyond, fewer do, so there the layout is oneDNN's own.
+    On processors with AMX, oneDNN lays a bfloat16 weight out in blocks of 32 outputs, unless it is told to expect a
+    single row. It then uses blocks of 64, which are an eighth faster for up to 16 rows and, up to `MOST_INPUTS` inputs,
+    round alike for many more row counts. Beyond that, fewer counts round alike, so oneDNN's own choice is kept.
     """
     in_tiles = weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     rows = (1,) if in_tiles and weight.shape[1] <= MOST_INPUTS else ()
@@ -29,14 +32,10 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-CHUNK = 2**26
-"""Bytes that are asked for at a time. What is not written into takes no memory."""
-
-
 class HugePages:
-    """Memory that is taken piece by piece, one behind the other; a chunk is freed when all its pieces are.
+    """Memory pool on huge pages, handed out in consecutive pieces; a chunk is freed with the last of its pieces.
 
-    Copies begin with none.
+    Copies start empty.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class HugePages:
         return HugePages, ()
 
     def take(self, size: int) -> torch.Tensor:
-        """So many bytes, a multiple of 64, all 0 and beginning at one: `[size]` int8."""
+        """Return `size` zero bytes, a multiple of 64 and aligned to 64: `[size]` int8."""
         if size > len(self._left):
             self._left = _chunk(max(size, CHUNK))
         piece, self._left = self._left[:size], self._left[size:]
@@ -57,16 +56,13 @@ def _chunk(size: int) -> torch.Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.int8)
     chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # of a system that has none
+    with suppress(OSError):  # systems without huge pages
         chunk.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(chunk, dtype=torch.int8)
 
 
-UNPACK_REMEDY = "call lade.unpack(model) first"
-
-
 class PackedWeight(nn.Parameter):
-    """The `weight` of a packed layer that gave its own up: to be looked at, but neither replaced nor moved.
+    """The `weight` of a packed layer whose original was freed; it can be read, but neither replaced nor moved.
 
     Raises:
         UnsupportedModelError: `weight.data` is assigned, or `weight.to` asks for another dtype or device.
@@ -74,7 +70,7 @@ class PackedWeight(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Its numbers, in the packed layout."""
+        """The values, in the packed layout."""
         return super().data
 
     @data.setter
@@ -82,13 +78,13 @@ class PackedWeight(nn.Parameter):
         raise UnsupportedModelError("the weight of a packed layer cannot be replaced", UNPACK_REMEDY)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As of any tensor, if that is no other one; accelerate moves a weight so when it offloads a layer."""
+        """Convert like any tensor if dtype and device stay the same; accelerate calls this when it offloads a layer."""
         check_move(lambda tensor: tensor.to(*args, **kwargs), self.dtype)
         return super().to(*args, **kwargs)
 
 
 def check_move(fn: Any, dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` if `fn` gives a tensor another dtype or device."""
+    """Raise `UnsupportedModelError` if `fn` changes the dtype or device of a tensor."""
     after = fn(torch.empty(0, dtype=dtype))
     if after.dtype != dtype or after.device.type != "cpu":
         raise UnsupportedModelError(
@@ -99,17 +95,17 @@ def check_move(fn: Any, dtype: torch.dtype) -> None:
 
 
 def like(weight: nn.Parameter, data: torch.Tensor, kind: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
-    """A parameter with other data, with whatever transformers and others have noted on the first one."""
+    """Return a parameter with other data and the attributes that transformers and others set on the original."""
     parameter = kind(data, requires_grad=weight.requires_grad)
     parameter.__dict__.update(weight.__dict__)
     return parameter
 
 
 class ByValue:
-    """A tensor on its way to another process, or into a copy; what is unpickled is an ordinary tensor.
+    """Pickles a tensor by its bytes, and unpickles as an ordinary tensor.
 
-    Torch hands the numbers of a tensor to a process that is being started in shared memory, which has to live until
-    then. What is made for the purpose is gone before: its numbers are sent themselves.
+    Torch passes tensors to a starting process in shared memory, which must live until then. A temporary tensor would be
+    gone by that time, so its bytes are sent instead.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -127,11 +123,11 @@ def _arrived(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def state_of(weight: Any) -> tuple[int, int]:
-    """Where a dense weight lies, and how often it was written to: another state says that it may have changed."""
+    """Return address and version of a dense weight; if either differs later, the weight may have changed."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equality in which a NaN equals itself, and zeros have signs."""
+    """Return True if tensors are equal bit for bit: NaN equals itself, and zeros are signed."""
     as_integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
     return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))

@@ -1,0 +1,130 @@
+"""Time of a product of a few rows with a packed weight, beside reading that weight once.
+
+    python lab/experiments/product_cost.py [--shape 6080x768 --shape 768x6080] [--rows 1 --rows 8]
+
+Of each shape there are so many weights that a core's cache holds none of them, and all are multiplied in turn. An int8
+product is that of integers alone, without rounding its inputs. "Own" products, of weights in panels, are those in tiles
+or by dot products, whichever the processor has; the others are oneDNN's. A shape with the outputs of several layers
+says what one product in place of theirs would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from statistics import median
+from time import perf_counter
+from typing import Annotated
+
+import torch
+import typer
+
+from lade.backends.cpu.packing.int8 import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.integer_products import in_form, input_dtype, multiplied, prepacked
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.tile_products import in_panels
+from lade.backends.cpu.packing.weight import HugePages, packed_weight
+from lade.errors import UnsupportedModelError
+
+BYTES = 200e6
+"""Bytes of all weights of a shape, in 16 bits."""
+GIB = 2**30
+MOST_ROWS = 512
+Product = Callable[[int], object]
+
+
+def in_own_dtype(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> Product:
+    """All products with weights of this dtype, of as many rows as it is called with."""
+    linear = torch.ops.mkldnn._linear_pointwise
+    weights = [packed_weight(torch.randn(outputs, inputs).to(dtype)) for _ in range(count)]
+    x = torch.randn(MOST_ROWS, inputs).to(dtype)
+    return lambda rows: [linear(x[:rows], weight, None, "none", [], "") for weight in weights]
+
+
+def in_int8(outputs: int, inputs: int, count: int) -> Product:
+    """The same in int8."""
+    weights = [prepacked(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)) for _ in range(count)]
+    scale, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int)
+    codes = in_form(torch.randint(1, 256, (MOST_ROWS, inputs), dtype=torch.uint8), input_dtype(inputs, outputs))
+    return lambda rows: [multiplied(codes[:rows], weight, scale, zeros) for weight in weights]
+
+
+def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
+    """The same by products of our own."""
+    pages, scale, x = HugePages(), torch.ones(outputs), torch.randn(MOST_ROWS, inputs)
+    panel = panel_for(torch.int8)
+    values = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(count)]
+    weights = [(in_panels(each, pages, panel), initial_sums(each)) for each in values]
+    given = cache(lambda rows: quantised_in_blocks(x[:rows], panel))
+
+    def product(rows: int) -> None:
+        for weight, start in weights:
+            int8_panel_product(*given(rows), weight, start, scale, None, torch.empty(rows, outputs))
+
+    return product
+
+
+def own_in_bfloat16(outputs: int, inputs: int, count: int) -> Product:
+    """The same in bfloat16."""
+    pages, x = HugePages(), torch.randn(MOST_ROWS, inputs).bfloat16()
+    panel = panel_for(torch.bfloat16)
+    weights = [in_panels(torch.randn(outputs, inputs).bfloat16(), pages, panel) for _ in range(count)]
+    return lambda rows: [panel_product(x[:rows], weight, None, outputs) for weight in weights]
+
+
+def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[int, Product]]:
+    """Bytes of a weight, and its products, as far as there are any here."""
+    arms: dict[str, tuple[int, Product]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with suppress(RuntimeError):  # oneDNN has none for this processor
+            arms[str(dtype)[6:]] = dtype.itemsize, in_own_dtype(outputs, inputs, count, dtype)
+    if panel_for(torch.bfloat16):
+        arms["bfloat16, own"] = 2, own_in_bfloat16(outputs, inputs, count)
+    try:
+        arms["int8"] = 1, in_int8(outputs, inputs, count)
+    except UnsupportedModelError as refusal:
+        print(refusal)
+    if panel_for(torch.int8):
+        arms["int8, own"] = 1, own_in_int8(outputs, inputs, count)
+    return arms
+
+
+def bandwidth() -> float:
+    """Bytes per second at which memory is read."""
+    block, taken = torch.ones(GIB // 4), list[float]()
+    for _ in range(5):
+        start = perf_counter()
+        block.sum()
+        taken.append(perf_counter() - start)
+    return block.nbytes / min(taken)
+
+
+@torch.no_grad()
+def main(
+    shape: Annotated[list[str] | None, typer.Option(help="outputs x inputs; may be repeated")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="rows of a product, 512 at most; may be repeated")] = None,
+    rounds: int = 9,
+    threads: int = 1,
+) -> None:
+    torch.set_num_threads(threads)
+    speed, sizes = bandwidth(), rows or [1, 4, 8, 16, 32]
+    print(f"memory: {speed / 1e9:.1f} GB/s; us a product, median (least), for {sizes} rows")
+    for text in shape or ["6080x768", "768x6080", "2048x2048"]:
+        outputs, inputs = map(int, text.split("x"))
+        count = round(BYTES / (2 * outputs * inputs))
+        arms = arms_of(outputs, inputs, count)
+        taken: dict[tuple[str, int], list[float]] = {(arm, size): [] for arm in arms for size in sizes}
+        for _ in range(rounds + 1):
+            for (arm, size), found in taken.items():
+                start = perf_counter()
+                arms[arm][1](size)
+                found.append(1e6 * (perf_counter() - start) / count)
+        for arm, (width, _) in arms.items():
+            shown = (f"{median(taken[arm, size][1:]):.0f} ({min(taken[arm, size][1:]):.0f})" for size in sizes)
+            floor = 1e6 * width * outputs * inputs / speed
+            print(f"{text:10} {arm:14} reading it {floor:4.0f}: {', '.join(shown)}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

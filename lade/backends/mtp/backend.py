@@ -1,0 +1,18 @@
+"""The public object of the MTP layers' backend."""
+
+from __future__ import annotations
+
+from lade.backends.mtp.load import examine, layer_of
+from lade.backends.mtp.runner import MtpRunner
+from lade.model.backend import Backend
+
+
+class MtpBackend(Backend):
+    """Multi-token prediction layers of checkpoints; see `lade.model.joint`."""
+
+    layer_of = staticmethod(layer_of)
+    examine = staticmethod(examine)
+    runner_of = MtpRunner
+
+
+BACKEND = MtpBackend()

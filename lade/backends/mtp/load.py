@@ -1,0 +1,187 @@
+"""Loads a model's MTP layer by transformers' `MtpModel`, once for each model, where there is memory for it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
+
+from lade.backends.mtp.find import Found, NoLayersError, find
+from lade.decoding.mtp import MtpHabits
+from lade.locks import ForkSafeLock
+from lade.model.config import field as config_field
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_SHARE = 0.5  # of the memory that is free: texts need some, too
+Support = TypeVar("Support")
+_COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+_FULL_ATTENTION = "full_attention"
+_RECURRENT = ("linear_attention", "conv", "moe", "mlp")
+
+
+@dataclass
+class Loaded:
+    """A model's MTP layer.
+
+    Attributes:
+        mtp: transformers' module, with one layer; it shares embedding, head and rotary frequencies with the model.
+        found: what it was loaded from.
+        habits: what texts have taught about it, by their kind.
+    """
+
+    mtp: Any
+    found: Found
+    habits: dict[str, MtpHabits] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer, without what it shares with the model."""
+        return sum(weight.nbytes for weight in self.mtp.layers.parameters())
+
+
+_known: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], Loaded | str]] = WeakKeyDictionary()
+_loading = ForkSafeLock()
+
+
+def layer_of(model: PreTrainedModel) -> Loaded | str:
+    """Return the MTP layer of a model, loaded now if it never was, or the reason why there is none to be used.
+
+    Either is remembered as long as the model is of the same checkpoint, dtype and device.
+    """
+    state = model.config._name_or_path, model.dtype, model.device
+    with _loading:
+        known = _known.get(model)
+        if known is None or known[0] != state:
+            known = state, _loaded(model)
+            _known[model] = known
+    if isinstance(known[1], Loaded):
+        _keep_up(known[1].mtp, model)
+    return known[1]
+
+
+def _loaded(model: PreTrainedModel) -> Loaded | str:
+    try:
+        found = find(model)
+        check_room(model, found)
+        return Loaded(load(model, found), found)
+    except NoLayersError as problem:
+        return f"{type(model).__name__} {problem}"
+
+
+def examine(model: PreTrainedModel, make: Callable[..., Support]) -> Support:
+    """Return what is known of a model's MTP layers without loading any.
+
+    Args:
+        model: the model.
+        make: called with `reason`, `layers`, `nbytes` and `loaded`, as far as there is anything to be said.
+    """
+    known = _known.get(model)
+    if known is not None and isinstance(known[1], Loaded):
+        return make(layers=known[1].found.layers, nbytes=known[1].nbytes, loaded=True)
+    try:
+        found = find(model)
+        nbytes = found.parameters * model.dtype.itemsize
+        check_room(model, found)
+    except NoLayersError as problem:
+        return make(reason=f"{type(model).__name__} {problem}")
+    return make(layers=found.layers, nbytes=nbytes)
+
+
+def check_room(model: PreTrainedModel, found: Found) -> None:
+    """Raise `NoLayersError` where the layer would take more than half of the memory that is free."""
+    needed, device = found.parameters * model.dtype.itemsize, model.device
+    free = free_bytes(device)
+    if needed > _MEMORY_SHARE * free:
+        raise NoLayersError(
+            f"has MTP layers of which the first takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free on "
+            f"{device}: it would leave less than half of that for texts"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device; on the host what can be used without swapping, where that is known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    names: dict[str, int] = getattr(os, "sysconf_names", {})
+    if "SC_AVPHYS_PAGES" not in names:
+        return 2**33
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:  # counts what is cached of files, too
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), free)
+    except OSError:
+        return free
+
+
+def load(model: PreTrainedModel, found: Found) -> Any:
+    """Have transformers read the layer; the model itself is not changed.
+
+    Raises:
+        NoLayersError: transformers cannot read it, or it is of a kind that no tree can go through.
+    """
+    reader: Any = getattr(modeling_layers, "MtpModel", None)
+    if reader is None:
+        version = transformers.__version__
+        raise NoLayersError(f"has MTP layers, and transformers {version} cannot read them: install 5.23 or newer")
+    stand_in = _stand_in(model, found)
+    layer_types = stand_in.config.get_mtp_config().get_text_config().layer_types if _typed(stand_in.config) else ()
+    if set(layer_types or ()) & set(_RECURRENT):
+        raise NoLayersError(f"has an MTP layer that carries a state ({', '.join(layer_types)})")
+    try:
+        mtp: Any = reader.from_pretrained(stand_in, device_map={"": model.device})
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as problem:
+        logger.warning("the MTP layer of %s cannot be read: %s", type(model).__name__, problem)
+        said = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        raise NoLayersError(f"has an MTP layer that transformers cannot read ({said})") from problem
+    own = [mtp.layers, *([mtp.shared_post_norm] if mtp.use_shared_post_norm else [])]
+    for module in own:  # all else is the model's
+        module.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
+    if (implementation := mtp.config._attn_implementation) not in ("eager", "sdpa"):
+        mtp.config._attn_implementation = "sdpa"  # ours want masks of their own, and what drafts need not be exact
+        logger.debug("the MTP layer attends by sdpa, not by %s", implementation)
+    return mtp
+
+
+def _stand_in(model: PreTrainedModel, found: Found) -> Any:
+    """The same model with a configuration of its own, as `MtpModel.from_pretrained` wants to find it."""
+    stand_in: Any = copy.copy(model)
+    stand_in.config = config = copy.deepcopy(model.config)
+    config.name_or_path = str(found.folder)
+    stand_in._keys_to_ignore_on_load_unexpected = [found.pattern]
+    text: Any = config.get_text_config(decoder=True)
+    for name in _COUNTS:
+        if isinstance(config_field(text, name), int):
+            setattr(text, name, 1)
+    text.num_mtp_layers = 1
+    if _typed(config):
+        types = config_field(text, "mtp_layer_types") or [_like_the_last(text.layer_types)]
+        text.mtp_layer_types = list(types)[:1]
+    if config_field(text, "mlp_layer_types"):
+        types = config_field(text, "mtp_mlp_layer_types") or ["sparse" if found.experts else "dense"]
+        text.mtp_mlp_layer_types = list(types)[:1]
+    return stand_in
+
+
+def _typed(config: PretrainedConfig) -> bool:
+    """Return True where a configuration names the types of layers."""
+    return bool(config_field(config.get_text_config(decoder=True), "layer_types"))
+
+
+def _like_the_last(layer_types: list[str]) -> str:
+    """The type of an MTP layer that nobody named: full attention, where there are such layers."""
+    return _FULL_ATTENTION if _FULL_ATTENTION in layer_types else layer_types[-1]
+
+
+def _keep_up(mtp: Any, model: Any) -> None:
+    """Share the model's embedding and head as they are now: they may have been packed or replaced since."""
+    if mtp.shared_head is not model.get_output_embeddings():
+        mtp.tie_with_main_model(model)

@@ -1,0 +1,133 @@
+"""The model's states of texts, kept from the passes that feed them until the MTP layer takes them in.
+
+A pass says nothing about whose tokens it feeds: prompts of several rows may go together, padded behind, in pieces, or
+once for rows that share one. So the ids of each pass are noted with its states, and a row finds its own by its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from lade.decoding.mtp import RowText
+from lade.model.prompt_logits import MOST_TOKENS
+from lade.model.thread_patches import hooked
+
+
+class PromptPass(NamedTuple):
+    """One pass over prompts.
+
+    Attributes:
+        ids: `[B, T]`, what was fed.
+        start: how many tokens were cached before them.
+        states: `[B, T, H]`, after the final norm.
+    """
+
+    ids: list[list[int]]
+    start: int
+    states: torch.Tensor
+
+
+@dataclass
+class KnownStates:
+    """States of a row's text that the layer has not taken in.
+
+    Attributes:
+        start: place of the first one.
+        parts: `[T, H]` each, one after the other.
+    """
+
+    start: int
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The place behind the last one."""
+        return self.start + sum(map(len, self.parts))
+
+    def add(self, start: int, states: torch.Tensor) -> None:
+        """Add states `[T, H]` from place `start` on; where some are missing before them, older ones are dropped."""
+        if start != self.end:
+            self.start, self.parts = start, []
+        self.parts.append(states)
+        while len(self.parts) > 1 and self.end - self.start - len(self.parts[0]) >= MOST_TOKENS:
+            self.start += len(self.parts.pop(0))
+        if (spare := self.end - self.start - MOST_TOKENS) > 0 and spare < len(self.parts[0]):
+            self.parts[0] = self.parts[0][spare:].clone()  # a view would keep those before, too
+            self.start += spare
+
+    def take(self) -> torch.Tensor:
+        """All of them, `[T, H]`; none are left."""
+        taken = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        self.start, self.parts = self.end, []
+        return taken
+
+
+class StateRecorder:
+    """Sees the passes that this thread makes of a model.
+
+    Args:
+        model: a decoder-only model.
+        cache_name: under which name its forward takes the cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache_name: str) -> None:
+        self._model: Any = model
+        self._cache_name = cache_name
+        self._ids: torch.Tensor | None = None
+        self._start = 0
+        self.passes: list[PromptPass] = []
+        self.last: torch.Tensor | None = None
+
+    @contextmanager
+    def prompts(self) -> Iterator[list[PromptPass]]:
+        """A block whose passes feed prompts; they are in the list when it ends."""
+        self.passes = []
+        decoder = self._model.get_decoder()
+        with hooked(self._model, before=self._note_ids), hooked(decoder, after=self._note_states):
+            yield self.passes
+        self.passes = []
+
+    @contextmanager
+    def trees(self) -> Iterator[None]:
+        """A block with a pass over trees, whose states `[B, S, H]` then are `last`."""
+        self.last = None
+        with hooked(self._model.get_decoder(), after=self._note_last):
+            yield
+
+    def _note_ids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get(self._cache_name)
+        self._ids = kwargs.get("input_ids", args[0] if args else None)
+        self._start = 0 if cache is None else int(cache.get_seq_length())
+
+    def _note_states(self, output: Any) -> None:
+        states: torch.Tensor = output[0]  # [B, T, H]
+        ids, self._ids = self._ids, None
+        if ids is not None and ids.shape == states.shape[:2]:
+            self.passes.append(PromptPass(ids.tolist(), self._start, states.detach()))
+
+    def _note_last(self, output: Any) -> None:
+        self.last = output[0].detach()
+
+
+def states_in(passes: Sequence[PromptPass], row: RowText, known: KnownStates | None) -> KnownStates | None:
+    """Return the known states of a row's text after passes over prompts, among which its own are found by their tokens.
+
+    Args:
+        passes: in the order in which they were made.
+        row: the row.
+        known: what was known of it before.
+    """
+    for each in passes:
+        wanted = row.tokens[each.start : each.start + len(each.ids[0])]
+        place = next((at for at, ids in enumerate(each.ids) if ids[: len(wanted)] == wanted), None)
+        if place is None or not wanted:
+            continue
+        known = KnownStates(each.start) if known is None else known
+        known.add(each.start, each.states[place, : len(wanted)])
+    return known

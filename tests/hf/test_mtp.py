@@ -1,0 +1,353 @@
+"""Drafting with a checkpoint's MTP layer: the tokens of plain decoding, whatever the layer is worth."""
+
+import numpy as np
+import pytest
+import torch
+from mtp_toys import llama, llama_with_mtp, load
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LogitsProcessor
+
+import lade
+from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
+from lade.backends.mtp.load import layer_of
+from lade.clock import WallClock
+from lade.decoding.drafting.tree_size import FixedBudget
+from lade.decoding.kernels.layout import MTP_WIDTH
+from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions
+from lade.embedded.files import model_path
+from lade.testing import toy_model
+
+BUDGET = LookaheadConfig(budget=10, mtp=True)
+NEW = 60
+PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+PROMPTS = {
+    "input_ids": torch.tensor([[0, 0, 0, 3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [0, 0, 0, 0, 0, 0, 7, 9]]),
+    "attention_mask": torch.tensor([[0] * 3 + [1] * 5, [1] * 8, [0] * 6 + [1] * 2]),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Its layer is random, so that hardly a prediction is accepted."""
+    return llama_with_mtp(tmp_path_factory.mktemp("mtp"))
+
+
+class Users(LogitsProcessor):
+    """Forbids what stood four tokens before."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -4:-3], float("-inf")) if input_ids.shape[1] > 4 else scores
+
+
+WAYS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.6},
+    "penalised": {"repetition_penalty": 1.3},
+    "sampled and penalised": {"do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2, "top_k": 9},
+    "users": {"logits_processor": [Users()]},
+}
+
+
+def both(model, inputs, config=BUDGET, seed=5, **arguments):
+    """Plain ids and ours; afterwards the generator has been drawn from equally often."""
+    arguments = {"max_new_tokens": NEW, **arguments}
+    torch.manual_seed(seed)
+    plain, after = model.generate(**inputs, **arguments), torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    ours = lade.generate(model, **inputs, lookahead=config, **arguments)
+    assert torch.equal(torch.random.get_rng_state(), after)
+    return plain, ours
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "config", [BUDGET, LookaheadConfig(mtp=True), LookaheadConfig(budget=24, mtp=True, memory=Memory())]
+)
+def test_one_row(model, way, config):
+    plain, ours = both(model, {"input_ids": PROMPT}, config, **WAYS[way])
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("config", [BUDGET, LookaheadConfig()])
+def test_batches(model, way, config):
+    arguments = dict(WAYS[way])
+    if arguments.pop("logits_processor", None):  # rows that others' processors see together go in lock-step
+        config = LookaheadConfig(budget=10)
+        arguments["logits_processor"] = [Users()]
+    end = int(model.generate(**PROMPTS, max_new_tokens=NEW)[1, 20])
+    plain, ours = both(model, PROMPTS, config, eos_token_id=end, pad_token_id=0, **arguments)
+    assert torch.equal(ours, plain)
+
+
+def test_float32_and_chunked_prompts(tmp_path):
+    model = llama_with_mtp(tmp_path, dtype=torch.float32)
+    plain, ours = both(model, {"input_ids": PROMPT.repeat(1, 4)}, prefill_chunk_size=5)
+    assert torch.equal(ours, plain)
+    assert model_predicts(model)
+
+
+def model_predicts(model):
+    """Whether predictions were heard: their weights have moved."""
+    return any(
+        not np.array_equal(each.weights.trust, MtpHabits().weights.trust) for each in layer_of(model).habits.values()
+    )
+
+
+def test_streams_callables_and_caches(model):
+    plain = model.generate(PROMPT, max_new_tokens=NEW)
+    steps = list(lade.stream(model, PROMPT, max_new_tokens=NEW, lookahead=BUDGET))
+    assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW, custom_generate=lade.decode, lookahead=BUDGET), plain)
+    cache = lade.TreeCache()
+    first = lade.generate(model, PROMPT, max_new_tokens=20, lookahead=BUDGET, past_key_values=cache)
+    rest = lade.generate(model, first, max_new_tokens=NEW - 20, lookahead=BUDGET, past_key_values=cache)
+    assert torch.equal(rest, plain)
+
+
+def test_predictions_of_texts(model):
+    plain = model.generate(PROMPT, max_new_tokens=NEW)
+    stats = Stats()
+    expected = plain[0, 8:].tolist()
+    ours = lade.generate(model, PROMPT, max_new_tokens=NEW, lookahead=BUDGET, prediction=expected, stats=stats)
+    assert torch.equal(ours, plain) and stats.tokens_per_step > 4
+
+
+def test_grammars(tmp_path):
+    model, tokenizer = llama_with_mtp(tmp_path, vocabulary=4096), AutoTokenizer.from_pretrained(model_path())
+    grammar = Grammar.regex("(ab|c)+-[0-9]{3}")
+    for arguments in ({}, {"do_sample": True, "temperature": 1.3}):
+        arguments |= {"max_new_tokens": 40, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+        torch.manual_seed(1)
+        plain = model.generate(PROMPT, logits_processor=[grammar.processor(tokenizer)], **arguments)
+        torch.manual_seed(1)
+        own = {"grammar": grammar, "tokenizer": tokenizer, "lookahead": BUDGET}
+        assert torch.equal(lade.generate(model, PROMPT, **own, **arguments), plain)
+
+
+@pytest.mark.parametrize("more", [{}, {"prefix_cache": 2**22}, {"max_rows": 2, "max_tokens": 150}])
+def test_engines(model, more):
+    """Rows join and leave, share prompts that are kept, and make room for each other."""
+    asked = [(PROMPT[:, : 4 + number % 4], {"max_new_tokens": 20 + 5 * number}) for number in range(6)]
+    long = torch.cat([PROMPT] * 6, dim=1)
+    asked += [(long, {"max_new_tokens": 20}), (torch.cat([long, PROMPT], 1), {"max_new_tokens": 20})]
+    with lade.Engine(model, **more) as engine:
+        handles = []
+        for number, (ids, arguments) in enumerate(asked):
+            sampling = {"do_sample": True, "temperature": 0.7} if number % 3 == 2 else {}
+            handles.append(engine.add(ids, lookahead=LookaheadConfig(budget=8), seed=number, **arguments, **sampling))
+        handles[1].cancel()
+        for number, (handle, (ids, arguments)) in enumerate(zip(handles, asked, strict=True)):
+            if number == 1:
+                continue
+            sampling = {"do_sample": True, "temperature": 0.7} if number % 3 == 2 else {}
+            torch.manual_seed(number)
+            assert torch.equal(handle.result(60), model.generate(ids, **arguments, **sampling)), number
+
+
+# ---------------------------------------------------------------------------------------------- what layers are worth
+
+
+class KnowsTexts:
+    """A layer that knows what comes, or says that something else does: predictions are never in doubt.
+
+    Args:
+        texts: what plain decoding writes; a row's text begins one of them.
+        lies: whether to predict what does not come.
+    """
+
+    gathers = False
+
+    def __init__(self, texts, *, lies=False):
+        self.texts, self.lies, self.known, self.trees = texts, lies, set(), {}
+
+    def reading(self, rows):
+        self.known |= set(map(id, rows))
+        return self.watching()
+
+    def watching(self):
+        return torch.no_grad()
+
+    def accept(self, rows, paths, fed):
+        pass
+
+    def knows(self, row):
+        return id(row) in self.known
+
+    def retain(self, rows):
+        pass
+
+    def leave(self, row):
+        self.known.discard(id(row))
+
+    def forget(self):
+        self.trees = {}
+
+    def predict(self, rows, candidates):
+        self.trees = {id(row): [()] for row in rows}
+        return self._said([(row, ()) for row in rows])
+
+    def look(self, rows, nodes, candidates):
+        asked = []
+        for row, own in zip(rows, nodes, strict=True):
+            tree = self.trees[id(row)]
+            paths = [(*tree[node.parent], node.token) for node in own]
+            tree += paths
+            asked += [(row, path) for path in paths]
+        return self._said(asked)
+
+    def _said(self, asked):
+        tokens, odds = np.full((len(asked), MTP_WIDTH), -1, np.int32), np.full((len(asked), MTP_WIDTH), -5.0)
+        for place, (row, path) in enumerate(asked):
+            before = [*row.tokens, *path]
+            text = next((text for text in self.texts if text[: len(before)] == before), [])
+            token = text[len(before)] if len(text) > len(before) else 1
+            tokens[place, 0], odds[place, 0] = (token + 7) % 48 if self.lies else token, 9.0
+        return Predictions(tokens, odds)
+
+
+@pytest.fixture
+def drafted_by(monkeypatch):
+    """Has all texts be drafted with a layer of a test's own."""
+
+    def use(layer, habits=None, fixed=3):
+        passes = MtpPasses(layer, habits or MtpHabits(), WallClock(), fixed)
+        monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+        return passes
+
+    return use
+
+
+MODEL = toy_model("llama", dtype=torch.float64)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_layer_that_knows_the_text_yields_a_token_for_each_pass_and_one_more(drafted_by, depth):
+    plain = MODEL.generate(PROMPT, max_new_tokens=200)
+    drafted_by(KnowsTexts(plain.tolist()), fixed=depth)
+    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=200, lookahead=LookaheadConfig(budget=depth + 1)))
+    assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
+    settled = steps[1 + len(steps) // 4 : -1]
+    assert np.mean([len(step.tokens) == depth + 1 for step in settled]) > 0.9
+    assert {source for step in settled for source in step.sources} <= {"mtp", "memory", "bonus"}
+
+
+def test_rows_of_a_batch_share_passes_of_a_layer_that_knows_their_texts(drafted_by):
+    plain, stats = MODEL.generate(**PROMPTS, max_new_tokens=120, pad_token_id=0), Stats()
+    starts = [3, 0, 6]
+    drafted_by(KnowsTexts([row[start:] for row, start in zip(plain.tolist(), starts, strict=True)]))
+    config = LookaheadConfig(budget=4)
+    assert torch.equal(
+        lade.generate(MODEL, **PROMPTS, max_new_tokens=120, pad_token_id=0, lookahead=config, stats=stats), plain
+    )
+    assert stats.tokens_per_step > 3.5
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("budget", [8, 4, 16])
+def test_a_layer_that_lies_costs_little_once_it_is_known(drafted_by, budget):
+    """After 500 tokens steps yield at least 0.97 of those of the memory alone."""
+    prompts = [torch.tensor([ids]) for ids in ([7, 7, 2, 30], [1, 2, 3, 4], [11, 5], [40, 3, 3])]
+    known = [MODEL.generate(ids, max_new_tokens=480)[0].tolist() for ids in (PROMPT, *prompts)]
+
+    def yielded(mtp):
+        stats = Stats()
+        for ids in prompts:
+            config = LookaheadConfig(budget=budget, mtp=mtp)
+            lade.generate(MODEL, ids, max_new_tokens=480, lookahead=config, stats=stats)
+        return stats.tokens_per_step
+
+    alone = yielded(mtp=False)
+    passes = drafted_by(KnowsTexts(known, lies=True))
+    lade.generate(MODEL, PROMPT, max_new_tokens=480, lookahead=LookaheadConfig(budget=budget))
+    assert passes.weights.trust[0] < MtpHabits().weights.trust[0]
+    assert yielded(mtp=True) >= 0.97 * alone
+
+
+def test_promises_are_what_is_yielded(drafted_by, monkeypatch):
+    """Once a layer is known, the scores of what is fed sum up to what steps yield, to within a tenth."""
+    prompts = [PROMPT + shift for shift in range(4)]
+    layer = SometimesWrong([text for ids in prompts for text in MODEL.generate(ids, max_new_tokens=300).tolist()])
+    drafted_by(layer)
+    promised = []
+
+    def noting(budget, scores, alone=None):
+        promised.append(sum(scores))
+        return len(scores)
+
+    monkeypatch.setattr(FixedBudget, "choose", noting)
+    stats = Stats()
+    for ids in prompts:
+        stats.reset()
+        promised.clear()
+        lade.generate(MODEL, ids, max_new_tokens=300, lookahead=LookaheadConfig(budget=8), stats=stats)
+    assert stats.tokens_per_step > 1.8
+    assert np.mean(promised) == pytest.approx(stats.tokens_per_step, rel=0.1)
+
+
+class SometimesWrong(KnowsTexts):
+    """A layer that is right with a probability of 0.6, and says so."""
+
+    def _said(self, asked):
+        said = super()._said(asked)
+        for place, (row, path) in enumerate(asked):
+            if hash((len(row.tokens) + len(path), *row.tokens[:4])) % 5 > 2:
+                said.tokens[place, 0] = (said.tokens[place, 0] + 5) % 48
+        said.odds[:, 0] = np.log(0.6 / 0.4)
+        return said
+
+
+# ------------------------------------------------------------------------------------------------ what users may ask
+
+
+def test_transformers_own_argument_is_understood(model):
+    plain, stats = model.generate(PROMPT, max_new_tokens=NEW), Stats()
+    assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=NEW, use_mtp=True, stats=stats), plain)
+    assert stats.fallback is None and stats.steps
+    with pytest.raises(ConfigError, match="use_mtp=True asks for"):
+        lade.generate(model, PROMPT, max_new_tokens=9, use_mtp=True, lookahead=LookaheadConfig(mtp=False))
+
+
+def test_without_a_layer_it_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"mtp=True cannot be used: LlamaForCausalLM is configured without"
+    ):
+        lade.generate(MODEL, PROMPT, max_new_tokens=9, lookahead=BUDGET)
+    assert "configured without MTP layers" in lade.supports(MODEL).mtp.reason and lade.supports(MODEL)
+    llama(2).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    model.config.num_mtp_layers = 1
+    with pytest.raises(UnsupportedArgumentError, match="has no weights of MTP layers in its files"):
+        lade.generate(model, PROMPT, max_new_tokens=9, lookahead=BUDGET)
+    assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=9), model.generate(PROMPT, max_new_tokens=9))
+
+
+def test_where_it_is_not_run_the_memory_drafts_alone(model):
+    beams = {"num_beams": 2, "max_new_tokens": 12}
+    assert torch.equal(
+        lade.generate(model, PROMPT, lookahead=LookaheadConfig(), **beams), model.generate(PROMPT, **beams)
+    )
+    with pytest.raises(UnsupportedArgumentError, match="mtp with num_beams"):
+        lade.generate(model, PROMPT, lookahead=LookaheadConfig(mtp=True), **beams)
+    with pytest.raises(UnsupportedArgumentError, match="mtp=True cannot be used: rows in lock-step"):
+        lade.generate(model, **PROMPTS, logits_processor=[Users()], lookahead=BUDGET, pad_token_id=0, max_new_tokens=9)
+
+
+def test_switched_off_nothing_is_loaded(tmp_path):
+    model = llama_with_mtp(tmp_path)
+    lade.generate(model, PROMPT, max_new_tokens=9, lookahead=LookaheadConfig(mtp=False))
+    assert not lade.supports(model).mtp.loaded and lade.supports(model).mtp.layers == 1
+    lade.generate(model, PROMPT, max_new_tokens=9)
+    assert lade.supports(model).mtp.loaded
+
+
+def test_the_field_is_checked():
+    with pytest.raises(ConfigError, match="give True, False, or None"):
+        LookaheadConfig(mtp="yes")
+    with pytest.raises(ConfigError, match="belongs to the adaptive method"):
+        LookaheadConfig(window=3, mtp=True)
+    assert LookaheadConfig(window=3, mtp=False).mtp is False
+
+
+def test_models_of_other_kinds_are_told_apart():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64)).eval()
+    assert "configured without" in str(lade.supports(model).mtp)

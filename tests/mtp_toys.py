@@ -1,0 +1,96 @@
+"""Checkpoints with an MTP layer, made of models with one layer more: the last one becomes the MTP layer's block."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
+
+NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+"""Names of an MTP layer's own norms in checkpoints with a prefix, and in those that number it like the other layers."""
+
+
+def llama(layers=3, vocabulary=48, seed=0, dtype=torch.float64):
+    """A tiny Llama whose greedy text is neither constant nor soon periodic."""
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                weight.add_(0.1 * noise)
+            else:
+                weight.copy_(noise / math.sqrt(weight.shape[-1]))
+        model.model.embed_tokens.weight.copy_(torch.randn(vocabulary, 32, generator=generator))
+    return model.to(dtype).eval()
+
+
+def write_checkpoint(larger, folder, *, prefix="mtp", count="num_mtp_layers", seed=0):
+    """Write a checkpoint of all layers of a model but the last, which becomes its MTP layer.
+
+    Args:
+        larger: a model with one layer more.
+        folder: where to write it.
+        prefix: of the MTP layer's weights; None for the layout that numbers it like the other layers.
+        count: field of the configuration that tells how many there are; None for none.
+        seed: of the layer's own weights.
+
+    Returns:
+        Its weights by the names that transformers' `MtpLayer` has for them.
+    """
+    larger.save_pretrained(folder)
+    file, generator = Path(folder) / "model.safetensors", torch.Generator().manual_seed(seed)
+    weights, config = load_file(file), larger.config
+    last, size = config.num_hidden_layers - 1, config.hidden_size
+    dtype = larger.get_input_embeddings().weight.dtype
+    before = f"model.layers.{last}."
+    block = {name.removeprefix(before): weights.pop(name) for name in list(weights) if name.startswith(before)}
+    own = {name: (1.0 + 0.1 * torch.randn(size, generator=generator)).to(dtype) for name in NORMS.values()}
+    projection = (torch.randn(size, 2 * size, generator=generator) / math.sqrt(2 * size)).to(dtype)
+    if prefix is None:
+        layer = {f"{before}{name}": weight for name, weight in block.items()}
+        layer |= {f"{before}{name}.weight": weight for name, weight in own.items()}
+        layer[f"{before}eh_proj.weight"] = projection
+    else:
+        layer = {f"{prefix}.layers.0.{name}": weight for name, weight in block.items()}
+        layer |= {f"{prefix}.{name}.weight": own[theirs] for name, theirs in NORMS.items()}
+        layer[f"{prefix}.fc.weight"] = projection
+    save_file({**weights, **layer}, file, metadata={"format": "pt"})
+    (Path(folder) / "config.json").write_text(json.dumps(_shortened(folder, last, count)))
+    named = {f"mtp_block.{name}": weight for name, weight in block.items()} | {"eh_proj.weight": projection}
+    return named | {f"{name.replace('shared_head.norm', 'post_norm')}.weight": weight for name, weight in own.items()}
+
+
+def _shortened(folder, layers, count):
+    """The configuration of a checkpoint with so many layers, and one MTP layer."""
+    fields = json.loads((Path(folder) / "config.json").read_text())
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == layers + 1:
+            fields[name] = value[:layers]
+    fields["num_hidden_layers"] = layers
+    return fields if count is None else {**fields, count: 1}
+
+
+def load(folder, dtype=torch.float64, **arguments):
+    """The model of a checkpoint; transformers says nothing of the weights that it drops."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments).eval()
+    finally:
+        logging.set_verbosity(before)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def llama_with_mtp(folder, *, seed=0, dtype=torch.float64, vocabulary=48):
+    """A tiny Llama with a random MTP layer in its checkpoint."""
+    write_checkpoint(llama(3, vocabulary, seed, dtype), folder, seed=seed)
+    return load(folder, dtype)
