@@ -16,12 +16,12 @@ from starlette.responses import Response
 from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
-from lade.server.choice_stream import Choice, Piece, Prompt, figures_of, predictions_of, usage_of
+from lade.server.choice_stream import Choice, EncodedPrompt, Piece, figures_of, predictions_of, usage_of
 from lade.server.errors import TOO_LONG, ApiError, error_for, invalid
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import GONE, ClientLeftError, Exchange, unless_gone
 from lade.server.sampling_parameters import first_seed, generate_arguments, lookahead_of, seed_of
-from lade.server.schemas import ChatRequest, Decoding
+from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import Json, padded
 from lade.server.served_model import TextTooLongError
 from lade.server.service import Service
@@ -51,7 +51,9 @@ class Answer(ABC):
     field_names: ClassVar[Mapping[str, str]] = {}
     """Client-side names of fields of `body`, where they differ."""
 
-    def __init__(self, service: Service, exchange: Exchange, body: Decoding, asked: Decoding | None = None) -> None:
+    def __init__(
+        self, service: Service, exchange: Exchange, body: BaseRequest, asked: BaseRequest | None = None
+    ) -> None:
         self.service, self.body, self.asked = service, body, asked or body
         self._flight = service.fly(exchange, self.endpoint)
         self._request_id, self._owner, self._size = exchange.id, exchange.owner, exchange.size
@@ -69,11 +71,11 @@ class Answer(ABC):
         """Number of choices."""
 
     @abstractmethod
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[EncodedPrompt]:
         """Return the prompts to continue. Called in a worker thread."""
 
     @abstractmethod
-    def parser(self, prompt: Prompt) -> PlainParser | MarkupParser:
+    def parser(self, prompt: EncodedPrompt) -> PlainParser | MarkupParser:
         """Return the parser of an answer to a prompt."""
 
     @abstractmethod
@@ -111,7 +113,7 @@ class Answer(ABC):
         """True if the parser needs the text of special tokens."""
         return False
 
-    def grammar(self, prompt: Prompt) -> tuple[Grammar, str] | None:
+    def grammar(self, prompt: EncodedPrompt) -> tuple[Grammar, str] | None:
         """Return the grammar of an answer and the field that sets it; None if unconstrained.
 
         Raises:
@@ -188,7 +190,7 @@ class Answer(ABC):
             return None
         return self.service.encoder.first_ids(self.body.prediction.text)
 
-    def _choice(self, index: int, prompt: Prompt, place: QueueSlot) -> Choice:
+    def _choice(self, index: int, prompt: EncodedPrompt, place: QueueSlot) -> Choice:
         seed = seed_of(self.seed, index % self.body.n)
         handle = self._engine.add(prompt.ids, place=place, seed=seed, **self._arguments(prompt), **prompt.media)
         return Choice(
@@ -200,7 +202,7 @@ class Answer(ABC):
             silent=self.body.most_tokens == 0,
         )
 
-    def _arguments(self, prompt: Prompt) -> dict[str, Any]:
+    def _arguments(self, prompt: EncodedPrompt) -> dict[str, Any]:
         """Return the arguments of `Engine.add` for a prompt."""
         body, settings = self.body, self.service.settings
         memories = self.service.memories

@@ -19,7 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from lade.server import errors
-from lade.server.auth import Guard
+from lade.server.auth import AuthMiddleware
 from lade.server.body import Body
 from lade.server.messages import MessagesForm
 from lade.server.request_context import Exchange, Exchanges
@@ -140,7 +140,7 @@ def build_app(service: Service) -> FastAPI:
         mount_page(app)
     # the last one added comes first
     app.add_middleware(Body, most_bytes=lambda: service.max_body, wanted=_wants_body)
-    app.add_middleware(Guard, settings=settings, keys=lambda: service.keys)
+    app.add_middleware(AuthMiddleware, settings=settings, keys=lambda: service.keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -21,7 +21,7 @@ CROWDED = "crowded"
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware that rejects unauthorized requests.
 
     A web page can make a browser send requests to this machine and, under a name that resolves to it (DNS rebinding),

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from lade.grammar import Grammar
 from lade.server import serialization
 from lade.server.answer import Answer
-from lade.server.choice_stream import Choice, Piece, Prompt, chat_entry, tokens_of
+from lade.server.choice_stream import Choice, EncodedPrompt, Piece, chat_entry, tokens_of
 from lade.server.errors import ApiError, unsupported
 from lade.server.output_items import Change, Parts, Runs
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import Exchange
 from lade.server.sampling_parameters import with_generation_config
-from lade.server.schemas import ChatRequest, Decoding
+from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import Json
 from lade.server.service import Service
 from lade.server.structured_output import CHAT_NAMES, asked_calls, asked_form, message_grammar
@@ -33,7 +33,9 @@ class ChatAnswer(Answer):
     format_names = CHAT_NAMES
     body: ChatRequest
 
-    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest, asked: Decoding | None = None) -> None:
+    def __init__(
+        self, service: Service, exchange: Exchange, body: ChatRequest, asked: BaseRequest | None = None
+    ) -> None:
         super().__init__(service, exchange, with_generation_config(body), asked)
 
     @property
@@ -51,16 +53,16 @@ class ChatAnswer(Answer):
         """See `Answer.has_special_marks`."""
         return self.service.markup.has_special_tokens
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[EncodedPrompt]:
         """See `Answer.prompts`."""
         ids, media = self.service.template.encode(self.body)
-        return [Prompt(ids, media, self.model.tokenizer.decode(ids))]
+        return [EncodedPrompt(ids, media, self.model.tokenizer.decode(ids))]
 
-    def parser(self, prompt: Prompt) -> PlainParser | MarkupParser:
+    def parser(self, prompt: EncodedPrompt) -> PlainParser | MarkupParser:
         """See `Answer.parser`."""
         return self.service.markup.parser(prompt.text, self.body.tools if self.body.tool_choice != "none" else None)
 
-    def grammar(self, prompt: Prompt) -> tuple[Grammar, str] | None:
+    def grammar(self, prompt: EncodedPrompt) -> tuple[Grammar, str] | None:
         """See `Answer.grammar`; tool calls follow their schemas where these can be compiled."""
         body, forms, markup = self.body, self.service.forms, self.service.markup
         asked = asked_form(body, self.format_names)
@@ -144,7 +146,7 @@ class ItemAnswer(ChatAnswer):
         runs: the output items so far.
     """
 
-    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest, asked: Decoding) -> None:
+    def __init__(self, service: Service, exchange: Exchange, body: ChatRequest, asked: BaseRequest) -> None:
         super().__init__(service, exchange, body, asked)
         self.runs = Runs()
 

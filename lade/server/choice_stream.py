@@ -15,7 +15,7 @@ from lade.stats import Step, TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """An encoded prompt.
 
     Attributes:
@@ -143,7 +143,7 @@ class Choice:
     """
 
     index: int
-    prompt: Prompt
+    prompt: EncodedPrompt
     handle: Handle
     parser: PlainParser | MarkupParser
     stop_token_ids: frozenset[int] = frozenset()

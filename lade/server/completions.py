@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lade.server.answer import Answer
-from lade.server.choice_stream import Choice, CompletionLogprobs, OldForm, Piece, Prompt, tokens_of
+from lade.server.choice_stream import Choice, CompletionLogprobs, EncodedPrompt, OldForm, Piece, tokens_of
 from lade.server.errors import invalid
 from lade.server.output_parser import PlainParser
 from lade.server.request_context import ClientLeftError, Exchange
@@ -47,11 +47,11 @@ class CompletionAnswer(Answer):
         several: list[Any] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         return several
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[EncodedPrompt]:
         """See `Answer.prompts`."""
         if self.body.max_tokens == 0 and not self.body.echo:
             raise invalid("max_tokens", "max_tokens: 0 is for echo: ask for 1 at least")
-        made = list[Prompt]()
+        made = list[EncodedPrompt]()
         for each in self._given():
             if self.given_up:
                 raise ClientLeftError
@@ -72,7 +72,7 @@ class CompletionAnswer(Answer):
             why = f"prompt: {tokens} tokens with logprobs={top} and n={self.body.n} are too many to echo at a time"
             raise invalid("prompt", f"{why}: send fewer prompts, or ask for fewer logprobs")
 
-    def _arguments(self, prompt: Prompt) -> dict[str, Any]:
+    def _arguments(self, prompt: EncodedPrompt) -> dict[str, Any]:
         wanted = {"prompt_logprobs": self.body.logprobs} if self._echoes_logprobs else {}
         return {**super()._arguments(prompt), **wanted}
 
@@ -89,20 +89,20 @@ class CompletionAnswer(Answer):
         others = [each for each in choice.handle.prompt_logprobs or () if each is not None]
         self._echoed[choice.index] = logprobs.of_prompt(choice.prompt.ids[0], choice.prompt.text, others)
 
-    def _prompt(self, given: str | list[int]) -> Prompt:
+    def _prompt(self, given: str | list[int]) -> EncodedPrompt:
         tokenizer = self.model.tokenizer
         if isinstance(given, list):
             if max(given) >= self.model.vocabulary:
                 why = f"prompt: the id {max(given)} is out of the vocabulary: give ids below {self.model.vocabulary}"
                 raise invalid("prompt", why)
             text = tokenizer.decode(given, skip_special_tokens=True) if self.body.echo else ""
-            return Prompt(given, text=text)
+            return EncodedPrompt(given, text=text)
         ids = self.service.encoder.ids(given)
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
-        return Prompt(ids, text=given)
+        return EncodedPrompt(ids, text=given)
 
-    def parser(self, prompt: Prompt) -> PlainParser:
+    def parser(self, prompt: EncodedPrompt) -> PlainParser:
         """See `Answer.parser`."""
         return PlainParser()
 

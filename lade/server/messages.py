@@ -16,7 +16,7 @@ from lade.server.chat import Event, ItemAnswer
 from lade.server.errors import TOO_LONG, ApiError, internal, invalid, unsupported
 from lade.server.output_items import Change, Run
 from lade.server.request_context import Exchange
-from lade.server.schemas import ChatRequest, Decoding, Model, Object, Stop, Text, chat_request
+from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request
 from lade.server.serialization import encoded
 from lade.server.service import Service
 from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
@@ -24,7 +24,7 @@ from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOO
 Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
-class Source(Model):
+class BlockSource(Model):
     """Source of an image or a document."""
 
     type: str = Field(max_length=64)
@@ -40,7 +40,7 @@ class Block(Model):
     type: str = Field(max_length=64)
     text: Text | None = None
     thinking: Text | None = None
-    source: Source | None = None
+    source: BlockSource | None = None
     title: Text | None = None
     context: Text | None = None
     citations: Any = None
@@ -52,14 +52,14 @@ class Block(Model):
     is_error: StrictBool | None = None
 
 
-class Turn(Model):
+class InputMessage(Model):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
     content: Text | Blocks
 
 
-class Tool(Model):
+class MessagesTool(Model):
     """A tool; only tools run by the client are served."""
 
     name: str
@@ -71,7 +71,7 @@ class Tool(Model):
 
 
 class ToolChoice(Model):
-    """Tool choice of a request."""
+    """MessagesTool choice of a request."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -91,12 +91,12 @@ class OutputConfig(Model):
     format: Object | None = None
 
 
-class CountRequest(Decoding):
+class CountRequest(BaseRequest):
     """Request body of `/v1/messages/count_tokens`."""
 
-    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: Text | Blocks | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -182,7 +182,7 @@ def _system(given: str | Sequence[Block], place: str) -> str:
     return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _assistant(turn: Turn, names: dict[str, str], place: str) -> dict[str, Any]:
+def _assistant(turn: InputMessage, names: dict[str, str], place: str) -> dict[str, Any]:
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
@@ -207,7 +207,7 @@ def _assistant(turn: Turn, names: dict[str, str], place: str) -> dict[str, Any]:
     return {**made, "tool_calls": calls} if calls else made
 
 
-def _add_user(made: Messages, turn: Turn, names: dict[str, str], place: str) -> None:
+def _add_user(made: Messages, turn: InputMessage, names: dict[str, str], place: str) -> None:
     """Add user text and tool results in the order of the blocks; consecutive user messages are joined."""
     blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
     said: list[dict[str, Any]] = []
@@ -275,7 +275,7 @@ def _text(block: Block, place: str) -> str:
     return block.text
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: MessagesTool) -> dict[str, Any]:
     described = {} if tool.description is None else {"description": tool.description}
     strict = {} if tool.strict is None else {"strict": tool.strict}
     parameters = tool.input_schema or {"type": "object", "properties": {}}
@@ -296,7 +296,7 @@ def _dropped_options(config: OutputConfig | None) -> dict[str, str]:
     return {f"output_config.{name}": "" for name in (config and config.model_extra) or ()}
 
 
-def _dropped_citations(turns: Sequence[Turn]) -> dict[str, str]:
+def _dropped_citations(turns: Sequence[InputMessage]) -> dict[str, str]:
     """Return an ignored field if citations of documents are enabled."""
     blocks = (block for turn in turns if not isinstance(turn.content, str) for block in turn.content)
     asked = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]

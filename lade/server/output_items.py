@@ -16,7 +16,7 @@ def new_id() -> str:
 
 
 @dataclass
-class Call:
+class ToolCall:
     """A tool call, or an increment of one.
 
     Attributes:
@@ -54,7 +54,7 @@ class Parts:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[Call] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.tool_calls)
@@ -85,7 +85,7 @@ class Run:
     index: int
     kind: Kind
     text: str = ""
-    call: Call | None = None
+    call: ToolCall | None = None
     ended: bool = False
 
 
@@ -139,7 +139,7 @@ class Runs:
             yield from self._begin(kind)
         yield self._grown(text)
 
-    def _begin(self, kind: Kind, call: Call | None = None) -> Iterator[Change]:
+    def _begin(self, kind: Kind, call: ToolCall | None = None) -> Iterator[Change]:
         yield from self._end()
         self.all.append(Run(len(self.all), kind, call=call))
         yield Change("begun", self.all[-1])

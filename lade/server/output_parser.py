@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from lade.server.output_items import Call, Parts, new_id
+from lade.server.output_items import Parts, ToolCall, new_id
 from lade.server.served_model import ServedModel
 
 _MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
@@ -161,7 +161,9 @@ class WrittenCall:
         arguments = self._text.push(text)
         if self._held is None:
             more = self._is_call and arguments
-            return Parts(tool_calls=[Call(self._index, arguments)]) if more else Parts("" if self._is_call else text)
+            return (
+                Parts(tool_calls=[ToolCall(self._index, arguments)]) if more else Parts("" if self._is_call else text)
+            )
         self._held += text
         if self._text.failed:
             return self._as_answer("")
@@ -184,7 +186,7 @@ class WrittenCall:
 
     def _begin(self, arguments: str) -> Parts:
         self._held, self._is_call = None, True
-        return Parts(tool_calls=[Call(self._index, arguments, new_id(), self._text.name or "")])
+        return Parts(tool_calls=[ToolCall(self._index, arguments, new_id(), self._text.name or "")])
 
     def _as_answer(self, closing: str) -> Parts:
         held, self._held = self._held or "", None
@@ -332,12 +334,12 @@ class MarkupParser:
                 self.thinks = event["type"] != "region_close"
 
 
-def _call(index: int, call: dict[str, Any]) -> Call:
+def _call(index: int, call: dict[str, Any]) -> ToolCall:
     """Return a call parsed by a response template."""
     function = call.get("function", call)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Call(index, text, new_id(), str(function.get("name", "")))
+    return ToolCall(index, text, new_id(), str(function.get("name", "")))
 
 
 class Markup:

@@ -15,7 +15,7 @@ from lade.server.chat import Event, ItemAnswer
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.output_items import Change, Run
 from lade.server.request_context import Exchange
-from lade.server.schemas import ChatRequest, Decoding, Model, Names, Object, Text, chat_request
+from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
 from lade.server.service import Service
 from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lade.server.structured_output import FormatNames
@@ -62,10 +62,10 @@ class TextOptions(Model):
     verbosity: Any = None
 
 
-ToolList = Annotated[list["Tool"], Field(fail_fast=True, max_length=MOST_TOOLS)]
+ToolList = Annotated[list["ResponsesTool"], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
-class Tool(Model):
+class ResponsesTool(Model):
     """A tool; functions are served, alone or in namespaces."""
 
     type: str = Field(max_length=64)
@@ -76,7 +76,7 @@ class Tool(Model):
     strict: StrictBool | None = None
 
 
-class ResponsesRequest(Decoding):
+class ResponsesRequest(BaseRequest):
     """Request body of `/v1/responses`."""
 
     input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
@@ -109,7 +109,7 @@ class Tools:
         dropped: types of the tools that are not served.
     """
 
-    def __init__(self, given: Sequence[Tool] | None) -> None:
+    def __init__(self, given: Sequence[ResponsesTool] | None) -> None:
         self.functions: list[dict[str, Any]] = []
         self.dropped: list[str] = []
         self._places: dict[str, dict[str, str]] = {}
@@ -124,7 +124,7 @@ class Tools:
         """Return the members of an item that name a function called by the model."""
         return self._places.get(name, {"name": name})
 
-    def _add(self, tool: Tool, namespace: str | None) -> None:
+    def _add(self, tool: ResponsesTool, namespace: str | None) -> None:
         if tool.type != "function":
             self.dropped.append(tool.type)
             return

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError
 from lade.server.errors import invalid
-from lade.server.schemas import ChatRequest, Decoding
+from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import decoded
 from lade.server.served_model import ServedModel
 from lade.server.settings import MOST_CHOICES
@@ -65,7 +65,7 @@ _OURS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory"}
 _FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def first_seed(body: Decoding) -> int:
+def first_seed(body: BaseRequest) -> int:
     """Return the seed of choice 0; choice k has k more. Negative seeds wrap around as in torch."""
     if body.seed is None:
         return secrets.randbelow(_DRAWN_SEEDS - MOST_CHOICES)
@@ -105,14 +105,14 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid("generation_config", f"generation_config: {name} is no number: leave it out")
     try:
-        checked = Decoding.model_validate(values)
+        checked = BaseRequest.model_validate(values)
     except ValidationError as problem:
         first = problem.errors()[0]
         raise invalid("generation_config", f"generation_config: {first['loc'][0]}: {first['msg']}") from None
     return {name: getattr(checked, name) for name in values}
 
 
-def generate_arguments(body: Decoding, model: ServedModel, prompt_tokens: int) -> dict[str, Any]:
+def generate_arguments(body: BaseRequest, model: ServedModel, prompt_tokens: int) -> dict[str, Any]:
     """Return the arguments of `model.generate` except the length.
 
     Args:
@@ -145,7 +145,7 @@ def sampling_defaults(model: ServedModel) -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **model.sampling}
 
 
-def _drawing(body: Decoding, model: ServedModel) -> dict[str, Any]:
+def _drawing(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     asked = {name: value for name, value in given.items() if value is not None}
     values = {**sampling_defaults(model), **asked}

@@ -143,7 +143,7 @@ class Part(Model):
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
-class Prediction(Model):
+class PredictedOutput(Model):
     """Predicted output: text that the answer is expected to follow."""
 
     type: Literal["content"] = "content"
@@ -166,7 +166,7 @@ class StructuredOutputs(Model):
     whitespace: Flag = False
 
 
-class Decoding(Model):
+class BaseRequest(Model):
     """Fields that chat and text completions have in common."""
 
     model: str | None = None
@@ -192,7 +192,7 @@ class Decoding(Model):
     return_token_ids: Flag = False
     cache_salt: str | None = Field(None, max_length=256)
     lookahead: Literal["auto"] | Object | None = "auto"
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: Text | None = None
@@ -225,7 +225,7 @@ class Message(Model):
     refusal: Text | None = None
 
 
-class ChatRequest(Decoding):
+class ChatRequest(BaseRequest):
     """Request body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
@@ -259,7 +259,7 @@ class ChatRequest(Decoding):
         return self.max_completion_tokens or self.max_tokens
 
 
-class CompletionRequest(Decoding):
+class CompletionRequest(BaseRequest):
     """Request body of `/v1/completions`."""
 
     prompt: (
@@ -318,7 +318,7 @@ def check_model(name: str | None, settings: Settings) -> None:
         raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
 
 
-def check(body: Decoding, settings: Settings) -> list[str]:
+def check(body: BaseRequest, settings: Settings) -> list[str]:
     """Return the names of unknown fields, which are ignored.
 
     Raises:
@@ -343,7 +343,7 @@ def check(body: Decoding, settings: Settings) -> list[str]:
     return unknown + [name for name in REFUSED if extra.get(name) == {}]
 
 
-def without_effect(asked: Decoding) -> list[str]:
+def without_effect(asked: BaseRequest) -> list[str]:
     """Return the names of known fields that are set but have no effect.
 
     Args:
@@ -373,7 +373,7 @@ def _check_chat(body: ChatRequest) -> None:
         raise invalid("top_logprobs", "top_logprobs: it needs logprobs: true")
 
 
-def chat_request(asked: Decoding, **fields: Any) -> ChatRequest:
+def chat_request(asked: BaseRequest, **fields: Any) -> ChatRequest:
     """Convert a request of another API to a chat request.
 
     Args:
@@ -383,7 +383,7 @@ def chat_request(asked: Decoding, **fields: Any) -> ChatRequest:
     Raises:
         ApiError: the chat API does not accept a value.
     """
-    shared = {name: getattr(asked, name) for name in Decoding.model_fields if name in asked.model_fields_set}
+    shared = {name: getattr(asked, name) for name in BaseRequest.model_fields if name in asked.model_fields_set}
     given = {name: value for name, value in fields.items() if value is not None}
     whole = {**(asked.model_extra or {}), **shared, **given}
     try:

@@ -22,7 +22,7 @@ from lade.backends.grammar.trial import GrammarTrial
 from lade.errors import InputError, MissingExtraError
 from lade.grammar import Grammar
 from lade.server.errors import INVALID_SCHEMA, invalid, unsupported
-from lade.server.schemas import ChatRequest, Decoding, StructuredOutputs
+from lade.server.schemas import BaseRequest, ChatRequest, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
@@ -126,7 +126,7 @@ class Forms:
             self._trial.close()
 
 
-def asked_form(body: Decoding, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
+def asked_form(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
     """Return the grammar of a request and the field that sets it; None if unconstrained.
 
     Args:
@@ -171,7 +171,7 @@ def _structured(given: StructuredOutputs | None) -> _Asked:
     return asked
 
 
-def _guided(body: Decoding) -> _Asked:
+def _guided(body: BaseRequest) -> _Asked:
     """The older names of the same."""
     asked: _Asked = []
     if body.guided_json is not None:
@@ -238,7 +238,7 @@ def _without_notes(schema: Any) -> Any:
     return {name: part if name in _VALUES else _without_notes(part) for name, part in kept.items()}
 
 
-def refuse_other_ends(body: Decoding, param: str) -> None:
+def refuse_other_ends(body: BaseRequest, param: str) -> None:
     """Raise `ApiError` for options that would continue an answer beyond the end of its grammar."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
@@ -251,7 +251,7 @@ _THOUGHTS, _CALLS = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 
 
 @dataclass(frozen=True)
-class Call:
+class CallableTool:
     """A tool that may be called.
 
     Attributes:
@@ -273,7 +273,7 @@ class Calls:
         several: True if more than one call is allowed.
     """
 
-    tools: Sequence[Call]
+    tools: Sequence[CallableTool]
     forced: bool
     several: bool
 
@@ -301,7 +301,7 @@ def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     if choice not in (None, "auto", "required") and named not in names:
         raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of one of tools')
     numbers = range(len(tools)) if named is None else [names.index(named)]
-    made, left, begun = list[Call](), LONGEST_TOOLS, thread_time()
+    made, left, begun = list[CallableTool](), LONGEST_TOOLS, thread_time()
     for number in numbers:
         length = length_of(_schema(tools[number]))
         made.append(_call(tools[number], f"tools[{number}].function", vocabulary, length, left))
@@ -328,7 +328,7 @@ def _schema(tool: dict[str, Any]) -> Any:
     return _function(tool).get("parameters") or {"type": "object"}
 
 
-def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> Call:
+def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> CallableTool:
     """Return a callable tool; `left` is what remains of the request's limit on schema lengths."""
     function = _function(tool)
     try:
@@ -342,7 +342,7 @@ def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int,
         if function.get("strict") or isinstance(problem, SlowGrammarError):
             raise invalid(f"{place}.parameters", f"{place}.parameters: {problem}", INVALID_SCHEMA) from problem
         made = Grammar.json_object()
-    return Call(str(function["name"]), made)
+    return CallableTool(str(function["name"]), made)
 
 
 def message_grammar(

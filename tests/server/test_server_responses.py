@@ -9,7 +9,7 @@ from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
 
 from lade.server.errors import ApiError
-from lade.server.output_items import Call, Parts, Runs
+from lade.server.output_items import Parts, Runs, ToolCall
 from lade.server.responses import ResponsesRequest, as_chat
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -74,7 +74,7 @@ def test_openais_helper_for_streams_takes_it_to_its_end(server, client):
 
 
 def test_thoughts_text_and_calls_are_items_of_their_own():
-    runs, calls = Runs(), [Call(0, '{"a": 1}', "call_1", "add"), Call(1, '{"a": 1}', "call_2", "add")]
+    runs, calls = Runs(), [ToolCall(0, '{"a": 1}', "call_1", "add"), ToolCall(1, '{"a": 1}', "call_2", "add")]
     pieces = [Parts("", "hm"), Parts("", "m"), Parts("yes", " ok"), Parts("!", "", calls)]
     told = [(change.what, change.run.index, change.text) for parts in pieces for change in runs.take(parts)]
     told += [(change.what, change.run.index, change.text) for change in runs.finish()]
