@@ -27,7 +27,7 @@ The estimator, in the order in which a pass is processed by `observe`:
    neighbours contradict, loses weight, so that its gain grows and a wrong start is forgotten.
 5. Passes over one token move all sizes alike, by runs and by the mean: they show the machine's pace, and nothing of
    the curve's shape. Else a machine whose pace goes up and down would bend the curve, a little each time, until trees
-   of any size seem free (docs/lab-log.md, "A curve of costs that the machine's pace had bent"). Where most passes feed
+   of any size seem free (lab/log/step-cost.md, "A cost curve bent by the machine's pace"). Where most passes feed
    guesses, sizes beyond theirs still come to seem cheap that way; when they are fed, it is found out.
 6. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
    convex hull.

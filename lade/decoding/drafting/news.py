@@ -10,7 +10,7 @@ import math
 
 NEWS = 0.22
 """Tokens. Where the rows of rejected nodes were not learned, some 15 a step, stories yielded 0.36 tokens a step less
-(docs/lab-log.md, "What feeding teaches"); this says 0.47 where they are of use."""
+(lab/log/tree-size.md, "Exploration value of rejected nodes"); this says 0.47 where they are of use."""
 _FIRST = 2.0
 
 

@@ -11,7 +11,7 @@ Where looks are rare, so is what they make of a memory. Then it is not worth the
 token of a prompt either, to have its logits remembered; which tokens followed which is learned of any prompt.
 
 A single row is not held to all that. A text, or a memory that is kept, begins with losses and ends with gains, and
-rests teach nothing (docs/lab-log.md, "Batches rest by what guesses brought").
+rests teach nothing (lab/log/batches-and-engine.md, "Drafting in a batch: back-off after losses").
 """
 
 from __future__ import annotations
