@@ -499,7 +499,7 @@ def test_an_engine_that_breaks_down_ends_the_run(generate, prompts, out, monkeyp
 
     def breaking(self):
         forget(self)
-        if self._seats and out.exists() and out.read_bytes().count(b"\n") >= 2:
+        if self._running and out.exists() and out.read_bytes().count(b"\n") >= 2:
             raise MemoryError("all is lost")
 
     with monkeypatch.context() as patch:

@@ -231,7 +231,7 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
     expected = [model.generate(**each, **more) for each, more in zip(given, options, strict=True)]
     kept = 0 if ModelFacts.of(model).recurrent else 2**20
     with (
-        patch.object(prefix_cache, "LEAST", 3),
+        patch.object(prefix_cache, "MIN_PREFIX", 3),
         lade.Engine(model, max_rows=3, prefill_tokens=5, prefix_cache=kept) as engine,
     ):
         handles = [engine.add(**each, **more, lookahead=PAPER) for each, more in zip(given, options, strict=True)]
