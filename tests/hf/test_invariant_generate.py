@@ -45,6 +45,7 @@ def test_greedy(model, length):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lade.PrecisionWarning")
 def test_the_same_texts_part_without_it():
     """So that equality says something: the very model, before and after."""
     parted = [0, 0]

@@ -223,9 +223,9 @@ def exact_attention(query, key, value, softcap, sinks):
 
 BITS = """
 import torch
-from lade.model.invariant.norms import LLAMA, rms_norm
-from lade.model.invariant_attention.attention import invariant_attention
-from lade.model.kernels import vectors
+from lade.backends.cpu.invariant.norms import LLAMA, rms_norm
+from lade.backends.cpu.invariant.attention import invariant_attention
+from lade.backends.cpu.kernels import vectors
 torch.manual_seed(0)
 query, key = torch.randn(1, 6, 9, 40), torch.randn(1, 2, 150, 40)
 found, _ = invariant_attention(torch.nn.Identity(), query, key, key[..., :24], None, softcap=5.0)

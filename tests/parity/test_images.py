@@ -317,7 +317,7 @@ def test_a_length_at_which_the_text_is_computed_again_is_not_crossed() -> None:
     for length in (arguments["input_ids"].shape[1] + 5, SWITCH):
         expected = model.generate(**arguments, max_length=length)
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments, max_length=length), expected)
-    with pytest.raises(lade.UnsupportedArgumentError, match=f"beyond {SWITCH} tokens this model computes"):
+    with pytest.raises(lade.UnsupportedArgumentError, match=f"beyond {SWITCH} tokens this model recomputes"):
         lade.generate(model, lookahead=PAPER, **arguments, max_length=SWITCH + 1)
 
 

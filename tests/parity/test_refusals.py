@@ -34,9 +34,9 @@ _SIZES: dict[str, Any] = {
 }
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
 SLOTS_OF_ATTENTION = "attention's biases go by cache slot, not by position"
-SCORES = "picks keys by a score, and where scores are equal, by how many keys there are"
+SCORES = "selects keys by score, and breaks ties by the number of keys"
 SLOTS = "ALiBi biases go by cache slot, not by position"
-CAPACITY = "experts drop what a pass has beyond their capacity"
+CAPACITY = "experts drop tokens of a pass beyond their capacity"
 _ENCODING: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 0}
 REFUSED = {
     "recurrent_gemma": (STATE, {"lru_width": 32, "attention_window_size": 16}),
@@ -78,7 +78,7 @@ OTHER_STATES = {
     "inkling2_text": SLOTS_OF_ATTENTION,
     "qwen4_exp_text": "its indexer pools keys by cache slot",
     "deepseek_v4": "compresses windows that close by cache slot",
-    "zaya": "mixes keys and values with those of the token before",
+    "zaya": "mixes the keys and values of a token with those of the token before",
     "minimax": STATE,
     "xlstm": STATE,
 }
