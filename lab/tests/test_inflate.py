@@ -242,7 +242,8 @@ def share_in_memory(tensor):
 @pytest.mark.slow
 @pytest.mark.skipif(not PAGEMAP.exists(), reason="reads which pages are in memory from Linux' /proc")
 def test_its_zeros_lie_in_memory_like_other_weights():
-    assert share_in_memory(torch.from_numpy(np.zeros(10_000_000))) < 0.1  # zeros that were only promised
+    if share_in_memory(torch.from_numpy(np.zeros(10_000_000))) > 0.1:  # memory that was used before
+        pytest.skip("zeros that are only promised cannot be told apart here")
     large = inflate(small_model(dtype=torch.float32), None, hidden_factor=16, layers=3, intermediate_size=17_000)
     for layer in large.model.layers:
         assert share_in_memory(layer.mlp.down_proj.weight) == 1
