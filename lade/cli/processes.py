@@ -13,7 +13,7 @@ from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
 from lade.cli.terminal import Terminal
 from lade.hf.distributed import follow_until_dismissed
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 
 
 def connected(term: Terminal) -> int:

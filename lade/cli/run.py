@@ -25,7 +25,7 @@ from lade.grammar import Grammar
 from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
 from lade.hf.refusals import resolve
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.stats import Stats, Step
 
 

@@ -150,7 +150,7 @@ def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: 
     from lade.cli.terminal import count
     from lade.model.backend import runner_for
     from lade.model.facts import ModelFacts
-    from lade.model.support.supports import supports, unwrap
+    from lade.model.supports import supports, unwrap
 
     plan = supports(loaded.model).require()
     model = unwrap(loaded.model)

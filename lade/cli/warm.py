@@ -171,7 +171,7 @@ def _run(
 ) -> None:
     from lade.cli.run import check_served
     from lade.config import LookaheadConfig
-    from lade.model.support.supports import supports
+    from lade.model.supports import supports
 
     support = supports(loaded.model)
     if not support:

@@ -27,7 +27,7 @@ from lade.hf.arguments import (
 )
 from lade.hf.generate import generate
 from lade.hf.refusals import resolve
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.stats import Stats
 
 ModelT = TypeVar("ModelT")

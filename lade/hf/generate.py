@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any, Literal, Protocol, overload
 
@@ -16,35 +16,43 @@ from transformers.generation.utils import GenerateOutput
 from lade.config import Lookahead, LookaheadConfig
 from lade.grammar import GrammarArgument
 from lade.hf.arguments import (
+    Generated,
+    NeedsGenerateError,
+    Prediction,
     arguments_for_callable,
     check_call,
     check_decode,
     num_beams,
+    prediction_ids,
     refuse_autocast,
     refuse_streamed_beams,
     refuse_streamed_rows,
     refuse_streamed_segments,
+    refuse_unused_prediction,
 )
 from lade.hf.batch_rules import needs_lock_step
-from lade.hf.distributed import (
-    call_together,
-    is_shared,
-    leader_of,
-    refuse_shared,
-    refuse_shared_steps,
-    refuse_unshared,
-    sharing_plainly,
-    stream_together,
-)
 from lade.hf.generation_config import cleaning_up, refuse_adapter_arguments
-from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly, plain_steps
-from lade.hf.predictions import Prediction, prediction_ids, refuse_unused_prediction
 from lade.hf.refusals import falling_back, refuse_slow_beams, resolve
 from lade.hf.session import Session
 from lade.model import joint
+from lade.model.backend import processes_of
 from lade.model.prepared import Prepared, custom_generate_for
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 from lade.stats import Stats, Step
+
+
+def _rarely_used(name: str) -> Any:
+    """Return a module of this folder that few calls need, imported on first use."""
+    return import_module(f"lade.hf.{name}")
+
+
+def _distributed(model: Any) -> Any | None:
+    """Return `lade.hf.distributed` if several processes may decode a model; None if this one decodes it alone.
+
+    Args:
+        model: the model inside any wrapper.
+    """
+    return None if processes_of(model) is None else _rarely_used("distributed")
 
 
 class DecodeSession(Protocol):
@@ -150,7 +158,7 @@ def _decode_with(
         auto: fall back to plain decoding where lookahead decoding is not supported.
         unassisted: as in `decoding_method`; false for a caller that calls `model.generate` again.
     """
-    model = prepared.model
+    model, distributed = prepared.model, _distributed(prepared.model)
     with cleaning_up(model, prepared.generation_config):
         refuse_autocast(model)
         if streamer is not None:
@@ -158,13 +166,16 @@ def _decode_with(
         session: DecodeSession | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
-                refuse_unshared(model)
+                if distributed is not None:
+                    distributed.refuse_unshared(model)
                 session = _session_for(prepared, config, stats, streamer, auto=auto)
         if session is not None:
             return session.run()
-        if leader_of(model) is not None:
+        if distributed is not None and distributed.leader_of(model) is not None:
             raise NeedsGenerateError("prepared inputs cannot be sent to other processes", "call model.generate")
-        return decode_prepared(prepared, stats, streamer, unassisted=unassisted)
+        output: Generated
+        output = _rarely_used("plain").decode_prepared(prepared, stats, streamer, unassisted=unassisted)
+        return output
 
 
 def _with_grammar(model: PreTrainedModel, grammar: GrammarArgument | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -182,18 +193,14 @@ def _session_for(
         processors, criteria, generation_config = prepared.positional[1:]
         several, streamed = len(prepared.prompts) > 1, streamer is not None
         if several and needs_lock_step(processors, criteria, generation_config, streamed=streamed):
-            return _session_of("lock_step.LockStepSession", prepared, config=config, stats=stats, streamer=streamer)
+            make = _rarely_used("lock_step").LockStepSession
+            lock_step: DecodeSession = make(prepared, config=config, stats=stats, streamer=streamer)
+            return lock_step
         return Session(prepared, config=config, stats=stats, streamer=streamer)
     if auto:
         refuse_slow_beams(prepared)
-    return _session_of("beams.BeamSession", prepared, config=config, stats=stats)
-
-
-def _session_of(name: str, prepared: Prepared, **arguments: Any) -> DecodeSession:
-    """Return a session of a type that few calls need, imported on first use."""
-    module, _, kind = name.partition(".")
-    session: DecodeSession = getattr(import_module(f"lade.hf.{module}"), kind)(prepared, **arguments)
-    return session
+    beams: DecodeSession = _rarely_used("beams").BeamSession(prepared, config=config, stats=stats)
+    return beams
 
 
 @overload
@@ -283,7 +290,11 @@ def generate(
     """
     arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
     call = functools.partial(_generate, model, arguments, lookahead, stats, streamer, prediction, grammar)
-    return call_together(model, call) if is_shared(model) else call()
+    distributed = _distributed(unwrap(model))
+    if distributed is None or not distributed.is_shared(model):
+        return call()
+    output: Generated = distributed.call_together(model, call)
+    return output
 
 
 def _generate(
@@ -298,12 +309,15 @@ def _generate(
     config, auto = resolve(lookahead)
     refuse_unused_prediction(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
-    refuse_shared(model, arguments)
+    inner = unwrap(model)
+    distributed = _distributed(inner)
+    if distributed is not None:
+        distributed.refuse_shared(model, arguments)
     check_call(model, arguments, stats)
     with cleaning_up(model, arguments.get("generation_config")):
-        arguments = _with_grammar(unwrap(model), grammar, arguments)
+        arguments = _with_grammar(inner, grammar, arguments)
         if streamer is not None:  # plain beam search would raise too, but after warnings and with another message
-            refuse_streamed_beams(num_beams(unwrap(model), arguments), streamer)
+            refuse_streamed_beams(num_beams(inner, arguments), streamer)
         prepared: dict[str, Any] | None = None
         if config is not None:
             with falling_back(stats, allowed=auto):
@@ -313,8 +327,9 @@ def _generate(
             with suppress(NeedsGenerateError):
                 output: Generated = model.generate(custom_generate=custom_generate_for(use, model, texts), **prepared)
                 return output
-        with sharing_plainly(model, arguments):
-            return generate_plainly(model, stats, streamer, arguments)
+        with nullcontext() if distributed is None else distributed.sharing_plainly(model, arguments):
+            plainly: Generated = _rarely_used("plain").generate_plainly(model, stats, streamer, arguments)
+            return plainly
 
 
 def stream(
@@ -337,7 +352,11 @@ def stream(
     """
     arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
     begin = functools.partial(_stream, model, arguments, lookahead, stats, prediction, grammar)
-    return stream_together(model, begin) if is_shared(model) else begin()
+    distributed = _distributed(unwrap(model))
+    if distributed is None or not distributed.is_shared(model):
+        return begin()
+    steps: Iterator[Step] = distributed.stream_together(model, begin)
+    return steps
 
 
 def _stream(
@@ -351,10 +370,12 @@ def _stream(
     config, auto = resolve(lookahead)
     refuse_unused_prediction(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
-    refuse_shared(model, arguments)
+    inner = unwrap(model)
+    distributed = _distributed(inner)
+    if distributed is not None:
+        distributed.refuse_shared(model, arguments)
     check_call(model, arguments, stats)
     with cleaning_up(model, arguments.get("generation_config")):
-        inner = unwrap(model)
         refuse_autocast(inner)
         arguments = _with_grammar(inner, grammar, arguments)
         refuse_streamed_beams(num_beams(inner, arguments))
@@ -366,5 +387,7 @@ def _stream(
                 make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
                 prepared = arguments_for_callable(model, arguments)
                 return iter(model.generate(custom_generate=custom_generate_for(make, model, texts), **prepared))
-        refuse_shared_steps(model)
-        return plain_steps(model, stats, arguments)
+        if distributed is not None:
+            distributed.refuse_shared_steps(model)
+        steps: Iterator[Step] = _rarely_used("plain").plain_steps(model, stats, arguments)
+        return steps

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from lade.errors import LadeError, UnsupportedArgumentError
-from lade.model.support.adapters import call_values, remove_call_hooks
-from lade.model.support.supports import unwrap
+from lade.model.facts import adapters_backend
+from lade.model.supports import unwrap
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,9 @@ def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
 
 def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
     """Raise `UnsupportedArgumentError` if PEFT's per-call hooks are installed on the model."""
-    refuse_adapter_arguments(dict.fromkeys(call_values(model), True), where)
+    adapters = adapters_backend()
+    if adapters is not None:
+        refuse_adapter_arguments(dict.fromkeys(adapters.call_values(model), True), where)
 
 
 @contextmanager
@@ -231,8 +233,9 @@ def clean_up(model: Any, problem: BaseException, given: object) -> None:
         given: the argument `generation_config`; None if there was none.
     """
     model = unwrap(model)
-    if isinstance(model, nn.Module):
-        remove_call_hooks(model)
+    adapters = adapters_backend() if isinstance(model, nn.Module) else None
+    if adapters is not None:
+        adapters.remove_call_hooks(model)
     if isinstance(problem, LadeError):
         return
     for config in (given, getattr(model, "generation_config", None)):

@@ -31,7 +31,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
-from lade.hf.predictions import predictions_by_row
+from lade.hf.arguments import predictions_by_row
 from lade.hf.processors import Record
 from lade.model import joint
 from lade.model.backend import runner_for
@@ -40,7 +40,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids, vocabulary_of
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import mtp_search_refusal
+from lade.model.supports import mtp_search_refusal
 from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost

@@ -43,10 +43,7 @@ from lade.model.prepared import (
     vocabulary_of,
 )
 from lade.model.runner import EagerRunner, input_device
-from lade.model.slot_patches import padding_matters_from
-from lade.model.support.causality_check import depends_on_padding
-from lade.model.support.supports import is_listed, support_by, unwrap
-from lade.model.user_cache import can_borrow, lacks_indexer, unfit_reason
+from lade.model.supports import is_listed, support_by, unwrap
 from lade.stats import Stats
 
 ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
@@ -160,18 +157,21 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
         refuse(f"cache_implementation={kind!r}", FOREIGN_CACHES[kind])
-    if cache is not None and prepared.cache_name == "cache_params":
+    if cache is None:
+        return
+    user_cache = joint.load("user_cache")
+    if prepared.cache_name == "cache_params":
         what = "cache_params on a model whose layers are all recurrent"
         refuse(what, "its states do not tell their length, so plain decoding feeds the whole prompt again")
-    if cache is not None and not isinstance(cache, TreeCache) and prepared.facts.recurrent:
+    if not isinstance(cache, TreeCache) and prepared.facts.recurrent:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
-    if cache is not None and prepared.facts.has_encoder:
+    if prepared.facts.has_encoder:
         refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
-    if cache is not None and lacks_indexer(cache, prepared.facts):
+    if user_cache.lacks_indexer(cache, prepared.facts):
         what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
         refuse(what, "it holds no indexer keys; give DynamicCache(config=model.config) or a lade.TreeCache")
-    if cache is not None and not can_borrow(cache):
+    if not user_cache.can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",
             "it cannot be copied from; give a DynamicCache, a StaticCache or a lade.TreeCache on the model's device",
@@ -247,7 +247,9 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     """Refuse left padding where plain decoding counts it as text."""
     if not padding:
         return
-    model, limit = facts.model, padding_matters_from(facts.text_config)
+    model, limit = facts.model, facts.positions.longrope_switch  # models that drop their cache there count slots
+    if facts.uses_slots:
+        limit = joint.load("slots").padding_matters_from(facts) or limit
     if limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
     if generation_config.prefill_chunk_size is not None and facts.recurrent:
@@ -256,7 +258,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     unknown = not is_listed(model) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "trying whether this model counts it takes passes of all its processes")
-    if unknown and depends_on_padding(model):
+    if unknown and joint.load("trials").depends_on_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 
@@ -274,7 +276,8 @@ def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
         )
     if prepared.embeddings is not None and cache.get_seq_length():
         refuse("inputs_embeds with past_key_values", "it is unknown which of them are cached; leave one of them out")
-    if reason := unfit_reason(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
+    max_length = prepared.generation_config.max_length + texts.width - texts.shown
+    if reason := joint.load("user_cache").unfit_reason(cache, texts.width, max_length):
         refuse("past_key_values", reason)
 
 
@@ -303,7 +306,7 @@ def _check_positions(prepared: Prepared, texts: PromptTexts) -> bool:
     positions = prepared.model_kwargs.get("position_ids")
     if positions is None:
         # ALiBi and recurrent layers derive positions from the mask.
-        by_mask = hasattr(prepared.model.base_model, "build_alibi_tensor") or prepared.facts.recurrent
+        by_mask = prepared.facts.has_alibi or prepared.facts.recurrent
         if texts.padding and not by_mask:
             why = "this model's forward takes no position_ids, so transformers would count the padding"
             refuse("left padding", why)
@@ -355,12 +358,12 @@ def falling_back(stats: Stats | None, *, allowed: bool = True) -> Iterator[None]
         warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=_user_stacklevel())
 
 
-def warn_of_precision(model: Any) -> None:
+def warn_of_precision(prepared: Prepared) -> None:
     """Issue the `PrecisionWarning` of a model about to be accelerated, at the user's line; see `precision_note`.
 
     Call it after all refusals, and before anything is fed or borrowed, as the warning may be turned into an error.
     """
-    note = precision_note(model)
+    note = _precision_note(prepared.model, prepared.wrapper)
     if note:
         warnings.warn(note, PrecisionWarning, stacklevel=_user_stacklevel())
 
@@ -374,7 +377,10 @@ def precision_note(model: Any) -> str:
     Returns:
         The note; empty if the model is batch-invariant or in full precision, and at later calls for the same model.
     """
-    inner = unwrap(model)
+    return _precision_note(unwrap(model), model)
+
+
+def _precision_note(inner: PreTrainedModel, model: Any) -> str:
     device = input_device(inner).type
     cast = torch.is_autocast_enabled(device)
     if not cast and (inner.dtype not in HALF or is_invariant(inner)):

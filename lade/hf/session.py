@@ -57,7 +57,7 @@ class Session:
         plan, self._texts, images = check(prepared)
         self._is_batch = len(self._texts) > 1
         runner = self._checked_runner(plan)
-        warn_of_precision(prepared.wrapper)
+        warn_of_precision(prepared)
         # Without a user's cache transformers makes one, which is empty and cannot hold a tree.
         self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch

@@ -1,11 +1,13 @@
-"""The interface of backends, and the choice of a generation's runner: a backend's or the eager one."""
+"""The interface of backends, and the choice among them: a generation's runner, and the processes that decode it."""
 
 from __future__ import annotations
 
-from transformers import GenerationConfig, PretrainedConfig
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lade.model import joint
-from lade.model.facts import ModelFacts
+from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner, input_device
 
@@ -73,3 +75,10 @@ def runner_for(
         if runner is not None:
             return runner
     return EagerRunner(facts.model, plan, generation_config, facts)
+
+
+def processes_of(model: Any) -> Any | None:
+    """Return the backend if several processes may decode a model; None if this process certainly decodes it alone."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return joint.load("processes") if tensor_parallel_size(model) > 1 else joint.loaded("processes")

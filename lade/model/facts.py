@@ -224,6 +224,22 @@ class ModelFacts:
         return [part for part in self.having("index_topk") if _picks_single_keys(part)]
 
     @cached_property
+    def picked_keys(self) -> int | None:
+        """Number of keys that an indexer selects for a token; None without indexers."""
+        return min((indexer.index_topk for indexer in self.indexers), default=None)
+
+    @cached_property
+    def uses_slots(self) -> bool:
+        """True if any part may compute with cache slots where a tree needs positions, see `lade.backends.slots`."""
+        tempered = getattr(self.text_config, "attn_temperature_tuning", False)
+        return bool(self.indexers or self.has_alibi or tempered)
+
+    @cached_property
+    def has_alibi(self) -> bool:
+        """True if its attention adds ALiBi biases, which transformers builds from the mask."""
+        return hasattr(self.model.base_model, "build_alibi_tensor")
+
+    @cached_property
     def recurrent_functions(self) -> list[tuple[ModuleType, str]]:
         """Functions for several tokens that its recurrent layers call, as (module of the lookup, name)."""
         names = sorted({kind.__module__ for kind in self.kinds})
@@ -373,6 +389,11 @@ def needs_synced_passes(model: Any) -> bool:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     asked: Any = generation
     return several and bool(asked.is_deepspeed_zero3_enabled() or asked.is_fsdp_managed_module(model))
+
+
+def adapters_backend() -> Any | None:
+    """Return the backend for PEFT's adapters if PEFT is imported; else None, as then no model has any."""
+    return joint.load("adapters") if "peft" in sys.modules else None
 
 
 def is_invariant(model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook, Reader
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model import joint
 from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
 from lade.model.facts import ModelFacts
@@ -23,8 +24,6 @@ from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.prefill import PASS_TOKENS, PreparedPrompts, PromptPasses, TextPieces, grouped
 from lade.model.prompt_logits import HiddenStates
-from lade.model.slot_patches import SlotPatches
-from lade.model.user_cache import borrow
 
 
 class FrequencySwitch:
@@ -106,8 +105,9 @@ class EagerRunner:
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
-        self._slot_patches, self._recurrence = SlotPatches(facts), facts.recurrence
-        self.pieces = TextPieces(self._recurrence, self._slot_patches)
+        self._recurrence = facts.recurrence
+        self._slot_patches: Any = joint.load("slots").patches(facts) if facts.uses_slots else None
+        self.pieces = TextPieces(facts)
         self.mode = PassMode(facts, plan)
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
         self._prompt_passes = PromptPasses(facts, plan, generation_config, self.device)
@@ -181,7 +181,10 @@ class EagerRunner:
             tokens: maximum length of a row.
             handed_out: whether the caller gets `given` in the end.
         """
-        return borrow(given)
+        if isinstance(given, TreeCache):
+            return given
+        borrowed: RowCache = joint.load("user_cache").borrow(given)
+        return borrowed
 
     def host(self, cache: TreeCache, tokens: int) -> Any:
         """Return a cache of the type that `forward` needs with the rows of another, which must not be used afterwards.
@@ -339,7 +342,8 @@ class EagerRunner:
         if not self._slot_patches and self._recurrence is None:
             return nullcontext()
         with ExitStack() as stack:  # undone if one of them fails
-            stack.enter_context(self._slot_patches.patched_for(inputs))
+            if self._slot_patches:
+                stack.enter_context(self._slot_patches.patched_for(inputs))
             if self._recurrence is not None:
                 self._begin(self._recurrence, trees, cache, stack)
             return stack.pop_all()
@@ -368,7 +372,8 @@ class EagerRunner:
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._slot_patches.patched_for(inputs), self.mode(self._slot_patches, self._recurrence):
+        patched = self._slot_patches.patched_for(inputs) if self._slot_patches else nullcontext()
+        with patched, self.mode(self._slot_patches, self._recurrence):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)

@@ -14,7 +14,7 @@ from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner, input_device
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 
 
 def capture_refusal(model: Any, facts: ModelFacts | None = None) -> str:

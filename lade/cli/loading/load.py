@@ -26,7 +26,7 @@ from lade.errors import ConfigError, InputError
 from lade.memory import Memory
 from lade.model.config import LEARNED_POSITIONS
 from lade.model.prepared import placeholder_ids
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 from lade.tuning.packing_choice import pack_if_it_pays
 
 
