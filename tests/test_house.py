@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 278,
+    "files": 275,
     "lines": 48000,
-    "files under 40 lines of code": 21,
+    "files under 40 lines of code": 20,
     "lines of the largest file": 510,
-    "imports, per cent of code": 11.7,
+    "imports, per cent of code": 11.6,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
-    "files that generate imports": 84,
-    "lines that generate imports": 15800,
+    "files that generate imports": 71,
+    "lines that generate imports": 14050,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 6,
     "docstrings that begin with What, Whether or Of": 32,
     "entries of Args that are fragments, per cent": 5,
 }
-LEAST = {"median lines of a file": 172}
+LEAST = {"median lines of a file": 175}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,8 @@ steps = [calls[begin:end] for begin, end in zip(marks[1:], marks[2:])]
 plain, drafted = min(steps, key=len), max(steps, key=len)
 changes = sum(a != b for a, b in zip(first, first[1:]))
 loaded = {name.split(".")[2] for name in sys.modules if name.startswith("lade.backends.")}
-print(len(set(first)), changes, len(first), *(each for s in (plain, drafted) for each in (len(set(s)), len(s))), depths[1])
+sizes = [each for step in (plain, drafted) for each in (len(set(step)), len(step))]
+print(len(set(first)), changes, len(first), *sizes, depths[1])
 print(*sorted(loaded))
 """
 
@@ -111,15 +112,8 @@ def test_a_greedy_call_stays_near_home():
     )
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
-    most = (
-        40,
-        167,
-        706,
-        20,
-        130,
-        30,
-        300,
-    )  # the step that does least, as it drafts nothing, and the one that does most
+    # Of the steps the one that does least, as it drafts nothing, and the one that does most.
+    most = (37, 125, 660, 20, 130, 30, 340)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lade.model.backend import Backend
 from lade.model.facts import ModelFacts
-from lade.model.runner import input_device
+from lade.model.runner import Backend, input_device
 
 ACTIVATED = (
     "its adapter is an activated LoRA (alora_invocation_tokens), which counts the tokens of each pass: "

@@ -23,10 +23,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lade.errors import UnsupportedModelError
-from lade.model.backend import Backend
 from lade.model.config import field
 from lade.model.facts import ModelFacts
 from lade.model.masks import INDEXED, Inputs, StepInputs
+from lade.model.runner import Backend
 from lade.model.thread_patches import Override, hooked, overridden
 
 

@@ -20,10 +20,10 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from lade.model.backend import Backend
 from lade.model.cache_layers import TreeLayer
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
+from lade.model.runner import Backend
 
 _INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # missing in older versions
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, _INDEXED_LAYER, StaticLayer, StaticSlidingWindowLayer)

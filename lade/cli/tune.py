@@ -148,8 +148,8 @@ def tune(
 def _run(loaded: LoadedModel, lengths: list[int], measuring: TuneOptions, term: Terminal, *, json: bool) -> None:
     from lade.cli.run import Interrupt
     from lade.cli.terminal import count
-    from lade.model.backend import runner_for
     from lade.model.facts import ModelFacts
+    from lade.model.runner import runner_for
     from lade.model.supports import supports, unwrap
 
     plan = supports(loaded.model).require()

@@ -22,11 +22,11 @@ from transformers.generation.utils import GenerateOutput
 
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
-from lade.hf.refusals import check_shape, refuse
+from lade.hf.refusals import refuse
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.facts import needs_synced_passes
-from lade.model.prepared import REMEDY, Prepared, argument_of, holds_media, prompts_in, vocabulary_of
+from lade.model.prepared import REMEDY, Prepared, argument_of, check_shape, holds_media, prompts_in
 from lade.model.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
 
@@ -96,18 +96,18 @@ UNFORWARDED = {
 """Arguments that transformers does not forward to a callable, and their effect."""
 
 
-def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def arguments_for_callable(model: Any, inner: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with which `model.generate` calls a callable and gives it all that it needs.
 
     Args:
         model: the model as the caller has it.
+        inner: the model inside any wrapper.
         arguments: the caller's arguments, by name.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: `model.generate` would not call it.
         InputError: transformers would fail on the prompt.
     """
-    inner = unwrap(model)
     if getattr(type(inner), "generate", None) is not GenerationMixin.generate:
         supports(model).require()  # an overridden `generate` may do anything with our callable, or be missing
     if needs_synced_passes(inner):  # a callable is not told, and would have to synchronize by itself
@@ -335,11 +335,11 @@ def _is_id(token: object) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> list[Sequence[int] | None]:
-    """Return the prediction of each row, `[B]`; None where there is none.
+def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> Sequence[Sequence[int] | None]:
+    """Return the prediction of each row, `[B]`.
 
     Args:
-        prepared: inputs prepared by `model.generate`.
+        prepared: inputs prepared by `model.generate`, with predictions.
         config: the method and its sizes.
         rows: B, the number of rows.
 
@@ -348,15 +348,13 @@ def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -
         UnsupportedArgumentError: the method drafts from no text.
     """
     texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
-    if not texts:
-        return [None] * rows
     if not config.adaptive and not config.guesses:
         refuse("prediction with guesses=0", "nothing but the window is drafted then")
     if len(texts) * repeated != rows:
         raise InputError(
             f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one per prompt, which may be empty"
         )
-    vocabulary = vocabulary_of(prepared.model)
+    vocabulary = prepared.vocabulary
     for token in (token for text in texts for token in text):
         if not 0 <= token < vocabulary:
             raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")

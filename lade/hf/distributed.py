@@ -16,8 +16,7 @@ from transformers.utils.generic import ModelOutput
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.plain import generate_plainly
 from lade.model import joint
-from lade.model.backend import processes_of
-from lade.model.facts import tensor_parallel_size
+from lade.model.facts import processes_of, tensor_parallel_size
 from lade.model.prepared import argument_of
 from lade.model.supports import unwrap
 from lade.stats import Step

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,16 +211,6 @@ def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
     adapters = adapters_backend()
     if adapters is not None:
         refuse_adapter_arguments(dict.fromkeys(adapters.call_values(model), True), where)
-
-
-@contextmanager
-def cleaning_up(model: Any, generation_config: object) -> Iterator[None]:
-    """Call `clean_up` if the block raises."""
-    try:
-        yield
-    except BaseException as problem:
-        clean_up(model, problem, generation_config)
-        raise
 
 
 def clean_up(model: Any, problem: BaseException, given: object) -> None:

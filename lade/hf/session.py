@@ -55,7 +55,7 @@ class Session:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
         config = with_use_mtp(prepared.generation_config, config)
         plan, self._texts, images = check(prepared)
-        self._is_batch = len(self._texts) > 1
+        self._is_batch = len(self._texts.ids) > 1
         runner = self._checked_runner(plan)
         warn_of_precision(prepared)
         # Without a user's cache transformers makes one, which is empty and cannot hold a tree.
@@ -75,11 +75,11 @@ class Session:
         cache: Any = self._cache  # of the type that the runner needs
         self._loop = DecodeLoop(
             list(self._rows),
-            runner.for_prompts(images),
+            runner if images is None else runner.for_prompts(images),
             cache,
             stats,
             self._job.budget,
-            reader=self._job.reader,
+            reader=runner.reader,
             mtp=self._job.mtp,
         )
 

@@ -1,4 +1,7 @@
-"""Run an unmodified transformers model: prefill, and one forward pass over token trees per step."""
+"""Run an unmodified transformers model: prefill, and one forward pass over token trees per step.
+
+The eager runner serves most models; a backend may bring a runner of its own, see `Backend`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
@@ -99,17 +102,16 @@ class EagerRunner:
     ) -> None:
         self.model: Any = model
         self.facts = facts = ModelFacts.of(model) if facts is None else facts
+        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
+        self._recurrence, self.positions = facts.recurrence, facts.positions
+        self._slot_patches: Any = joint.load("slots").patches(facts) if facts.uses_slots else None
         self.plan, self.generation_config = plan, generation_config
-        self.positions = facts.positions
         self.device, self._dtype = input_device(model), model.dtype
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
-        self._recurrence = facts.recurrence
-        self._slot_patches: Any = joint.load("slots").patches(facts) if facts.uses_slots else None
-        self.pieces = TextPieces(facts)
         self.mode = PassMode(facts, plan)
-        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
+        self.pieces = TextPieces(facts)
         self._prompt_passes = PromptPasses(facts, plan, generation_config, self.device)
         self._prompts: PreparedPrompts | None = None
 
@@ -400,3 +402,68 @@ def input_device(model: PreTrainedModel) -> torch.device:
     if device.type == "meta":
         device = torch.device(embeddings._hf_hook.execution_device)
     return device
+
+
+class Backend:
+    """Operations that the core asks of any backend; the defaults do nothing. Subclasses add specific ones."""
+
+    def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
+        """Return the reason why this backend cannot serve a model exactly; empty if it can.
+
+        Args:
+            facts: facts about the model.
+            config: configuration of its decoder.
+        """
+        return ""
+
+    def runner(
+        self,
+        facts: ModelFacts,
+        plan: MaskPlan,
+        generation_config: GenerationConfig,
+        *,
+        own_cache: bool,
+        captures: bool,
+    ) -> EagerRunner | None:
+        """Return this backend's runner for a model; None if it has none for it.
+
+        Args:
+            facts: facts about the model.
+            plan: the model's mask format.
+            generation_config: the final generation config, see `EagerRunner`.
+            own_cache: false if decoding continues a user's cache.
+            captures: false if the caller needs every pass launched eagerly.
+        """
+        return None
+
+
+def runner_for(
+    facts: ModelFacts,
+    plan: MaskPlan,
+    generation_config: GenerationConfig,
+    *,
+    own_cache: bool = True,
+    captures: bool = True,
+) -> EagerRunner:
+    """Return the runner for a model: that of several processes if there are any, else captured passes, else eager ones.
+
+    Args:
+        facts: facts about the model, a decoder without an encoder that `lade.supports`.
+        plan: the model's mask format.
+        generation_config: the final generation config, see `EagerRunner`.
+        own_cache: false if decoding continues a user's cache, which has no fixed addresses.
+        captures: false if every pass has to be launched eagerly.
+
+    Raises:
+        UnsupportedArgumentError: the processes that decode the model cannot serve these passes.
+    """
+    candidates = [joint.loaded("processes")]
+    if captures and input_device(facts.model).type == "cuda":
+        candidates.append(joint.load("cuda_graphs"))
+    for backend in filter(None, candidates):
+        runner: EagerRunner | None = backend.runner(
+            facts, plan, generation_config, own_cache=own_cache, captures=captures
+        )
+        if runner is not None:
+            return runner
+    return EagerRunner(facts.model, plan, generation_config, facts)

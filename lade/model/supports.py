@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
@@ -315,7 +314,7 @@ def _refusal_of_adapters(facts: ModelFacts, wrapped: Any) -> str:
 
 def _refusal_of_trials(facts: ModelFacts) -> str:
     """Return why its linear layers, or its training mode, are not supported; trials decide unless both are ordinary."""
-    if not facts.training and _has_only_known_layers(facts):
+    if not facts.training and facts.has_only_known_layers:
         return ""
     trials = joint.load("trials")
     return str(trials.linear_refusal(facts) or trials.training_refusal(facts))
@@ -348,26 +347,3 @@ def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
 def takes_masks_by_layer_type(config: PretrainedConfig) -> bool:
     """Return whether a listed architecture takes its masks by layer type."""
     return config.model_type in MASK_PER_LAYER_TYPE | RECURRENT_MASK_PER_LAYER_TYPE
-
-
-def _has_only_known_layers(facts: ModelFacts) -> bool:
-    """Return whether a quick check rules out any foreign layer, as in most models."""
-    with_features, weights = facts.having("in_features"), facts.weights
-    linear = facts.kinds.get(nn.Linear, [])
-    packed = [layer for kind in packed_classes() for layer in facts.kinds.get(kind, [])]
-    if facts.replaced or len(with_features) > len(linear) + len(packed):
-        return False
-    if [layer for layer in linear if layer._parameters.get("weight") is None]:
-        return False
-    known = {id(weight) for layer in packed for weight in layer._parameters.values()}
-    return not [
-        weight
-        for weight in weights
-        if id(weight) not in known and (type(weight) is not nn.Parameter or weight.dtype.itemsize == 1)
-    ]
-
-
-def packed_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes of packed layers with bit-identical results."""
-    cpu = joint.loaded("cpu")
-    return () if cpu is None else (cpu.packed_layer,)

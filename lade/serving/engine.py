@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from lade.config import Lookahead
+from lade.config import Lookahead, resolve
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.grammar import Grammar
 from lade.hf.arguments import Prediction, check_stats
 from lade.hf.distributed import led_by_this_process
-from lade.hf.refusals import resolve
 from lade.model.facts import ModelFacts
 from lade.model.supports import supports, unwrap
 from lade.serving.batch import EngineBatch

@@ -24,7 +24,7 @@ from lade.hf.arguments import (
     refuse_unused_prediction,
 )
 from lade.hf.detokenizer import AnswerText
-from lade.hf.generation_config import cleaning_up, refuse_adapter_arguments, refuse_adapter_hooks
+from lade.hf.generation_config import clean_up, refuse_adapter_arguments, refuse_adapter_hooks
 from lade.hf.job import DraftSpec, Output, output_of, record_for
 from lade.hf.processors import StopReason, row_for
 from lade.hf.refusals import check, warn_of_precision
@@ -248,12 +248,16 @@ def prepare(
         arguments = joint.load("grammar").with_grammar(unwrap(model), options.grammar, arguments)
     make = functools.partial(EngineRequest, options=options, text=text, plan=plan)
     use = custom_generate_for(make, model, prediction_ids(options.prediction, options.tokenizer))
-    with cleaning_up(model, arguments.get("generation_config")):
-        try:
-            _refuse_contexts(unwrap(model), arguments)
-            request: EngineRequest = model.generate(custom_generate=use, **arguments_for_callable(model, arguments))
-        except UnsupportedArgumentError as problem:
+    try:
+        _refuse_contexts(unwrap(model), arguments)
+        request: EngineRequest = model.generate(
+            custom_generate=use, **arguments_for_callable(model, unwrap(model), arguments)
+        )
+    except BaseException as problem:
+        clean_up(model, problem, arguments.get("generation_config"))
+        if isinstance(problem, UnsupportedArgumentError):
             raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # replaces a remedy about fallbacks
+        raise
     return request
 
 

@@ -23,8 +23,8 @@ from lade.backends.recurrent.layer import RecurrentLayer
 from lade.backends.recurrent.tree_pass import LinearFolding, TreePass, convolution
 from lade.backends.trials.tree_check import worst_error
 from lade.model import facts, supports
-from lade.model.backend import runner_for
 from lade.model.facts import ModelFacts
+from lade.model.runner import runner_for
 from lade.model.supports import RECURRENT
 from lade.serving.capacity import Need
 from lade.tuning.measure import measure_step_cost

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS, named_lengths
 from lade.backends.trials.linear_check import linear_refusal
 from lade.backends.trials.tree_check import can_be_padded, depends_on_padding, tolerance, training_refusal, worst_error
-from lade.model.backend import Backend
 from lade.model.config import field
 from lade.model.masks import plan_for
+from lade.model.runner import Backend
 from lade.model.supports import Support, has_listed_decoder, takes_masks_by_layer_type
 
 

@@ -25,10 +25,9 @@ from transformers import PreTrainedModel
 
 from lade.model import joint
 from lade.model.config import dtype_name
-from lade.model.facts import ModelFacts, is_invariant, is_tensor_parallel
+from lade.model.facts import ModelFacts, is_invariant, is_tensor_parallel, packed_classes
 from lade.model.in_place_subclassing import own_class
 from lade.model.runner import input_device
-from lade.model.supports import packed_classes
 
 logger = logging.getLogger(__name__)
 
