@@ -19,7 +19,7 @@ from starlette.responses import Response
 from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
-from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, Generation
+from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import TOO_LONG, ApiError, error_for, invalid
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
@@ -80,7 +80,7 @@ class Formatter(ABC):
     """Writes an answer in the format of one API.
 
     Args:
-        generation: the choices to write.
+        output: the choices to write.
     """
 
     endpoint: ClassVar[str]
@@ -88,8 +88,8 @@ class Formatter(ABC):
     field_names: ClassVar[Mapping[str, str]] = {}
     """Names of fields in this API, by their names in the body that was validated, where they differ."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+    def __init__(self, output: RequestOutput) -> None:
+        self.output = output
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -133,27 +133,27 @@ class Chunks:
     """Envelopes of OpenAI's completions APIs: a whole answer, or a stream of chunks.
 
     Args:
-        generation: the choices to write.
+        output: the choices to write.
         prefix: prefix of the answer's id.
         kind: `object` of a whole answer.
         chunk_kind: `object` of a chunk.
     """
 
-    def __init__(self, generation: Generation, prefix: str, kind: str, chunk_kind: str) -> None:
-        self._generation, self._prefix, self._kind, self._chunk_kind = generation, prefix, kind, chunk_kind
-        self._options, self._trace = generation.body.stream_options, generation.body.lade.trace
+    def __init__(self, output: RequestOutput, prefix: str, kind: str, chunk_kind: str) -> None:
+        self._output, self._prefix, self._kind, self._chunk_kind = output, prefix, kind, chunk_kind
+        self._options, self._trace = output.body.stream_options, output.body.lade.trace
 
     def whole(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Return a whole answer."""
-        generation = self._generation
-        own = {"choices": list(choices), "usage": generation.usage(), "lade": generation.figures()}
+        output = self._output
+        own = {"choices": list(choices), "usage": output.usage(), "lade": output.figures()}
         return {**self._head(self._kind), **own}
 
     def chunk(self, choice: dict[str, Any], more: Mapping[str, Any] | None = None) -> bytes:
         """Return the event of a choice's increment."""
         usage, options = dict[str, Any](), self._options
         if options is not None and options.include_usage:
-            usage = {"usage": self._generation.usage() if options.continuous_usage_stats else None}
+            usage = {"usage": self._output.usage() if options.continuous_usage_stats else None}
         value = {**self._chunk_head, "choices": [choice], **usage, **(more or {})}
         padded = options is not None and options.include_obfuscation
         return serialization.event(serialization.padded(value) if padded else value)
@@ -180,8 +180,8 @@ class Chunks:
 
     def last(self) -> Iterator[bytes]:
         """Yield the usage, if requested, and the end mark."""
-        if self._generation.body.include_usage:
-            yield serialization.event({**self._chunk_head, "choices": [], "usage": self._generation.usage()})
+        if self._output.body.include_usage:
+            yield serialization.event({**self._chunk_head, "choices": [], "usage": self._output.usage()})
         yield serialization.DONE
 
     @cached_property
@@ -189,13 +189,13 @@ class Chunks:
         return self._head(self._chunk_kind)
 
     def _head(self, kind: str) -> dict[str, Any]:
-        generation = self._generation
+        output = self._output
         return {
-            "id": f"{self._prefix}{generation.key}",
+            "id": f"{self._prefix}{output.key}",
             "object": kind,
-            "created": generation.created,
-            "model": generation.service.settings.name,
-            "system_fingerprint": generation.service.fingerprint,
+            "created": output.created,
+            "model": output.service.settings.name,
+            "system_fingerprint": output.service.fingerprint,
         }
 
     @staticmethod
@@ -209,7 +209,7 @@ class Chunks:
 async def respond(
     request: Request,
     preprocessor: Preprocessor,
-    make_formatter: Callable[[Generation], Formatter],
+    make_formatter: Callable[[RequestOutput], Formatter],
     sent: BaseRequest | None = None,
 ) -> Response:
     """Answer a request: whole, as a stream, or with an error.
@@ -222,8 +222,8 @@ async def respond(
     """
     service: Service = request.app.state.service
     context = RequestContext.of(request.scope)
-    generation = Generation(service, preprocessor.body, context.id)
-    answer = Answer(context, generation, preprocessor, make_formatter(generation), sent or preprocessor.body)
+    output = RequestOutput(service, preprocessor.body, context.id)
+    answer = Answer(context, output, preprocessor, make_formatter(output), sent or preprocessor.body)
     return await answer.response(request)
 
 
@@ -232,7 +232,7 @@ class Answer:
 
     Args:
         context: the request context.
-        generation: the choices, none so far.
+        output: the choices, none so far.
         preprocessor: converter of the request body.
         formatter: writer of the answer.
         sent: the body as the client sent it.
@@ -241,14 +241,14 @@ class Answer:
     def __init__(
         self,
         context: RequestContext,
-        generation: Generation,
+        output: RequestOutput,
         preprocessor: Preprocessor,
         formatter: Formatter,
         sent: BaseRequest,
     ) -> None:
-        self._context, self._generation = context, generation
+        self._context, self._output = context, output
         self._preprocessor, self._formatter, self._sent = preprocessor, formatter, sent
-        self._service, self._body = generation.service, generation.body
+        self._service, self._body = output.service, output.body
         self._in_flight = self._service.track(context, formatter.endpoint)
         self._headers: dict[str, str] = {}
         self._budget = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
@@ -274,7 +274,7 @@ class Answer:
 
     async def _submit(self) -> None:
         """Reserve queue slots before any costly work, so that an overloaded server refuses at once."""
-        self._model = self._generation.model = self._service.model
+        self._model = self._output.model = self._service.model
         self._engine = self._service.engine
         count = self._body.n * self._preprocessor.prompt_count
         self._check(count)
@@ -284,7 +284,7 @@ class Answer:
             choices = await self._service.in_worker(self._context.size, self._prepare)
         except UntriedGrammarError:  # raised before the first choice is submitted, as all share the grammar
             choices = await self._service.with_grammar_trials(self._context.owner, self._prepare)
-        self._generation.choices = choices
+        self._output.choices = choices
 
     def _check(self, count: int) -> None:
         body, settings = self._body, self._service.settings
@@ -304,7 +304,7 @@ class Answer:
         """Render, tokenize and submit all choices. Called in a worker thread."""
         body, context = self._body, self._service.context or sys.maxsize
         if body.prediction is not None:
-            self._generation.predicted = self._service.encoder.first_ids(body.prediction.text)
+            self._output.predicted = self._service.encoder.first_ids(body.prediction.text)
         choices, slots = list[Choice](), iter(list(self._in_flight.slots))
         try:
             prompts = list(self._while_connected(self._preprocessor.prompts(self._model)))
@@ -316,7 +316,7 @@ class Answer:
                 raise self._formatter.too_long(len(prompt.ids), context)
             for _ in range(body.n):
                 index = len(choices)
-                seed = seed_of(self._generation.seed, index % body.n)
+                seed = seed_of(self._output.seed, index % body.n)
                 arguments = {**self._arguments(prompt), **prompt.media}
                 handle = self._engine.add(prompt.ids, place=next(slots), seed=seed, **arguments)
                 ends, silent = frozenset(body.stop_token_ids or ()), body.most_tokens == 0
@@ -354,13 +354,13 @@ class Answer:
             "client": self._context.owner,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
-            "prediction": self._generation.predicted,
+            "prediction": self._output.predicted,
             "lookahead": service.memories.lookahead(lookahead_of(body.lookahead), scope),
         }
 
     async def _deltas(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, ChoiceDelta] | None]:
         """Yield choices with their new parts as they arrive; None after `silence_s` seconds of silence."""
-        choices = self._generation.choices
+        choices = self._output.choices
         async with aclosing(serialization.interleaved([aiter(each.handle) for each in choices], silence_s)) as steps:
             async for found in steps:
                 if found is None:
@@ -371,7 +371,7 @@ class Answer:
                     self._in_flight.saw_token()
                 yield choices[number], choices[number].finish() if step is None else choices[number].take(step)
         self._in_flight.outcome = choices[0].finish_reason
-        self._in_flight.predictions = self._generation.predictions()
+        self._in_flight.predictions = self._output.predictions()
 
     async def _whole(self) -> Response:
         async for _ in self._deltas(None):

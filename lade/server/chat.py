@@ -7,7 +7,7 @@ from typing import Any
 
 from lade.grammar import Grammar
 from lade.server.answer import Chunks, Formatter, Preprocessor
-from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, Generation
+from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import unsupported
 from lade.server.output_parser import MarkupParser, Parts, PlainParser
 from lade.server.sampling_parameters import with_generation_config
@@ -77,18 +77,18 @@ class ChatFormatter(Formatter):
 
     endpoint = "chat"
 
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
-        self._chunks = Chunks(generation, "chatcmpl-", "chat.completion", "chat.completion.chunk")
-        self._returns_ids = generation.body.return_token_ids
+    def __init__(self, output: RequestOutput) -> None:
+        super().__init__(output)
+        self._chunks = Chunks(output, "chatcmpl-", "chat.completion", "chat.completion.chunk")
+        self._returns_ids = output.body.return_token_ids
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
-        return self._chunks.whole(map(self._choice, self.generation.choices))
+        return self._chunks.whole(map(self._choice, self.output.choices))
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`; the chunk of a choice that has its role."""
-        for choice in self.generation.choices:
+        for choice in self.output.choices:
             ids = {"prompt_token_ids": choice.prompt.ids} if self._returns_ids else {}
             delta = {"role": "assistant", "content": ""}
             yield self._chunks.chunk(
@@ -132,10 +132,10 @@ class ChatFormatter(Formatter):
 
     def _logprobs(self, steps: list[Step]) -> dict[str, Any] | None:
         """Return the logprobs of all tokens of some steps, each with its alternatives."""
-        body = self.generation.body
+        body = self.output.body
         if not (isinstance(body, ChatRequest) and body.logprobs and steps):
             return None
-        entry = self.generation.service.token_text.entry
+        entry = self.output.service.token_text.entry
         tokens = [token for step in steps for token in step.logprobs or ()]
         content = [
             {**entry(each.token, each.logprob), "top_logprobs": [entry(*alternative) for alternative in each.top]}

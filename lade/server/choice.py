@@ -168,7 +168,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 2)
 
 
-class Generation:
+class RequestOutput:
     """The choices of one request.
 
     Args:

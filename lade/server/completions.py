@@ -8,7 +8,7 @@ from typing import Any
 
 from lade.grammar import Grammar
 from lade.server.answer import Chunks, Formatter, Preprocessor
-from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, Generation
+from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import invalid
 from lade.server.output_parser import PlainParser
 from lade.server.schemas import CompletionRequest
@@ -84,21 +84,21 @@ class CompletionFormatter(Formatter):
     endpoint = "completions"
     prompt_field = "prompt"
 
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
-        assert isinstance(generation.body, CompletionRequest)  # the route's schema
-        self._body = generation.body
-        self._chunks = Chunks(generation, "cmpl-", "text_completion", "text_completion")
-        self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(generation.service.token_text))
+    def __init__(self, output: RequestOutput) -> None:
+        super().__init__(output)
+        assert isinstance(output.body, CompletionRequest)  # the route's schema
+        self._body = output.body
+        self._chunks = Chunks(output, "cmpl-", "text_completion", "text_completion")
+        self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(output.service.token_text))
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
-        return self._chunks.whole(map(self._choice, self.generation.choices))
+        return self._chunks.whole(map(self._choice, self.output.choices))
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`: the echoed prompts; with logprobs they come with the first step instead."""
         body = self._body
-        for choice in self.generation.choices:
+        for choice in self.output.choices:
             echo = choice.prompt.text if body.echo and not _echoes_logprobs(body) else ""
             if echo or body.return_token_ids:
                 ids = {"prompt_token_ids": choice.prompt.ids} if body.return_token_ids else {}

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from lade.server import serialization
 from lade.server.answer import Formatter
-from lade.server.choice import Choice, ChoiceDelta, Generation, OutputItem, OutputItems
+from lade.server.choice import Choice, ChoiceDelta, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import TOO_LONG, ApiError, anthropic_error, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request
 from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
@@ -325,13 +325,13 @@ class MessagesFormatter(Formatter):
     endpoint = "messages"
     field_names: ClassVar = {"chat_template_kwargs.enable_thinking": "thinking"}
 
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
+    def __init__(self, output: RequestOutput) -> None:
+        super().__init__(output)
         self._items = OutputItems()
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
-        (choice,) = self.generation.choices
+        (choice,) = self.output.choices
         for delta in choice.deltas:
             list(self._items.take(delta))
         content = [_block(item) for item in self._items.all]
@@ -355,12 +355,12 @@ class MessagesFormatter(Formatter):
 
     def last(self) -> Iterator[bytes]:
         """See `Formatter.last`."""
-        yield _event("message_delta", delta=self._end(), usage=self._usage(), lade=self.generation.figures())
+        yield _event("message_delta", delta=self._end(), usage=self._usage(), lade=self.output.figures())
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """See `Formatter.failed`."""
-        yield serialization.event(anthropic_error(error.status, error.message, self.generation.request_id), "error")
+        yield serialization.event(anthropic_error(error.status, error.message, self.output.request_id), "error")
 
     def ping(self) -> bytes:
         """See `Formatter.ping`."""
@@ -372,24 +372,24 @@ class MessagesFormatter(Formatter):
 
     def _head(self) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.generation.key}",
+            "id": f"msg_{self.output.key}",
             "type": "message",
             "role": "assistant",
-            "model": self.generation.service.settings.name,
+            "model": self.output.service.settings.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
         }
 
     def _end(self) -> dict[str, Any]:
-        (choice,) = self.generation.choices
+        (choice,) = self.output.choices
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish_reason or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts so far; cached prompt tokens are not counted as input."""
-        used = self.generation.usage()
+        used = self.output.usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": used["prompt_tokens"] - cached,

@@ -11,7 +11,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from lade.server import serialization
 from lade.server.answer import Formatter
-from lade.server.choice import Choice, ChoiceDelta, Generation, ItemChange, OutputItem, OutputItems
+from lade.server.choice import Choice, ChoiceDelta, ItemChange, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
 from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
@@ -295,7 +295,7 @@ class ResponsesFormatter(Formatter):
 
     Args:
         sent: the body as the client sent it, of which a response repeats fields.
-        generation: the choice to write.
+        output: the choice to write.
     """
 
     endpoint = "responses"
@@ -306,14 +306,14 @@ class ResponsesFormatter(Formatter):
         "reasoning_effort": "reasoning.effort",
     }
 
-    def __init__(self, sent: ResponsesRequest, generation: Generation) -> None:
-        super().__init__(generation)
+    def __init__(self, sent: ResponsesRequest, output: RequestOutput) -> None:
+        super().__init__(output)
         self._request, self._tools, self._items = sent, Tools(sent.tools), OutputItems()
         self._sent = 0  # events
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
-        (choice,) = self.generation.choices
+        (choice,) = self.output.choices
         for delta in choice.deltas:
             list(self._items.take(delta))
         return self._response(self._status())
@@ -378,29 +378,29 @@ class ResponsesFormatter(Formatter):
         yield self._event("response.content_part.done", **place, content_index=0, part=_part(item))
 
     def _status(self) -> str:
-        return "incomplete" if self.generation.choices[0].finish_reason == "length" else "completed"
+        return "incomplete" if self.output.choices[0].finish_reason == "length" else "completed"
 
     def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
-        generation, over = self.generation, status in ("completed", "incomplete")
+        output, over = self.output, status in ("completed", "incomplete")
         return {
-            "id": f"resp_{generation.key}",
+            "id": f"resp_{output.key}",
             "object": "response",
-            "created_at": generation.created,
+            "created_at": output.created,
             "completed_at": int(time.time()) if over else None,
             "status": status,
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": generation.service.settings.name,
+            "model": output.service.settings.name,
             "output": [self._item(item) for item in self._items.all],
             **self._repeated(),
             "usage": self._usage() if over else None,
-            **({"lade": generation.figures()} if over else {}),
+            **({"lade": output.figures()} if over else {}),
         }
 
     def _repeated(self) -> dict[str, Any]:
         """Return the fields of the request that a response repeats."""
         sent, reasoning = self._request, self._request.reasoning
-        sampling = {"temperature": 1.0, "top_p": 1.0, **self.generation.model.sampling}
+        sampling = {"temperature": 1.0, "top_p": 1.0, **self.output.model.sampling}
         return {
             "instructions": sent.instructions,
             "max_output_tokens": sent.max_output_tokens,
@@ -423,7 +423,7 @@ class ResponsesFormatter(Formatter):
         }
 
     def _usage(self) -> dict[str, Any]:
-        used = self.generation.usage()
+        used = self.output.usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": used["prompt_tokens"],
@@ -434,11 +434,11 @@ class ResponsesFormatter(Formatter):
         }
 
     def _item_id(self, item: OutputItem) -> str:
-        return f"{_PREFIXES[item.kind]}_{self.generation.key}{item.index:02x}"
+        return f"{_PREFIXES[item.kind]}_{self.output.key}{item.index:02x}"
 
     def _item(self, item: OutputItem, *, begun: bool = False) -> dict[str, Any]:
         """Return an output item as JSON; one that has just begun is empty."""
-        cut = item is self._items.all[-1] and self.generation.choices[0].finish_reason == "length"
+        cut = item is self._items.all[-1] and self.output.choices[0].finish_reason == "length"
         status = "in_progress" if not item.ended else "incomplete" if cut else "completed"
         made = {"id": self._item_id(item), "status": status}
         content = [] if begun else [_part(item)]
