@@ -12,10 +12,10 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 278,
+    "files": 274,
     "lines": 48000,
     "files under 40 lines of code": 21,
-    "lines of the largest file": 510,
+    "lines of the largest file": 500,
     "imports, per cent of code": 11.7,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
@@ -23,11 +23,11 @@ MOST = {
     "lines that generate imports": 15800,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
-    "class names used more than once": 6,
+    "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 32,
     "entries of Args that are fragments, per cent": 5,
 }
-LEAST = {"median lines of a file": 172}
+LEAST = {"median lines of a file": 178}
 
 
 @pytest.fixture(scope="module")
