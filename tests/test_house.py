@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 275,
+    "files": 271,
     "lines": 48000,
     "files under 40 lines of code": 20,
-    "lines of the largest file": 510,
-    "imports, per cent of code": 11.6,
+    "lines of the largest file": 500,
+    "imports, per cent of code": 11.5,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
-    "files that generate imports": 71,
-    "lines that generate imports": 14050,
+    "files that generate imports": 70,
+    "lines that generate imports": 13830,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
-    "class names used more than once": 6,
+    "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 32,
     "entries of Args that are fragments, per cent": 5,
 }
-LEAST = {"median lines of a file": 175}
+LEAST = {"median lines of a file": 180}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Arguments of a call before `model.generate` prepares them: their checks, and the forms of `prediction=`.
+"""Arguments of a call before `model.generate` prepares them: checks, the forms of `prediction=`, and failed calls.
 
 Nearly all checks are made on the inputs that `model.generate` has prepared, in `lade.hf.refusals`. The checks here come
 earlier: they concern arguments that transformers does not forward to a callable, or fails on before it calls one.
@@ -13,19 +13,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from importlib import import_module
 from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateOutput
 
 from lade.config import LookaheadConfig
-from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
+from lade.errors import ConfigError, InputError, LadeError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.refusals import refuse
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.facts import needs_synced_passes
+from lade.model.facts import adapters_backend, needs_synced_passes
 from lade.model.prepared import REMEDY, Prepared, argument_of, check_shape, holds_media, prompts_in
 from lade.model.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
@@ -359,3 +361,49 @@ def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -
         if not 0 <= token < vocabulary:
             raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")
     return [text for text in texts for _ in range(repeated)]
+
+
+ADAPTER_ARGUMENTS = ("adapter_names", "alora_offsets", "task_ids")
+_ADAPTER_REMEDY = "choose the adapter with set_adapter, or use lade.generate"
+
+
+def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
+    """Raise `UnsupportedArgumentError` for arguments that PEFT applies only while `model.generate` runs.
+
+    Args:
+        arguments: arguments of `model.generate`, which returns before the first pass here.
+        where: name of the function or class that decodes afterwards, for the error message.
+    """
+    for name in ADAPTER_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise UnsupportedArgumentError(
+                f"{name} cannot be used with {where}: PEFT applies it only while model.generate runs", _ADAPTER_REMEDY
+            )
+
+
+def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
+    """Raise `UnsupportedArgumentError` if PEFT's per-call hooks are installed on the model."""
+    adapters = adapters_backend()
+    if adapters is not None:
+        refuse_adapter_arguments(dict.fromkeys(adapters.call_values(model), True), where)
+
+
+def clean_up(model: Any, problem: BaseException, given: object) -> None:
+    """Remove PEFT's per-call hooks from a model, and add a note about an invalid generation_config to the error.
+
+    Args:
+        model: the model whose generation has failed.
+        problem: the error, which mostly does not name the invalid field itself.
+        given: the argument `generation_config`; None if there was none.
+    """
+    model = unwrap(model)
+    adapters = adapters_backend() if isinstance(model, nn.Module) else None
+    if adapters is not None:
+        adapters.remove_call_hooks(model)
+    if isinstance(problem, LadeError):
+        return
+    checks = import_module("lade.hf.generation_config")  # needed after errors alone
+    for config in (given, getattr(model, "generation_config", None)):
+        wrong = checks.find_invalid_in(config) if isinstance(config, GenerationConfig) else None
+        if wrong and f"the generation_config has {wrong}" not in getattr(problem, "__notes__", ()):
+            problem.add_note(f"the generation_config has {wrong}")

@@ -23,8 +23,10 @@ from lade.hf.arguments import (
     arguments_for_callable,
     check_call,
     check_decode,
+    clean_up,
     num_beams,
     prediction_ids,
+    refuse_adapter_arguments,
     refuse_autocast,
     refuse_streamed_beams,
     refuse_streamed_rows,
@@ -32,7 +34,6 @@ from lade.hf.arguments import (
     refuse_unused_prediction,
 )
 from lade.hf.batch_rules import needs_lock_step
-from lade.hf.generation_config import clean_up, refuse_adapter_arguments
 from lade.hf.refusals import fall_back, refuse_slow_beams
 from lade.hf.session import Session
 from lade.model import joint

@@ -20,8 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import LadeError
-from lade.hf.arguments import Generated, NeedsGenerateError, original_generate, refuse_autocast
-from lade.hf.generation_config import clean_up
+from lade.hf.arguments import Generated, NeedsGenerateError, clean_up, original_generate, refuse_autocast
 from lade.model import joint
 from lade.model.facts import CACHE_NAMES, needs_synced_passes
 from lade.model.prepared import Prepared, argument_of, ids_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lade.server.settings import PROBES
 
 if TYPE_CHECKING:  # what these import takes seconds, and a log begins before that
-    from lade.server.request_context import Exchange
+    from lade.server.request_context import RequestContext
     from lade.serving.snapshot import EngineSnapshot
 
 EVERY_S = 10.0
@@ -34,21 +34,21 @@ class AccessLog:
         self._last: EngineSnapshot | None = None
         self._next = perf_counter() + EVERY_S
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, context: RequestContext) -> None:
         """Log an answer that has ended."""
-        if exchange.path in PROBES and not self._debug:
+        if context.path in PROBES and not self._debug:
             return
         facts: dict[str, Any] = {
-            "id": exchange.id,
-            "key": exchange.key,
-            "method": exchange.method,
-            "path": exchange.path,
-            "status": exchange.status,
-            "ms": round(1e3 * exchange.seconds),
+            "id": context.id,
+            "key": context.key,
+            "method": context.method,
+            "path": context.path,
+            "status": context.status,
+            "ms": round(1e3 * context.seconds),
         }
-        if exchange.flight is not None:
-            facts |= _decoded(exchange)
-        self._line(_level(exchange.status), facts)
+        if context.in_flight is not None:
+            facts |= _decoded(context)
+        self._line(_level(context.status), facts)
 
     def say(self, message: str, level: str = "info") -> None:
         """Log a message; only tracebacks span several lines."""
@@ -121,10 +121,10 @@ def _level(status: int) -> str:
     return "warning" if status in (503, 529) else "error" if status >= 500 else "info"
 
 
-def _decoded(exchange: Exchange) -> dict[str, Any]:
-    flight = exchange.flight
-    assert flight is not None
-    handles = flight.handles
+def _decoded(context: RequestContext) -> dict[str, Any]:
+    in_flight = context.in_flight
+    assert in_flight is not None
+    handles = in_flight.handles
     steps = sum(handle.stats.steps for handle in handles)
     accepted = sum(handle.stats.accepted_tokens for handle in handles)
     queued = [handle.queue_s for handle in handles if handle.queue_s is not None]
@@ -133,9 +133,9 @@ def _decoded(exchange: Exchange) -> dict[str, Any]:
         "cached": sum(handle.cached_tokens for handle in handles),
         "answer": sum(handle.stats.new_tokens for handle in handles),
         "queue_ms": round(1e3 * max(queued, default=0.0)),
-        "first_ms": None if flight.first_s is None else round(1e3 * flight.first_s),
+        "first_ms": None if in_flight.first_s is None else round(1e3 * in_flight.first_s),
         "tokens_per_step": round(accepted / steps, 2) if steps else None,
-        "end": flight.outcome,
+        "end": in_flight.outcome,
     }
 
 

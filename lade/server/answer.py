@@ -1,13 +1,16 @@
-"""The answer to one request, from its queue slots to its last byte, independent of the API's format."""
+"""The answer stream: one request from its queue slots to its last byte.
+
+A `Preprocessor` converts the request body to engine inputs, `Answer` submits them and collects the tokens, and a
+`Formatter` writes the answer in the format of one API.
+"""
 
 from __future__ import annotations
 
-import secrets
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any, ClassVar
 
 from fastapi import Request
@@ -16,84 +19,101 @@ from starlette.responses import Response
 from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
-from lade.server.choice_stream import Choice, EncodedPrompt, Piece, figures_of, predictions_of, usage_of
+from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import TOO_LONG, ApiError, error_for, invalid
 from lade.server.output_parser import MarkupParser, PlainParser
-from lade.server.request_context import GONE, ClientLeftError, Exchange, unless_gone
-from lade.server.sampling_parameters import first_seed, generate_arguments, lookahead_of, seed_of
+from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
+from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import BaseRequest, ChatRequest
-from lade.server.serialization import Json, padded
-from lade.server.served_model import TextTooLongError
+from lade.server.serialization import EventStream, Json
+from lade.server.served_model import ServedModel, TextTooLongError
 from lade.server.service import Service
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
-from lade.server.structured_output import UntriedGrammarError, asked_form, refuse_other_ends
-from lade.serving.handle import QueueSlot
+from lade.server.structured_output import UntriedGrammarError, check_ends
 
 
-class Answer(ABC):
-    """The answer to one request; subclasses format it for one API.
-
-    Args:
-        service: the served state.
-        exchange: the request context.
-        body: the request body.
-        asked: the body as its client has sent it, if that was to another API; None for `body`.
+class Preprocessor(ABC):
+    """Converts a request body to inputs of the engine.
 
     Attributes:
-        choices: the choices being generated; empty before that.
+        body: the request body.
+        prompt_count: number of prompts.
+        top_logprobs: number of alternatives per token; None for no logprobs.
     """
 
-    endpoint: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
-    id_prefix: ClassVar[str]
-    prompt_field: ClassVar[str]
-    field_names: ClassVar[Mapping[str, str]] = {}
-    """Client-side names of fields of `body`, where they differ."""
-
-    def __init__(
-        self, service: Service, exchange: Exchange, body: BaseRequest, asked: BaseRequest | None = None
-    ) -> None:
-        self.service, self.body, self.asked = service, body, asked or body
-        self._flight = service.fly(exchange, self.endpoint)
-        self._request_id, self._owner, self._size = exchange.id, exchange.owner, exchange.size
-        self._headers: dict[str, str] = {}
-        self._id = f"{self.id_prefix}{secrets.token_hex(16)}"
-        self._created = int(time.time())
-        self.seed = first_seed(body)
-        self.choices: list[Choice] = []
-        self._predicted: list[int] | None = None
-        self._masks = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
+    body: BaseRequest
+    prompt_count = 1
+    top_logprobs: int | None = None
 
     @property
-    @abstractmethod
-    def count(self) -> int:
-        """Number of choices."""
+    def keeps_special_tokens(self) -> bool:
+        """True if the parser needs the text of special tokens."""
+        return False
 
     @abstractmethod
-    def prompts(self) -> list[EncodedPrompt]:
-        """Return the prompts to continue. Called in a worker thread."""
+    def prompts(self, model: ServedModel) -> Iterable[EncodedPrompt]:
+        """Yield the prompts to continue. Called in a worker thread.
+
+        Raises:
+            ApiError: a prompt is invalid.
+            TextTooLongError: a prompt exceeds the model's context.
+        """
 
     @abstractmethod
     def parser(self, prompt: EncodedPrompt) -> PlainParser | MarkupParser:
         """Return the parser of an answer to a prompt."""
 
     @abstractmethod
-    def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        """Return a finished choice as JSON."""
+    def grammar(self, prompt: EncodedPrompt, model: ServedModel) -> tuple[Grammar, str] | None:
+        """Return the grammar of an answer and the field that sets it; None if unconstrained.
+
+        Raises:
+            ApiError: the constraint cannot be served.
+        """
+
+    def arguments(self) -> dict[str, Any]:
+        """Return further arguments of `Engine.add`."""
+        return {}
+
+
+class Formatter(ABC):
+    """Writes an answer in the format of one API.
+
+    Args:
+        output: the choices to write.
+    """
+
+    endpoint: ClassVar[str]
+    prompt_field: ClassVar[str] = "messages"
+    field_names: ClassVar[Mapping[str, str]] = {}
+    """Names of fields in this API, by their names in the body that was validated, where they differ."""
+
+    def __init__(self, output: RequestOutput) -> None:
+        self.output = output
 
     @abstractmethod
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """Return the first chunk of a choice, before its first token; None for none."""
+    def whole(self) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
 
     @abstractmethod
-    def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the chunk of a step."""
+    def first(self) -> Iterator[bytes]:
+        """Yield the events before the first token."""
 
-    @property
-    def given_up(self) -> bool:
-        """True if the client no longer waits."""
-        return self._flight.outcome is not None
+    @abstractmethod
+    def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        """Yield the events of a step, or of the end of a choice."""
+
+    @abstractmethod
+    def last(self) -> Iterator[bytes]:
+        """Yield the events after the last token."""
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """Yield the events that end a failed stream."""
+        yield serialization.event(error.body)
+
+    def ping(self) -> bytes:
+        """Return the event sent after `Settings.ping_s` seconds of silence."""
+        return serialization.PING
 
     def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
         """Return the error for a prompt that leaves no room for an answer, in the wording that clients parse.
@@ -108,237 +128,285 @@ class Answer(ABC):
         why = f"This model's maximum context length is {context} tokens. However, {asked}."
         return invalid(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.", TOO_LONG)
 
-    @property
-    def has_special_marks(self) -> bool:
-        """True if the parser needs the text of special tokens."""
-        return False
 
-    def grammar(self, prompt: EncodedPrompt) -> tuple[Grammar, str] | None:
-        """Return the grammar of an answer and the field that sets it; None if unconstrained.
+class Chunks:
+    """Envelopes of OpenAI's completions APIs: a whole answer, or a stream of chunks.
 
-        Raises:
-            ApiError: the constraint cannot be served.
+    Args:
+        output: the choices to write.
+        prefix: prefix of the answer's id.
+        kind: `object` of a whole answer.
+        chunk_kind: `object` of a chunk.
+    """
+
+    def __init__(self, output: RequestOutput, prefix: str, kind: str, chunk_kind: str) -> None:
+        self._output, self._prefix, self._kind, self._chunk_kind = output, prefix, kind, chunk_kind
+        self._options, self._trace = output.body.stream_options, output.body.lade.trace
+
+    def whole(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return a whole answer."""
+        output = self._output
+        own = {"choices": list(choices), "usage": output.usage(), "lade": output.figures()}
+        return {**self._head(self._kind), **own}
+
+    def chunk(self, choice: dict[str, Any], more: Mapping[str, Any] | None = None) -> bytes:
+        """Return the event of a choice's increment."""
+        usage, options = dict[str, Any](), self._options
+        if options is not None and options.include_usage:
+            usage = {"usage": self._output.usage() if options.continuous_usage_stats else None}
+        value = {**self._chunk_head, "choices": [choice], **usage, **(more or {})}
+        padded = options is not None and options.include_obfuscation
+        return serialization.event(serialization.padded(value) if padded else value)
+
+    def step(
+        self, choice: Choice, delta: ChoiceDelta, formatted: Callable[[Choice, ChoiceDelta], dict[str, Any]]
+    ) -> Iterator[bytes]:
+        """Yield the events of a step, or of the end of a choice: held-back text, then the finish reason.
+
+        Args:
+            choice: the choice that grows.
+            delta: its new part.
+            formatted: function that returns the JSON of a part.
         """
-        return asked_form(self.body)
+        if delta.step is not None:
+            yield self.chunk(formatted(choice, delta), self._traced(delta) if self._trace else None)
+            return
+        if delta.parts:
+            yield self.chunk(formatted(choice, delta))
+        end = {**formatted(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
+        if choice.stop_reason is not None:
+            end["stop_reason"] = choice.stop_reason
+        yield self.chunk(end, {"lade": choice.figures})
 
-    @property
-    def top_logprobs(self) -> int | None:
-        """Number of alternatives per token; None for no logprobs."""
-        return None
+    def last(self) -> Iterator[bytes]:
+        """Yield the usage, if requested, and the end mark."""
+        if self._output.body.include_usage:
+            yield serialization.event({**self._chunk_head, "choices": [], "usage": self._output.usage()})
+        yield serialization.DONE
 
-    async def reply(self, request: Request) -> Response:
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head(self._chunk_kind)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        output = self._output
+        return {
+            "id": f"{self._prefix}{output.key}",
+            "object": kind,
+            "created": output.created,
+            "model": output.service.settings.name,
+            "system_fingerprint": output.service.fingerprint,
+        }
+
+    @staticmethod
+    def _traced(delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the trace of a step, this server's own extension."""
+        step = delta.step
+        assert step is not None  # only steps are traced
+        return {"lade": {"tokens": step.tokens, "texts": delta.texts, "sources": step.sources, "fed": step.fed}}
+
+
+async def respond(
+    request: Request,
+    preprocessor: Preprocessor,
+    make_formatter: Callable[[RequestOutput], Formatter],
+    sent: BaseRequest | None = None,
+) -> Response:
+    """Answer a request: whole, as a stream, or with an error.
+
+    Args:
+        request: the HTTP request.
+        preprocessor: converter of its body.
+        make_formatter: returns the formatter of its API.
+        sent: the body as the client sent it, if to another API than the preprocessor's; None for the same.
+    """
+    service: Service = request.app.state.service
+    context = RequestContext.of(request.scope)
+    output = RequestOutput(service, preprocessor.body, context.id)
+    answer = Answer(context, output, preprocessor, make_formatter(output), sent or preprocessor.body)
+    return await answer.response(request)
+
+
+class Answer:
+    """Submits the choices of one request and sends them.
+
+    Args:
+        context: the request context.
+        output: the choices, none so far.
+        preprocessor: converter of the request body.
+        formatter: writer of the answer.
+        sent: the body as the client sent it.
+    """
+
+    def __init__(
+        self,
+        context: RequestContext,
+        output: RequestOutput,
+        preprocessor: Preprocessor,
+        formatter: Formatter,
+        sent: BaseRequest,
+    ) -> None:
+        self._context, self._output = context, output
+        self._preprocessor, self._formatter, self._sent = preprocessor, formatter, sent
+        self._service, self._body = output.service, output.body
+        self._in_flight = self._service.track(context, formatter.endpoint)
+        self._headers: dict[str, str] = {}
+        self._budget = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
+
+    async def response(self, request: Request) -> Response:
         """Return the response: whole, a stream, or an error."""
         try:
-            await unless_gone(request, self._begin())
-            if self.body.stream:
-                return serialization.EventStream(self._events(), self._headers)
-            return await unless_gone(request, self._whole())
-        except ClientLeftError:
-            return Response(status_code=GONE)
-        except Exception as problem:  # noqa: BLE001 - whatever it is, the client is told
+            await until_disconnect(request, self._submit())
+            if self._body.stream:
+                return EventStream(self._events(), self._headers)
+            return await until_disconnect(request, self._whole())
+        except ClientDisconnectedError:
+            return Response(status_code=CLIENT_CLOSED)
+        except Exception as problem:  # noqa: BLE001 - every problem is reported to the client
             return self._failed(problem).response()
 
     def _failed(self, problem: Exception) -> ApiError:
-        error = error_for(self._flight.aborted or problem, self._request_id)
-        self._flight.outcome = "error" if error.status == 500 else "rejected"
+        error = error_for(self._in_flight.aborted or problem, self._context.id)
+        self._in_flight.outcome = "error" if error.status == 500 else "rejected"
+        field = (error.param or "").partition("[")[0].partition(".")[0]
+        error.param = self._formatter.field_names.get(field, error.param)
         return error
 
-    async def _begin(self) -> None:
+    async def _submit(self) -> None:
         """Reserve queue slots before any costly work, so that an overloaded server refuses at once."""
-        self.model, self._engine = self.service.model, self.service.engine
-        self._check()
-        for _ in range(self.count):
-            self._flight.places.append(self._engine.reserve())
+        self._model = self._output.model = self._service.model
+        self._engine = self._service.engine
+        count = self._body.n * self._preprocessor.prompt_count
+        self._check(count)
+        for _ in range(count):
+            self._in_flight.slots.append(self._engine.reserve())
         try:
-            self.choices = await self.service.prepared(self._size, self._prepare)
-        except UntriedGrammarError:  # before any choice has begun, as all of them have this grammar
-            self.choices = await self.service.tried(self._owner, self._prepare)
+            choices = await self._service.in_worker(self._context.size, self._prepare)
+        except UntriedGrammarError:  # raised before the first choice is submitted, as all share the grammar
+            choices = await self._service.with_grammar_trials(self._context.owner, self._prepare)
+        self._output.choices = choices
 
-    def _check(self) -> None:
-        body, settings = self.body, self.service.settings
+    def _check(self, count: int) -> None:
+        body, settings = self._body, self._service.settings
         schemas.check_model(body.model, settings)
         most = settings.max_rows + settings.max_waiting
-        if self.count > most:
-            why = f"{self.count} answers are asked for, and {most} may be decoded or wait: ask for fewer at a time"
+        if count > most:
+            why = f"{count} answers are asked for, and {most} may be decoded or wait: ask for fewer at a time"
             raise invalid(None, why, "too_large_for_server")
-        ignored = schemas.check(body, settings) + schemas.without_effect(self.asked)
+        ignored = schemas.check(body, settings) + schemas.without_effect(self._sent)
         if isinstance(body, ChatRequest):
-            ignored += schemas.unused_by_template(body, self.model.chat_template)
+            ignored += schemas.unused_by_template(body, self._model.chat_template)
         if ignored:
-            self._headers["x-lade-ignored"] = schemas.header(self.field_names.get(name, name) for name in ignored)
+            names = self._formatter.field_names
+            self._headers["x-lade-ignored"] = schemas.header(names.get(name, name) for name in ignored)
 
     def _prepare(self) -> list[Choice]:
         """Render, tokenize and submit all choices. Called in a worker thread."""
-        choices: list[Choice] = []
-        self._predicted = self._prediction()
-        places, context = iter(list(self._flight.places)), self.service.context or sys.maxsize
+        body, context = self._body, self._service.context or sys.maxsize
+        if body.prediction is not None:
+            self._output.predicted = self._service.encoder.first_ids(body.prediction.text)
+        choices, slots = list[Choice](), iter(list(self._in_flight.slots))
         try:
-            prompts = self.prompts()
+            prompts = list(self._while_connected(self._preprocessor.prompts(self._model)))
         except TextTooLongError as problem:
-            raise self.too_long(problem.tokens, context, least="at least ") from None
+            raise self._formatter.too_long(problem.tokens, context, least="at least ") from None
         for prompt in prompts:
-            prompt.check_ids(self.model.vocabulary)
-            if len(prompt.ids) + (self.body.most_tokens != 0) > context:
-                raise self.too_long(len(prompt.ids), context)
-            for _ in range(self.body.n):
-                choices.append(self._choice(len(choices), prompt, next(places)))
+            prompt.check_ids(self._model.vocabulary)
+            if len(prompt.ids) + (body.most_tokens != 0) > context:
+                raise self._formatter.too_long(len(prompt.ids), context)
+            for _ in range(body.n):
+                index = len(choices)
+                seed = seed_of(self._output.seed, index % body.n)
+                arguments = {**self._arguments(prompt), **prompt.media}
+                handle = self._engine.add(prompt.ids, place=next(slots), seed=seed, **arguments)
+                ends, silent = frozenset(body.stop_token_ids or ()), body.most_tokens == 0
+                choices.append(Choice(index, prompt, handle, self._preprocessor.parser(prompt), ends, silent))
         return choices
 
-    def _prediction(self) -> list[int] | None:
-        """Return the ids of the predicted output, at most as many as the context holds."""
-        if self.body.prediction is None:
-            return None
-        return self.service.encoder.first_ids(self.body.prediction.text)
-
-    def _choice(self, index: int, prompt: EncodedPrompt, place: QueueSlot) -> Choice:
-        seed = seed_of(self.seed, index % self.body.n)
-        handle = self._engine.add(prompt.ids, place=place, seed=seed, **self._arguments(prompt), **prompt.media)
-        return Choice(
-            index=index,
-            prompt=prompt,
-            handle=handle,
-            parser=self.parser(prompt),
-            stop_token_ids=frozenset(self.body.stop_token_ids or ()),
-            silent=self.body.most_tokens == 0,
-        )
+    def _while_connected(self, prompts: Iterable[EncodedPrompt]) -> Iterator[EncodedPrompt]:
+        for prompt in prompts:
+            if self._in_flight.outcome is not None:
+                raise ClientDisconnectedError
+            yield prompt
 
     def _arguments(self, prompt: EncodedPrompt) -> dict[str, Any]:
         """Return the arguments of `Engine.add` for a prompt."""
-        body, settings = self.body, self.service.settings
-        memories = self.service.memories
-        scope = memories.scope(self._owner, body.cache_salt)
-        wanted = settings.answer_tokens if body.most_tokens is None else body.most_tokens
-        context = self.service.context
+        body, service = self._body, self._service
+        scope = service.memories.scope(self._context.owner, body.cache_salt)
+        wanted = service.settings.answer_tokens if body.most_tokens is None else body.most_tokens
+        context = service.context
         room = max(1, wanted if context is None else min(wanted, context - len(prompt.ids)))
         least = min(body.min_tokens, room)
-        arguments = generate_arguments(body, self.model, len(prompt.ids))
-        if (asked := self.grammar(prompt)) is not None:
-            refuse_other_ends(body, asked[1])
-            with self.service.metrics.compiling():
-                arguments.setdefault("logits_processor", []).append(self.service.forms.processor(*asked, self._masks))
+        arguments = generate_arguments(body, self._model, len(prompt.ids))
+        if (constraint := self._preprocessor.grammar(prompt, self._model)) is not None:
+            check_ends(body, constraint[1])
+            with service.metrics.compiling():
+                processor = service.grammars.processor(*constraint, self._budget)
+            arguments.setdefault("logits_processor", []).append(processor)
         return {
             **arguments,
+            **self._preprocessor.arguments(),
             "stop_texts": body.stop,
-            "tokenizer": self.model.tokenizer,
-            "skip_special_tokens": body.skip_special_tokens and not self.has_special_marks,
-            "logprobs": self.top_logprobs,
+            "tokenizer": self._model.tokenizer,
+            "skip_special_tokens": body.skip_special_tokens and not self._preprocessor.keeps_special_tokens,
+            "logprobs": self._preprocessor.top_logprobs,
             "scope": scope,
-            "client": self._owner,
+            "client": self._context.owner,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
-            "prediction": self._predicted,
-            "lookahead": memories.lookahead(lookahead_of(body.lookahead), scope),
+            "prediction": self._output.predicted,
+            "lookahead": service.memories.lookahead(lookahead_of(body.lookahead), scope),
         }
 
-    async def _steps(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, Piece] | None]:
-        """Yield choices with their new pieces as they arrive; None after `silence_s` seconds of silence."""
-        answers = [aiter(choice.handle) for choice in self.choices]
-        async with aclosing(serialization.interleaved(answers, silence_s)) as steps:
+    async def _deltas(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, ChoiceDelta] | None]:
+        """Yield choices with their new parts as they arrive; None after `silence_s` seconds of silence."""
+        choices = self._output.choices
+        async with aclosing(serialization.interleaved([aiter(each.handle) for each in choices], silence_s)) as steps:
             async for found in steps:
                 if found is None:
                     yield None
                     continue
                 number, step = found
-                choice = self.choices[number]
                 if step is not None:
-                    self._flight.saw_token()
-                yield choice, choice.finish() if step is None else choice.take(step)
+                    self._in_flight.saw_token()
+                yield choices[number], choices[number].finish() if step is None else choices[number].take(step)
+        self._in_flight.outcome = choices[0].finish_reason
+        self._in_flight.predictions = self._output.predictions()
 
     async def _whole(self) -> Response:
-        async for _ in self._steps(None):
+        async for _ in self._deltas(None):
             pass
-        self.ended()
-        if self.top_logprobs is None:
-            return self._answered()
-        return await self.service.prepared(self._size, self._answered)  # all tokens, each with its likeliest ones
+        if self._preprocessor.top_logprobs is None:
+            return self._formatted()
+        return await self._service.in_worker(self._context.size, self._formatted)  # logprobs take long to format
 
-    def _answered(self) -> Response:
-        """Return the whole answer."""
-        told = {
-            **self._head(self.kind),
-            "choices": [self.whole_choice(choice) for choice in self.choices],
-            "usage": self.usage(),
-            "lade": figures_of(self.choices),
-        }
-        return Json(told, headers=self._headers)
+    def _formatted(self) -> Response:
+        return Json(self._formatter.whole(), headers=self._headers)
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Yield the encoded events of a stream."""
-        begun = False
+        formatter, begun = self._formatter, False
         try:
-            async with aclosing(self._steps(self.service.settings.ping_s)) as pieces:
-                async for found in pieces:
+            async with aclosing(self._deltas(self._service.settings.ping_s)) as deltas:
+                async for found in deltas:
                     if found is None:
-                        yield self.ping()
+                        yield formatter.ping()
                         continue
-                    for event in (*(() if begun else self._first()), *self._chunks(*found)):
+                    for event in () if begun else formatter.first():
                         yield event
                     begun = True
-            self.ended()
-            for event in self._last():
+                    for event in await self._step_events(*found):
+                        yield event
+            for event in formatter.last():
                 yield event
-        except Exception as problem:  # noqa: BLE001 - the status was sent: only an event can tell
-            for event in self._broken(self._failed(problem)):
+        except Exception as problem:  # noqa: BLE001 - the status is sent already, so an event reports the problem
+            for event in formatter.failed(self._failed(problem)):
                 yield event
 
-    def ping(self) -> bytes:
-        """Return the event sent after a while of silence."""
-        return serialization.PING
+    async def _step_events(self, choice: Choice, delta: ChoiceDelta) -> list[bytes]:
+        def formatted() -> list[bytes]:
+            return list(self._formatter.step(choice, delta))
 
-    def _first(self) -> Iterator[bytes]:
-        """Yield the events before the first token."""
-        return map(self._event, filter(None, map(self.opening, self.choices)))
-
-    def _last(self) -> Iterator[bytes]:
-        """Yield the events after the last token."""
-        if self.body.include_usage:
-            yield serialization.event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
-        yield serialization.DONE
-
-    def _broken(self, error: ApiError) -> Iterator[bytes]:
-        """Yield the events that end a failed stream."""
-        yield serialization.event(error.body)
-
-    def _chunks(self, choice: Choice, piece: Piece) -> Iterator[bytes]:
-        """Yield the events of a step or of the end of a choice: held-back text, then the finish reason."""
-        if piece.step is not None:
-            yield self._event(self.delta(choice, piece), self._trace(piece))
-            return
-        if piece.parts:
-            yield self._event(self.delta(choice, piece))
-        end = {**self.delta(choice, Piece(parts=type(piece.parts)())), "finish_reason": choice.finish_reason}
-        if choice.stop_reason is not None:
-            end["stop_reason"] = choice.stop_reason
-        yield self._event(end, {"lade": choice.figures})
-
-    def _event(self, choice: dict[str, Any], others: dict[str, Any] | None = None) -> bytes:
-        usage: dict[str, Any] = {}
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
-            usage = {"usage": self.usage() if options.continuous_usage_stats else None}
-        value = {**self._head(self.chunk_kind), "choices": [choice], **usage, **(others or {})}
-        return serialization.event(padded(value) if options is not None and options.include_obfuscation else value)
-
-    def _trace(self, piece: Piece) -> dict[str, Any]:
-        step = piece.step
-        if step is None or not self.body.lade.trace:
-            return {}
-        return {"lade": {"tokens": step.tokens, "texts": piece.texts, "sources": step.sources, "fed": step.fed}}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self.service.settings.name,
-            "system_fingerprint": self.service.fingerprint,
-        }
-
-    def usage(self) -> dict[str, Any]:
-        """Return the token counts so far."""
-        return usage_of(self.choices, self.body.n, self._predicted)
-
-    def ended(self) -> None:
-        """Record how the choices have ended."""
-        self._flight.outcome = self.choices[0].finish_reason
-        self._flight.predictions = predictions_of(self.choices, self._predicted)
+        if delta is choice.deltas[0] and choice.handle.prompt_logprobs:  # as many as the prompt has tokens
+            return await self._service.in_worker(self._context.size, formatted)
+        return formatted()

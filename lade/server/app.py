@@ -1,14 +1,17 @@
-"""The ASGI application and the static files of the chat page."""
+"""The ASGI application, the static files of the chat page, and requests without a network."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.applications import Starlette
@@ -16,14 +19,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Scope
 
 from lade.server import errors
-from lade.server.auth import AuthMiddleware
-from lade.server.body import Body
-from lade.server.messages import MessagesForm
-from lade.server.request_context import Exchange, Exchanges
+from lade.server.middleware import AnthropicErrors, AuthMiddleware, BodyMiddleware
+from lade.server.request_context import RequestContext, RequestContextMiddleware
 from lade.server.routes import router
+from lade.server.serialization import encoded
 from lade.server.service import Service
 from lade.version import __version__
 
@@ -139,7 +141,7 @@ def build_app(service: Service) -> FastAPI:
     if settings.page:
         mount_page(app)
     # the last one added comes first
-    app.add_middleware(Body, most_bytes=lambda: service.max_body, wanted=_wants_body)
+    app.add_middleware(BodyMiddleware, most_bytes=lambda: service.max_body, wanted=_wants_body)
     app.add_middleware(AuthMiddleware, settings=settings, keys=lambda: service.keys)
     if settings.cors_origins:
         app.add_middleware(
@@ -149,13 +151,13 @@ def build_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-lade-ignored"],
         )
-    app.add_middleware(MessagesForm)
-    app.add_middleware(Exchanges, ended=partial(_ended, app, service))
+    app.add_middleware(AnthropicErrors)
+    app.add_middleware(RequestContextMiddleware, ended=partial(_ended, app, service))
     return app
 
 
-def _ended(app: FastAPI, service: Service, exchange: Exchange) -> None:
-    service.ended(exchange, _known(app, exchange.path))
+def _ended(app: FastAPI, service: Service, context: RequestContext) -> None:
+    service.ended(context, _known(app, context.path))
 
 
 def _wants_body(scope: Scope) -> bool:
@@ -170,3 +172,71 @@ def _known(app: FastAPI, path: str) -> str:
         if route.matches(scope)[0] is not Match.NONE:
             return str(getattr(route, "path", "other"))
     return "other"
+
+
+_ASKED_BY = (b"host", b"localhost")
+
+
+@dataclass
+class Reply:
+    """The app's response.
+
+    Attributes:
+        status: HTTP status.
+        request_id: request id in the log.
+        raw: response body.
+    """
+
+    status: int = 0
+    request_id: str = ""
+    raw: bytes = field(default=b"", repr=False)
+
+    @property
+    def body(self) -> Any:
+        """The decoded body."""
+        return json.loads(self.raw)
+
+
+async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
+    """Send a request and return the whole response; cancelling it disconnects the client.
+
+    Args:
+        app: the application from `build_app`, whose service has been started.
+        path: URL path, such as `/v1/chat/completions`.
+        body: request body.
+    """
+    content = encoded(dict(body))
+    headers = [_ASKED_BY, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+    reply = Reply()
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()  # until it is cancelled: this client does not leave by itself
+        return messages.pop()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            reply.status = message["status"]
+            reply.request_id = next(
+                (value.decode() for name, value in message["headers"] if name == b"x-request-id"), ""
+            )
+        else:
+            reply.raw += message.get("body", b"")
+
+    await app(scope, receive, send)
+    return reply

@@ -3,151 +3,200 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lade.server.answer import Answer
-from lade.server.choice_stream import Choice, CompletionLogprobs, EncodedPrompt, OldForm, Piece, tokens_of
+from lade.grammar import Grammar
+from lade.server.answer import Chunks, Formatter, Preprocessor
+from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import invalid
 from lade.server.output_parser import PlainParser
-from lade.server.request_context import ClientLeftError, Exchange
 from lade.server.schemas import CompletionRequest
+from lade.server.served_model import ServedModel, TextOffsets, TokenText, finite
 from lade.server.service import Service
 from lade.server.settings import MOST_ECHOED
-from lade.stats import Step
+from lade.server.structured_output import requested_grammar
+from lade.stats import Step, TokenLogprobs
 
 
-class CompletionAnswer(Answer):
-    """Continuations of one or several prompts, ordered by prompt."""
+class CompletionPreprocessor(Preprocessor):
+    """Encodes one or several texts.
 
-    endpoint = "completions"
-    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
-    prompt_field = "prompt"
+    Args:
+        service: the served state.
+        body: the request body.
+    """
+
     body: CompletionRequest
 
-    def __init__(self, service: Service, exchange: Exchange, body: CompletionRequest) -> None:
-        super().__init__(service, exchange, body)
-        self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(self.service.token_text))
-        self._echoed: dict[int, OldForm] = {}
+    def __init__(self, service: Service, body: CompletionRequest) -> None:
+        self._service, self.body = service, body
+        prompt: Any = body.prompt
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        self._given: list[str] | list[list[int]] = prompt if several else [prompt]
+        self.prompt_count = len(self._given)
+        self.top_logprobs = body.logprobs
 
-    @property
-    def count(self) -> int:
-        """See `Answer.count`."""
-        return self.body.n * len(self._given())
-
-    @property
-    def top_logprobs(self) -> int | None:
-        """See `Answer.top_logprobs`."""
-        return self.body.logprobs
-
-    def _given(self) -> list[str] | list[list[int]]:
-        prompt: Any = self.body.prompt
-        several: list[Any] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-        return several
-
-    def prompts(self) -> list[EncodedPrompt]:
-        """See `Answer.prompts`."""
-        if self.body.max_tokens == 0 and not self.body.echo:
+    def prompts(self, model: ServedModel) -> Iterator[EncodedPrompt]:
+        """See `Preprocessor.prompts`."""
+        body = self.body
+        if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens", "max_tokens: 0 is for echo: ask for 1 at least")
-        made = list[EncodedPrompt]()
-        for each in self._given():
-            if self.given_up:
-                raise ClientLeftError
-            made.append(self._prompt(each))
-        if self._echoes_logprobs:
-            self._check_echoed(sum(len(prompt.ids) for prompt in made))
-        return made
-
-    @property
-    def _echoes_logprobs(self) -> bool:
-        """True if the logprobs of prompts are echoed."""
-        return self.body.echo and self.body.logprobs is not None
-
-    def _check_echoed(self, tokens: int) -> None:
-        """Refuse to echo the logprobs of `tokens` prompt tokens if they exceed the limit."""
-        top = self.body.logprobs or 0
-        if tokens * self.body.n * (top + 1) > MOST_ECHOED:
-            why = f"prompt: {tokens} tokens with logprobs={top} and n={self.body.n} are too many to echo at a time"
+        tokens = 0
+        for given in self._given:
+            prompt = self._prompt(given, model)
+            tokens += len(prompt.ids)
+            yield prompt
+        top = body.logprobs or 0
+        if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MOST_ECHOED:
+            why = f"prompt: {tokens} tokens with logprobs={top} and n={body.n} are too many to echo at a time"
             raise invalid("prompt", f"{why}: send fewer prompts, or ask for fewer logprobs")
 
-    def _arguments(self, prompt: EncodedPrompt) -> dict[str, Any]:
-        wanted = {"prompt_logprobs": self.body.logprobs} if self._echoes_logprobs else {}
-        return {**super()._arguments(prompt), **wanted}
-
-    async def _steps(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, Piece] | None]:
-        async with aclosing(super()._steps(silence_s)) as steps:
-            async for found in steps:
-                if self._echoes_logprobs and found is not None and _is_first(*found):
-                    await self.service.prepared(self._size, partial(self._echo, found[0]))
-                yield found
-
-    def _echo(self, choice: Choice) -> None:
-        """Format the logprobs of a prompt. Called in a worker thread, since there may be many."""
-        logprobs = self._logprobs[choice.index]
-        others = [each for each in choice.handle.prompt_logprobs or () if each is not None]
-        self._echoed[choice.index] = logprobs.of_prompt(choice.prompt.ids[0], choice.prompt.text, others)
-
-    def _prompt(self, given: str | list[int]) -> EncodedPrompt:
-        tokenizer = self.model.tokenizer
+    def _prompt(self, given: str | list[int], model: ServedModel) -> EncodedPrompt:
+        tokenizer = model.tokenizer
         if isinstance(given, list):
-            if max(given) >= self.model.vocabulary:
-                why = f"prompt: the id {max(given)} is out of the vocabulary: give ids below {self.model.vocabulary}"
+            if max(given) >= model.vocabulary:
+                why = f"prompt: the id {max(given)} is out of the vocabulary: give ids below {model.vocabulary}"
                 raise invalid("prompt", why)
             text = tokenizer.decode(given, skip_special_tokens=True) if self.body.echo else ""
             return EncodedPrompt(given, text=text)
-        ids = self.service.encoder.ids(given)
+        ids = self._service.encoder.ids(given)
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         return EncodedPrompt(ids, text=given)
 
     def parser(self, prompt: EncodedPrompt) -> PlainParser:
-        """See `Answer.parser`."""
+        """See `Preprocessor.parser`."""
         return PlainParser()
 
-    def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer.whole_choice`."""
-        echo = choice.prompt.text if self.body.echo else ""
-        ids = {"prompt_token_ids": choice.prompt.ids, "token_ids": choice.tokens} if self.body.return_token_ids else {}
+    def grammar(self, prompt: EncodedPrompt, model: ServedModel) -> tuple[Grammar, str] | None:
+        """See `Preprocessor.grammar`."""
+        return requested_grammar(self.body)
+
+    def arguments(self) -> dict[str, Any]:
+        """See `Preprocessor.arguments`."""
+        return {"prompt_logprobs": self.body.logprobs} if _echoes_logprobs(self.body) else {}
+
+
+class CompletionFormatter(Formatter):
+    """Text completions: `text_completion` objects and chunks."""
+
+    endpoint = "completions"
+    prompt_field = "prompt"
+
+    def __init__(self, output: RequestOutput) -> None:
+        super().__init__(output)
+        assert isinstance(output.body, CompletionRequest)  # the route's schema
+        self._body = output.body
+        self._chunks = Chunks(output, "cmpl-", "text_completion", "text_completion")
+        self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(output.service.token_text))
+
+    def whole(self) -> dict[str, Any]:
+        """See `Formatter.whole`."""
+        return self._chunks.whole(map(self._choice, self.output.choices))
+
+    def first(self) -> Iterator[bytes]:
+        """See `Formatter.first`: the echoed prompts; with logprobs they come with the first step instead."""
+        body = self._body
+        for choice in self.output.choices:
+            echo = choice.prompt.text if body.echo and not _echoes_logprobs(body) else ""
+            if echo or body.return_token_ids:
+                ids = {"prompt_token_ids": choice.prompt.ids} if body.return_token_ids else {}
+                yield self._chunks.chunk(
+                    {"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids}
+                )
+
+    def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        """See `Formatter.step`."""
+        return self._chunks.step(choice, delta, self._delta)
+
+    def last(self) -> Iterator[bytes]:
+        """See `Formatter.last`."""
+        return self._chunks.last()
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        body = self._body
+        echo = choice.prompt.text if body.echo else ""
+        ids = {"prompt_token_ids": choice.prompt.ids, "token_ids": choice.tokens} if body.return_token_ids else {}
         return {
             "index": choice.index,
             "text": echo + choice.parts.content,
-            "logprobs": self._told(choice, choice.steps, first=True),
+            "logprobs": self._formatted_logprobs(choice, choice.steps, first=True),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **ids,
         }
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """See `Answer.opening`; echoed logprobs come with the first step instead."""
-        echo = choice.prompt.text if self.body.echo and not self._echoes_logprobs else ""
-        if not echo and not self.body.return_token_ids:
-            return None
-        ids = {"prompt_token_ids": choice.prompt.ids} if self.body.return_token_ids else {}
-        return {"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids}
-
-    def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """See `Answer.delta`."""
-        first = _is_first(choice, piece)
-        echo = choice.prompt.text if first and self._echoes_logprobs else ""
+    def _delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        first = delta is choice.deltas[0]
+        echo = choice.prompt.text if first and _echoes_logprobs(self._body) else ""
+        steps = [] if delta.step is None else [delta.step]
         return {
             "index": choice.index,
-            "text": echo + piece.parts.content,
-            "logprobs": None if piece.step is None else self._told(choice, [piece.step], first=first),
+            "text": echo + delta.parts.content,
+            "logprobs": self._formatted_logprobs(choice, steps, first=first) if steps else None,
             "finish_reason": None,
-            **({"token_ids": piece.tokens} if self.body.return_token_ids else {}),
+            **({"token_ids": delta.tokens} if self._body.return_token_ids else {}),
         }
 
-    def _told(self, choice: Choice, steps: Sequence[Step], *, first: bool) -> OldForm | None:
+    def _formatted_logprobs(self, choice: Choice, steps: Sequence[Step], *, first: bool) -> LogprobLists | None:
         """Return the logprobs of the next steps; those of an echoed prompt precede the first step's."""
-        if self.body.logprobs is None:
+        if self._body.logprobs is None:
             return None
-        told = self._logprobs[choice.index].of(list(tokens_of(steps)))
-        echoed = self._echoed.pop(choice.index, {}) if first else {}
-        return {name: [*echoed.get(name, ()), *values] for name, values in told.items()}
+        logprobs, echoed = self._logprobs[choice.index], LogprobLists()
+        if first and self._body.echo:
+            others = [each for each in choice.handle.prompt_logprobs or () if each is not None]
+            echoed = logprobs.of_prompt(choice.prompt.ids[0], choice.prompt.text, others)
+        own = logprobs.of([token for step in steps for token in step.logprobs or ()])
+        return {name: [*echoed.get(name, ()), *values] for name, values in own.items()}
 
 
-def _is_first(choice: Choice, piece: Piece) -> bool:
-    """Return True if a piece is from the first step of its choice."""
-    return piece.step is not None and piece.step is choice.steps[0]
+def _echoes_logprobs(body: CompletionRequest) -> bool:
+    """Return True if the logprobs of prompts are echoed."""
+    return body.echo and body.logprobs is not None
+
+
+LogprobLists = dict[str, list[Any]]
+"""Logprobs of `/v1/completions`: lists of equal length."""
+
+
+class CompletionLogprobs:
+    """Incremental logprobs of one choice, whose text offsets depend on the tokens before.
+
+    Args:
+        token_text: decoder of single tokens.
+    """
+
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text, self._offsets = token_text, TextOffsets(token_text)
+
+    def of_prompt(self, first: int, text: str, others: Sequence[TokenLogprobs]) -> LogprobLists:
+        """Return the logprobs of a prompt, null for its first token.
+
+        Args:
+            first: id of the first token.
+            text: the prompt as shown; tokenizers may put a space before it.
+            others: logprobs of the other tokens.
+        """
+        lists = self.of([TokenLogprobs(first, 0.0, []), *others])
+        lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
+        hidden = max(0, self._offsets.end - len(text))
+        self._offsets.end -= hidden
+        lists["text_offset"] = [max(0, offset - hidden) for offset in lists["text_offset"]]
+        return lists
+
+    def of(self, tokens: Sequence[TokenLogprobs]) -> LogprobLists:
+        """Return the logprobs of the next tokens."""
+        return {
+            "tokens": [self._token_text.text(each.token) for each in tokens],
+            "token_logprobs": [finite(each.logprob) for each in tokens],
+            "top_logprobs": [self._top(each) for each in tokens],
+            "text_offset": self._offsets.take(each.token for each in tokens),
+        }
+
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """Return the alternatives and the token itself; of several with the same text the likeliest."""
+        made: dict[str, float] = {}
+        for each, value in (*token.top, (token.token, token.logprob)):
+            made.setdefault(self._token_text.text(each), finite(value))
+        return made

@@ -164,3 +164,32 @@ def _has(place: Any, part: str | int) -> bool:
     if isinstance(place, list):
         return isinstance(part, int) and 0 <= part < len(place)
     return isinstance(place, dict) and part in place
+
+
+_ANTHROPIC_OVERLOADED = 529
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    _ANTHROPIC_OVERLOADED: "overloaded_error",
+}
+
+
+def anthropic_status(status: int) -> int:
+    """Return the status that Anthropic's API has for one of OpenAI's."""
+    return _ANTHROPIC_OVERLOADED if status == 503 else status
+
+
+def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
+    """Return an error in Anthropic's format.
+
+    Args:
+        status: HTTP status of OpenAI's API for the error.
+        message: description of the problem and its remedy.
+        request_id: id of the request.
+    """
+    default = "invalid_request_error" if status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(anthropic_status(status), default)
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

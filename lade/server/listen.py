@@ -20,8 +20,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lade.server.app import build_app
-from lade.server.auth import CROWDED
 from lade.server.errors import INVALID, ApiError
+from lade.server.middleware import CROWDED
 from lade.server.serialization import encoded
 from lade.server.service import Service
 
@@ -248,7 +248,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _is_over(self, ends_at: float) -> bool:
-        if not self._service.flights and not (self._service.phase == "dead" and perf_counter() < ends_at):
+        if not self._service.in_flight and not (self._service.phase == "dead" and perf_counter() < ends_at):
             return True
         if perf_counter() < ends_at:
             return False

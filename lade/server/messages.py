@@ -8,17 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 from pydantic_core import from_json
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.server import serialization
-from lade.server.chat import Event, ItemAnswer
-from lade.server.errors import TOO_LONG, ApiError, internal, invalid, unsupported
-from lade.server.output_items import Change, Run
-from lade.server.request_context import Exchange
+from lade.server.answer import Formatter
+from lade.server.choice import Choice, ChoiceDelta, OutputItem, OutputItems, RequestOutput
+from lade.server.errors import TOO_LONG, ApiError, anthropic_error, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request
-from lade.server.serialization import encoded
-from lade.server.service import Service
 from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
 
 Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MOST_PARTS)]
@@ -316,169 +311,85 @@ def _thinking(asked: Thinking | None) -> dict[str, Any]:
     return {} if asked is None else {"enable_thinking": asked.type != "disabled"}
 
 
-PATH = "/v1/messages"
-_OVERLOADED = 529
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    _OVERLOADED: "overloaded_error",
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
 }
-
-
-def as_anthropic(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """Return an error in Anthropic's format.
-
-    Args:
-        status: HTTP status of OpenAI's API for the error.
-        message: description of the problem and its remedy.
-        request_id: id of the request.
-    """
-    kind = _TYPES.get(_status(status), "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-
-
-def _status(status: int) -> int:
-    return _OVERLOADED if status == 503 else status
-
-
-class MessagesForm:
-    """ASGI middleware that converts errors below `/v1/messages` to Anthropic's format.
-
-    Every response carries the request id in Anthropic's header.
-
-    Args:
-        app: the inner application; its errors are OpenAI's, sent in one piece.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and convert an error response."""
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
-            await self._app(scope, receive, send)
-            return
-        start: list[Message] = []
-
-        async def send_in_form(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["request-id"] = Exchange.of(scope).id
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                start.append(message)
-            elif start and message["type"] == "http.response.body":
-                await _send_error(start.pop(), message["body"], Exchange.of(scope).id, send)
-            else:
-                await send(message)
-
-        try:
-            await self._app(scope, receive, send_in_form)
-        except Exception:
-            exchange = Exchange.of(scope)
-            if exchange.status == 0:  # nobody else would say so in this form
-                await internal(exchange.id).response()(scope, receive, send_in_form)
-            raise
-
-
-async def _send_error(start: Message, body: bytes, request_id: str, send: Send) -> None:
-    message = json.loads(body)["error"]["message"] if body else ""
-    raw = encoded(as_anthropic(start["status"], message, request_id))
-    start = {**start, "status": _status(start["status"])}
-    headers = MutableHeaders(scope=start)
-    headers["content-length"] = str(len(raw))
-    await send(start)
-    await send({"type": "http.response.body", "body": raw})
-
-
-_DELTAS = {"thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesAnswer(ItemAnswer):
-    """A message of Anthropic's API.
-
-    Args:
-        service: the served state.
-        exchange: the request context.
-        chat: the request, converted to the chat API.
-        asked: the request body.
-    """
+class MessagesFormatter(Formatter):
+    """A message of Anthropic's API, or the events of its content blocks."""
 
     endpoint = "messages"
-    kind, id_prefix = "message", "msg_"
     field_names: ClassVar = {"chat_template_kwargs.enable_thinking": "thinking"}
 
-    def __init__(self, service: Service, exchange: Exchange, chat: ChatRequest, asked: MessagesRequest) -> None:
-        super().__init__(service, exchange, chat, asked)
+    def __init__(self, output: RequestOutput) -> None:
+        super().__init__(output)
+        self._items = OutputItems()
 
-    def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
-        """See `Answer.too_long`; clients parse the number."""
-        return invalid("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum", TOO_LONG)
+    def whole(self) -> dict[str, Any]:
+        """See `Formatter.whole`."""
+        (choice,) = self.output.choices
+        for delta in choice.deltas:
+            list(self._items.take(delta))
+        content = [_block(item) for item in self._items.all]
+        return {**self._head(), "content": content, **self._end(), "usage": self._usage(), "lade": choice.figures}
+
+    def first(self) -> Iterator[bytes]:
+        """See `Formatter.first`."""
+        yield _event("message_start", message={**self._head(), "usage": {**self._usage(), "output_tokens": 0}})
+
+    def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        """See `Formatter.step`."""
+        for change in self._items.take(delta):
+            item = change.item
+            if change.event == "added":
+                yield _event("content_block_start", index=item.index, content_block=_block(item))
+            elif change.event == "done":
+                yield _event("content_block_stop", index=item.index)
+            else:
+                kind, member = _DELTAS[item.kind]
+                yield _event("content_block_delta", index=item.index, delta={"type": kind, member: change.text})
+
+    def last(self) -> Iterator[bytes]:
+        """See `Formatter.last`."""
+        yield _event("message_delta", delta=self._end(), usage=self._usage(), lade=self.output.figures())
+        yield _event("message_stop")
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """See `Formatter.failed`."""
+        yield serialization.event(anthropic_error(error.status, error.message, self.output.request_id), "error")
 
     def ping(self) -> bytes:
-        """See `Answer.ping`."""
-        return serialization.event({"type": "ping"}, "ping")
+        """See `Formatter.ping`."""
+        return _event("ping")
 
-    def message(self) -> dict[str, Any]:
-        """See `ItemAnswer.message`."""
-        content = [_block(run) for run in self.runs.all]
+    def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
+        """See `Formatter.too_long`; clients parse the number."""
+        return invalid("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum", TOO_LONG)
+
+    def _head(self) -> dict[str, Any]:
         return {
-            **self._begun(),
-            "content": content,
-            **self._end(),
-            "usage": self._usage(),
-            "lade": self.choices[0].figures,
-        }
-
-    def first(self) -> Iterator[Event]:
-        """See `ItemAnswer.first`."""
-        yield "message_start", {"message": {**self._begun(), "usage": {**self._usage(), "output_tokens": 0}}}
-
-    def told(self, change: Change) -> Iterator[Event]:
-        """See `ItemAnswer.told`."""
-        run, place = change.run, {"index": change.run.index}
-        if change.what == "begun":
-            yield "content_block_start", {**place, "content_block": _block(run)}
-        elif change.what == "ended":
-            yield "content_block_stop", place
-        elif run.kind == "call":
-            yield "content_block_delta", {**place, "delta": {"type": "input_json_delta", "partial_json": change.text}}
-        else:
-            kind, member = _DELTAS[run.kind]
-            yield "content_block_delta", {**place, "delta": {"type": kind, member: change.text}}
-
-    def last(self) -> Iterator[Event]:
-        """See `ItemAnswer.last`."""
-        yield "message_delta", {"delta": self._end(), "usage": self._usage(), "lade": self.choices[0].figures}
-        yield "message_stop", {}
-
-    def broken(self, error: ApiError) -> Iterator[Event]:
-        """See `ItemAnswer.broken`."""
-        yield "error", as_anthropic(error.status, error.message, self._request_id)
-
-    def _begun(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": self.kind,
+            "id": f"msg_{self.output.key}",
+            "type": "message",
             "role": "assistant",
-            "model": self.service.settings.name,
+            "model": self.output.service.settings.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
         }
 
     def _end(self) -> dict[str, Any]:
-        (choice,) = self.choices
+        (choice,) = self.output.choices
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish_reason or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts so far; cached prompt tokens are not counted as input."""
-        used = self.usage()
+        used = self.output.usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": used["prompt_tokens"] - cached,
@@ -488,15 +399,19 @@ class MessagesAnswer(ItemAnswer):
         }
 
 
-def _block(run: Run) -> dict[str, Any]:
+def _event(name: str, /, **members: Any) -> bytes:
+    return serialization.event({"type": name, **members}, name)
+
+
+def _block(item: OutputItem) -> dict[str, Any]:
     """Return an output item as a content block; a call's arguments as far as they are complete."""
-    match run.kind:
-        case "thought":
-            return {"type": "thinking", "thinking": run.text, "signature": ""}
+    match item.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": item.text, "signature": ""}
         case "text":
-            return {"type": "text", "text": run.text}
-    assert run.call is not None  # there is no other kind
-    return {"type": "tool_use", "id": run.call.id, "name": run.call.name, "input": _object(run.text)}
+            return {"type": "text", "text": item.text}
+    assert item.call is not None  # there is no other kind
+    return {"type": "tool_use", "id": item.call.id, "name": item.call.name, "input": _object(item.text)}
 
 
 def _object(arguments: str) -> dict[str, Any]:

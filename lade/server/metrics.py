@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from lade.server.request_context import Exchange, Flight
+from lade.server.request_context import InFlightRequest, RequestContext
 from lade.serving.snapshot import EngineSnapshot
 from lade.version import __version__
 
@@ -103,20 +103,20 @@ class Metrics:
         timer: AbstractContextManager[Any] = self._compiled.time()
         return timer
 
-    def add(self, exchange: Exchange, known_path: str) -> None:
+    def add(self, context: RequestContext, known_path: str) -> None:
         """Count an answer; `known_path` is a route's path, which bounds the number of labels."""
-        self._responses.labels(self._model, known_path, str(exchange.status)).inc()
-        if exchange.flight is not None:
-            self._add_flight(exchange.flight, exchange.seconds)
+        self._responses.labels(self._model, known_path, str(context.status)).inc()
+        if context.in_flight is not None:
+            self._add_in_flight(context.in_flight, context.seconds)
 
-    def _add_flight(self, flight: Flight, seconds: float) -> None:
-        self._requests.labels(self._model, flight.endpoint, flight.outcome).inc()
-        if flight.first_s is not None:
-            self._first.observe(flight.first_s)
+    def _add_in_flight(self, in_flight: InFlightRequest, seconds: float) -> None:
+        self._requests.labels(self._model, in_flight.endpoint, in_flight.outcome).inc()
+        if in_flight.first_s is not None:
+            self._first.observe(in_flight.first_s)
             self._whole.observe(seconds)
-        for outcome, tokens in zip(("accepted", "rejected"), flight.predictions, strict=True):
+        for outcome, tokens in zip(("accepted", "rejected"), in_flight.predictions, strict=True):
             self._predicted.labels(self._model, outcome).inc(tokens)
-        for handle in flight.handles:
+        for handle in in_flight.handles:
             if handle.queue_s is not None:
                 self._queued.observe(handle.queue_s)
             if handle.stats.new_tokens == 0:

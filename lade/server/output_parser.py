@@ -1,6 +1,6 @@
 """Parsers of generated text into reasoning, tool calls and content.
 
-`MarkupParser` wraps transformers' response parser; `WrittenCall` streams the JSON of a call while it is written;
+`MarkupParser` wraps transformers' response parser; `StreamedCall` streams the JSON of a call while it is written;
 `Markup` chooses the parser of a model.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from lade.server.output_items import Parts, ToolCall, new_id
 from lade.server.served_model import ServedModel
 
 _MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
@@ -23,7 +24,67 @@ _Reading = Generator[None]
 """Coroutine that resumes with each new text and returns after what it parses."""
 
 
-class CallText:
+def new_id() -> str:
+    """Return a new id of a tool call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass
+class ToolCall:
+    """A tool call, or an increment of one.
+
+    Attributes:
+        index: index among the tool calls of the answer.
+        arguments: arguments as JSON text.
+        id: id for the client; "" in an increment of a call that has begun.
+        name: name of the function; "" in an increment of a call that has begun.
+    """
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The call in OpenAI's format."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+    @property
+    def delta(self) -> dict[str, Any]:
+        """The increment in OpenAI's streaming format."""
+        return {"index": self.index, **(self.whole if self.id else {"function": {"arguments": self.arguments}})}
+
+
+@dataclass
+class Parts:
+    """Parts of a message, or their increments.
+
+    Attributes:
+        content: text of the answer.
+        reasoning: text of the reasoning.
+        tool_calls: tool calls in order; in an increment the first may continue the previous call.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+    def add(self, other: Parts) -> None:
+        """Append an increment."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        for call in other.tool_calls:
+            if self.tool_calls and self.tool_calls[-1].index == call.index:
+                self.tool_calls[-1].arguments += call.arguments
+            else:
+                self.tool_calls.append(replace(call))
+
+
+class CallParser:
     """Incremental parser of a tool call's JSON object; arguments are passed on verbatim.
 
     Attributes:
@@ -142,7 +203,7 @@ class CallText:
         self._rest = self._rest[end:]
 
 
-class WrittenCall:
+class StreamedCall:
     """A tool call in progress, streamed once its name is known and its arguments have begun.
 
     Args:
@@ -151,7 +212,7 @@ class WrittenCall:
     """
 
     def __init__(self, index: int, opening: str) -> None:
-        self._index, self._text = index, CallText()
+        self._index, self._text = index, CallParser()
         self._held: str | None = opening
         """What has not been told; None once a part of it has."""
         self._is_call = False
@@ -250,7 +311,7 @@ class MarkupParser:
         self._marks = marks
         self._unparsed = ""
         self._calls = 0
-        self._written: WrittenCall | None = None
+        self._written: StreamedCall | None = None
         self.thinks = False
         self._note(self._parser.initial_events)
         if opening:
@@ -307,7 +368,7 @@ class MarkupParser:
         if self._marks is None:
             return self._whole_calls(event["value"]) if event["type"] == "region_close" else Parts()
         if self._written is None:
-            self._written = WrittenCall(self._calls, self._marks[0])
+            self._written = StreamedCall(self._calls, self._marks[0])
         if event["type"] == "region_chunk":
             return self._counted(self._written.push(event["text"]))
         if event["type"] == "region_close":
@@ -363,7 +424,7 @@ class Markup:
         return self._own is not None
 
     @property
-    def has_other_thoughts(self) -> bool:
+    def has_other_reasoning(self) -> bool:
         """True if reasoning has a markup of its own, which no grammar covers."""
         fields = (self._own or {}).get("fields", {})
         return not self._thinks and any(name in fields for name in REASONING)

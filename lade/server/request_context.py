@@ -21,39 +21,39 @@ from lade.serving.handle import Handle, QueueSlot
 T = TypeVar("T")
 
 
-class ClientLeftError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has disconnected."""
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; raise if the client disconnects first.
 
     Raises:
-        ClientLeftError: the client has disconnected.
+        ClientDisconnectedError: the client has disconnected.
     """
-    tasks: Sequence[asyncio.Task[Any]] = (asyncio.create_task(work), asyncio.create_task(_gone(request)))
+    tasks: Sequence[asyncio.Task[Any]] = (asyncio.create_task(work), asyncio.create_task(_disconnected(request)))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             result: T = tasks[0].result()
             return result
-        raise ClientLeftError
+        raise ClientDisconnectedError
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-class Flight:
+class InFlightRequest:
     """An in-flight request, from its queue slots to its last token.
 
     Attributes:
         endpoint: name of the API, such as "chat" or "completions".
-        places: queue slots of the engine, one per choice.
+        slots: queue slots of the engine, one per choice.
         outcome: "stop", "length", "tool_calls", "rejected" or "error"; "cancelled" after a disconnect; None before.
         aborted: exception with which the server ended the request; None if it did not.
         first_s: seconds until the first token; None before.
@@ -62,7 +62,7 @@ class Flight:
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.places: list[QueueSlot] = []
+        self.slots: list[QueueSlot] = []
         self.outcome: str | None = None
         self.aborted: Exception | None = None
         self.first_s: float | None = None
@@ -72,12 +72,12 @@ class Flight:
     @property
     def handles(self) -> list[Handle]:
         """Handles of the choices that have been submitted."""
-        return [place.handle for place in self.places if place.handle is not None]
+        return [slot.handle for slot in self.slots if slot.handle is not None]
 
     @property
     def waiting(self) -> bool:
         """True if any choice still waits for a row."""
-        return any(place.handle is None or place.handle.queue_s is None for place in self.places)
+        return any(slot.handle is None or slot.handle.queue_s is None for slot in self.slots)
 
     def saw_token(self) -> None:
         """Record the time of the first token."""
@@ -96,19 +96,19 @@ class Flight:
         self._cancel()
 
     def _cancel(self) -> None:
-        for place in self.places:
-            place.cancel()
+        for slot in self.slots:
+            slot.cancel()
 
 
 logger = logging.getLogger(__name__)
 
-GONE = 499
+CLIENT_CLOSED = 499
 """Status in logs and metrics of an answer whose client disconnected."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 @dataclass
-class Exchange:
+class RequestContext:
     """A request and its response.
 
     Attributes:
@@ -119,7 +119,7 @@ class Exchange:
         owner: tenant of the key, see `Key.owner`.
         size: size of the body in bytes.
         status: HTTP status of the response; 0 before it begins.
-        flight: the in-flight request; None if nothing is decoded.
+        in_flight: the in-flight request; None if nothing is decoded.
         began: arrival time on the `perf_counter` clock.
     """
 
@@ -130,14 +130,14 @@ class Exchange:
     owner: str = "-"
     size: int = 0
     status: int = 0
-    flight: Flight | None = None
+    in_flight: InFlightRequest | None = None
     began: float = field(default_factory=perf_counter)
 
     @classmethod
-    def of(cls, scope: Scope) -> Exchange:
+    def of(cls, scope: Scope) -> RequestContext:
         """Return the context of a request."""
-        exchange: Exchange = scope["state"]["exchange"]
-        return exchange
+        context: RequestContext = scope["state"]["context"]
+        return context
 
     @property
     def seconds(self) -> float:
@@ -145,7 +145,7 @@ class Exchange:
         return perf_counter() - self.began
 
 
-class Exchanges:
+class RequestContextMiddleware:
     """Outermost ASGI middleware: creates request contexts and ends their in-flight requests.
 
     However a request ends, its decoding ends with it: frameworks cancel the handler on a disconnect, not its rows.
@@ -155,7 +155,7 @@ class Exchanges:
         ended: called with each context at its end.
     """
 
-    def __init__(self, app: ASGIApp, ended: Callable[[Exchange], None]) -> None:
+    def __init__(self, app: ASGIApp, ended: Callable[[RequestContext], None]) -> None:
         self._app, self._ended = app, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,26 +165,26 @@ class Exchanges:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
-        exchange = Exchange(request_id, scope["path"], scope["method"])
-        scope.setdefault("state", {})["exchange"] = exchange
+        context = RequestContext(request_id, scope["path"], scope["method"])
+        scope.setdefault("state", {})["context"] = context
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
+                context.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = exchange.id
+                headers["x-request-id"] = context.id
                 headers["x-content-type-options"] = "nosniff"  # else a browser might take JSON for a page
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            logger.exception("%s failed", exchange.id)
-            if exchange.status == 0:
-                await internal(exchange.id).response()(scope, receive, send_with_id)
+            logger.exception("%s failed", context.id)
+            if context.status == 0:
+                await internal(context.id).response()(scope, receive, send_with_id)
         finally:
-            if exchange.flight is not None:
-                exchange.flight.close()
-                if exchange.flight.outcome == "cancelled":
-                    exchange.status = GONE
-            self._ended(exchange)
+            if context.in_flight is not None:
+                context.in_flight.close()
+                if context.in_flight.outcome == "cancelled":
+                    context.status = CLIENT_CLOSED
+            self._ended(context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,12 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, StrictInt
 
 from lade.server import serialization
-from lade.server.chat import Event, ItemAnswer
+from lade.server.answer import Formatter
+from lade.server.choice import Choice, ChoiceDelta, ItemChange, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import ApiError, invalid, unsupported
-from lade.server.output_items import Change, Run
-from lade.server.request_context import Exchange
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
-from lade.server.service import Service
 from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lade.server.structured_output import FormatNames
 
@@ -120,7 +117,7 @@ class Tools:
             else:
                 self._add(tool, None)
 
-    def told(self, name: str) -> dict[str, str]:
+    def item_names(self, name: str) -> dict[str, str]:
         """Return the members of an item that name a function called by the model."""
         return self._places.get(name, {"name": name})
 
@@ -286,149 +283,147 @@ def _format(asked: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: found[name] for name in found if name != "type"}}
 
 
-_PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
-_TEXTS = {"thought": "response.reasoning_text", "text": "response.output_text"}
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_TEXTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
 _ARGUMENTS = "response.function_call_arguments"
 _SERVED = ("function", "namespace")
+FORMAT_NAMES = FormatNames("text.format", "text.format.schema")
 
 
-class ResponsesAnswer(ItemAnswer):
-    """A response of the responses API.
+class ResponsesFormatter(Formatter):
+    """A response object, or the events of its items.
 
     Args:
-        service: the served state.
-        exchange: the request context.
-        chat: the request, converted to the chat API.
-        asked: the request body.
+        sent: the body as the client sent it, of which a response repeats fields.
+        output: the choice to write.
     """
 
     endpoint = "responses"
-    kind, id_prefix = "response", "resp_"
     prompt_field = "input"
     field_names: ClassVar = {
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
     }
-    format_names = FormatNames("text.format", "text.format.schema")
 
-    def __init__(self, service: Service, exchange: Exchange, chat: ChatRequest, asked: ResponsesRequest) -> None:
-        super().__init__(service, exchange, chat, asked)
-        self._asked, self._sent, self._tools = asked, 0, Tools(asked.tools)
+    def __init__(self, sent: ResponsesRequest, output: RequestOutput) -> None:
+        super().__init__(output)
+        self._request, self._tools, self._items = sent, Tools(sent.tools), OutputItems()
+        self._sent = 0  # events
 
-    def message(self) -> dict[str, Any]:
-        """See `ItemAnswer.message`."""
+    def whole(self) -> dict[str, Any]:
+        """See `Formatter.whole`."""
+        (choice,) = self.output.choices
+        for delta in choice.deltas:
+            list(self._items.take(delta))
         return self._response(self._status())
 
-    def first(self) -> Iterator[Event]:
-        """See `ItemAnswer.first`."""
-        for name in ("response.created", "response.in_progress"):
-            yield name, {"response": self._response("in_progress")}
-
-    def told(self, change: Change) -> Iterator[Event]:
-        """See `ItemAnswer.told`."""
-        run = change.run
-        place = {"item_id": self._item_id(run), "output_index": run.index}
-        if run.kind == "call":
-            yield from self._told_of_call(change, place)
+    def first(self) -> Iterator[bytes]:
+        """See `Formatter.first`; none if a ping has sent them."""
+        if self._sent:
             return
-        place["content_index"] = 0
-        logprobs: dict[str, Any] = {"logprobs": []} if run.kind == "text" else {}
-        if change.what == "begun":
-            yield "response.output_item.added", {"output_index": run.index, "item": self._item(run, begun=True)}
-            yield "response.content_part.added", {**place, "part": _part(run)}
-        elif change.what == "grown":
-            yield f"{_TEXTS[run.kind]}.delta", {**place, "delta": change.text, **logprobs}
-        else:
-            yield f"{_TEXTS[run.kind]}.done", {**place, "text": run.text, **logprobs}
-            yield "response.content_part.done", {**place, "part": _part(run)}
-            yield "response.output_item.done", {"output_index": run.index, "item": self._item(run)}
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=self._response("in_progress"))
 
-    def _told_of_call(self, change: Change, place: dict[str, Any]) -> Iterator[Event]:
-        run = change.run
-        if change.what == "begun":
-            yield "response.output_item.added", {"output_index": run.index, "item": self._item(run, begun=True)}
-        elif change.what == "grown":
-            yield f"{_ARGUMENTS}.delta", {**place, "delta": change.text}
-        else:
-            name = self._told(run)["name"]
-            yield f"{_ARGUMENTS}.done", {**place, "name": name, "arguments": run.text}
-            yield "response.output_item.done", {"output_index": run.index, "item": self._item(run)}
+    def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        """See `Formatter.step`."""
+        for change in self._items.take(delta):
+            yield from self._changed(change)
 
-    def last(self) -> Iterator[Event]:
-        """See `ItemAnswer.last`."""
-        yield f"response.{self._status()}", {"response": self.message()}
+    def last(self) -> Iterator[bytes]:
+        """See `Formatter.last`."""
+        yield self._event(f"response.{self._status()}", response=self._response(self._status()))
 
-    def _first(self) -> Iterator[bytes]:
-        return iter(()) if self._sent else super()._first()
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """See `Formatter.failed`."""
+        yield self._event("response.failed", response=self._response("failed", error))
 
     def ping(self) -> bytes:
-        """See `Answer.ping`; an event, since Codex times out on a stream of comments only."""
-        return b"".join(map(self.encoded, list(self.first())[-1:]) if self._sent else self._first())
+        """See `Formatter.ping`; an event, since Codex times out on a stream of comments only."""
+        if not self._sent:
+            return b"".join(self.first())
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
-    def broken(self, error: ApiError) -> Iterator[Event]:
-        """See `ItemAnswer.broken`."""
-        yield "response.failed", {"response": self._response("failed", error)}
-
-    def encoded(self, event: Event) -> bytes:
-        """See `ItemAnswer.encoded`; events are numbered."""
-        name, others = event
+    def _event(self, event_name: str, /, **members: Any) -> bytes:
+        """Encode an event with the next number."""
         self._sent += 1
-        return serialization.event({"type": name, "sequence_number": self._sent - 1, **others}, name)
+        return serialization.event({"type": event_name, "sequence_number": self._sent - 1, **members}, event_name)
 
-    def _failed(self, problem: Exception) -> ApiError:
-        error = super()._failed(problem)
-        head = re.split(r"[\[.]", error.param or "")[0]
-        error.param = self.field_names.get(head, error.param)
-        return error
+    def _changed(self, change: ItemChange) -> Iterator[bytes]:
+        item = change.item
+        place: dict[str, Any] = {"item_id": self._item_id(item), "output_index": item.index}
+        if change.event == "added":
+            yield self._event("response.output_item.added", output_index=item.index, item=self._item(item, begun=True))
+            if item.kind != "call":
+                yield self._event("response.content_part.added", **place, content_index=0, part=_part(item))
+        elif change.event == "delta":
+            yield self._delta(change, place)
+        else:
+            yield from self._done(item, place)
+            yield self._event("response.output_item.done", output_index=item.index, item=self._item(item))
+
+    def _delta(self, change: ItemChange, place: dict[str, Any]) -> bytes:
+        kind = change.item.kind
+        if kind == "call":
+            return self._event(f"{_ARGUMENTS}.delta", **place, delta=change.text)
+        return self._event(f"{_TEXTS[kind]}.delta", **place, content_index=0, delta=change.text, **_no_logprobs(kind))
+
+    def _done(self, item: OutputItem, place: dict[str, Any]) -> Iterator[bytes]:
+        kind = item.kind
+        if kind == "call":
+            name = self._names(item)["name"]
+            yield self._event(f"{_ARGUMENTS}.done", **place, name=name, arguments=item.text)
+            return
+        yield self._event(f"{_TEXTS[kind]}.done", **place, content_index=0, text=item.text, **_no_logprobs(kind))
+        yield self._event("response.content_part.done", **place, content_index=0, part=_part(item))
 
     def _status(self) -> str:
-        return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
+        return "incomplete" if self.output.choices[0].finish_reason == "length" else "completed"
 
     def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
-        over = status in ("completed", "incomplete")
+        output, over = self.output, status in ("completed", "incomplete")
         return {
-            "id": self._id,
-            "object": self.kind,
-            "created_at": self._created,
+            "id": f"resp_{output.key}",
+            "object": "response",
+            "created_at": output.created,
             "completed_at": int(time.time()) if over else None,
             "status": status,
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.service.settings.name,
-            "output": [self._item(run) for run in self.runs.all],
-            **self._echo(),
+            "model": output.service.settings.name,
+            "output": [self._item(item) for item in self._items.all],
+            **self._repeated(),
             "usage": self._usage() if over else None,
-            **({"lade": self.choices[0].figures} if over else {}),
+            **({"lade": output.figures()} if over else {}),
         }
 
-    def _echo(self) -> dict[str, Any]:
+    def _repeated(self) -> dict[str, Any]:
         """Return the fields of the request that a response repeats."""
-        asked, reasoning = self._asked, self._asked.reasoning
-        drawing = {"temperature": 1.0, "top_p": 1.0, **self.model.sampling}
+        sent, reasoning = self._request, self._request.reasoning
+        sampling = {"temperature": 1.0, "top_p": 1.0, **self.output.model.sampling}
         return {
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "instructions": sent.instructions,
+            "max_output_tokens": sent.max_output_tokens,
+            "metadata": sent.metadata or {},
+            "parallel_tool_calls": sent.parallel_tool_calls is not False,
             "previous_response_id": None,
             "background": False,
-            "prompt_cache_key": asked.prompt_cache_key,
+            "prompt_cache_key": sent.prompt_cache_key,
             "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-            "safety_identifier": asked.safety_identifier,
+            "safety_identifier": sent.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": drawing["temperature"] if asked.temperature is None else asked.temperature,
-            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": [tool.model_dump(exclude_unset=True) for tool in asked.tools or () if tool.type in _SERVED],
-            "top_p": drawing["top_p"] if asked.top_p is None else asked.top_p,
+            "temperature": sampling["temperature"] if sent.temperature is None else sent.temperature,
+            "text": {"format": (sent.text and sent.text.format) or {"type": "text"}},
+            "tool_choice": sent.tool_choice or "auto",
+            "tools": [tool.model_dump(exclude_unset=True) for tool in sent.tools or () if tool.type in _SERVED],
+            "top_p": sampling["top_p"] if sent.top_p is None else sent.top_p,
             "truncation": "disabled",
-            "user": asked.user,
+            "user": sent.user,
         }
 
     def _usage(self) -> dict[str, Any]:
-        used = self.usage()
+        used = self.output.usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": used["prompt_tokens"],
@@ -438,30 +433,35 @@ class ResponsesAnswer(ItemAnswer):
             "total_tokens": used["total_tokens"],
         }
 
-    def _item_id(self, run: Run) -> str:
-        return f"{_PREFIXES[run.kind]}_{self._id.removeprefix(self.id_prefix)}{run.index:02x}"
+    def _item_id(self, item: OutputItem) -> str:
+        return f"{_PREFIXES[item.kind]}_{self.output.key}{item.index:02x}"
 
-    def _item(self, run: Run, *, begun: bool = False) -> dict[str, Any]:
+    def _item(self, item: OutputItem, *, begun: bool = False) -> dict[str, Any]:
         """Return an output item as JSON; one that has just begun is empty."""
-        cut = run is self.runs.all[-1] and self.choices[0].finish_reason == "length"
-        status = "in_progress" if not run.ended else "incomplete" if cut else "completed"
-        item = {"id": self._item_id(run), "status": status}
-        content = [] if begun else [_part(run)]
-        match run.kind:
-            case "thought":
-                return {**item, "type": "reasoning", "summary": [], "content": content}
+        cut = item is self._items.all[-1] and self.output.choices[0].finish_reason == "length"
+        status = "in_progress" if not item.ended else "incomplete" if cut else "completed"
+        made = {"id": self._item_id(item), "status": status}
+        content = [] if begun else [_part(item)]
+        match item.kind:
+            case "reasoning":
+                return {**made, "type": "reasoning", "summary": [], "content": content}
             case "text":
-                return {**item, "type": "message", "role": "assistant", "content": content}
-        assert run.call is not None  # there is no other kind
-        call_id, arguments = run.call.id, "" if begun else run.text
-        return {**item, "type": "function_call", "call_id": call_id, **self._told(run), "arguments": arguments}
+                return {**made, "type": "message", "role": "assistant", "content": content}
+        assert item.call is not None  # there is no other kind
+        call_id, arguments = item.call.id, "" if begun else item.text
+        return {**made, "type": "function_call", "call_id": call_id, **self._names(item), "arguments": arguments}
 
-    def _told(self, run: Run) -> dict[str, str]:
+    def _names(self, item: OutputItem) -> dict[str, str]:
         """Return the members that name the called function."""
-        return self._tools.told("" if run.call is None else run.call.name)
+        return self._tools.item_names("" if item.call is None else item.call.name)
 
 
-def _part(run: Run) -> dict[str, Any]:
-    if run.kind == "thought":
-        return {"type": "reasoning_text", "text": run.text}
-    return {"type": "output_text", "text": run.text, "annotations": [], "logprobs": []}
+def _no_logprobs(kind: str) -> dict[str, Any]:
+    """Return the logprobs of a text event, which are always empty."""
+    return {"logprobs": []} if kind == "text" else {}
+
+
+def _part(item: OutputItem) -> dict[str, Any]:
+    if item.kind == "reasoning":
+        return {"type": "reasoning_text", "text": item.text}
+    return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": []}

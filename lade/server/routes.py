@@ -14,15 +14,15 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from lade.server.body import BodyRoute, beside
-from lade.server.chat import ChatAnswer
-from lade.server.completions import CompletionAnswer
+from lade.server.answer import respond
+from lade.server.chat import ChatFormatter, ChatPreprocessor
+from lade.server.completions import CompletionFormatter, CompletionPreprocessor
 from lade.server.errors import NOT_FOUND, ApiError
-from lade.server.messages import CountRequest, MessagesAnswer, MessagesRequest
+from lade.server.messages import CountRequest, MessagesFormatter, MessagesRequest
 from lade.server.messages import as_chat as turns_as_chat
 from lade.server.metrics import CONTENT_TYPE
-from lade.server.request_context import Exchange
-from lade.server.responses import ResponsesAnswer, ResponsesRequest
+from lade.server.middleware import BodyRoute, in_worker_if_large
+from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
 from lade.server.schemas import ChatRequest, CompletionRequest, Model
@@ -107,20 +107,21 @@ def _service(request: Request) -> Service:
 @router.post("/v1/chat/completions", responses=CHAT)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    return await ChatAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+    return await respond(request, ChatPreprocessor(_service(request), body), ChatFormatter)
 
 
 @router.post("/v1/completions", responses=CHAT)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts."""
-    return await CompletionAnswer(_service(request), Exchange.of(request.scope), body).reply(request)
+    return await respond(request, CompletionPreprocessor(_service(request), body), CompletionFormatter)
 
 
 @router.post("/v1/responses", responses=RESPONSE)
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
-    chat = await beside(request, partial(items_as_chat, body))
-    return await ResponsesAnswer(_service(request), Exchange.of(request.scope), chat, body).reply(request)
+    chat = await in_worker_if_large(request, partial(items_as_chat, body))
+    preprocessor = ChatPreprocessor(_service(request), chat, FORMAT_NAMES)
+    return await respond(request, preprocessor, partial(ResponsesFormatter, body), sent=body)
 
 
 @router.post("/v1/responses/input_tokens", responses=whole(object=TEXT, input_tokens=COUNT))
@@ -132,8 +133,8 @@ async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
 @router.post("/v1/messages", responses={**ANTHROPICS_ERRORS, **MESSAGE})
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation as Anthropic's API does."""
-    chat = await beside(request, partial(turns_as_chat, body))
-    return await MessagesAnswer(_service(request), Exchange.of(request.scope), chat, body).reply(request)
+    chat = await in_worker_if_large(request, partial(turns_as_chat, body))
+    return await respond(request, ChatPreprocessor(_service(request), chat), MessagesFormatter, sent=body)
 
 
 @router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,22 +28,23 @@ from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, overloaded
 from lade.server.metrics import Metrics, since
 from lade.server.output_parser import Markup
-from lade.server.request_context import Exchange, Flight
+from lade.server.request_context import InFlightRequest, RequestContext
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
-from lade.server.structured_output import Forms
-from lade.server.turns import Turns
+from lade.server.structured_output import GrammarCompiler
 from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
 from lade.serving.snapshot import EngineSnapshot
 from lade.version import __version__
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 MOST_SCOPES, _BYTES = 16, 64 * 2**20
 """Maximum number of memories, and size of each in bytes."""
 
 
-class Memories:
+class TenantMemories:
     """Per-tenant draft memories, LRU: sharing one speeds up similar texts, which timing could reveal.
 
     Args:
@@ -100,8 +101,6 @@ def _key(scope: str) -> str:
     return scope.partition("\0")[0]
 
 
-logger = logging.getLogger(__name__)
-
 _TOKENS = 12
 
 
@@ -131,8 +130,62 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
     gc.freeze()
 
 
+class FairExecutor:
+    """Runs tasks in one thread, round robin over clients. Belongs to one event loop.
+
+    A client with many tasks delays another one by the running task only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._busy = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # none empty; the first client is next
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        """Run a task and return its result; a task cancelled before its turn never starts.
+
+        The next task starts once the thread is free, even if the caller of this one is cancelled.
+
+        Args:
+            client: the client in whose turn the task runs.
+            work: function to run in the thread.
+        """
+        if self._busy:
+            await self._wait(client)
+        self._busy = True
+        loop, done = asyncio.get_running_loop(), self._pool.submit(work)
+        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(self._pass_on))
+        return await asyncio.wrap_future(done)
+
+    def close(self) -> None:
+        """Start no further tasks."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait(self, client: str) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()  # it had been given the turn
+            raise
+
+    def _pass_on(self) -> None:
+        """Give the turn to the next client with a task that is still awaited."""
+        self._busy = False
+        while self._waiting and not self._busy:
+            client = next(iter(self._waiting))
+            line = self._waiting.pop(client)
+            turn = line.popleft()
+            if not turn.done():
+                self._busy = True
+                turn.set_result(None)
+            if line:
+                self._waiting[client] = line
+
+
 Phase = Literal["loading", "ready", "draining", "dead"]
-T = TypeVar("T")
 PREPARING, PREPARING_LARGE = 4, 2
 """Threads that validate, render and tokenize requests; more would only compete for the interpreter."""
 SAVE_S = 180.0
@@ -163,8 +216,8 @@ class Service:
         keys: current API keys.
         keys_changed: set to make `watch` read the keys again.
         metrics: Prometheus series.
-        flights: in-flight requests and their request ids.
-        encoder, template, markup, memories, token_text, forms: helpers of the model, set once it is loaded.
+        in_flight: in-flight requests and their request ids.
+        encoder, template, markup, memories, token_text, grammars: helpers of the model, set once it is loaded.
     """
 
     def __init__(
@@ -183,12 +236,12 @@ class Service:
         self._saved = (perf_counter(), 0)  # when, and after how many tokens
         self.created = int(time.time())
         self.keys, self.keys_changed = settings.keys, False
-        self.flights: dict[Flight, str] = {}
+        self.in_flight: dict[InFlightRequest, str] = {}
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
         self.fingerprint = f"lade-{__version__}"
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
-        self._trials = Turns("lade.serve trial")
+        self._trials = FairExecutor("lade.serve trial")
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
         self._warm: EngineSnapshot | None = None
@@ -241,9 +294,9 @@ class Service:
         self.encoder = TextEncoder(model.tokenizer, self.context)
         self.template = ChatTemplate(model, self.encoder, self.settings.template_arguments)
         self.markup = Markup(model)
-        self.memories = Memories(model.lookahead, self.settings.share)
+        self.memories = TenantMemories(model.lookahead, self.settings.share)
         self.token_text = TokenText(model.tokenizer)
-        self.forms = Forms(model)
+        self.grammars = GrammarCompiler(model)
 
     @property
     def model(self) -> ServedModel:
@@ -294,7 +347,9 @@ class Service:
     def rows(self) -> list[tuple[str, float, Handle]]:
         """Return request id, age in seconds and handle of each choice in flight."""
         now = perf_counter()
-        return [(name, now - flight.began, each) for flight, name in self.flights.items() for each in flight.handles]
+        return [
+            (name, now - request.began, each) for request, name in self.in_flight.items() for each in request.handles
+        ]
 
     def watch(self) -> None:
         """Do periodic work: detect engine failure, read keys, log, save."""
@@ -334,7 +389,7 @@ class Service:
             self.unsaved = problem
             logger.error("what was learned is not saved: %s", problem)
 
-    async def prepared(self, size: int, work: Callable[[], T]) -> T:
+    async def in_worker(self, size: int, work: Callable[[], T]) -> T:
         """Run work in a worker thread; work cancelled before its start never runs.
 
         Args:
@@ -344,26 +399,26 @@ class Service:
         pool = self._preparing if size <= SMALL else self._preparing_large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    async def tried(self, client: str, work: Callable[[], T]) -> T:
+    async def with_grammar_trials(self, client: str, work: Callable[[], T]) -> T:
         """Run work with grammar trials, one request at a time, round robin over clients."""
-        return await self._trials.run(client, lambda: self.forms.trying(work))
+        return await self._trials.run(client, lambda: self.grammars.trying(work))
 
-    def fly(self, exchange: Exchange, endpoint: str) -> Flight:
+    def track(self, context: RequestContext, endpoint: str) -> InFlightRequest:
         """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
-        flight = exchange.flight = Flight(endpoint)
-        self.flights[flight] = exchange.id
+        request = context.in_flight = InFlightRequest(endpoint)
+        self.in_flight[request] = context.id
         limit = self.settings.queue_timeout
         if limit is not None:
-            asyncio.get_running_loop().call_later(limit, _expire, flight, limit)
-        return flight
+            asyncio.get_running_loop().call_later(limit, _expire, request, limit)
+        return request
 
-    def ended(self, exchange: Exchange, known_path: str) -> None:
+    def ended(self, context: RequestContext, known_path: str) -> None:
         """Count and log a response that has ended."""
-        if exchange.flight is not None:
-            self.flights.pop(exchange.flight, None)
-        self.metrics.add(exchange, known_path)
+        if context.in_flight is not None:
+            self.in_flight.pop(context.in_flight, None)
+        self.metrics.add(context, known_path)
         if self._log is not None:
-            self._log.add(exchange)
+            self._log.add(context)
 
     def drain(self) -> None:
         """Stop accepting requests; running ones continue."""
@@ -372,8 +427,8 @@ class Service:
 
     def abort(self) -> None:
         """Abort all in-flight requests."""
-        for flight in list(self.flights):
-            flight.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
+        for request in list(self.in_flight):
+            request.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
 
     def close(self) -> None:
         """Stop all threads, save draft memories and close the model."""
@@ -383,15 +438,15 @@ class Service:
         if self._engine is not None:
             self._engine.close()
         if self._model is not None:
-            self.forms.close()
+            self.grammars.close()
             self._save()
             self._model.close()
 
 
-def _expire(flight: Flight, seconds: float) -> None:
-    if flight.outcome is None and flight.waiting:
+def _expire(request: InFlightRequest, seconds: float) -> None:
+    if request.outcome is None and request.waiting:
         why = f"no row became free within {seconds:g} s: send this again later"
-        flight.abort(overloaded(why, "queue_timeout"))
+        request.abort(overloaded(why, "queue_timeout"))
 
 
 def _method(lookahead: Lookahead) -> str:

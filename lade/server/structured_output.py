@@ -1,7 +1,8 @@
 """Structured output: response formats and tool calls as grammars.
 
-`asked_form` reads the format of a request, `asked_calls` its tools; `message_grammar` combines both with the markup of
-the model's chat template. `Forms` compiles grammars, after a trial in another process where that may take long.
+`requested_grammar` reads the format of a request, `requested_calls` its tools; `message_grammar` combines both with the
+markup of the model's chat template. `GrammarCompiler` compiles grammars, after a trial in another process where that
+may take long.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ CHAT_NAMES = FormatNames()
 
 
 class UntriedGrammarError(Exception):
-    """A grammar needs a trial before it is compiled, which may take long, see `Forms.trying`."""
+    """A grammar needs a trial before it is compiled, which may take long, see `GrammarCompiler.trying`."""
 
 
-class Forms:
+class GrammarCompiler:
     """Compiles the grammars of requests.
 
     All methods may raise `UntriedGrammarError` outside of `trying`.
@@ -126,7 +127,7 @@ class Forms:
             self._trial.close()
 
 
-def asked_form(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
+def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
     """Return the grammar of a request and the field that sets it; None if unconstrained.
 
     Args:
@@ -238,7 +239,7 @@ def _without_notes(schema: Any) -> Any:
     return {name: part if name in _VALUES else _without_notes(part) for name, part in kept.items()}
 
 
-def refuse_other_ends(body: BaseRequest, param: str) -> None:
+def check_ends(body: BaseRequest, param: str) -> None:
     """Raise `ApiError` for options that would continue an answer beyond the end of its grammar."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
@@ -278,7 +279,7 @@ class Calls:
     several: bool
 
 
-def asked_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
+def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     """Return the tool calls that a request allows; None if unconstrained.
 
     A tool whose schema cannot be compiled accepts any object, unless it is strict.

@@ -13,7 +13,7 @@ from lade.errors import EngineClosedError, EngineFullError
 from lade.server import schemas
 from lade.server.errors import TOO_LONG, error_for, invalid
 from lade.server.messages import CountRequest, as_chat
-from lade.server.request_context import Exchange, unless_gone
+from lade.server.request_context import RequestContext, until_disconnect
 from lade.server.responses import ResponsesRequest
 from lade.server.responses import as_chat as input_as_chat
 from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
@@ -109,12 +109,12 @@ async def input_tokens(service: Service, request: Request, asked: ResponsesReque
 
 async def _answered(service: Service, request: Request, work: Callable[[], dict[str, Any]], field: str) -> Response:
     """Run work like the preparation of a request: in a queue slot and in a worker thread."""
-    exchange = Exchange.of(request.scope)
+    context = RequestContext.of(request.scope)
     try:
         with service.engine.reserve():
-            return await unless_gone(request, service.prepared(exchange.size, lambda: Json(work())))
+            return await until_disconnect(request, service.in_worker(context.size, lambda: Json(work())))
     except (EngineFullError, EngineClosedError) as problem:
-        raise error_for(problem, exchange.id) from None
+        raise error_for(problem, context.id) from None
     except TextTooLongError as problem:
         why = f"{field}: it has at least {problem.tokens} tokens, and the context is {service.context}: shorten it"
         raise invalid(field, why, TOO_LONG) from None

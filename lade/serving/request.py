@@ -19,12 +19,14 @@ from lade.grammar import Grammar
 from lade.hf.arguments import (
     Prediction,
     arguments_for_callable,
+    clean_up,
     not_ids_message,
     prediction_ids,
+    refuse_adapter_arguments,
+    refuse_adapter_hooks,
     refuse_unused_prediction,
 )
 from lade.hf.detokenizer import AnswerText
-from lade.hf.generation_config import clean_up, refuse_adapter_arguments, refuse_adapter_hooks
 from lade.hf.job import DraftSpec, Output, output_of, record_for
 from lade.hf.processors import StopReason, row_for
 from lade.hf.refusals import check, warn_of_precision

@@ -35,7 +35,7 @@ from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.hf import processors as hf_row
-from lade.model import backend as select_runner
+from lade.model import runner as select_runner
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner, runner_for

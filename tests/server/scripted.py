@@ -4,14 +4,14 @@ import json
 
 from served import byte_tokenizer
 
-from lade.server.chat import ChatAnswer
+from lade.server.chat import ChatPreprocessor
 
 TALKS = byte_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}<think>{# <tool_call> #}")
 
 
 def scripted(monkeypatch, said):
     """Answers whose text is `said`, or what that returns for a prompt, whatever the tokens: toys write no markup."""
-    parse = ChatAnswer.parser
+    parse = ChatPreprocessor.parser
 
     def parser(self, prompt):
         inner, texts = parse(self, prompt), iter(said(prompt) if callable(said) else said)
@@ -27,7 +27,7 @@ def scripted(monkeypatch, said):
 
         return Scripted()
 
-    monkeypatch.setattr(ChatAnswer, "parser", parser)
+    monkeypatch.setattr(ChatPreprocessor, "parser", parser)
 
 
 PLAIN = {"extra_body": {"lookahead": None, "ignore_eos": True}}

@@ -137,7 +137,7 @@ class Running:
     def at_rest(self) -> bool:
         """Whether nothing is decoded, and nothing waits."""
         now = self.service.snapshot()
-        return now is not None and now.rows == now.waiting == 0 and not self.service.flights
+        return now is not None and now.rows == now.waiting == 0 and not self.service.in_flight
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer.main
 import yaml
 
 from lade.cli.main import app
-from lade.server.auth import OPEN
+from lade.server.middleware import OPEN
 from lade.server.routes import router
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "replicas.md").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from served import CONTEXT, MODEL, SERVED, TOKENIZER, byte_model, plain, running, text_of, until
 
-from lade.server import choice_stream, completions
-from lade.server.choice_stream import CompletionLogprobs
+from lade.server import completions
+from lade.server.completions import CompletionLogprobs
 from lade.server.served_model import TokenText
 from lade.stats import TokenLogprobs
 
@@ -115,13 +115,13 @@ def test_many_logprobs_are_spelled_beside_the_event_loop(monkeypatch):
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_logprobs_of_whole_answers_are_spelled_beside_the_event_loop(server, monkeypatch, path):
-    threads, entries = set(), choice_stream.TokenText.text
+    threads, entries = set(), completions.TokenText.text
 
     def text(self, token):
         threads.add(threading.current_thread())
         return entries(self, token)
 
-    monkeypatch.setattr(choice_stream.TokenText, "text", text)
+    monkeypatch.setattr(completions.TokenText, "text", text)
     chat = path.startswith("chat")
     asked = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2} if chat else {"prompt": "a"}
     answer = server.http.post(f"/v1/{path}", json={**asked, "logprobs": True if chat else 2, "max_tokens": 5})

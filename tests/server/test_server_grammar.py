@@ -31,7 +31,7 @@ from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
 from lade.server.settings import Key, Keys
-from lade.server.structured_output import asked_calls, asked_form, message_grammar
+from lade.server.structured_output import message_grammar, requested_calls, requested_grammar
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -199,7 +199,7 @@ def held(monkeypatch):
     """A server with the keys "ka" and "kb", whose trials wait to be let; and threads that ask it."""
     monkeypatch.setattr(structured_output, "GrammarTrial", HeldTrial)
     with running(keys=Keys((Key("a", "ka"), Key("b", "kb")))) as server, ThreadPoolExecutor(8) as threads:
-        trial = server.service.forms._trial
+        trial = server.service.grammars._trial
         try:
             yield server, trial, lambda *given: threads.submit(ask, server, *given)
         finally:
@@ -382,7 +382,7 @@ def test_what_a_message_may_be(marks, fields, thinks, right, wrong):
     tokenizer = tokenizer_with(marks, THINKING if thinks else SHOWN)
     vocabulary = vocabulary_of_tokenizer(tokenizer)
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": TOOLS, **fields})
-    form, calls = asked_form(body), asked_calls(body, vocabulary)
+    form, calls = requested_grammar(body), requested_calls(body, vocabulary)
     prompt = "<assistant><think>\n" if thinks else "<assistant>"
     made = message_grammar(tokenizer.chat_template, prompt, form and form[0], calls, vocabulary)
     for text in (*right, *wrong):
@@ -395,11 +395,11 @@ def test_tools_that_cannot_be_described_take_any_object_unless_they_are_strict()
     vocabulary = vocabulary_of_tokenizer(TOKENIZER)
     odd = {"parameters": {"type": "object", "not": {"required": ["x"]}}}
     body = {"messages": MESSAGES, "tool_choice": "required", "tools": [tool("news", **odd)]}
-    calls = asked_calls(ChatRequest.model_validate(body), vocabulary)
+    calls = requested_calls(ChatRequest.model_validate(body), vocabulary)
     assert calls.tools[0].arguments == Grammar.json_object()
     strict = {**body, "tools": [tool("news", **odd, strict=True)]}
     with pytest.raises(ApiError, match="Unimplemented keys") as raised:
-        asked_calls(ChatRequest.model_validate(strict), vocabulary)
+        requested_calls(ChatRequest.model_validate(strict), vocabulary)
     assert raised.value.param == "tools[0].function.parameters"
 
 

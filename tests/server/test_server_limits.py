@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from served import running, until
 
 from lade.server import routes
-from lade.server.body import _MOST_HELD, BodyRoute
+from lade.server.middleware import _MOST_HELD, BodyRoute
 from lade.server.routes import router
 from lade.server.serialization import TooManyValuesError, decoded
 from lade.server.service import SMALL

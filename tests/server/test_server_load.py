@@ -183,4 +183,4 @@ def test_a_long_run_leaves_nothing_behind():
         never_came = 1000 - done - bad
         assert 0 <= never_came < 100, "clients that left before their request was read"
         assert sizes[-1][0] < 1.05 * sizes[0][0] and sizes[-1][1] <= sizes[0][1] + 2
-        assert not server.service.flights
+        assert not server.service.in_flight

@@ -10,10 +10,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lade.config import LookaheadConfig
-from lade.server.output_items import Parts
-from lade.server.output_parser import Markup
+from lade.server.output_parser import Markup, Parts
 from lade.server.served_model import ServedModel, TextOffsets, TokenText
-from lade.server.service import MOST_SCOPES, Memories
+from lade.server.service import MOST_SCOPES, TenantMemories
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -201,23 +200,25 @@ def test_tokens_of_a_tokenizer_that_writes_spaces_as_lines():
 
 
 def test_memories_are_kept_apart():
-    memories = Memories("auto", "key")
+    memories = TenantMemories("auto", "key")
     of = {name: memories.lookahead("auto", memories.scope(*name)).memory
           for name in [("a", None), ("a", "s"), ("b", None), ("b", "s")]}  # fmt: skip
     assert len(set(map(id, of.values()))) == 4
     assert memories.lookahead("auto", memories.scope("a", None)).memory is of["a", None]
-    everyone = Memories("auto", "all")
+    everyone = TenantMemories("auto", "all")
     assert everyone.scope("a", None) == everyone.scope("b", None) != everyone.scope("a", "s")
-    assert Memories("auto", "none").lookahead("auto", Memories("auto", "none").scope("a", None)).memory is None
-    assert memories.lookahead(None, "x") is None and Memories(None, "key").lookahead("auto", "x") is None
+    assert (
+        TenantMemories("auto", "none").lookahead("auto", TenantMemories("auto", "none").scope("a", None)).memory is None
+    )
+    assert memories.lookahead(None, "x") is None and TenantMemories(None, "key").lookahead("auto", "x") is None
     paper = LookaheadConfig(window=3)
     assert memories.lookahead(paper, "x") is paper
-    own = Memories(LookaheadConfig(memory=of["a", None]), "key")
+    own = TenantMemories(LookaheadConfig(memory=of["a", None]), "key")
     assert own.lookahead("auto", "x").memory is own.lookahead(LookaheadConfig(budget=4), "y").memory is of["a", None]
 
 
 def test_memories_have_a_bound():
-    memories = Memories("auto", "key")
+    memories = TenantMemories("auto", "key")
     first = memory_of(memories, "first")
     for number in range(MOST_SCOPES):
         memory_of(memories, str(number))
@@ -231,7 +232,7 @@ def memory_of(memories, key, salt=None):
 @pytest.mark.parametrize("share", ["key", "all"])
 def test_salts_wipe_nobodys_memory_but_that_of_other_salts(share):
     """Neither another key's, nor that which requests without a salt share: there may be no keys at all."""
-    memories = Memories("auto", share)
+    memories = TenantMemories("auto", share)
     kept = {place: memory_of(memories, *place) for place in [("a", None), ("b", None), ("b", "his own"), ("c", None)]}
     used_last = None
     for number in range(5 * MOST_SCOPES):
@@ -243,7 +244,7 @@ def test_salts_wipe_nobodys_memory_but_that_of_other_salts(share):
 
 
 def test_memories_of_keys_go_in_the_order_of_their_use():
-    memories = Memories("auto", "key")
+    memories = TenantMemories("auto", "key")
     kept = [memory_of(memories, str(number)) for number in range(MOST_SCOPES)]
     assert memory_of(memories, "0") is kept[0]
     memory_of(memories, "one more")

@@ -8,9 +8,11 @@ import pytest
 from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
 
+from lade.server.choice import ChoiceDelta, OutputItems
 from lade.server.errors import ApiError
-from lade.server.output_items import Parts, Runs, ToolCall
+from lade.server.output_parser import Parts, ToolCall
 from lade.server.responses import ResponsesRequest, as_chat
+from lade.stats import Step
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -74,19 +76,21 @@ def test_openais_helper_for_streams_takes_it_to_its_end(server, client):
 
 
 def test_thoughts_text_and_calls_are_items_of_their_own():
-    runs, calls = Runs(), [ToolCall(0, '{"a": 1}', "call_1", "add"), ToolCall(1, '{"a": 1}', "call_2", "add")]
-    pieces = [Parts("", "hm"), Parts("", "m"), Parts("yes", " ok"), Parts("!", "", calls)]
-    told = [(change.what, change.run.index, change.text) for parts in pieces for change in runs.take(parts)]
-    told += [(change.what, change.run.index, change.text) for change in runs.finish()]
-    assert told == [
-        ("begun", 0, ""), ("grown", 0, "hm"), ("grown", 0, "m"), ("grown", 0, " ok"), ("ended", 0, ""),
-        ("begun", 1, ""), ("grown", 1, "yes"), ("grown", 1, "!"), ("ended", 1, ""),
-        ("begun", 2, ""), ("grown", 2, '{"a": 1}'), ("ended", 2, ""),
-        ("begun", 3, ""), ("grown", 3, '{"a": 1}'), ("ended", 3, ""),
+    items, calls = OutputItems(), [ToolCall(0, '{"a": 1}', "call_1", "add"), ToolCall(1, '{"a": 1}', "call_2", "add")]
+    parts = [Parts("", "hm"), Parts("", "m"), Parts("yes", " ok"), Parts("!", "", calls)]
+    step = Step(0, [1], ["bonus"], 1, 0.0)
+    deltas = [*(ChoiceDelta(each, step) for each in parts), ChoiceDelta(Parts())]
+    changes = [change for delta in deltas for change in items.take(delta)]
+    assert [(change.event, change.item.index, change.text) for change in changes] == [
+        ("added", 0, ""), ("delta", 0, "hm"), ("delta", 0, "m"), ("delta", 0, " ok"), ("done", 0, ""),
+        ("added", 1, ""), ("delta", 1, "yes"), ("delta", 1, "!"), ("done", 1, ""),
+        ("added", 2, ""), ("delta", 2, '{"a": 1}'), ("done", 2, ""),
+        ("added", 3, ""), ("delta", 3, '{"a": 1}'), ("done", 3, ""),
     ]  # fmt: skip
-    assert [run.kind for run in runs.all] == ["thought", "text", "call", "call"]
-    silent = Runs()
-    assert [change.what for change in silent.finish()] == ["begun", "ended"] and silent.all[0].text == ""
+    assert [item.kind for item in items.all] == ["reasoning", "text", "call", "call"]
+    silent = OutputItems()
+    assert [change.event for change in silent.take(ChoiceDelta(Parts()))] == ["added", "done"]
+    assert silent.all[0].text == ""
 
 
 def test_items_become_messages():

@@ -15,7 +15,7 @@ from lade.server.responses import ResponsesRequest
 from lade.server.responses import as_chat as from_items
 from lade.server.schemas import ChatRequest
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, MOST_TOOLS
-from lade.server.structured_output import asked_calls, asked_form, length_of
+from lade.server.structured_output import length_of, requested_calls, requested_grammar
 
 BODIES = Path(__file__).parent / "bodies"
 VOCABULARY = vocabulary_of_tokenizer(byte_tokenizer())
@@ -36,7 +36,7 @@ def tool(number, parameters, **more):
 
 def calls_of(tools, choice="auto"):
     asked = {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
-    return asked_calls(ChatRequest.model_validate(asked), VOCABULARY)
+    return requested_calls(ChatRequest.model_validate(asked), VOCABULARY)
 
 
 def free(calls):
@@ -52,13 +52,13 @@ def test_notes_do_not_count():
     bare = {"type": "object", "properties": {"title": {"anyOf": [{"enum": ["b"]}]}}, "default": {"title": "c"}}
     assert length_of(noted) == len(json.dumps(bare)) and length_of("a text") == 6
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(100, notes=2 * LONGEST_SCHEMA)}}
-    assert asked_form(ChatRequest.model_validate({"messages": MESSAGES, "response_format": form})) is not None
+    assert requested_grammar(ChatRequest.model_validate({"messages": MESSAGES, "response_format": form})) is not None
 
 
 def test_a_schema_that_is_too_long_is_refused():
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(LONGEST_SCHEMA + 1)}}
     with pytest.raises(ApiError, match=str(LONGEST_SCHEMA)):
-        asked_form(ChatRequest.model_validate({"messages": MESSAGES, "response_format": form}))
+        requested_grammar(ChatRequest.model_validate({"messages": MESSAGES, "response_format": form}))
 
 
 def test_calls_follow_the_schemas_of_as_many_tools_as_agents_have():
@@ -72,7 +72,7 @@ def test_calls_follow_every_schema_of_codex_and_claude_code():
         ("claude_code", MessagesRequest, from_blocks),
     ):
         body = json.loads((BODIES / f"{client}.json").read_text(encoding="utf-8"))["bodies"][0]
-        calls = asked_calls(as_chat(kind.model_validate(body)), VOCABULARY)
+        calls = requested_calls(as_chat(kind.model_validate(body)), VOCABULARY)
         odd = [call.name for call in calls.tools if call.arguments == Grammar.json_object()]
         assert len(calls.tools) > 10 and not odd
 

@@ -227,7 +227,7 @@ def test_the_rest_of_a_request_is_not_tokenised_either(watched):
     server, tokenizer = watched
     with sent(server, "/v1/completions", {"prompt": [SLOW, "a", "b"]}):
         assert tokenizer.inside.acquire(timeout=SOON)
-    until(lambda: not server.service.flights)
+    until(lambda: not server.service.in_flight)
     tokenizer.go_on.set()
     assert server.http.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 3
     assert tokenizer.seen == [SLOW, "abc"]

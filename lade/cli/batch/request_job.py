@@ -13,8 +13,7 @@ from typing import Any
 from lade.cli.batch.requests import Request
 from lade.cli.batch.result_file import RequestResults, is_success
 from lade.cli.batch.runner import POLL_S, Job
-from lade.server.app import build_app
-from lade.server.in_process import Reply, post
+from lade.server.app import Reply, build_app, post
 from lade.server.service import Service
 
 

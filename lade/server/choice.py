@@ -1,0 +1,320 @@
+"""The choices of an answer: prompts, text, usage, and output items."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lade.server.errors import invalid, overloaded
+from lade.server.output_parser import MarkupParser, Parts, PlainParser, ToolCall
+from lade.server.sampling_parameters import first_seed
+from lade.server.schemas import BaseRequest
+from lade.server.served_model import ServedModel
+from lade.server.service import Service
+from lade.serving.handle import Handle
+from lade.stats import Step
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """An encoded prompt.
+
+    Attributes:
+        ids: token ids.
+        media: further arguments of `generate`, such as pixels and their positions.
+        text: the rendered prompt, special tokens included; "" if nothing depends on it.
+    """
+
+    ids: list[int]
+    media: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Raise `ApiError` for an empty prompt or an id outside the vocabulary.
+
+        Args:
+            vocabulary: size of the vocabulary; placeholders of images may exceed it.
+        """
+        if not self.ids:
+            raise invalid(None, "the prompt has no tokens: send a longer one")
+        if max(self.ids) >= vocabulary and not self.media:
+            raise invalid("prompt", f"the prompt has the id {max(self.ids)}: give ids below {vocabulary}")
+
+
+_REASONS = {"length": "length", "time": "length"}
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """The part of a choice that one step adds.
+
+    Attributes:
+        parts: text to show.
+        step: the step; None at the end of the choice.
+        texts: text that each token of the step adds to `parts`.
+    """
+
+    parts: Parts
+    step: Step | None = None
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids emitted by the step."""
+        return [] if self.step is None else self.step.tokens
+
+
+@dataclass
+class Choice:
+    """One choice of an answer.
+
+    Attributes:
+        index: index among the choices of the request.
+        prompt: the prompt that it continues.
+        handle: the engine's handle.
+        parser: parser of the generated text.
+        stop_token_ids: ids of the request that end the answer.
+        silent: True if only the prompt is wanted, so that the engine's one token is dropped.
+        deltas: the increments so far.
+        parts: the parsed answer so far.
+        tokens: the emitted ids so far.
+        predicted_tokens: number of tokens drafted from the predicted output.
+        reasoning_tokens: number of tokens emitted within reasoning.
+        finish_reason: "stop", "length" or "tool_calls"; None before the end.
+        stop_reason: the request's stop text or id that ended the answer, or None.
+    """
+
+    index: int
+    prompt: EncodedPrompt
+    handle: Handle
+    parser: PlainParser | MarkupParser
+    stop_token_ids: frozenset[int] = frozenset()
+    silent: bool = False
+    deltas: list[ChoiceDelta] = field(default_factory=list)
+    parts: Parts = field(default_factory=Parts)
+    tokens: list[int] = field(default_factory=list)
+    predicted_tokens: int = 0
+    reasoning_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def take(self, step: Step) -> ChoiceDelta:
+        """Add a step."""
+        if self.silent:
+            step = replace(step, tokens=[], sources=[], logprobs=[], texts=[])
+        self.tokens += step.tokens
+        self.predicted_tokens += step.sources.count("prediction")
+        parts, texts = Parts(), []
+        for text in step.texts or ():
+            new = self.parser.push(text)
+            parts.add(new)
+            texts.append(new.reasoning + new.content)
+            self.reasoning_tokens += self.parser.thinks
+        return self._added(ChoiceDelta(parts, step, texts))
+
+    def finish(self) -> ChoiceDelta:
+        """End the choice and return held-back text.
+
+        Raises:
+            ApiError: the engine cancelled the request.
+        """
+        reason = self.handle.reason
+        if reason == "cancelled":
+            raise overloaded("the engine ended this request: send it again", "engine_closed")
+        delta = self._added(ChoiceDelta(self.parser.finish(cut=reason in _REASONS)))
+        self._conclude(reason)
+        return delta
+
+    def _added(self, delta: ChoiceDelta) -> ChoiceDelta:
+        self.deltas.append(delta)
+        self.parts.add(delta.parts)
+        return delta
+
+    def _conclude(self, reason: str | None) -> None:
+        if self.silent:
+            self.finish_reason = "length"
+            return
+        self.stop_reason = self.handle.stop_text
+        if reason in ("eos", "stop_token") and self.tokens[-1] in self.stop_token_ids:
+            self.stop_reason = self.tokens[-1]
+        self.finish_reason = _REASONS.get(reason or "", "stop")
+        if self.finish_reason == "stop" and self.parts.tool_calls:
+            self.finish_reason = "tool_calls"
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps so far."""
+        return [delta.step for delta in self.deltas if delta.step is not None]
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Decoding statistics."""
+        stats = self.handle.stats
+        return {
+            "seed": self.handle.seed,
+            "steps": stats.steps,
+            "tokens_per_step": round(stats.tokens_per_step, 3),
+            "fed": stats.fed_tokens,
+            "queue_ms": _ms(self.handle.queue_s),
+            "prefill_ms": _ms(self.handle.prefill_s),
+            "decode_ms": _ms(stats.decode_s),
+        }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 2)
+
+
+class RequestOutput:
+    """The choices of one request.
+
+    Args:
+        service: the served state.
+        body: the request body.
+        request_id: id of the request in the log.
+
+    Attributes:
+        model: the served model, set when the request is accepted.
+        choices: the choices, by prompt; empty until they are submitted.
+        predicted: ids of the predicted output; None for none.
+        seed: seed of choice 0.
+        key: random part of the answer's ids.
+        created: time of creation in seconds since the epoch.
+    """
+
+    model: ServedModel
+
+    def __init__(self, service: Service, body: BaseRequest, request_id: str) -> None:
+        self.service, self.body, self.request_id = service, body, request_id
+        self.choices: list[Choice] = []
+        self.predicted: list[int] | None = None
+        self.seed = first_seed(body)
+        self.key = secrets.token_hex(16)
+        self.created = int(time.time())
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts so far, over all choices; those of a prompt count once."""
+        firsts = self.choices[:: self.body.n]
+        prompt = sum(len(choice.prompt.ids) for choice in firsts)
+        answer = sum(len(choice.tokens) for choice in self.choices)
+        details = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
+        if self.predicted is not None:
+            accepted, rejected = self.predictions()
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.handle.cached_tokens for choice in firsts)},
+            "completion_tokens_details": details,
+        }
+
+    def predictions(self) -> tuple[int, int]:
+        """Return the numbers of accepted and rejected tokens of the predicted output, over all choices."""
+        if self.predicted is None:
+            return 0, 0
+        accepted = sum(min(choice.predicted_tokens, len(self.predicted)) for choice in self.choices)
+        return accepted, len(self.predicted) * len(self.choices) - accepted
+
+    def figures(self) -> dict[str, Any]:
+        """Return the decoding statistics of all choices together."""
+        if len(self.choices) == 1:
+            return self.choices[0].figures
+        stats = [choice.handle.stats for choice in self.choices]
+        steps, fed = sum(each.steps for each in stats), sum(each.fed_tokens for each in stats)
+        accepted = sum(each.accepted_tokens for each in stats)
+        seed = self.choices[0].handle.seed
+        return {"seed": seed, "steps": steps, "tokens_per_step": round(accepted / max(1, steps), 3), "fed": fed}
+
+
+ItemKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass
+class OutputItem:
+    """An output item: a stretch of the answer of one kind.
+
+    Attributes:
+        index: index among the items of the answer.
+        kind: kind of the item.
+        text: text so far; the arguments as JSON for a call.
+        call: the tool call without its arguments; None for other kinds.
+        ended: True if the item is complete.
+    """
+
+    index: int
+    kind: ItemKind
+    text: str = ""
+    call: ToolCall | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class ItemChange:
+    """A change of an output item.
+
+    Attributes:
+        event: "added", "delta" or "done".
+        item: the item after the change.
+        text: text appended by "delta".
+    """
+
+    event: Literal["added", "delta", "done"]
+    item: OutputItem
+    text: str = ""
+
+
+class OutputItems:
+    """The output items of an answer in progress; only the last one is open.
+
+    Attributes:
+        all: the items in order.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[OutputItem] = []
+
+    def take(self, delta: ChoiceDelta) -> Iterator[ItemChange]:
+        """Add an increment and yield the changes: a continued call, reasoning, text, new calls.
+
+        At the end of the choice the last item is closed; an empty answer gets an empty text.
+        """
+        calls = list(delta.parts.tool_calls)
+        if calls and not calls[0].id:
+            yield self._append(calls.pop(0).arguments)
+        for kind, text in self._texts(delta.parts):
+            if not self.all or self.all[-1].kind != kind:
+                yield from self._open(kind)
+            yield self._append(text)
+        for call in calls:
+            yield from self._open("call", call)
+            if call.arguments:
+                yield self._append(call.arguments)
+        if delta.step is None:
+            if not self.all:
+                yield from self._open("text")
+            yield from self._close()
+
+    @staticmethod
+    def _texts(parts: Parts) -> Iterator[tuple[ItemKind, str]]:
+        if parts.reasoning:
+            yield "reasoning", parts.reasoning
+        if parts.content:
+            yield "text", parts.content
+
+    def _open(self, kind: ItemKind, call: ToolCall | None = None) -> Iterator[ItemChange]:
+        yield from self._close()
+        self.all.append(OutputItem(len(self.all), kind, call=call))
+        yield ItemChange("added", self.all[-1])
+
+    def _append(self, text: str) -> ItemChange:
+        self.all[-1].text += text
+        return ItemChange("delta", self.all[-1], text)
+
+    def _close(self) -> Iterator[ItemChange]:
+        if self.all and not self.all[-1].ended:
+            self.all[-1].ended = True
+            yield ItemChange("done", self.all[-1])

@@ -1,0 +1,340 @@
+"""Middleware: authorization, request bodies of bounded size, and errors in Anthropic's format."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lade.server.errors import (
+    AUTHENTICATION,
+    INVALID,
+    NOT_JSON,
+    PERMISSION,
+    ApiError,
+    anthropic_error,
+    anthropic_status,
+    internal,
+    invalid,
+    overloaded,
+    validation_error,
+)
+from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
+from lade.server.serialization import TooManyValuesError, decoded, encoded
+from lade.server.service import SMALL, Service
+from lade.server.settings import PROBES, Key, Keys, Settings
+
+T = TypeVar("T")
+
+OPEN = PROBES - {"/metrics"}
+"""Paths that need no key, for orchestrators."""
+PAGE = "/page"
+CROWDED = "crowded"
+"""Key of the request state that is true while there are too many connections."""
+_SAFE = ("GET", "HEAD", "OPTIONS")
+
+
+class AuthMiddleware:
+    """ASGI middleware that rejects unauthorized requests.
+
+    A web page can make a browser send requests to this machine and, under a name that resolves to it (DNS rebinding),
+    even read the answers. So names in `Host` must be allowed; IP addresses cannot be rebound.
+
+    Args:
+        app: the inner application.
+        settings: the server's hosts and origins.
+        keys: function that returns the current keys.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Callable[[], Keys]) -> None:
+        self._app, self._settings, self._keys = app, settings, keys
+        self._hosts = {"localhost", settings.host.lower(), *(host.lower() for host in settings.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope, Headers(scope=scope))
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if scope["state"].get(CROWDED) and scope["path"] not in OPEN:
+            raise overloaded(
+                "there are too many connections: send this again later", "too_many_connections", close=True
+            )
+        host = headers.get("host", "")
+        if not self._knows(host):
+            why = f"host {host[:100]!r} is not served: start the server with --allowed-host to serve it"
+            raise ApiError(403, PERMISSION, why, code="forbidden_host")
+        origin = headers.get("origin")
+        if origin is not None and scope["method"] not in _SAFE and not self._is_known_origin(origin, host):
+            why = f"pages of {origin[:100]!r} may not ask: start the server with --cors-origin to allow it"
+            raise ApiError(403, PERMISSION, why, code="forbidden_origin")
+        if self._keys().all and not _is_open(scope):
+            key, context = self._key(headers), RequestContext.of(scope)
+            context.key, context.owner = key.name, key.owner
+
+    def _knows(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        return bool(name) and ("*" in self._hosts or name in self._hosts or _is_number(name))
+
+    def _is_known_origin(self, origin: str, host: str) -> bool:
+        allowed = self._settings.cors_origins
+        return "*" in allowed or origin in allowed or origin.partition("://")[2] == host
+
+    def _key(self, headers: Headers) -> Key:
+        """Return the key that was sent."""
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            secret = headers.get("x-api-key", "")
+        key = self._keys().find(secret.strip())
+        if key is None:
+            why = "no key, or a wrong one: send the header  Authorization: Bearer KEY"
+            headers_out = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, AUTHENTICATION, why, code="invalid_api_key", headers=headers_out)
+        return key
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    page = path in ("/", PAGE) or path.startswith(f"{PAGE}/")
+    return path in OPEN or scope["method"] == "OPTIONS" or (page and scope["method"] in _SAFE)
+
+
+def _is_number(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+_SECONDS = 30.0
+"""Time that a client has to send a whole body."""
+_DISCARDED = 8
+"""Multiple of the size limit up to which an oversized body is read and discarded: clients still sending when the
+connection is closed would miss the answer.
+"""
+
+_MOST_HELD = 16
+"""Limit on all bodies in memory, in units of the size limit of one; small bodies are exempt."""
+
+
+class BodyMiddleware:
+    """ASGI middleware that reads the request body before the route sees it.
+
+    Browsers send forms and plain text across origins without a preflight, but not JSON. So a content type is required.
+
+    Args:
+        app: the inner application.
+        most_bytes: function that returns the maximum size; it may change when the model is loaded.
+        wanted: predicate of a scope: True if its route reads a body.
+    """
+
+    def __init__(self, app: ASGIApp, most_bytes: Callable[[], int], wanted: Callable[[Scope], bool]) -> None:
+        self._app, self._most_bytes, self._wanted = app, most_bytes, wanted
+        self._held = 0  # bytes, of all bodies that are here
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its whole body, or refuse it."""
+        if scope["type"] != "http" or not self._wanted(scope):
+            await self._app(scope, receive, send)
+            return
+        context = RequestContext.of(scope)
+        try:
+            await self._hand_on(context, scope, receive, send)
+        finally:
+            self._held -= context.size
+
+    async def _hand_on(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            whole = await asyncio.wait_for(self._whole(context, Headers(scope=scope), receive), _SECONDS)
+        except TimeoutError:
+            whole = ApiError(408, INVALID, "the body did not come in time: send it at once", code="request_timeout")
+        if isinstance(whole, ApiError):
+            await whole.response()(scope, receive, send)
+        elif whole is not None:
+            await self._app(scope, _replayed(whole, receive), send)
+
+    async def _whole(self, context: RequestContext, headers: Headers, receive: Receive) -> bytes | ApiError | None:
+        """Return the body; None if the client has disconnected."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            why = f"the body is {kind or 'of no type'}: send JSON with the header  content-type: application/json"
+            return ApiError(415, INVALID, why, code="unsupported_media_type")
+        coding = headers.get("content-encoding", "identity").lower()
+        if coding != "identity":
+            why = f"the body is compressed ({coding[:20]}): send it as it is"
+            return ApiError(415, INVALID, why, code="unsupported_media_type")
+        most = self._most_bytes()
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * most:
+            return _too_large(most)
+        parts, size = list[bytes](), 0
+        while size <= _DISCARDED * most:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= most:
+                parts.append(part)
+                context.size += len(part)
+                self._held += len(part)
+            if context.size > SMALL and self._held > _MOST_HELD * most:
+                why = "as many large requests are here as there is memory for: send this one again later"
+                return overloaded(why, "too_many_bytes", close=True)
+            if not message.get("more_body"):
+                return b"".join(parts) if size <= most else _too_large(most)
+        return _too_large(most)
+
+
+class BodyRoute(APIRoute):
+    """Route that parses and validates the body before FastAPI does, in a worker thread if it is large.
+
+    FastAPI would do both on the event loop.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See `APIRoute`."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        adapter = TypeAdapter[Any](cast(Any, self.body_field.field_info.annotation))
+
+        async def checked(request: Request) -> Response:
+            try:
+                found = await in_worker_if_large(request, partial(_checked, adapter, await request.body()))
+                return await handle(_Checked(request, found))
+            except ClientDisconnectedError:
+                return Response(status_code=CLIENT_CLOSED)
+
+        return checked
+
+
+async def in_worker_if_large(request: Request, work: Callable[[], T]) -> T:
+    """Run work for a request, in a worker thread if its body is large.
+
+    Raises:
+        ClientDisconnectedError: the client has disconnected.
+    """
+    size = RequestContext.of(request.scope).size
+    if size <= SMALL:
+        return work()
+    service: Service = request.app.state.service
+    return await until_disconnect(request, service.in_worker(size, work))
+
+
+class _Checked(Request):
+    """A request with its validated body."""
+
+    def __init__(self, request: Request, found: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._found = found
+
+    async def body(self) -> bytes:
+        """Return a placeholder, since the body is parsed already."""
+        return b"{}"
+
+    async def json(self) -> Any:
+        """Return the validated model, which FastAPI accepts as it is."""
+        return self._found
+
+
+def _checked(adapter: TypeAdapter[Any], raw: bytes) -> Any:
+    try:
+        body = decoded(raw)
+    except TooManyValuesError as problem:
+        raise invalid(None, f"the body: {problem}") from None
+    except (ValueError, RecursionError):
+        raise NOT_JSON from None
+    try:
+        return adapter.validate_python(body)
+    except ValidationError as problem:
+        raise validation_error(problem.errors(include_url=False), body) from None
+
+
+def _too_large(most: int) -> ApiError:
+    why = f"the body has more than {most} bytes: send less, or start the server with a greater --max-body"
+    return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
+
+
+def _replayed(whole: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that replays the body, followed by the client's disconnect."""
+    first = [{"type": "http.request", "body": whole, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
+_MESSAGES = "/v1/messages"
+
+
+class AnthropicErrors:
+    """ASGI middleware that converts errors below `/v1/messages` to Anthropic's format.
+
+    Every response carries the request id in Anthropic's header.
+
+    Args:
+        app: the inner application; its errors are OpenAI's, sent in one piece.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and convert an error response."""
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not (path == _MESSAGES or path.startswith(f"{_MESSAGES}/")):
+            await self._app(scope, receive, send)
+            return
+        start: list[Message] = []
+
+        async def send_in_form(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["request-id"] = RequestContext.of(scope).id
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start.append(message)
+            elif start and message["type"] == "http.response.body":
+                await _send_error(start.pop(), message["body"], RequestContext.of(scope).id, send)
+            else:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, send_in_form)
+        except Exception:
+            context = RequestContext.of(scope)
+            if context.status == 0:  # nobody else would say so in this form
+                await internal(context.id).response()(scope, receive, send_in_form)
+            raise
+
+
+async def _send_error(start: Message, body: bytes, request_id: str, send: Send) -> None:
+    message = json.loads(body)["error"]["message"] if body else ""
+    raw = encoded(anthropic_error(start["status"], message, request_id))
+    start = {**start, "status": anthropic_status(start["status"])}
+    headers = MutableHeaders(scope=start)
+    headers["content-length"] = str(len(raw))
+    await send(start)
+    await send({"type": "http.response.body", "body": raw})
