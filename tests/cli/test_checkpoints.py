@@ -103,10 +103,10 @@ def test_sizes_that_are_not_those_of_the_weights(lade, broken):
     ids=lambda command: command[0],
 )
 def test_every_command_says_so(lade, broken, tmp_path, command):
-    copy = broken("generation_config", "prefill_chunk_size", 0)
+    copy = broken("generation_config", "repetition_penalty", -1)
     (tmp_path / "FILE").write_text("hello")
     command = [tmp_path / word if word.isupper() else word for word in command]
-    fails(lade(*command, "-m", copy), "generation_config.json", "prefill_chunk_size=0", ">= 1")
+    fails(lade(*command, "-m", copy), "generation_config.json", "repetition_penalty=-1", "> 0")
 
 
 def test_what_plain_decoding_can_live_with_is_left_alone(lade, folder, tmp_path, edited, tokenizer):
