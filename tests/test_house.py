@@ -12,11 +12,11 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 274,
+    "files": 271,
     "lines": 48000,
-    "files under 40 lines of code": 21,
+    "files under 40 lines of code": 19,
     "lines of the largest file": 500,
-    "imports, per cent of code": 11.7,
+    "imports, per cent of code": 11.6,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
     "files that generate imports": 84,
