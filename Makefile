@@ -127,6 +127,7 @@ lint: $(VENV)/.installed
 figures: $(VENV)/.installed ## draw the pictures of README and docs anew
 	$(BIN)/python scripts/draw_step.py docs/images
 	$(BIN)/python scripts/draw_window.py docs/images
+	$(BIN)/python scripts/draw_output.py docs/images
 
 docs: $(DOCS)/.installed ## build the documentation into build/site; any warning is an error
 	$(DOCS)/bin/zensical build --strict --clean

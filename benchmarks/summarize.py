@@ -10,7 +10,7 @@ A page has places like these, and what lies between the two lines is made here:
     <!-- scaling: scaling.json -->       the same of the scaling law
     <!-- text: parity.txt -->            a file as it is
     <!-- overview -->                    all benchmarks with their headline figures
-    <!-- headlines: benchmarks -->       four of them, one number a cell, for the project's own README
+    <!-- headlines: benchmarks -->       the first screen of the project's own README
     <!-- benchmarks: ../benchmarks --> the overview without links, for docs/measurements.md
     <!-- end -->
 """
@@ -31,24 +31,24 @@ from catalogue import BENCHMARKS, FOLDER, Benchmark
 from lade_lab.report.figures import MEANINGS, save_figures
 from lade_lab.report.prose import LOSS, MISSING, count, is_loss, number, rate
 from lade_lab.report.table import as_markdown
-from lade_lab.results import Results
+from lade_lab.results import Results, Sample
 from lade_lab.scaling_law import Scaling
 from lade_lab.scaling_law import save_figures as save_scaling
-from lade_lab.summary import Row, Summary, summarise
+from lade_lab.summary import CALL, Row, Summary, key_of, speedup, summarise
 
 NOT_YET = "Not run yet."
 FIGURES = MEANINGS | {"scaling": "Tokens per step against tokens fed and against guesses, with the fitted laws"}
 SHOWN = ("torch", "transformers", "cuda")
 HEADLINES = ("hf-prompt-lookup", "plain", "lookahead", "adaptive", "adaptive-warm")
 FIRST_SCREEN = {
-    "code-500M-bf16": "code, 500 M parameters, bfloat16",
-    "stories-500M-bf16": "stories, 500 M parameters, bfloat16",
+    "code-500M-bf16": "code, padded to 500 M parameters, bfloat16",
+    "stories-500M-bf16": "stories, padded to 500 M parameters, bfloat16",
+    "code-500M-fp32": "code, padded to 500 M parameters, float32",
     "stories3M": "stories, 3 M parameters, float32",
     "sampling/temperature-0.7": "the same, sampled at temperature 0.7",
 }
-"""Rows of the project's README: a gain, a smaller one, none, and a loss."""
-TOLD = {"default": "adaptive", "memory kept": "adaptive-warm", "no drafting": "plain"}
-"""Its columns, and the methods in them."""
+"""Rows of the project's README: gains, and two models too small to gain."""
+COLUMNS = ("packed weights alone", "drafting", "both", "both, memory kept")
 GPU = [
     Benchmark(f"gpu/results/{size}", "embedded", f"code at the cost of {size} parameters, bfloat16, on a GPU", "", 0)
     for size in ("1B", "7B")
@@ -72,7 +72,7 @@ def made(page: Path) -> str:
         "results": _results,
         "scaling": _scaling,
         "text": _text,
-        "headlines": _told,
+        "headlines": _first_screen,
         "benchmarks": _without_links,
     }
 
@@ -193,25 +193,32 @@ def _overview(folder: Path) -> str:
     return "\n\n".join([table, *(f"Measured on {machine}: {', '.join(names)}." for machine, names in machines.items())])
 
 
-def _told(above: Path, folder: Path) -> str:
-    rows, machines = [], defaultdict[str, dict[str, None]](dict)
+def _first_screen(above: Path, folder: Path) -> str:
+    rows, machines = [], dict[str, None]()
     for name, meaning in FIRST_SCREEN.items():
         file = above / folder / name / "results.json"
         if file.exists():
             results = Results.load(file)
-            machines[_machine(results)][str(results.environment.commit)] = None
-            rows.append([f"[{meaning}]({folder / name})", *(_speedup(results, method) for method in TOLD.values())])
-    table = _table(["speed-up over `model.generate`", *TOLD], rows, left=1)
-    measured = (f"Measured on {machine}, commit {', '.join(commits)}." for machine, commits in machines.items())
-    return "\n\n".join([table, *measured]) if rows else NOT_YET
+            machines[_machine(results)] = None
+            rows.append([f"[{meaning}]({folder / name})", *_parts_of_speedup(results)])
+    table = _table(["speed-up over `model.generate`", *COLUMNS], rows, left=1)
+    return f"{table}\n\nMeasured on {'; '.join(machines)}." if rows else NOT_YET
 
 
-def _speedup(results: Results, method: str) -> str:
-    row = next((row for row in summarise(results).overall.rows if row.method == method), None)
-    if row is None or row.speedup is None:
-        return MISSING
-    median = row.speedup.each.median
-    return f"{LOSS} {number(median)}" if is_loss(median) else number(median)
+def _parts_of_speedup(results: Results) -> list[str]:
+    """Return a cell per column; without packed weights drafting is all there is."""
+    samples = {method.name: list(results.of(method.name, None)) for method in results.methods}
+    packed = any(method.packed for method in results.methods if method.name == "adaptive")
+    pairs = [("adaptive", "plain"), ("adaptive", "hf"), ("adaptive-warm", "hf")]
+    if packed:
+        return [_median(samples, "plain", "hf"), *(_median(samples, own, other) for own, other in pairs)]
+    return [MISSING, _median(samples, "adaptive", "hf"), MISSING, _median(samples, "adaptive-warm", "hf")]
+
+
+def _median(samples: dict[str, list[Sample]], method: str, other: str) -> str:
+    others = {key_of(sample): sample for sample in samples.get(other, [])}
+    found = speedup(samples.get(method, []), others, CALL)
+    return MISSING if found is None else number(found.each.median)
 
 
 def _machine(results: Results) -> str:
