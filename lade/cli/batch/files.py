@@ -1,7 +1,7 @@
 """Files of both batch formats, and the options that name them: requests or prompts, shards, results.
 
 Requests are in the format of OpenAI's batch API. Results are JSON Lines, appended as they complete and
-continued with `--resume`; a process that is killed while it writes leaves a torn last line, which the next run cuts off.
+continued with `--resume`. A process that is killed while it writes leaves a torn last line, which the next run cuts.
 """
 
 from __future__ import annotations
