@@ -24,10 +24,9 @@ from lade.cli.terminal import Progress, Terminal, count
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError
 from lade.memory import Memory
-from lade.model.backend import runner_for
 from lade.model.facts import ModelFacts
-from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports, unwrap
+from lade.model.runner import EagerRunner, runner_for
+from lade.model.supports import supports, unwrap
 from lade.stats import Stats
 from lade.tuning import cost_cache, cost_file, measure
 from lade.tuning.cost_key import key_of

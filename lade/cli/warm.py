@@ -87,7 +87,7 @@ class WarmOptions:
         from lade.config import LookaheadConfig
         from lade.decoding.drafting.memory import DEFAULT_BYTES
         from lade.memory import Memory
-        from lade.model.support.supports import supports
+        from lade.model.supports import supports
 
         support = supports(loaded.model)
         if not support:

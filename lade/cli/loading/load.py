@@ -31,7 +31,7 @@ from lade.hf.distributed import follow_until_dismissed
 from lade.memory import Memory
 from lade.model.config import LEARNED_POSITIONS
 from lade.model.prepared import placeholder_ids
-from lade.model.support.supports import supports, unwrap
+from lade.model.supports import supports, unwrap
 from lade.tuning.packing_choice import pack_if_it_pays
 
 
