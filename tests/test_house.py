@@ -12,11 +12,11 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 271,
+    "files": 268,
     "lines": 48000,
-    "files under 40 lines of code": 20,
+    "files under 40 lines of code": 18,
     "lines of the largest file": 500,
-    "imports, per cent of code": 11.5,
+    "imports, per cent of code": 11.4,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
     "files that generate imports": 70,
