@@ -40,7 +40,7 @@ class Images:
         """
         head, comma, data = url.partition(",")
         if not head.startswith("data:") or not comma or not head.endswith(";base64"):
-            raise unsupported(place, "images are not fetched: send them as  data:image/png;base64,...")
+            raise unsupported(place, "image URLs are not fetched: send  data:image/png;base64,...")
         if find_spec("PIL") is None:
             raise unsupported(place, "this server cannot read images: it needs Pillow (pip install pillow)")
         from PIL import Image as pillow
@@ -57,7 +57,7 @@ class Images:
         except ApiError:
             raise
         except Exception as problem:  # noqa: BLE001 - whatever a decoder makes of what a client has sent
-            why = f"no image can be read from it ({type(problem).__name__}): send a {_FORMATS}"
+            why = f"not a readable image ({type(problem).__name__}): send a {_FORMATS}"
             raise invalid(place, why) from None
 
 
@@ -97,7 +97,7 @@ class ChatTemplate:
             TextTooLongError: the rendered text is too long for the model.
         """
         if not self._text:
-            why = "this model has no chat template: ask /v1/completions, or start the server with --chat-template"
+            why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             raise invalid("messages", why, "no_chat_template")
         arguments = self._arguments(body)
         if any(_shows_images(each) for each in body.messages):
@@ -142,10 +142,10 @@ class ChatTemplate:
     def _arguments(self, body: ChatRequest) -> dict[str, Any]:
         given = body.chat_template_kwargs or {}
         for name in sorted(OURS & set(given)):
-            raise invalid(f"chat_template_kwargs.{name}", f"{name} is not the template's: leave it out")
+            raise invalid(f"chat_template_kwargs.{name}", f"{name} is not a template variable: leave it out")
         goes_on = body.continue_final_message
         if goes_on and body.messages[-1].role != "assistant":
-            why = "only a last message of the assistant can be continued: leave out continue_final_message"
+            why = "only an assistant message at the end can be continued: leave out continue_final_message"
             raise invalid("continue_final_message", why)
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         return {
@@ -188,7 +188,7 @@ class ChatTemplate:
                     raise invalid(where, "this model takes no images: leave them out", "unsupported_parameter")
                 parts.append({"type": "image", "image": images.read(part.image_url.url, f"{where}.image_url.url")})
             else:
-                why = f"a part of type {part.type[:40]!r} is not served: send parts of type text, or image_url"
+                why = f"parts of type {part.type[:40]!r} are not supported: send text or image_url"
                 raise invalid(where, why, "unsupported_parameter")
         if self._takes_parts or any(part["type"] == "image" for part in parts):
             return parts
@@ -225,4 +225,4 @@ def _refused(problem: Exception) -> ApiError:
         return problem
     words = " ".join(str(problem).split())[:_LONGEST_REASON] or type(problem).__name__
     kind = "" if isinstance(problem, jinja2.TemplateError) else f"{type(problem).__name__}: "
-    return invalid("messages", f"the chat template refuses this conversation: {kind}{words}", "chat_template_error")
+    return invalid("messages", f"the chat template rejects this conversation: {kind}{words}", "chat_template_error")

@@ -98,7 +98,7 @@ class Connection(HttpToolsProtocol):
         elif waiting is not None and self._timer is waiting:
             self._came += len(data)
             if self._came > MOST_HEADER_BYTES:
-                why = f"the headers have more than {MOST_HEADER_BYTES} bytes: send less"
+                why = f"the headers exceed {MOST_HEADER_BYTES} bytes: send fewer"
                 self._refuse(ApiError(431, INVALID, why, code="headers_too_large"))
 
     def on_message_begin(self) -> None:
@@ -139,7 +139,7 @@ class Connection(HttpToolsProtocol):
         elif not self._begun:
             self.transport.close()
         else:
-            why = f"the headers did not come within {HEADERS_S:g} s: send them at once"
+            why = f"the headers were not received within {HEADERS_S:g} s"
             self._refuse(ApiError(408, INVALID, why, code="request_timeout"))
 
     def _refuse(self, error: ApiError) -> None:

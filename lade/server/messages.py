@@ -110,8 +110,8 @@ class MessagesRequest(CountRequest):
 _BILLING = "x-anthropic-billing-header"
 """Prefix of a block that changes with each request and would defeat the prefix cache."""
 _REFUSED = {
-    "mcp_servers": "no server is asked for tools: give tools that the client runs",
-    "container": "nothing is run here: leave it out",
+    "mcp_servers": "MCP servers are not called: send tools that the client runs",
+    "container": "containers are not supported: leave it out",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Messages = list[dict[str, Any]]
@@ -127,12 +127,12 @@ def as_chat(asked: CountRequest) -> ChatRequest:
         if (asked.model_extra or {}).get(name):
             raise unsupported(name, f"{name}: {remedy}")
     if asked.n != 1:
-        raise unsupported("n", "n: a message is one answer: ask /v1/chat/completions")
+        raise unsupported("n", "n: a message has one choice: use /v1/chat/completions")
     own = [tool for tool in asked.tools or () if tool.type in (None, "custom")]
     dropped = {f"tools.{tool.type}": "" for tool in asked.tools or () if tool.type not in (None, "custom")}
     choice, messages = asked.tool_choice, messages_of(asked)
     if not messages:
-        raise invalid("messages", "messages: nobody says anything: give text")
+        raise invalid("messages", "messages: no message has content: give text")
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return chat_request(
         asked,
@@ -229,7 +229,7 @@ def _say(made: Messages, said: list[dict[str, Any]]) -> None:
 def _result(block: Block, names: dict[str, str], place: str) -> dict[str, Any]:
     if block.tool_use_id is None:
         where = f"{place}.tool_use_id"
-        raise invalid(where, f"{where}: a tool_result needs it: give the id of its tool_use")
+        raise invalid(where, f"{where}: a tool_result needs the id of its tool_use")
     name = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
     made = {"role": "tool", "tool_call_id": block.tool_use_id, **name}
     if not isinstance(block.content, list):
@@ -258,14 +258,16 @@ def _document(block: Block, place: str) -> str:
         texts = [inner] if isinstance(inner, str) else [_text(each, f"{where}[{n}]") for n, each in enumerate(inner)]
         text = "".join(texts)
     else:
-        why = f"{place}.source: a document of type {source and source.type!r} is not read here: send its text, as a"
+        why = f"{place}.source: documents of type {source and source.type!r} are not supported: send the text, as a"
         raise unsupported(f"{place}.source", f"{why} source of type text with data, or of type content")
     return "".join(f"{part}\n\n" for part in (block.title, block.context, text) if part)
 
 
 def _text(block: Block, place: str) -> str:
     if block.type != "text" or block.text is None:
-        why = f"a block of type {block.type!r} is not served there: send text, image, document, tool_use or tool_result"
+        why = (
+            f"blocks of type {block.type!r} are not supported here: send text, image, document, tool_use or tool_result"
+        )
         raise unsupported(place, f"{place}: {why}")
     return block.text
 
@@ -302,7 +304,7 @@ def _tool_choice(choice: ToolChoice) -> Any:
     if choice.type != "tool":
         return _CHOICES[choice.type]
     if choice.name is None:
-        raise invalid("tool_choice.name", "tool_choice.name: name the tool that is to be called")
+        raise invalid("tool_choice.name", "tool_choice.name: give the name of the tool to call")
     return {"type": "function", "function": {"name": choice.name}}
 
 

@@ -75,16 +75,14 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if scope["state"].get(CROWDED) and scope["path"] not in OPEN:
-            raise overloaded(
-                "there are too many connections: send this again later", "too_many_connections", close=True
-            )
+            raise overloaded("too many connections: retry later", "too_many_connections", close=True)
         host = headers.get("host", "")
         if not self._knows(host):
-            why = f"host {host[:100]!r} is not served: start the server with --allowed-host to serve it"
+            why = f"host {host[:100]!r} is not allowed: start the server with --allowed-host to allow it"
             raise ApiError(403, PERMISSION, why, code="forbidden_host")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and not self._is_known_origin(origin, host):
-            why = f"pages of {origin[:100]!r} may not ask: start the server with --cors-origin to allow it"
+            why = f"origin {origin[:100]!r} is not allowed: start the server with --cors-origin to allow it"
             raise ApiError(403, PERMISSION, why, code="forbidden_origin")
         if self._keys().all and not _is_open(scope):
             key, context = self._key(headers), RequestContext.of(scope)
@@ -108,7 +106,7 @@ class AuthMiddleware:
             secret = headers.get("x-api-key", "")
         key = self._keys().find(secret.strip())
         if key is None:
-            why = "no key, or a wrong one: send the header  Authorization: Bearer KEY"
+            why = "missing or invalid API key: send the header  Authorization: Bearer KEY"
             headers_out = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, AUTHENTICATION, why, code="invalid_api_key", headers=headers_out)
         return key
@@ -169,7 +167,7 @@ class BodyMiddleware:
         try:
             whole = await asyncio.wait_for(self._whole(context, Headers(scope=scope), receive), _SECONDS)
         except TimeoutError:
-            whole = ApiError(408, INVALID, "the body did not come in time: send it at once", code="request_timeout")
+            whole = ApiError(408, INVALID, f"the body was not received within {_SECONDS:g} s", code="request_timeout")
         if isinstance(whole, ApiError):
             await whole.response()(scope, receive, send)
         elif whole is not None:
@@ -179,11 +177,11 @@ class BodyMiddleware:
         """Return the body; None if the client has disconnected."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            why = f"the body is {kind or 'of no type'}: send JSON with the header  content-type: application/json"
+            why = f"content-type is {kind or 'missing'}: send JSON with the header  content-type: application/json"
             return ApiError(415, INVALID, why, code="unsupported_media_type")
         coding = headers.get("content-encoding", "identity").lower()
         if coding != "identity":
-            why = f"the body is compressed ({coding[:20]}): send it as it is"
+            why = f"content-encoding {coding[:20]} is not supported: send the body uncompressed"
             return ApiError(415, INVALID, why, code="unsupported_media_type")
         most = self._most_bytes()
         length = headers.get("content-length", "0")
@@ -201,7 +199,7 @@ class BodyMiddleware:
                 context.size += len(part)
                 self._held += len(part)
             if context.size > SMALL and self._held > _MOST_HELD * most:
-                why = "as many large requests are here as there is memory for: send this one again later"
+                why = "large requests in progress use all memory for bodies: retry later"
                 return overloaded(why, "too_many_bytes", close=True)
             if not message.get("more_body"):
                 return b"".join(parts) if size <= most else _too_large(most)
@@ -274,7 +272,7 @@ def _checked(adapter: TypeAdapter[Any], raw: bytes) -> Any:
 
 
 def _too_large(most: int) -> ApiError:
-    why = f"the body has more than {most} bytes: send less, or start the server with a greater --max-body"
+    why = f"the body exceeds {most} bytes: send less, or start the server with a larger --max-body"
     return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
 
 

@@ -142,12 +142,12 @@ def flat_name(name: str | None, namespace: str | None) -> str | None:
 
 _LOGPROBS = "message.output_text.logprobs"
 _NOT_KEPT = {
-    "prompt": "prompts are not kept here: send instructions and input",
-    "previous_response_id": "answers are not kept: send all items in input",
-    "conversation": "conversations are not kept: send all items in input",
-    "background": "answers are not kept: wait for this one, or stream it",
-    "top_logprobs": "logprobs are for /v1/chat/completions",
-    "max_tool_calls": "no tool is called here, so none can be counted: leave it out",
+    "prompt": "stored prompts are not supported: send instructions and input",
+    "previous_response_id": "responses are not stored: send all items in input",
+    "conversation": "conversations are not stored: send all items in input",
+    "background": "background responses are not supported: wait for this one, or stream it",
+    "top_logprobs": "use /v1/chat/completions for logprobs",
+    "max_tool_calls": "this server calls no tools: leave it out",
 }
 Messages = list[dict[str, Any]]
 
@@ -163,9 +163,9 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
         if extra.get(name):
             raise unsupported(name, f"{name}: {remedy}")
     if asked.n != 1:
-        raise unsupported("n", "n: a response is one answer: ask /v1/chat/completions")
+        raise unsupported("n", "n: a response has one choice: use /v1/chat/completions")
     if _LOGPROBS in (asked.include or ()):
-        raise unsupported("include", f"include: {_LOGPROBS}: logprobs are for /v1/chat/completions")
+        raise unsupported("include", f"include: {_LOGPROBS}: use /v1/chat/completions for logprobs")
     tools = Tools(asked.tools)
     return chat_request(
         asked,
@@ -202,7 +202,9 @@ def messages_of(asked: ResponsesRequest) -> Messages:
             case "function_call_output" | "custom_tool_call_output":
                 made.append(_tool_message(item, names, place))
             case _:
-                why = f"{place}: an item of type {item.type!r} is not served: send messages, function calls and outputs"
+                why = (
+                    f"{place}: items of type {item.type!r} are not supported: send messages, function calls and outputs"
+                )
                 raise unsupported(f"{place}.type", why)
     return made
 
@@ -210,7 +212,7 @@ def messages_of(asked: ResponsesRequest) -> Messages:
 def _add_message(made: Messages, item: InputItem, place: str) -> None:
     role = _required(item, "role", place) if item.type == "message" else "user"  # what another agent says
     if item.content is None:
-        raise invalid(f"{place}.content", f"{place}.content: a message needs a text, or parts: give one")
+        raise invalid(f"{place}.content", f"{place}.content: a message needs text or parts")
     content = _content(item.content, f"{place}.content")
     if role == "assistant":
         _assistant(made, "content", "tool_calls")["content"] = content
@@ -248,7 +250,7 @@ def _tool_message(item: InputItem, names: dict[str, str], place: str) -> dict[st
 def _required(item: InputItem, name: str, place: str) -> str:
     value: str | None = getattr(item, name)
     if value is None:
-        raise invalid(f"{place}.{name}", f"{place}.{name}: an item of type {item.type!r} needs one: give it")
+        raise invalid(f"{place}.{name}", f"{place}.{name}: required for items of type {item.type!r}")
     return value
 
 
@@ -264,7 +266,7 @@ def _content(content: str | Sequence[InputPart], place: str) -> str | list[dict[
             made.append({"type": "image_url", "image_url": {"url": part.image_url}})
         else:
             where = f"{place}[{number}]"
-            why = f"a part of type {part.type[:40]!r} is not served: send input_text, or input_image with a URL"
+            why = f"parts of type {part.type[:40]!r} are not supported: send input_text, or input_image with a URL"
             raise unsupported(where, f"{where}: {why}")
     return made
 

@@ -90,7 +90,7 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise invalid("generation_config", "generation_config: it is no JSON object: leave it out")
+        raise invalid("generation_config", "generation_config: not a JSON object: leave it out")
     found = {name: given[name] for name in _FROM_CONFIG if given.get(name) is not None}
     if given.get("max_new_tokens") is not None:
         found["max_tokens"] = given["max_new_tokens"]
@@ -103,7 +103,7 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid("generation_config", f"generation_config: {name} is no number: leave it out")
+            raise invalid("generation_config", f"generation_config: {name} is not a number: leave it out")
     try:
         checked = BaseRequest.model_validate(values)
     except ValidationError as problem:
@@ -156,7 +156,7 @@ def _drawing(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
 
 def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
     if max(ids, default=0) >= model.vocabulary:
-        why = f"{name}: {max(ids)} is out of the vocabulary: give ids below {model.vocabulary}"
+        why = f"{name}: token id {max(ids)} is outside the vocabulary: give ids below {model.vocabulary}"
         raise invalid(name, why)
 
 
@@ -169,7 +169,7 @@ def lookahead_of(asked: str | Mapping[str, Any] | None) -> LookaheadConfig | str
     if asked is None or isinstance(asked, str):
         return asked
     for name in sorted(set(asked) - _OURS):
-        raise invalid(f"lookahead.{name}", f"lookahead.{name}: there is no such field: give {', '.join(sorted(_OURS))}")
+        raise invalid(f"lookahead.{name}", f"lookahead.{name}: unknown field: give one of {', '.join(sorted(_OURS))}")
     try:
         return LookaheadConfig(**asked)
     except ConfigError as problem:

@@ -46,7 +46,7 @@ def _whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("half a character, which JSON can spell, is no text") from None
+        raise ValueError("an unpaired surrogate is not valid text") from None
     return text
 
 
@@ -274,18 +274,18 @@ class CompletionRequest(BaseRequest):
 
 
 REFUSED = {
-    "audio": "this server makes no sound",
-    "background": "answers are not kept",
-    "chat_template": "templates of requests are not run: start the server with --chat-template",
-    "conversation": "conversations are not kept: send all messages",
-    "function_call": "it was replaced: use tools",
-    "functions": "it was replaced: use tools",
-    "grammar": "give structured_outputs with a Lark grammar",
-    "previous_response_id": "answers are not kept: send all messages",
-    "prompt_logprobs": "ask /v1/completions for echo and logprobs",
-    "suffix": "text is only continued",
-    "use_beam_search": "beams are not served",
-    "web_search_options": "this server has no web",
+    "audio": "audio output is not supported",
+    "background": "background responses are not supported",
+    "chat_template": "templates in requests are not supported: start the server with --chat-template",
+    "conversation": "conversations are not stored: send all messages",
+    "function_call": "deprecated: use tools",
+    "functions": "deprecated: use tools",
+    "grammar": "use structured_outputs with a Lark grammar",
+    "previous_response_id": "responses are not stored: send all messages",
+    "prompt_logprobs": "use /v1/completions with echo and logprobs",
+    "suffix": "insertion is not supported",
+    "use_beam_search": "beam search is not supported",
+    "web_search_options": "web search is not supported",
 }
 """Fields that cannot be ignored without a wrong answer."""
 _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
@@ -314,7 +314,7 @@ _MOST_NAMED = 20
 def check_model(name: str | None, settings: Settings) -> None:
     """Raise `ApiError` for a model that is not served."""
     if name not in (None, _UNNAMED, *settings.names):
-        why = f"model {str(name)[:100]!r} is not served: there is {', '.join(settings.names)}"
+        why = f"model {str(name)[:100]!r} is not served: give one of {', '.join(settings.names)}"
         raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
 
 
@@ -331,15 +331,15 @@ def check(body: BaseRequest, settings: Settings) -> list[str]:
             raise unsupported(name, f"{name}: {why}")
     modalities = extra.get("modalities")
     if modalities and modalities != ["text"]:
-        raise unsupported("modalities", "modalities: only text is written")
+        raise unsupported("modalities", "modalities: only text is supported")
     if body.best_of is not None and body.best_of > body.n:
-        why = f"best_of: {body.best_of} are more than n={body.n}, and answers are not ranked: ask for n={body.best_of}"
+        why = f"best_of: {body.best_of} exceeds n={body.n}, and choices are not ranked: request n={body.best_of}"
         raise unsupported("best_of", f"{why}, and choose among them")
     if isinstance(body, ChatRequest):
         _check_chat(body)
     unknown = [name if _NAME.fullmatch(name) else "?" for name in extra if name not in (*REFUSED, "modalities")]
     if unknown and settings.strict:
-        raise invalid(unknown[0], f"{unknown[0]}: there is no such field: leave it out")
+        raise invalid(unknown[0], f"{unknown[0]}: unknown field: leave it out")
     return unknown + [name for name in REFUSED if extra.get(name) == {}]
 
 
@@ -370,7 +370,7 @@ def _value(asked: Any, name: str) -> Any:
 
 def _check_chat(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs: it needs logprobs: true")
+        raise invalid("top_logprobs", "top_logprobs: needs logprobs: true")
 
 
 def chat_request(asked: BaseRequest, **fields: Any) -> ChatRequest:

@@ -148,7 +148,7 @@ class TextTooLongError(Exception):
     """
 
     def __init__(self, tokens: int) -> None:
-        super().__init__(f"the text has {tokens} tokens at least")
+        super().__init__(f"the text has at least {tokens} tokens")
         self.tokens = tokens
 
 

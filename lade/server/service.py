@@ -319,11 +319,11 @@ class Service:
     def _require(self) -> None:
         match self.phase:
             case "loading":
-                raise overloaded("the model is being loaded: send this again in a while", "model_loading", 5)
+                raise overloaded("the model is loading: retry later", "model_loading", 5)
             case "draining":
                 raise overloaded("this server is shutting down", "server_shutting_down", close=True)
             case "dead":
-                raise ApiError(500, "server_error", f"the engine broke down: {self.reason}", code="engine_dead")
+                raise ApiError(500, "server_error", f"the engine failed: {self.reason}", code="engine_dead")
 
     @property
     def context(self) -> int | None:
@@ -359,7 +359,7 @@ class Service:
         if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
             problem = self._engine.problem
             self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-            logger.error("the engine broke down", exc_info=problem)
+            logger.error("the engine failed", exc_info=problem)
         if self._log is not None:
             self._log.tick(self.snapshot())
         if perf_counter() - self._saved[0] > SAVE_S:
@@ -371,9 +371,9 @@ class Service:
         try:
             self.keys = self.settings.read_keys()
         except InputError as problem:
-            logger.error("the keys stay as they are: %s", problem)
+            logger.error("keeping the previous API keys: %s", problem)
         else:
-            logger.info("the keys were read again: there are %d", len(self.keys.all))
+            logger.info("reloaded the API keys: %d", len(self.keys.all))
 
     def _save(self) -> None:
         """Save draft memories if anything was decoded since the last time."""
@@ -387,7 +387,7 @@ class Service:
             self.unsaved = None
         except LadeError as problem:
             self.unsaved = problem
-            logger.error("what was learned is not saved: %s", problem)
+            logger.error("the draft memory was not saved: %s", problem)
 
     async def in_worker(self, size: int, work: Callable[[], T]) -> T:
         """Run work in a worker thread; work cancelled before its start never runs.
@@ -445,7 +445,7 @@ class Service:
 
 def _expire(request: InFlightRequest, seconds: float) -> None:
     if request.outcome is None and request.waiting:
-        why = f"no row became free within {seconds:g} s: send this again later"
+        why = f"no row became free within {seconds:g} s: retry later"
         request.abort(overloaded(why, "queue_timeout"))
 
 

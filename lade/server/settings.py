@@ -67,9 +67,9 @@ class Keys:
         """
         found: list[Key] = []
         if path is not None:
-            _gather(found, _lines(path), f"key file {str(path)!r}", "line", "write one a line")
+            _gather(found, _lines(path), f"key file {str(path)!r}", "line", "write one per line")
         if environment is not None:
-            _gather(found, environment.split(), ENVIRONMENT, "key", "give some with spaces between them, or unset it")
+            _gather(found, environment.split(), ENVIRONMENT, "key", "separate keys by spaces, or unset it")
         return cls(tuple(found))
 
     def find(self, secret: str) -> Key | None:
@@ -105,7 +105,7 @@ def _gather(found: list[Key], lines: Sequence[str], source: str, unit: str, reme
         named = _NAMED.fullmatch(line)
         secret = named[2] if named else line
         if re.search(r"\s", secret) or not secret.isascii():
-            raise InputError(f"{source}, {unit} {number}: a key has no spaces and only ASCII in it")
+            raise InputError(f"{source}, {unit} {number}: keys are ASCII without spaces")
         found.append(Key(named[1] if named else f"key-{len(found) + 1}", secret, named=named is not None))
     if len(found) == before:
         raise InputError(f"{source} has no keys: {remedy}")

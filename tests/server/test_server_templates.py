@@ -74,7 +74,7 @@ def test_what_a_template_raises_is_told():
     with pytest.raises(ApiError, match="must be at the beginning") as raised:
         shown(FIRST_ONLY, said("user", "hi"), said("system", "late"))
     assert (raised.value.status, raised.value.code) == (400, "chat_template_error")
-    with pytest.raises(ApiError, match="refuses this conversation") as raised:
+    with pytest.raises(ApiError, match="rejects this conversation") as raised:
         shown("{{ messages[0].content.nothing.at.all }}", said("user", "hi"))
     assert raised.value.code == "chat_template_error"
 
@@ -146,7 +146,7 @@ def test_images_come_as_data_urls_alone():
             Images().read(url, "here")
         assert (raised.value.code, raised.value.param) == ("unsupported_parameter", "here")
     for data in ("AAAA", "!!!", picture()[:30], ""):
-        with pytest.raises(ApiError, match="no image"):
+        with pytest.raises(ApiError, match="not a readable image"):
             read(data)
 
 
@@ -169,7 +169,7 @@ def test_whatever_a_decoder_raises_is_the_images_fault(monkeypatch, problem):
         raise problem
 
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", load)
-    with pytest.raises(ApiError, match=f"no image can be read from it \\({type(problem).__name__}"):
+    with pytest.raises(ApiError, match=f"not a readable image \\({type(problem).__name__}"):
         read(picture())
 
 
