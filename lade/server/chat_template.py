@@ -17,7 +17,7 @@ from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import ChatRequest, Message
 from lade.server.serialization import decoded
 from lade.server.served_model import ServedModel, TextEncoder, TextTooLongError
-from lade.server.settings import MOST_IMAGES, MOST_PIXELS
+from lade.server.settings import MAX_IMAGES, MAX_PIXELS
 
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
@@ -46,13 +46,13 @@ class Images:
         from PIL import Image as pillow
 
         self._count += 1
-        if self._count > MOST_IMAGES:
-            raise invalid(place, f"there are more than {MOST_IMAGES} images: send fewer")
+        if self._count > MAX_IMAGES:
+            raise invalid(place, f"there are more than {MAX_IMAGES} images: send fewer")
         try:
             with pillow.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=IMAGE_FORMATS) as picture:
                 self._pixels += picture.width * picture.height
-                if self._pixels > MOST_PIXELS:
-                    raise invalid(place, f"the images have more than {MOST_PIXELS} pixels together: send smaller ones")
+                if self._pixels > MAX_PIXELS:
+                    raise invalid(place, f"the images have more than {MAX_PIXELS} pixels together: send smaller ones")
                 return picture.convert("RGB")
         except ApiError:
             raise
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     def __init__(self, model: ServedModel, encoder: TextEncoder, defaults: Mapping[str, Any]) -> None:
         self._model, self._encoder, self._defaults = model, encoder, defaults
-        self._seeing = threading.Lock()  # processors keep settings of a call between their parts
+        self._image_lock = threading.Lock()  # processors keep per-call state
         self._text = model.chat_template
         self._takes_parts = bool(_LOOPS_OVER_PARTS.search(self._text))
         self._knows_developer = "developer" in self._text
@@ -101,7 +101,7 @@ class ChatTemplate:
             raise invalid("messages", why, "no_chat_template")
         arguments = self._arguments(body)
         if any(_shows_images(each) for each in body.messages):
-            with self._seeing:  # which also bounds the memory that pictures take
+            with self._image_lock:  # also bounds the memory of decoded images
                 return self._with_images(self._messages(body), arguments)
         messages = self._messages(body)
         try:
@@ -112,7 +112,7 @@ class ChatTemplate:
             merged = _merged(messages)
             if len(merged) == len(messages):
                 raise _refused(problem) from problem
-        try:  # templates that take one system message, and only at the beginning
+        try:  # for templates that accept a single, leading system message
             return self._apply(merged, arguments), {}
         except TextTooLongError:
             raise
@@ -164,7 +164,7 @@ class ChatTemplate:
     def _message(self, message: Message, place: str, images: Images) -> dict[str, Any]:
         """Return a message as templates expect it."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        # clients send messages of an answer back with all their nulls, which templates may take for something
+        # clients echo answers with all null fields, which templates may misread
         others = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
         made = {**others, "role": role, "content": self._content(message, f"{place}.content", images)}
         thought = made.get("reasoning_content") or made.get("reasoning")

@@ -14,7 +14,7 @@ from lade.server.output_parser import PlainParser
 from lade.server.schemas import CompletionRequest
 from lade.server.served_model import ServedModel, TextOffsets, TokenText, finite
 from lade.server.service import Service
-from lade.server.settings import MOST_ECHOED
+from lade.server.settings import MAX_ECHOED
 from lade.server.structured_output import requested_grammar
 from lade.stats import Step, TokenLogprobs
 
@@ -48,7 +48,7 @@ class CompletionPreprocessor(Preprocessor):
             tokens += len(prompt.ids)
             yield prompt
         top = body.logprobs or 0
-        if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MOST_ECHOED:
+        if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MAX_ECHOED:
             why = f"prompt: {tokens} tokens with logprobs={top} and n={body.n} are too many to echo in one request"
             raise invalid("prompt", f"{why}: send fewer prompts, or request fewer logprobs")
 

@@ -98,7 +98,7 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
         case InputError():
             return invalid(None, str(problem), "too_large_for_server")
         case ClusterError():
-            logger.error("%s failed: %s", request_id, problem)  # its words are ours: nothing of a request is in them
+            logger.error("%s failed: %s", request_id, problem)  # the library's message holds no request data
             return internal(request_id)
     logger.error("%s failed", request_id, exc_info=problem)
     return internal(request_id)

@@ -14,9 +14,9 @@ from lade.server.answer import Formatter
 from lade.server.choice import Choice, ChoiceDelta, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import TOO_LONG, ApiError, anthropic_error, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request
-from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
+from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
 
-Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MOST_PARTS)]
+Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class BlockSource(Model):
@@ -89,9 +89,9 @@ class OutputConfig(Model):
 class CountRequest(BaseRequest):
     """Request body of `/v1/messages/count_tokens`."""
 
-    messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: Text | Blocks | None = None
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -104,7 +104,7 @@ class MessagesRequest(CountRequest):
     """Request body of `/v1/messages`."""
 
     max_tokens: StrictInt = Field(ge=1)
-    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
 
 
 _BILLING = "x-anthropic-billing-header"
@@ -117,51 +117,51 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Messages = list[dict[str, Any]]
 
 
-def as_chat(asked: CountRequest) -> ChatRequest:
+def as_chat(request: CountRequest) -> ChatRequest:
     """Convert to a chat request.
 
     Raises:
         ApiError: a block cannot be rendered, or a feature is not supported.
     """
     for name, remedy in _REFUSED.items():
-        if (asked.model_extra or {}).get(name):
+        if (request.model_extra or {}).get(name):
             raise unsupported(name, f"{name}: {remedy}")
-    if asked.n != 1:
+    if request.n != 1:
         raise unsupported("n", "n: a message has one choice: use /v1/chat/completions")
-    own = [tool for tool in asked.tools or () if tool.type in (None, "custom")]
-    dropped = {f"tools.{tool.type}": "" for tool in asked.tools or () if tool.type not in (None, "custom")}
-    choice, messages = asked.tool_choice, messages_of(asked)
+    own = [tool for tool in request.tools or () if tool.type in (None, "custom")]
+    dropped = {f"tools.{tool.type}": "" for tool in request.tools or () if tool.type not in (None, "custom")}
+    choice, messages = request.tool_choice, messages_of(request)
     if not messages:
         raise invalid("messages", "messages: no message has content: give text")
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return chat_request(
-        asked,
+        request,
         messages=messages,
-        stop=asked.stop_sequences or None if isinstance(asked, MessagesRequest) else None,
+        stop=request.stop_sequences or None if isinstance(request, MessagesRequest) else None,
         tools=[_function(tool) for tool in own] or None,
         tool_choice=None if choice is None else _tool_choice(choice),
         parallel_tool_calls=None
         if choice is None or choice.disable_parallel_tool_use is None
         else not choice.disable_parallel_tool_use,
-        response_format=_form(asked),
-        chat_template_kwargs={**_thinking(asked.thinking), **(asked.chat_template_kwargs or {})} or None,
+        response_format=_form(request),
+        chat_template_kwargs={**_thinking(request.thinking), **(request.chat_template_kwargs or {})} or None,
         continue_final_message=goes_on or None,
         **dropped,
-        **_dropped_citations(asked.messages),
-        **_dropped_options(asked.output_config),
+        **_dropped_citations(request.messages),
+        **_dropped_options(request.output_config),
     )
 
 
-def messages_of(asked: CountRequest) -> Messages:
+def messages_of(request: CountRequest) -> Messages:
     """Convert system text and messages to chat messages; each tool result becomes a message.
 
     System messages later in a conversation, which few templates accept, become user text.
     """
     made: Messages = []
-    if asked.system:
-        made.append({"role": "system", "content": _system(asked.system, "system")})
+    if request.system:
+        made.append({"role": "system", "content": _system(request.system, "system")})
     names: dict[str, str] = {}
-    for number, turn in enumerate(asked.messages):
+    for number, turn in enumerate(request.messages):
         place = f"messages[{number}].content"
         if turn.role == "assistant":
             made.append(_assistant(turn, names, place))
@@ -279,10 +279,10 @@ def _function(tool: MessagesTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": parameters, **strict}}
 
 
-def _form(asked: CountRequest) -> dict[str, Any] | None:
+def _form(request: CountRequest) -> dict[str, Any] | None:
     """Return the `response_format`; `output_format` is the older name of the field."""
-    config = asked.output_config
-    found = config.format if config is not None and config.format is not None else asked.output_format
+    config = request.output_config
+    found = config.format if config is not None and config.format is not None else request.output_format
     if found is None or found.get("type") != "json_schema":
         return found
     return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
@@ -296,8 +296,8 @@ def _dropped_options(config: OutputConfig | None) -> dict[str, str]:
 def _dropped_citations(turns: Sequence[InputMessage]) -> dict[str, str]:
     """Return an ignored field if citations of documents are enabled."""
     blocks = (block for turn in turns if not isinstance(turn.content, str) for block in turn.content)
-    asked = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]
-    return {"citations": ""} if any(each.get("enabled") for each in asked) else {}
+    options = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]
+    return {"citations": ""} if any(each.get("enabled") for each in options) else {}
 
 
 def _tool_choice(choice: ToolChoice) -> Any:
@@ -308,9 +308,9 @@ def _tool_choice(choice: ToolChoice) -> Any:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _thinking(asked: Thinking | None) -> dict[str, Any]:
+def _thinking(given: Thinking | None) -> dict[str, Any]:
     """Return the template argument for thinking; a token budget is not enforced."""
-    return {} if asked is None else {"enable_thinking": asked.type != "disabled"}
+    return {} if given is None else {"enable_thinking": given.type != "disabled"}
 
 
 _DELTAS = {

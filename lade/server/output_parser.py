@@ -186,7 +186,7 @@ class CallParser:
                 if depth <= 0 and not quoted:
                     self._hand_on(seen, take)
                     return
-            half = self._rest.endswith("\\") and seen < len(self._rest)  # what it escapes has not come yet
+            half = self._rest.endswith("\\") and seen < len(self._rest)  # the escaped character is still to come
             self._hand_on(len(self._rest) - half, take)
             yield
 

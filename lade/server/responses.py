@@ -14,7 +14,7 @@ from lade.server.answer import Formatter
 from lade.server.choice import Choice, ChoiceDelta, ItemChange, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
-from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from lade.server.structured_output import FormatNames
 
 
@@ -27,7 +27,7 @@ class InputPart(Model):
     image_url: str | None = None
 
 
-InputParts = Annotated[list[InputPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+InputParts = Annotated[list[InputPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class InputItem(Model):
@@ -59,7 +59,7 @@ class TextOptions(Model):
     verbosity: Any = None
 
 
-ToolList = Annotated[list["ResponsesTool"], Field(fail_fast=True, max_length=MOST_TOOLS)]
+ToolList = Annotated[list["ResponsesTool"], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class ResponsesTool(Model):
@@ -76,7 +76,7 @@ class ResponsesTool(Model):
 class ResponsesRequest(BaseRequest):
     """Request body of `/v1/responses`."""
 
-    input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     instructions: Text | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     tools: ToolList | None = None
@@ -152,41 +152,41 @@ _NOT_KEPT = {
 Messages = list[dict[str, Any]]
 
 
-def as_chat(asked: ResponsesRequest) -> ChatRequest:
+def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert to a chat request.
 
     Raises:
         ApiError: stored state or another unsupported feature is requested, or an item is invalid.
     """
-    extra = asked.model_extra or {}
+    extra = request.model_extra or {}
     for name, remedy in _NOT_KEPT.items():
         if extra.get(name):
             raise unsupported(name, f"{name}: {remedy}")
-    if asked.n != 1:
+    if request.n != 1:
         raise unsupported("n", "n: a response has one choice: use /v1/chat/completions")
-    if _LOGPROBS in (asked.include or ()):
+    if _LOGPROBS in (request.include or ()):
         raise unsupported("include", f"include: {_LOGPROBS}: use /v1/chat/completions for logprobs")
-    tools = Tools(asked.tools)
+    tools = Tools(request.tools)
     return chat_request(
-        asked,
-        messages=messages_of(asked),
+        request,
+        messages=messages_of(request),
         tools=tools.functions or None,
-        tool_choice=_tool_choice(asked.tool_choice),
-        parallel_tool_calls=asked.parallel_tool_calls,
-        max_completion_tokens=asked.max_output_tokens,
-        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
-        response_format=_format(asked),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        max_completion_tokens=request.max_output_tokens,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        response_format=_format(request),
         **{f"tools.{kind}": "" for kind in tools.dropped},
     )
 
 
-def messages_of(asked: ResponsesRequest) -> Messages:
+def messages_of(request: ResponsesRequest) -> Messages:
     """Convert instructions and items to chat messages; consecutive items of an assistant form one message."""
-    made: Messages = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
-    if isinstance(asked.input, str):
-        return [*made, {"role": "user", "content": asked.input}]
+    made: Messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    if isinstance(request.input, str):
+        return [*made, {"role": "user", "content": request.input}]
     names: dict[str, str] = {}
-    for number, item in enumerate(asked.input):
+    for number, item in enumerate(request.input):
         place = f"input[{number}]"
         match item.type:
             case "message" | "agent_message":
@@ -210,7 +210,7 @@ def messages_of(asked: ResponsesRequest) -> Messages:
 
 
 def _add_message(made: Messages, item: InputItem, place: str) -> None:
-    role = _required(item, "role", place) if item.type == "message" else "user"  # what another agent says
+    role = _required(item, "role", place) if item.type == "message" else "user"  # messages of other agents
     if item.content is None:
         raise invalid(f"{place}.content", f"{place}.content: a message needs text or parts")
     content = _content(item.content, f"{place}.content")
@@ -277,9 +277,9 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     return choice
 
 
-def _format(asked: ResponsesRequest) -> dict[str, Any] | None:
+def _format(request: ResponsesRequest) -> dict[str, Any] | None:
     """Return `text.format` as a `response_format`, which nests the schema one level deeper."""
-    found = None if asked.text is None else asked.text.format
+    found = None if request.text is None else request.text.format
     if found is None or found.get("type") != "json_schema":
         return found
     return {"type": "json_schema", "json_schema": {name: found[name] for name in found if name != "type"}}

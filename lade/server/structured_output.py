@@ -63,7 +63,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
         self._trying = threading.local()
-        self._slow: OrderedDict[str, str] = OrderedDict()  # grammars that have failed, and why
+        self._slow: OrderedDict[str, str] = OrderedDict()  # failed grammars, and the reasons
         try:
             vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
             self._trial = GrammarTrial(vocabulary.specials)

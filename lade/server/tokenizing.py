@@ -20,7 +20,7 @@ from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
 from lade.server.serialization import Json
 from lade.server.served_model import TextTooLongError
 from lade.server.service import Service
-from lade.server.settings import MOST_DETOKENIZED
+from lade.server.settings import MAX_DETOKENIZED
 
 
 class TokenizeText(Model):
@@ -42,7 +42,7 @@ class DetokenizeRequest(Model):
     """Request body of `/detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_DETOKENIZED)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_DETOKENIZED)]
 
 
 async def tokenize(service: Service, request: Request, asked: TokenizeText | TokenizeChat) -> Response:

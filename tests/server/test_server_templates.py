@@ -16,7 +16,7 @@ from lade.server.chat_template import ChatTemplate, Images
 from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel, TextEncoder
-from lade.server.settings import MOST_IMAGES, MOST_PIXELS
+from lade.server.settings import MAX_IMAGES, MAX_PIXELS
 
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 FIRST_ONLY = """\
@@ -176,11 +176,11 @@ def test_whatever_a_decoder_raises_is_the_images_fault(monkeypatch, problem):
 def test_the_images_of_a_request_are_bounded_together(monkeypatch):
     url = f"data:image/png;base64,{picture()}"
     images = Images()
-    for _ in range(MOST_IMAGES):
+    for _ in range(MAX_IMAGES):
         images.read(url, "here")
-    with pytest.raises(ApiError, match=f"more than {MOST_IMAGES} images"):
+    with pytest.raises(ApiError, match=f"more than {MAX_IMAGES} images"):
         images.read(url, "here")
-    monkeypatch.setattr("lade.server.chat_template.MOST_PIXELS", 13)
+    monkeypatch.setattr("lade.server.chat_template.MAX_PIXELS", 13)
     part = {"type": "image_url", "image_url": {"url": url}}
     body = ChatRequest.model_validate({"messages": [said("user", [part, part]), said("user", [part])]})
     served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=lambda *_: ([1], {}))
@@ -189,7 +189,7 @@ def test_the_images_of_a_request_are_bounded_together(monkeypatch):
     assert raised.value.param == "messages[1].content[0].image_url.url"
     wide = io.BytesIO()
     Image.new("1", (2**13, 2**13)).save(wide, "PNG")
-    monkeypatch.setattr("lade.server.chat_template.MOST_PIXELS", MOST_PIXELS)
+    monkeypatch.setattr("lade.server.chat_template.MAX_PIXELS", MAX_PIXELS)
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ApiError, match="pixels together"):
         read(base64.b64encode(wide.getvalue()).decode())
