@@ -44,8 +44,8 @@ class BeamSession:
     """
 
     def __init__(self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats) -> None:
-        for name in ("budget", "memory", "mtp"):
-            if getattr(config, name) not in (None, False):
+        for name in ("budget", "memory", "mtp", "sources"):
+            if getattr(config, name) not in (None, False, ()):
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
         if prepared.predictions:
             refuse("prediction with num_beams", "beams are drafted from a memory of their own")

@@ -22,7 +22,7 @@ from lade.decoding.lock_step import LockStepLogits, LockStepRow
 from lade.hf.batch_rules import check_lengths
 from lade.hf.job import DecodeJob, DraftSpec, Output, runner_of, text_kind
 from lade.hf.plain import decoding_method
-from lade.hf.refusals import check, warn_of_precision
+from lade.hf.refusals import check, refuse, warn_of_precision
 from lade.model import joint
 from lade.model.prepared import Prepared, ids_of
 from lade.stats import Stats
@@ -93,6 +93,8 @@ class LockStepSession:
         self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats, streamer: BaseStreamer | None = None
     ) -> None:
         self._prepared, self._streamer = prepared, streamer
+        if config.sources:
+            refuse("sources in a batch in lock-step", "texts of such a batch are drafted beyond tokens not chosen yet")
         plan, texts, images = check(prepared)
         runner = runner_of(prepared, plan, lock_step=True)
         self._runner = runner.for_prompts(images)
