@@ -284,7 +284,7 @@ def _user_module() -> Any:
 def _user_sources(spec: DraftSpec) -> list[Any]:
     """Return a source per drafter of `LookaheadConfig.sources`."""
     config = spec.config
-    sizes = {"sized": True} if spec.sizes_trees else {}
+    sizes: dict[str, Any] = {"sized": True} if spec.sizes_trees else {}
     if config.budget is not None:
         sizes["longest"] = config.budget - 1
     source = _user_module().UserSource

@@ -190,15 +190,15 @@ class UserSource:
             raise DrafterError(self.name, problem)
         for token in islice(tokens, self._longest):
             try:
-                token = index(token)
+                number = index(token)
             except TypeError:
                 raise DrafterError(self.name, f"propose returned {token!r:.60} as a token id") from None
-            if not 0 <= token < self._vocabulary:
-                problem = f"propose returned the id {token}, outside the model's vocabulary of {self._vocabulary}"
+            if not 0 <= number < self._vocabulary:
+                problem = f"propose returned the id {number}, outside the model's vocabulary of {self._vocabulary}"
                 raise DrafterError(self.name, problem)
-            if token in self._excluded:
+            if number in self._excluded:
                 return
-            yield token
+            yield number
 
     def _checked_claims(self, claimed: Sequence[float], length: int) -> Sequence[float]:
         claims = [float(each) for each in islice(claimed, length)]
@@ -257,7 +257,7 @@ class SourcedDrafter(ForwardingDrafter):
         self._own, self._before = sources, before
 
     @property
-    def problem(self) -> Exception | None:
+    def problem(self) -> Exception | None:  # type: ignore[override]
         """See `Drafter`."""
         return next((source.problem for source in self._own if source.problem is not None), None)
 
