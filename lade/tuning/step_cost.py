@@ -41,13 +41,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from lade.tuning.shape import ascending, hull, slope_beyond
+from lade.model.inputs import batch_bucket
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LARGEST = KNOTS[-1]
@@ -74,6 +74,10 @@ RUN_LEAST = 1.0  # weight that runs leave a knot
 # Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
 CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one contradicts it
+# The mean time of passes over one token, hiccups included: what the time of a step is worth.
+PLAIN_PASSES = 64.0  # that it is over
+PLAIN_OUTLIER = 6.0  # times the mean, at which one is clipped: a stall of a second is no slow machine
+
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
 _SHORTEST_S = 1e-9
@@ -101,6 +105,7 @@ class StepCost:
         measured_at: Unix time of the measurement; 0.0 if there was none.
 
     Attributes:
+        plain_s: seconds of a pass over one token on average, hiccups included: what time is worth.
         table: seconds by size, 0 to `LARGEST`; never decreasing (entry 0 repeats entry 1).
         marginals: by size, seconds that one more token adds on the lower convex hull; never decreasing, >= 0.
         corners: the sizes at which the curve touches its hull, ascending. Between two of them it lies above, and a tree
@@ -121,6 +126,7 @@ class StepCost:
         self._runs: list[tuple[float, ...]] = [(), ()]
         self._unread_s = 0.0
         self._padded_to: tuple[int, ...] = ()
+        self.plain_s, self._plain_passes = self._knots[0], PASS_WEIGHT
         self.measured_at = measured_at
         self.table: list[float] = []
         self.marginals: list[float] = []
@@ -191,6 +197,9 @@ class StepCost:
         if not seconds > 0.0:
             return
         self._unread_s += seconds
+        if size == 1:
+            self._plain_passes = min(self._plain_passes + 1.0, PLAIN_PASSES)
+            self.plain_s += (min(seconds, PLAIN_OUTLIER * self.plain_s) - self.plain_s) / self._plain_passes
         size = next((end for end in self._padded_to if end >= size), size)
         if 0 < size <= LARGEST:
             self._move_around(size, seconds)
@@ -316,9 +325,97 @@ class StepCost:
         return cls(value.get("seconds") or (), value.get("weights") or (), measured_at=measured_at)
 
 
+class BatchCost:
+    """What a pass over a batch costs, by the size of each row's tree: the curve for as many rows as there are.
+
+    Args:
+        cost_of: returns the curve of a number of rows; called again when that has fallen to the next power of two.
+        rows: B, rows of the batch at first.
+    """
+
+    def __init__(self, cost_of: Callable[[int], StepCost], rows: int) -> None:
+        self._cost_of, self._rows = cost_of, rows
+        self._current = cost_of(rows)
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self._rows
+
+    @property
+    def current(self) -> StepCost:
+        """The curve of as many rows as there are."""
+        return self._current
+
+    @property
+    def table(self) -> list[float]:
+        """See `StepCost`."""
+        return self._current.table
+
+    @property
+    def plain_s(self) -> float:
+        """See `StepCost`."""
+        return self._current.plain_s
+
+    @property
+    def marginals(self) -> list[float]:
+        """See `StepCost`."""
+        return self._current.marginals
+
+    @property
+    def corners(self) -> list[int]:
+        """See `StepCost`."""
+        return self._current.corners
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn from one pass of these rows, `size` being that of the largest tree."""
+        self._current.observe(size, seconds)
+
+    def resize(self, rows: int) -> None:
+        """`rows` are left; 0 when all have ended."""
+        if rows and batch_bucket(rows) != batch_bucket(self._rows):
+            self._current = self._cost_of(rows)
+        self._rows = rows or self._rows
+
+
 def typical(samples: Sequence[float]) -> float:
     """Seconds at the end of the fastest fifth: of up to four passes the fastest, of nine the second."""
     return sorted(samples)[len(samples) // 5]
+
+
+def slope_beyond(sizes: Sequence[int], heights: Sequence[float]) -> float:
+    """Seconds per token to assume after the last size measured."""
+    slopes = [heights[-1] / (4 * sizes[-1])]
+    if len(sizes) > 1:
+        slopes += [(heights[-1] - heights[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)]
+    return max(slopes)
+
+
+def ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest curve that never decreases: neighbours in the wrong order get their weighted mean."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, knots
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, max(weight, UNKNOWN_WEIGHT), 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, mass, count = pools.pop()
+            total = mass + pool[1]
+            pool = ((mean * mass + pool[0] * pool[1]) / total, total, count + pool[2])
+        pools.append(pool)
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def hull(sizes: Sequence[int], curve: Sequence[float]) -> list[int]:
+    """Indices of the sizes on the lower convex hull of the curve."""
+
+    def slope(left: int, right: int) -> float:
+        return (curve[right] - curve[left]) / (sizes[right] - sizes[left])
+
+    corners: list[int] = []
+    for new in range(len(sizes)):
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], new):
+            corners.pop()
+        corners.append(new)
+    return corners
 
 
 def _check_size(size: int) -> None:

@@ -27,6 +27,11 @@ class LongerCost:
         return self._table
 
     @property
+    def plain_s(self) -> float:
+        """See `PassCost`."""
+        return self._cost.plain_s
+
+    @property
     def marginals(self) -> list[float]:
         """See `PassCost`."""
         self._go_on()
