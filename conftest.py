@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 import lade
 from lade.errors import UnsupportedModelError
 from lade.hf import job
-from lade.model.support import supports as support
+from lade.model import supports as support
 from lade.testing import nearly_flat_cost, toy_model
 from lade.tuning import cost_file as store
 from lade.tuning import cost_key

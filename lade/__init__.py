@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lade.hf.legacy_api import augment_all, config_lade, log_history, restore_all, save_log
     from lade.memory import Memory
     from lade.model.kv_cache import TreeCache
-    from lade.model.support.supports import Support, supports
+    from lade.model.supports import Support, supports
     from lade.serving.engine import Engine
     from lade.serving.handle import Handle
     from lade.stats import Stats, Step
@@ -122,7 +122,7 @@ _HOMES = {
     "lade.model.kv_cache": ("TreeCache",),
     "lade.backends.cpu.packing.folder": ("load_packed", "save_packed"),
     "lade.backends.cpu.packing.pack": ("pack", "unpack"),
-    "lade.model.support.supports": ("Support", "supports"),
+    "lade.model.supports": ("Support", "supports"),
     "lade.backends.cuda_graphs.backend": ("release",),
     "lade.serving.engine": ("Engine",),
     "lade.serving.handle": ("Handle",),

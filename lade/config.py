@@ -105,3 +105,19 @@ def _require_int(field: str, value: object, least: int, most: int | None = None,
     if not fits:
         limit = "" if most is None else f" and <= {most}"
         raise ConfigError(field, value, f"give a whole number >= {least}{limit}{note}")
+
+
+def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
+    """Interpret `lookahead=`.
+
+    Returns:
+        The config (None for plain decoding), and whether to fall back to plain decoding where it is not supported.
+
+    Raises:
+        ConfigError: it is neither a `LookaheadConfig` nor "auto" nor None.
+    """
+    if lookahead is None or isinstance(lookahead, LookaheadConfig):
+        return lookahead, False
+    if lookahead == "auto":
+        return LookaheadConfig(), True
+    raise ConfigError("lookahead", lookahead, 'give a LookaheadConfig, "auto", or None for plain decoding')

@@ -13,8 +13,8 @@ import typer.main
 
 import lade
 from lade.cli.main import app
-from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
-from lade.model.support.supports import REFUSED as REFUSED_BY_NAME
+from lade.model.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
+from lade.model.supports import REFUSED as REFUSED_BY_NAME
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md"])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import lade
 from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 
 ROOT = Path(__file__).parent.parent
 NEEDS_TRITON = {f"lade.backends.tree_attention.{module}" for module in ("kernel", "launch")}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
+from lade.model.supports import MASK_PER_LAYER_TYPE, ONE_MASK, RECURRENT
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ import torch
 
 import lade
 from lade import compilation
-from lade.model.support import tree_check as probe
-from lade.model.support.supports import supports
+from lade.backends.trials import tree_check as probe
+from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 

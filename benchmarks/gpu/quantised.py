@@ -33,8 +33,8 @@ import lade
 from lade.backends.cuda_graphs.pool import pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.embedded.files import model_path
-from lade.model.backend import runner_for
 from lade.model.facts import ModelFacts, bytes_by_kind
+from lade.model.runner import runner_for
 from lade_lab import inflate
 from lade_lab.harness.benchmark import command_line, environment_of
 from lade_lab.inflation import Wanted, choose

@@ -29,7 +29,7 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)

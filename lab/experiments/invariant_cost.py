@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import lade
 from lade.decoding.tree import TokenTree
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 
 
 def tree_passes(model: Any, cached: int, sizes: Sequence[int]) -> list[Callable[[], None]]:

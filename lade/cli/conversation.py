@@ -20,7 +20,7 @@ from lade.errors import ConfigError, InputError
 from lade.model.facts import cache_name
 from lade.model.kv_cache import TreeCache
 from lade.model.prepared import placeholder_ids
-from lade.model.support.supports import supports, unwrap
+from lade.model.supports import supports, unwrap
 
 _REMEDY = "give a file that /save wrote"
 

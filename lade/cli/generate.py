@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lade.cli.batch.options import Batch, BatchOptions
+from lade.cli.batch.files import Batch, BatchOptions
 from lade.cli.options import decoding as options
 from lade.cli.options.decoding import StructuredOutput
 from lade.cli.options.model import Template
@@ -68,11 +68,10 @@ def generate(
         grammar = form.read()
         predicted = _read_prediction(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
-        from lade.cli.loading.load import load, with_memory
-        from lade.cli.processes import connected, leading
+        from lade.cli.loading.load import join_processes, leading, load, with_memory
         from lade.cli.run import GenerationPlan
 
-        split, pack, invariant = connected(term), speed.pack, speed.invariant
+        split, pack, invariant = join_processes(term), speed.pack, speed.invariant
         loaded = load(loading, term=term, pack=pack, images=bool(image), invariant=invariant, processes=split)
         form.check(grammar, loaded.tokenizer, loaded.model.generation_config.eos_token_id)
         lookahead = with_memory(loaded, lookahead, speed.memory)

@@ -46,7 +46,7 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
     import torch
     import transformers
 
-    from lade.model.support.supports import supports
+    from lade.model.supports import supports
     from lade.version import __version__
 
     model = loaded.model

@@ -1,17 +1,20 @@
-"""Entry point: the commands of the shell. Each has a file of its own and imports torch only when it runs."""
+"""Entry point: the commands of the shell, each of which imports torch only when it runs."""
 
 from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lade.cli import chat, export_recipe, generate, info, pack, tune, warm
+from lade.cli import chat, generate, info, pack, tune, warm
 from lade.cli.batch import command as batch_file
 from lade.cli.demo import command as demo
+from lade.cli.options import decoding as options
 from lade.cli.serve import command as serve
+from lade.cli.terminal import terminal
 from lade.version import __version__
 
 app = typer.Typer(
@@ -38,6 +41,41 @@ def _lade(
     """Lookahead decoding: any Hugging Face causal language model, the same tokens, fewer forward passes."""
 
 
+_RECIPE_EXAMPLE = (
+    "Example:  [bold]lade export-recipe ./recipe[/bold], and in Python "
+    '[bold]model.generate(**inputs, custom_generate="./recipe", trust_remote_code=True)[/bold]'
+)
+
+
+@options.grouped
+def export_recipe(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; created if it does not exist.")],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Add custom_generate/ to a folder with other files, such as a model's, which stay as they are.",
+        ),
+    ] = False,
+    *,
+    output: options.Output,
+) -> None:
+    """Write the recipe for generate(custom_generate=DIR), for any caller of transformers' generate.
+
+    Pipelines, agents and evaluations pass it on. The folder can be uploaded to the hub as it is.
+    """
+    with terminal(output) as term:
+        from lade.recipe.export import CARD
+        from lade.recipe.export import export_recipe as export
+
+        written = export(folder, force=force)
+        for file in written:
+            term.say(f"wrote {file}", "dim")
+        beside_a_model = folder / CARD not in written
+        call = "AutoModelForCausalLM.from_pretrained(" if beside_a_model else "model.generate(..., custom_generate="
+        term.say(f"use it:  {call}{str(folder)!r}, trust_remote_code=True)")
+
+
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
@@ -46,7 +84,7 @@ app.command("info", epilog=info.EXAMPLE)(info.info)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
 app.command("pack", epilog=pack.EXAMPLE)(pack.pack)
-app.command("export-recipe", epilog=export_recipe.EXAMPLE)(export_recipe.export_recipe)
+app.command("export-recipe", epilog=_RECIPE_EXAMPLE)(export_recipe)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 for _commands in entry_points(group="lade.commands"):  # `lade bench` and `lade plan`, from the package that measures
     _commands.load()(app)

@@ -17,14 +17,9 @@ from lade.cli.terminal import Terminal, terminal
 from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lade.backends.cpu.packing.linear import PackedLinear
     from lade.backends.cpu.packing.quality import LayerError
-    from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
-LONGEST_WINDOW = 1024
 _SHOWN = 8
 
 
@@ -86,88 +81,18 @@ def pack(
         loading = replace(loading.with_model(wanted.model_argument), weights=loading.weights or WEIGHTS[0])
         loading.check()
         from lade.cli.loading.load import load
+        from lade.cli.preparation import Packing, encode_text
 
         plain = replace(loading, weights=None, device="cpu" if loading.device == "auto" else loading.device)
         loaded = load(plain, term=term)
         if loaded.variant.get("weights"):
             raise InputError(f"model {loaded.name!r} is saved packed: give the one that it was packed from")
-        facts, errors = _pack(loaded, wanted, text, loading.weights or "", term)
+        ids = [] if wanted.check is None else encode_text(loaded, text, wanted.check, wanted.tokens)
+        facts, errors = Packing(loaded, loading.weights or "", wanted.keep or (), wanted.save).run(ids, term)
         if json:
             term.write_json({**facts, "errors": [asdict(error) for error in errors]})
         else:
             _show(facts, errors, term)
-
-
-def _pack(
-    loaded: LoadedModel, wanted: PackOptions, text: str, weights: str, term: Terminal
-) -> tuple[dict[str, Any], list[LayerError]]:
-    """Pack the model; return the report, and the errors of layers if there is a text."""
-    from lade.backends.cpu.packing import pack as packing
-    from lade.backends.cpu.packing.folder import save_packed
-    from lade.backends.cpu.packing.quality import perplexity, watched
-
-    model = loaded.model
-    errors: list[LayerError] = []
-    facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": weights}
-    before, ids = _bytes(model), _encoded(loaded, text, wanted) if wanted.check is not None else []
-    window = min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
-    _check_before_packing(packing.packable(model, weights=weights, keep=wanted.keep or ()), wanted)
-    if ids:
-        term.show_status("reading the text with the model as it is")
-        facts |= {"tokens": len(ids), "window": window, "perplexity_before": perplexity(model, ids, window)}
-    term.show_status("packing the weights")
-    packing.pack(model, keep_original=bool(ids), weights=weights, keep=wanted.keep or ())
-    if ids:
-        term.show_status("reading the text in int8")
-        with watched(model) as errors:
-            facts["perplexity_after"] = perplexity(model, ids, window)
-    facts |= {"int8_layers": packing.int8_layers(model), "kept_layers": packing.kept_layers(model)}
-    facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
-    if wanted.save is not None:
-        term.show_status("writing the model")
-        save_packed(model, wanted.save, loaded.tokenizer)
-        facts["saved"] = str(wanted.save)
-    return facts, errors
-
-
-def _check_before_packing(kinds: Mapping[Any, type[PackedLinear]], wanted: PackOptions) -> None:
-    """Check what would otherwise fail at the end.
-
-    Raises:
-        ConfigError: `--keep` leaves no layer to round.
-        InputError: no layer is large enough, or the folder cannot be written.
-    """
-    from lade.backends.cpu.packing.folder import check_target
-    from lade.backends.cpu.packing.int8 import Int8Linear
-    from lade.backends.cpu.packing.pack import MIN_WEIGHTS
-
-    small = f"linear layers below {MIN_WEIGHTS:,} weights keep their dtype"
-    if not kinds:
-        raise InputError(f"nothing to round to int8: {small}; give a larger model")
-    if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
-        raise ConfigError("keep", ",".join(wanted.keep or ()), f"no layer is left to round: {small}")
-    if wanted.save is not None:
-        check_target(wanted.save)
-
-
-def _encoded(loaded: LoadedModel, text: str, wanted: PackOptions) -> list[int]:
-    from lade.cli.terminal import count
-
-    ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][: wanted.tokens]
-    if len(ids) < 2:
-        raise InputError(f"the text {str(wanted.check)!r} has {count(len(ids), 'token')}: give a longer one")
-    return ids
-
-
-def _bytes(model: Any) -> int:
-    """Return the bytes of all weights, for int8 layers those of the integers even if the original is kept."""
-    from lade.backends.cpu.packing.int8 import Int8Linear
-    from lade.backends.cpu.packing.pack import shared_weights
-
-    in_int8 = [module for module in model.modules() if isinstance(module, Int8Linear)]
-    own = {id(module.weight) for module in in_int8} - shared_weights(model)
-    dense: int = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
-    return dense + sum(module.nbytes for module in in_int8)
 
 
 def _listed(names: list[str]) -> str:

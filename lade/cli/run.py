@@ -19,13 +19,12 @@ from lade.cli.loading.checkpoint import BEAM_FIELDS, SAMPLING_FIELDS
 from lade.cli.loading.load import LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
-from lade.config import Lookahead, LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.errors import ConfigError
 from lade.grammar import Grammar
 from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
-from lade.hf.refusals import resolve
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.stats import Stats, Step
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `model.generate` before it prepares anything, and the unpatched `model.generate`.
+"""Arguments of a call before `model.generate` prepares them: checks, the forms of `prediction=`, and failed calls.
 
 Nearly all checks are made on the inputs that `model.generate` has prepared, in `lade.hf.refusals`. The checks here come
 earlier: they concern arguments that transformers does not forward to a callable, or fails on before it calls one.
@@ -10,23 +10,35 @@ import copy
 import functools
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GenerateOutput
 
-from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
-from lade.hf.refusals import check_shape, refuse
+from lade.config import LookaheadConfig
+from lade.errors import ConfigError, InputError, LadeError, UnsupportedArgumentError, UnsupportedModelError
+from lade.hf.refusals import refuse
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.facts import needs_synced_passes
-from lade.model.prepared import REMEDY, argument_of, holds_media, prompts_in
-from lade.model.support.supports import PLAIN_REMEDY, supports, unwrap
+from lade.model.facts import adapters_backend, needs_synced_passes
+from lade.model.prepared import REMEDY, Prepared, argument_of, check_shape, holds_media, prompts_in
+from lade.model.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
+
+Generated = torch.Tensor | GenerateOutput
+"""Result of `generate`: ids `[B, L + new]`, or an output object with `return_dict_in_generate=True`."""
+
+
+class NeedsGenerateError(UnsupportedArgumentError):
+    """Only `model.generate` itself can decode in this mode, no single loop can decode prepared inputs."""
+
 
 REPLACED = "_generate_before_lade"
 """Attribute in which an enabled model keeps its former instance attribute `generate`."""
@@ -86,18 +98,18 @@ UNFORWARDED = {
 """Arguments that transformers does not forward to a callable, and their effect."""
 
 
-def arguments_for_callable(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def arguments_for_callable(model: Any, inner: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with which `model.generate` calls a callable and gives it all that it needs.
 
     Args:
         model: the model as the caller has it.
+        inner: the model inside any wrapper.
         arguments: the caller's arguments, by name.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: `model.generate` would not call it.
         InputError: transformers would fail on the prompt.
     """
-    inner = unwrap(model)
     if getattr(type(inner), "generate", None) is not GenerationMixin.generate:
         supports(model).require()  # an overridden `generate` may do anything with our callable, or be missing
     if needs_synced_passes(inner):  # a callable is not told, and would have to synchronize by itself
@@ -270,3 +282,128 @@ def refuse_autocast(model: Any) -> None:
     cpu = joint.loaded("cpu") if torch.is_autocast_enabled("cpu") else None
     if cpu is not None:
         cpu.refuse_autocast(model)
+
+
+Prediction: TypeAlias = (
+    str | torch.Tensor | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor]
+)
+"""Text or ids `[L]` for one prompt, or one of these per prompt of a batch."""
+
+
+def refuse_unused_prediction(prediction: Prediction | None, config: LookaheadConfig | None) -> None:
+    """Raise `ConfigError` for a prediction where nothing is drafted."""
+    if prediction is not None and config is None:
+        raise ConfigError("prediction", "a text", "lookahead=None drafts nothing: leave one of them out")
+
+
+def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list[list[int]]:
+    """Return the ids of each prediction, one per prompt; empty without any.
+
+    Args:
+        prediction: predictions as the caller gave them; None for none.
+        tokenizer: tokenizer of the model, needed for text.
+
+    Raises:
+        InputError: a prediction is neither text nor ids, or text without a tokenizer.
+    """
+    if prediction is None:
+        return []
+    if isinstance(prediction, torch.Tensor):
+        if prediction.ndim not in (1, 2) or prediction.is_floating_point() or prediction.is_complex():
+            found = f"{prediction.dtype} of shape {list(prediction.shape)}"
+            raise InputError(f"prediction is {found}: give ids, [L] or [B, L], or text")
+        several = prediction.tolist() if prediction.ndim == 2 else [prediction.tolist()]
+    elif isinstance(prediction, str):
+        several = [prediction]
+    elif isinstance(prediction, Mapping) or not isinstance(prediction, Sequence):
+        raise InputError(f"prediction is of type {type(prediction).__name__}: give text, or ids, or one per prompt")
+    else:
+        several = [prediction] if all(_is_id(token) for token in prediction) else list(prediction)
+    return [_ids_of(one, tokenizer) for one in several]
+
+
+def _ids_of(one: Any, tokenizer: Any) -> list[int]:
+    if isinstance(one, str):
+        if tokenizer is None:
+            raise InputError("prediction is text, which takes a tokenizer: give tokenizer=..., or its ids")
+        one = tokenizer(one, add_special_tokens=False)["input_ids"]
+    ids = one.tolist() if isinstance(one, torch.Tensor) else one
+    if not isinstance(ids, Sequence) or not all(_is_id(token) for token in ids):
+        raise InputError(f"prediction has {one!r:.60}: give text or ids, one per prompt")
+    return list(ids)
+
+
+def _is_id(token: object) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool)
+
+
+def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> Sequence[Sequence[int] | None]:
+    """Return the prediction of each row, `[B]`.
+
+    Args:
+        prepared: inputs prepared by `model.generate`, with predictions.
+        config: the method and its sizes.
+        rows: B, the number of rows.
+
+    Raises:
+        InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
+        UnsupportedArgumentError: the method drafts from no text.
+    """
+    texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
+    if not config.adaptive and not config.guesses:
+        refuse("prediction with guesses=0", "nothing but the window is drafted then")
+    if len(texts) * repeated != rows:
+        raise InputError(
+            f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one per prompt, which may be empty"
+        )
+    vocabulary = prepared.vocabulary
+    for token in (token for text in texts for token in text):
+        if not 0 <= token < vocabulary:
+            raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")
+    return [text for text in texts for _ in range(repeated)]
+
+
+ADAPTER_ARGUMENTS = ("adapter_names", "alora_offsets", "task_ids")
+_ADAPTER_REMEDY = "choose the adapter with set_adapter, or use lade.generate"
+
+
+def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
+    """Raise `UnsupportedArgumentError` for arguments that PEFT applies only while `model.generate` runs.
+
+    Args:
+        arguments: arguments of `model.generate`, which returns before the first pass here.
+        where: name of the function or class that decodes afterwards, for the error message.
+    """
+    for name in ADAPTER_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise UnsupportedArgumentError(
+                f"{name} cannot be used with {where}: PEFT applies it only while model.generate runs", _ADAPTER_REMEDY
+            )
+
+
+def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
+    """Raise `UnsupportedArgumentError` if PEFT's per-call hooks are installed on the model."""
+    adapters = adapters_backend()
+    if adapters is not None:
+        refuse_adapter_arguments(dict.fromkeys(adapters.call_values(model), True), where)
+
+
+def clean_up(model: Any, problem: BaseException, given: object) -> None:
+    """Remove PEFT's per-call hooks from a model, and add a note about an invalid generation_config to the error.
+
+    Args:
+        model: the model whose generation has failed.
+        problem: the error, which mostly does not name the invalid field itself.
+        given: the argument `generation_config`; None if there was none.
+    """
+    model = unwrap(model)
+    adapters = adapters_backend() if isinstance(model, nn.Module) else None
+    if adapters is not None:
+        adapters.remove_call_hooks(model)
+    if isinstance(problem, LadeError):
+        return
+    checks = import_module("lade.hf.generation_config")  # needed after errors alone
+    for config in (given, getattr(model, "generation_config", None)):
+        wrong = checks.find_invalid_in(config) if isinstance(config, GenerationConfig) else None
+        if wrong and f"the generation_config has {wrong}" not in getattr(problem, "__notes__", ()):
+            problem.add_note(f"the generation_config has {wrong}")

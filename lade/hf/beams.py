@@ -57,7 +57,7 @@ class BeamSession:
             refuse("past_key_values with num_beams", "beam search starts from an empty lade.TreeCache only")
         runner = runner_of(prepared, plan, lock_step=True)
         _check_lengths(runner.positions, texts, prepared.generation_config.max_length)
-        warn_of_precision(prepared.wrapper)
+        warn_of_precision(prepared)
 
         self._prepared, self._padded = prepared, bool(texts.padding)
         self._cache = user_cache if isinstance(user_cache, TreeCache) else runner.tree_cache()

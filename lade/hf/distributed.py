@@ -16,9 +16,9 @@ from transformers.utils.generic import ModelOutput
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.plain import generate_plainly
 from lade.model import joint
-from lade.model.facts import tensor_parallel_size
+from lade.model.facts import processes_of, tensor_parallel_size
 from lade.model.prepared import argument_of
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 from lade.stats import Step
 
 T = TypeVar("T")
@@ -30,31 +30,24 @@ _PER_PROCESS = {
 }
 
 
-def _processes(model: Any) -> Any | None:
-    """Return the backend if several processes may decode a model; None if this process certainly decodes it alone."""
-    if not isinstance(model, PreTrainedModel):
-        return None
-    return joint.load("processes") if tensor_parallel_size(model) > 1 else joint.loaded("processes")
-
-
 def leader_of(model: Any) -> Any | None:
     """Return the leader of the other processes for the present call of this one; None if this process decodes alone.
 
     Args:
         model: the model inside any wrapper.
     """
-    processes = _processes(model)
+    processes = processes_of(model)
     return None if processes is None else processes.leader_of(model)
 
 
 def led_by_this_process(model: Any) -> Any | None:
     """Begin a call led by this process for all that decode a model, and return it; None if it decodes alone."""
-    processes = _processes(model)
+    processes = processes_of(model)
     return None if processes is None else processes.led_by_this_process(model)
 
 
 def _has_parts(model: Any) -> bool:
-    processes = _processes(model)
+    processes = processes_of(model)
     return processes is not None and processes.has_parts(model)
 
 
@@ -78,7 +71,7 @@ def follow(model: Any) -> Any:
         Exception: any error of the call in the first process.
     """
     inner = unwrap(model)
-    processes = _processes(inner)
+    processes = processes_of(inner)
     team = None if processes is None else processes.team_of(inner)
     if processes is None or team is None or team.leads:
         reason = "decoded by this process alone" if team is None else "led by this process, the first one"
@@ -104,7 +97,7 @@ def follow_until_dismissed(model: Any) -> None:
 def is_shared(model: Any) -> bool:
     """Return whether calls are made together with other processes."""
     inner = unwrap(model)
-    processes = _processes(inner)
+    processes = processes_of(inner)
     return processes is not None and processes.team_of(inner) is not None
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from lade.config import Lookahead
+from lade.config import Lookahead, resolve
 from lade.hf.arguments import (
     REPLACED,
     check_generate,
@@ -26,8 +26,7 @@ from lade.hf.arguments import (
     refuse_without_generate,
 )
 from lade.hf.generate import generate
-from lade.hf.refusals import resolve
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.stats import Stats
 
 ModelT = TypeVar("ModelT")

@@ -4,47 +4,68 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
-from lade.config import Lookahead, LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig, resolve
+from lade.errors import UnsupportedError
 from lade.grammar import GrammarArgument
 from lade.hf.arguments import (
+    Generated,
+    NeedsGenerateError,
+    Prediction,
     arguments_for_callable,
     check_call,
     check_decode,
+    clean_up,
     num_beams,
+    prediction_ids,
+    refuse_adapter_arguments,
     refuse_autocast,
     refuse_streamed_beams,
     refuse_streamed_rows,
     refuse_streamed_segments,
+    refuse_unused_prediction,
 )
 from lade.hf.batch_rules import needs_lock_step
-from lade.hf.distributed import (
-    call_together,
-    is_shared,
-    leader_of,
-    refuse_shared,
-    refuse_shared_steps,
-    refuse_unshared,
-    sharing_plainly,
-    stream_together,
-)
-from lade.hf.generation_config import cleaning_up, refuse_adapter_arguments
-from lade.hf.plain import Generated, NeedsGenerateError, decode_prepared, generate_plainly, plain_steps
-from lade.hf.predictions import Prediction, prediction_ids, refuse_unused_prediction
-from lade.hf.refusals import falling_back, refuse_slow_beams, resolve
+from lade.hf.refusals import fall_back, refuse_slow_beams
 from lade.hf.session import Session
 from lade.model import joint
+from lade.model.facts import processes_of
 from lade.model.prepared import Prepared, custom_generate_for
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 from lade.stats import Stats, Step
+
+
+def _rarely_used(name: str) -> Any:
+    """Return a module of this folder that few calls need, imported on first use."""
+    return import_module(f"lade.hf.{name}")
+
+
+class _Model(NamedTuple):
+    """The model of a call.
+
+    Attributes:
+        given: the model as the caller has it.
+        inner: the model inside any wrapper.
+        distributed: `lade.hf.distributed` if several processes may decode it; None if this one decodes it alone.
+    """
+
+    given: Any
+    inner: Any
+    distributed: Any | None
+
+    @classmethod
+    def of(cls, model: Any) -> _Model:
+        """Return the model of a call."""
+        inner = unwrap(model)
+        return cls(model, inner, None if processes_of(inner) is None else _rarely_used("distributed"))
 
 
 class DecodeSession(Protocol):
@@ -128,7 +149,7 @@ def _decode(
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     expected = prediction_ids(prediction)
     prepared = Prepared(*arguments, wrapper=model, inputs_tensor=inputs_tensor, predictions=expected)
-    return _decode_with(config, prepared, stats, streamer, auto=auto)
+    return _decode_with(config, prepared, stats, streamer, auto=auto, distributed=_Model.of(model).distributed)
 
 
 def _decode_with(
@@ -138,6 +159,7 @@ def _decode_with(
     streamer: BaseStreamer | None,
     *,
     auto: bool,
+    distributed: Any | None,
     unassisted: bool = True,
 ) -> Generated:
     """Decode prepared inputs; the single place for refusals, before anything is fed, drawn or streamed.
@@ -148,30 +170,32 @@ def _decode_with(
         stats: figures to add to; None for none.
         streamer: gets the prompt, every token, and `end()`; None for none.
         auto: fall back to plain decoding where lookahead decoding is not supported.
+        distributed: see `_Model`.
         unassisted: as in `decoding_method`; false for a caller that calls `model.generate` again.
     """
     model = prepared.model
-    with cleaning_up(model, prepared.generation_config):
+    try:
         refuse_autocast(model)
         if streamer is not None:
             refuse_streamed_beams(prepared.beams, streamer)
         session: DecodeSession | None = None
         if config is not None:
-            with falling_back(stats, allowed=auto):
-                refuse_unshared(model)
+            try:
+                if distributed is not None:
+                    distributed.refuse_unshared(model)
                 session = _session_for(prepared, config, stats, streamer, auto=auto)
+            except UnsupportedError as problem:
+                fall_back(problem, stats, allowed=auto)
         if session is not None:
             return session.run()
-        if leader_of(model) is not None:
+        if distributed is not None and distributed.leader_of(model) is not None:
             raise NeedsGenerateError("prepared inputs cannot be sent to other processes", "call model.generate")
-        return decode_prepared(prepared, stats, streamer, unassisted=unassisted)
-
-
-def _with_grammar(model: PreTrainedModel, grammar: GrammarArgument | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    if grammar is None:
-        return arguments
-    constrained: dict[str, Any] = joint.load("grammar").with_grammar(model, grammar, arguments)
-    return constrained
+        output: Generated
+        output = _rarely_used("plain").decode_prepared(prepared, stats, streamer, unassisted=unassisted)
+        return output
+    except BaseException as problem:
+        clean_up(model, problem, prepared.generation_config)
+        raise
 
 
 def _session_for(
@@ -182,18 +206,14 @@ def _session_for(
         processors, criteria, generation_config = prepared.positional[1:]
         several, streamed = len(prepared.prompts) > 1, streamer is not None
         if several and needs_lock_step(processors, criteria, generation_config, streamed=streamed):
-            return _session_of("lock_step.LockStepSession", prepared, config=config, stats=stats, streamer=streamer)
+            make = _rarely_used("lock_step").LockStepSession
+            lock_step: DecodeSession = make(prepared, config=config, stats=stats, streamer=streamer)
+            return lock_step
         return Session(prepared, config=config, stats=stats, streamer=streamer)
     if auto:
         refuse_slow_beams(prepared)
-    return _session_of("beams.BeamSession", prepared, config=config, stats=stats)
-
-
-def _session_of(name: str, prepared: Prepared, **arguments: Any) -> DecodeSession:
-    """Return a session of a type that few calls need, imported on first use."""
-    module, _, kind = name.partition(".")
-    session: DecodeSession = getattr(import_module(f"lade.hf.{module}"), kind)(prepared, **arguments)
-    return session
+    beams: DecodeSession = _rarely_used("beams").BeamSession(prepared, config=config, stats=stats)
+    return beams
 
 
 @overload
@@ -282,12 +302,16 @@ def generate(
         ConfigError: a prediction was given with `lookahead=None`.
     """
     arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
-    call = functools.partial(_generate, model, arguments, lookahead, stats, streamer, prediction, grammar)
-    return call_together(model, call) if is_shared(model) else call()
+    decoded = _Model.of(model)
+    call = functools.partial(_generate, decoded, arguments, lookahead, stats, streamer, prediction, grammar)
+    if decoded.distributed is None or not decoded.distributed.is_shared(model):
+        return call()
+    output: Generated = decoded.distributed.call_together(model, call)
+    return output
 
 
 def _generate(
-    model: Any,
+    decoded: _Model,
     arguments: dict[str, Any],
     lookahead: Lookahead,
     stats: Stats | None,
@@ -295,26 +319,43 @@ def _generate(
     prediction: Prediction | None,
     grammar: GrammarArgument | None,
 ) -> Generated:
+    model, inner, distributed = decoded
     config, auto = resolve(lookahead)
     refuse_unused_prediction(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
-    refuse_shared(model, arguments)
+    if distributed is not None:
+        distributed.refuse_shared(model, arguments)
     check_call(model, arguments, stats)
-    with cleaning_up(model, arguments.get("generation_config")):
-        arguments = _with_grammar(unwrap(model), grammar, arguments)
+    try:
+        if grammar is not None:
+            arguments = joint.load("grammar").with_grammar(inner, grammar, arguments)
         if streamer is not None:  # plain beam search would raise too, but after warnings and with another message
-            refuse_streamed_beams(num_beams(unwrap(model), arguments), streamer)
+            refuse_streamed_beams(num_beams(inner, arguments), streamer)
         prepared: dict[str, Any] | None = None
         if config is not None:
-            with falling_back(stats, allowed=auto):
-                prepared = arguments_for_callable(model, arguments)
+            try:
+                prepared = arguments_for_callable(model, inner, arguments)
+            except UnsupportedError as problem:
+                fall_back(problem, stats, allowed=auto)
         if prepared is not None:
-            use = functools.partial(_decode_with, config, stats=stats, streamer=streamer, auto=auto, unassisted=False)
+            use = functools.partial(
+                _decode_with,
+                config,
+                stats=stats,
+                streamer=streamer,
+                auto=auto,
+                distributed=distributed,
+                unassisted=False,
+            )
             with suppress(NeedsGenerateError):
                 output: Generated = model.generate(custom_generate=custom_generate_for(use, model, texts), **prepared)
                 return output
-        with sharing_plainly(model, arguments):
-            return generate_plainly(model, stats, streamer, arguments)
+        with nullcontext() if distributed is None else distributed.sharing_plainly(model, arguments):
+            plainly: Generated = _rarely_used("plain").generate_plainly(model, stats, streamer, arguments)
+            return plainly
+    except BaseException as problem:
+        clean_up(model, problem, arguments.get("generation_config"))
+        raise
 
 
 def stream(
@@ -336,35 +377,48 @@ def stream(
     ...     print(tokenizer.decode(step.tokens), end="", flush=True)
     """
     arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
-    begin = functools.partial(_stream, model, arguments, lookahead, stats, prediction, grammar)
-    return stream_together(model, begin) if is_shared(model) else begin()
+    decoded = _Model.of(model)
+    begin = functools.partial(_stream, decoded, arguments, lookahead, stats, prediction, grammar)
+    if decoded.distributed is None or not decoded.distributed.is_shared(model):
+        return begin()
+    steps: Iterator[Step] = decoded.distributed.stream_together(model, begin)
+    return steps
 
 
 def _stream(
-    model: Any,
+    decoded: _Model,
     arguments: dict[str, Any],
     lookahead: Lookahead,
     stats: Stats | None,
     prediction: Prediction | None,
     grammar: GrammarArgument | None,
 ) -> Iterator[Step]:
+    model, inner, distributed = decoded
     config, auto = resolve(lookahead)
     refuse_unused_prediction(prediction, config)
     texts = prediction_ids(prediction, arguments.get("tokenizer"))
-    refuse_shared(model, arguments)
+    if distributed is not None:
+        distributed.refuse_shared(model, arguments)
     check_call(model, arguments, stats)
-    with cleaning_up(model, arguments.get("generation_config")):
-        inner = unwrap(model)
+    try:
         refuse_autocast(inner)
-        arguments = _with_grammar(inner, grammar, arguments)
+        if grammar is not None:
+            arguments = joint.load("grammar").with_grammar(inner, grammar, arguments)
         refuse_streamed_beams(num_beams(inner, arguments))
         refuse_streamed_rows(inner, arguments)
         if config is not None:
-            with falling_back(stats, allowed=auto):
+            try:
                 refuse_adapter_arguments(arguments, "lade.stream")
                 refuse_streamed_segments(inner)
                 make = functools.partial(Session, config=config, stats=Stats() if stats is None else stats)
-                prepared = arguments_for_callable(model, arguments)
+                prepared = arguments_for_callable(model, inner, arguments)
                 return iter(model.generate(custom_generate=custom_generate_for(make, model, texts), **prepared))
-        refuse_shared_steps(model)
-        return plain_steps(model, stats, arguments)
+            except UnsupportedError as problem:
+                fall_back(problem, stats, allowed=auto)
+        if distributed is not None:
+            distributed.refuse_shared_steps(model)
+        steps: Iterator[Step] = _rarely_used("plain").plain_steps(model, stats, arguments)
+        return steps
+    except BaseException as problem:
+        clean_up(model, problem, arguments.get("generation_config"))
+        raise

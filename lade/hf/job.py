@@ -29,16 +29,15 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
-from lade.hf.predictions import predictions_by_row
+from lade.hf.arguments import predictions_by_row
 from lade.hf.processors import Record
 from lade.model import joint
-from lade.model.backend import runner_for
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.prepared import Prepared, placeholder_ids, special_ids, vocabulary_of
-from lade.model.runner import EagerRunner
-from lade.model.support.supports import mtp_search_refusal
+from lade.model.prepared import Prepared, placeholder_ids, special_ids
+from lade.model.runner import EagerRunner, runner_for
+from lade.model.supports import mtp_search_refusal
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import BatchCost, StepCost
 
@@ -47,7 +46,7 @@ def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
     """Return a label for the kind of text that a call generates, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
-    grammar = joint.loaded("grammar")
+    grammar = joint.loaded("grammar") if prepared.logits_processor else None
     if grammar is not None and any(isinstance(each, grammar.processor) for each in prepared.logits_processor):
         kind += ", by a grammar"
     return kind if config.memory is None else f"{kind}, with a memory"
@@ -132,11 +131,11 @@ class DraftSpec:
         """
         rows = len(prompts)
         excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
-        vocabulary = vocabulary_of(prepared.model)
+        vocabulary = prepared.vocabulary
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
-        predictions = predictions_by_row(prepared, config, rows)
-        grammar = joint.loaded("grammar")
+        predictions = predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
+        grammar = joint.loaded("grammar") if prepared.logits_processor else None
         constraints = [None] * rows if grammar is None else grammar.constraints_for(prepared, prompts)
         return [
             cls(config, memory, excluded, vocabulary, prepared.source_text(row), predictions[row], constraints[row])

@@ -25,8 +25,8 @@ import torch
 from transformers import GenerationMixin
 
 from lade.config import LookaheadConfig
-from lade.errors import ConfigError
-from lade.hf.refusals import falling_back
+from lade.errors import ConfigError, UnsupportedError
+from lade.hf.refusals import fall_back
 from lade.hf.session import Session
 from lade.model.prepared import Prepared
 from lade.stats import Stats
@@ -172,8 +172,10 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
         stats = Stats()
         if os.environ.get("USE_LADE", "0") not in ("", "0"):
             make = functools.partial(Session, config=_settings.lookahead, stats=stats, streamer=streamer)
-            with falling_back(stats):
+            try:
                 session = make(prepared, prompt_streamed=True)  # transformers has streamed the prompt already
+            except UnsupportedError as problem:
+                fall_back(problem, stats)
         if session is None:
             loop = functools.partial(original, model, *prepared.positional, **model_kwargs)
             return loop(synced_gpus=synced_gpus, streamer=streamer)

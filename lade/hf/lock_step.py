@@ -97,7 +97,7 @@ class LockStepSession:
         runner = runner_of(prepared, plan, lock_step=True)
         self._runner = runner.for_prompts(images)
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
-        warn_of_precision(prepared.wrapper)
+        warn_of_precision(prepared)
         kind = text_kind(prepared, config)
         self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True, without_mtp=_WITHOUT_MTP)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))

@@ -6,7 +6,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,16 +17,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateOutput
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lade.errors import LadeError, UnsupportedArgumentError
-from lade.hf.arguments import original_generate, refuse_autocast
-from lade.hf.generation_config import clean_up
-from lade.model.facts import needs_synced_passes
+from lade.errors import LadeError
+from lade.hf.arguments import Generated, NeedsGenerateError, clean_up, original_generate, refuse_autocast
+from lade.model import joint
+from lade.model.facts import CACHE_NAMES, needs_synced_passes
 from lade.model.prepared import Prepared, argument_of, ids_of
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 from lade.model.thread_patches import hooked
-from lade.model.user_cache import cache_in, prepare_for_plain
 from lade.stats import Stats, Step
 
 EVERY_PASS = sys.maxsize
@@ -97,14 +96,6 @@ def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float,
         add(index, "bonus", each.fed, laps[index] - each.start, each.end - each.start)
 
 
-Generated = torch.Tensor | GenerateOutput
-"""Result of `generate`: ids `[B, L + new]`, or an output object with `return_dict_in_generate=True`."""
-
-
-class NeedsGenerateError(UnsupportedArgumentError):
-    """Only `model.generate` itself can decode in this mode, no single loop can decode prepared inputs."""
-
-
 def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[..., Any]:
     """Return transformers' own loop for the generation mode, unbound.
 
@@ -142,7 +133,7 @@ def decode_prepared(
         NeedsGenerateError: no loop decodes in this mode, see `decoding_method`.
     """
     method = decoding_method(prepared, unassisted=unassisted)
-    prepare_for_plain(prepared.user_cache, prepared.model)
+    _prepare(prepared.user_cache, prepared.model)
     streamed = {} if streamer is None else {"streamer": streamer}
     if streamer is not None:
         streamer.put(prepared.input_ids.cpu())
@@ -168,7 +159,7 @@ def generate_plainly(
     """
     inner = unwrap(model)
     refuse_autocast(inner)
-    prepare_for_plain(cache_in(arguments), inner)
+    _prepare(_cache_in(arguments), inner)
     if streamer is not None:
         arguments = {**arguments, "streamer": streamer}
     with metered(model, stats) as rows, original_generate(model) as generate:
@@ -176,6 +167,17 @@ def generate_plainly(
         if stats is not None:
             rows.extend(_lengths_from_arguments(inner, arguments, output))
     return output
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of `model.generate`; None if there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def _prepare(cache: Any, model: PreTrainedModel) -> None:
+    """Prepare a user's cache, or None, for plain decoding."""
+    if cache is not None:
+        joint.load("user_cache").prepare_for_plain(cache, model)
 
 
 def _generated_lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
@@ -259,7 +261,7 @@ def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> I
         LadeError: it is read in a forked process, which lacks the generating thread.
     """
     channel, casting = _Channel(), _autocasts(unwrap(model))
-    prepare_for_plain(cache_in(arguments), unwrap(model))
+    _prepare(_cache_in(arguments), unwrap(model))
 
     def work() -> None:
         try:

@@ -371,7 +371,9 @@ def row_for(
         streamer: gets each token; None for none.
     """
     prompt, rows = prepared.input_ids[number : number + 1], len(prepared.input_ids)
-    processors = row_processors(prepared.logits_processor, number, rows)
+    processors = prepared.logits_processor
+    if processors:
+        processors = row_processors(processors, number, rows)
     transcript = Transcript(prompt, prompt.shape[1] - len(text))
     chooser: Chooser = Greedy()
     if processors or sampler or record:

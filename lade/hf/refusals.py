@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -15,9 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from lade.config import Lookahead, LookaheadConfig
 from lade.errors import (
-    ConfigError,
     FallbackWarning,
     InputError,
     PrecisionWarning,
@@ -36,17 +33,14 @@ from lade.model.prepared import (
     REMEDY,
     Prepared,
     PromptTexts,
+    check_shape,
     has_more_than_text,
     is_unset,
     marks_only_text,
     placeholder_ids,
-    vocabulary_of,
 )
 from lade.model.runner import EagerRunner, input_device
-from lade.model.slot_patches import padding_matters_from
-from lade.model.support.causality_check import depends_on_padding
-from lade.model.support.supports import is_listed, support_by, unwrap
-from lade.model.user_cache import can_borrow, lacks_indexer, unfit_reason
+from lade.model.supports import is_listed, support_by, unwrap
 from lade.stats import Stats
 
 ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
@@ -65,22 +59,6 @@ FOREIGN_CACHES = {
     "offloaded": _ON_DEVICE,
     "offloaded_static": _ON_DEVICE,
 }
-
-
-def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:
-    """Interpret `lookahead=`.
-
-    Returns:
-        The config (None for plain decoding), and whether to fall back to plain decoding where it is not supported.
-
-    Raises:
-        ConfigError: it is neither a `LookaheadConfig` nor "auto" nor None.
-    """
-    if lookahead is None or isinstance(lookahead, LookaheadConfig):
-        return lookahead, False
-    if lookahead == "auto":
-        return LookaheadConfig(), True
-    raise ConfigError("lookahead", lookahead, 'give a LookaheadConfig, "auto", or None for plain decoding')
 
 
 def check(
@@ -104,27 +82,35 @@ def check(
         UnsupportedModelError, UnsupportedArgumentError: lookahead decoding does not support it.
     """
     plan = support_by(prepared.facts, prepared.wrapper).require() if plan is None else plan
-    _refuse_arguments(prepared, modes)
-    model, prompts, kwargs = prepared.model, prepared.prompts, prepared.model_kwargs
-    if prepared.facts.has_encoder:
-        _check_prompts(model, prompts, ())
+    encoded = prepared.facts.has_encoder
+    model, prompts, embeddings = prepared.model, prepared.prompts, prepared.embeddings
+    images = not encoded and has_more_than_text(model, prepared.model_kwargs)
+    _refuse_arguments(prepared, modes, images=images)
+    _refuse_caches(prepared)
+    if encoded:
+        _check_prompts(prepared, ())
         _check_decoder(prepared)
         return plan, PromptTexts.without_padding(prompts), None
-    images = has_more_than_text(model, kwargs)
-    if prompts.shape[1] or prepared.embeddings is None:
-        _check_prompts(model, prompts, placeholder_ids(model) if images or prepared.user_cache is not None else ())
+    if prompts.shape[1] or embeddings is None:
+        _check_prompts(prepared, placeholder_ids(model) if images or prepared.user_cache is not None else ())
     texts = PromptTexts.of(prepared)
     _check_padding(prepared.facts, texts.padding, prepared.generation_config)
     if texts.has_gaps:
         _check_gaps(prepared.facts, plan)
     images = images or not _check_positions(prepared, texts)
     _check_user_cache(prepared, texts)
-    whole = images or texts.has_gaps or prepared.embeddings is not None
+    whole = images or texts.has_gaps or embeddings is not None
     return plan, texts, joint.load("media").prompts(prepared, texts) if whole else None
 
 
-def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> None:
-    """Refuse arguments that lookahead decoding does not support, whatever the prompt."""
+def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, images: bool) -> None:
+    """Refuse arguments that lookahead decoding does not support, whatever the prompt.
+
+    Args:
+        prepared: inputs prepared by `generate`.
+        modes: generation modes that the caller supports.
+        images: whether prompts have media inputs; other arguments are taken from the inputs of plain decoding then.
+    """
     config = prepared.generation_config
     mode = config.get_generation_mode()
     if mode not in modes:
@@ -134,14 +120,12 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode]) -> 
     for name in REFUSED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors for a single token")
-    encoded = prepared.facts.has_encoder
-    if not encoded and has_more_than_text(prepared.model, prepared.model_kwargs):
-        return _refuse_caches(prepared)  # other arguments are taken from the inputs of plain decoding
-    known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if encoded else KNOWN_MODEL_KWARGS
+    if images:
+        return
+    known = KNOWN_MODEL_KWARGS | ENCODER_KWARGS if prepared.facts.has_encoder else KNOWN_MODEL_KWARGS
     for name, value in prepared.model_kwargs.items():
         if name not in known and not is_unset(value) and not marks_only_text(prepared.model, name, value):
             refuse(name, "its values for tokens ahead of the text are not known")
-    _refuse_caches(prepared)
 
 
 def _check_decoder(prepared: Prepared) -> None:
@@ -160,18 +144,21 @@ def _refuse_caches(prepared: Prepared) -> None:
         refuse("use_cache=False", "a token tree needs the KV cache")
     if kind in FOREIGN_CACHES:
         refuse(f"cache_implementation={kind!r}", FOREIGN_CACHES[kind])
-    if cache is not None and prepared.cache_name == "cache_params":
+    if cache is None:
+        return
+    user_cache = joint.load("user_cache")
+    if prepared.cache_name == "cache_params":
         what = "cache_params on a model whose layers are all recurrent"
         refuse(what, "its states do not tell their length, so plain decoding feeds the whole prompt again")
-    if cache is not None and not isinstance(cache, TreeCache) and prepared.facts.recurrent:
+    if not isinstance(cache, TreeCache) and prepared.facts.recurrent:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
-    if cache is not None and prepared.facts.has_encoder:
+    if prepared.facts.has_encoder:
         refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
-    if cache is not None and lacks_indexer(cache, prepared.facts):
+    if user_cache.lacks_indexer(cache, prepared.facts):
         what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
         refuse(what, "it holds no indexer keys; give DynamicCache(config=model.config) or a lade.TreeCache")
-    if cache is not None and not can_borrow(cache):
+    if not user_cache.can_borrow(cache):
         refuse(
             f"past_key_values of type {type(cache).__name__}",
             "it cannot be copied from; give a DynamicCache, a StaticCache or a lade.TreeCache on the model's device",
@@ -199,26 +186,16 @@ def refuse(what: str, why: str) -> None:
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 
-def check_shape(input_ids: torch.Tensor) -> None:
-    """Raise `InputError` unless the ids are `[B, L]` with at least one token."""
-    if input_ids.ndim != 2 or torch.is_floating_point(input_ids):
-        raise InputError(
-            f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}: "
-            "give ids as int64 [batch, length]"
-        )
-    if input_ids.shape[1] == 0:
-        raise InputError("input_ids is empty: give at least one token, for instance the tokenizer's bos_token_id")
-
-
-def _check_prompts(model: PreTrainedModel, prompts: torch.Tensor, placeholders: Collection[int]) -> None:
+def _check_prompts(prepared: Prepared, placeholders: Collection[int]) -> None:
     """Raise `InputError` for prompts `[P, L]` that no decoding could continue. Synchronizes with the device once.
 
     Placeholder ids may be outside the vocabulary, as they are never embedded.
     """
+    model, prompts = prepared.model, prepared.prompts
     check_shape(prompts)
     if placeholders:
         prompts = prompts.masked_fill(torch.isin(prompts, prompts.new_tensor(sorted(placeholders))), 0)
-    vocabulary = vocabulary_of(model)
+    vocabulary = prepared.vocabulary
     low, high = torch.stack(prompts.aminmax()).tolist()
     if low < 0 or high >= vocabulary:
         raise InputError(
@@ -247,7 +224,9 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     """Refuse left padding where plain decoding counts it as text."""
     if not padding:
         return
-    model, limit = facts.model, padding_matters_from(facts.text_config)
+    model, limit = facts.model, facts.positions.longrope_switch  # models that drop their cache there count slots
+    if facts.uses_slots:
+        limit = joint.load("slots").padding_matters_from(facts) or limit
     if limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
     if generation_config.prefill_chunk_size is not None and facts.recurrent:
@@ -256,7 +235,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     unknown = not is_listed(model) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "trying whether this model counts it takes passes of all its processes")
-    if unknown and depends_on_padding(model):
+    if unknown and joint.load("trials").depends_on_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 
@@ -265,7 +244,7 @@ def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
     cache = prepared.user_cache
     if cache is None:
         return
-    if len(texts) > 1:
+    if len(texts.ids) > 1:
         refuse("past_key_values for a batch", "the lengths of its rows will differ; leave it out")
     if texts.padding:
         refuse(
@@ -274,7 +253,8 @@ def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
         )
     if prepared.embeddings is not None and cache.get_seq_length():
         refuse("inputs_embeds with past_key_values", "it is unknown which of them are cached; leave one of them out")
-    if reason := unfit_reason(cache, texts.width, prepared.generation_config.max_length + texts.width - texts.shown):
+    max_length = prepared.generation_config.max_length + texts.width - texts.shown
+    if reason := joint.load("user_cache").unfit_reason(cache, texts.width, max_length):
         refuse("past_key_values", reason)
 
 
@@ -303,14 +283,14 @@ def _check_positions(prepared: Prepared, texts: PromptTexts) -> bool:
     positions = prepared.model_kwargs.get("position_ids")
     if positions is None:
         # ALiBi and recurrent layers derive positions from the mask.
-        by_mask = hasattr(prepared.model.base_model, "build_alibi_tensor") or prepared.facts.recurrent
+        by_mask = prepared.facts.has_alibi or prepared.facts.recurrent
         if texts.padding and not by_mask:
             why = "this model's forward takes no position_ids, so transformers would count the padding"
             refuse("left padding", why)
         return True
     axes = positions if positions.ndim == 3 else positions[None]  # of time, height and width in some models
     are_consecutive = all(
-        _are_consecutive(axis[:: prepared.beams].expand(len(texts), -1), texts.columns) for axis in axes
+        _are_consecutive(axis[:: prepared.beams].expand(len(texts.ids), -1), texts.columns) for axis in axes
     )
     if not are_consecutive and positions.ndim == 2:
         refuse("position_ids", "positions ahead of the text are known only if they count up from 0")
@@ -334,33 +314,28 @@ _warned: WeakSet[PreTrainedModel] = WeakSet()
 _warning = ForkSafeLock()
 
 
-@contextmanager
-def falling_back(stats: Stats | None, *, allowed: bool = True) -> Iterator[None]:
-    """Suppress an `UnsupportedError` of the block, and report the fallback to plain decoding.
-
-    The report is one `FallbackWarning` at the user's line, a log record, and `stats.fallback`.
+def fall_back(problem: UnsupportedError, stats: Stats | None, *, allowed: bool = True) -> None:
+    """Report the fallback to plain decoding: one `FallbackWarning` at the user's line, a log record, `stats.fallback`.
 
     Args:
+        problem: the refusal that is being handled.
         stats: gets the reason; None for none.
-        allowed: whether to fall back, as `lookahead="auto"` does; otherwise the error is raised.
+        allowed: whether to fall back, as `lookahead="auto"` does; otherwise the refusal is raised again.
     """
-    try:
-        yield
-    except UnsupportedError as problem:
-        if not allowed:
-            raise
-        logger.info("decoding plainly: %s", problem.reason)
-        if stats is not None:
-            stats.fallback = problem.reason
-        warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=_user_stacklevel())
+    if not allowed:
+        raise problem
+    logger.info("decoding plainly: %s", problem.reason)
+    if stats is not None:
+        stats.fallback = problem.reason
+    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=_user_stacklevel())
 
 
-def warn_of_precision(model: Any) -> None:
+def warn_of_precision(prepared: Prepared) -> None:
     """Issue the `PrecisionWarning` of a model about to be accelerated, at the user's line; see `precision_note`.
 
     Call it after all refusals, and before anything is fed or borrowed, as the warning may be turned into an error.
     """
-    note = precision_note(model)
+    note = _precision_note(prepared.model, prepared.wrapper)
     if note:
         warnings.warn(note, PrecisionWarning, stacklevel=_user_stacklevel())
 
@@ -374,7 +349,10 @@ def precision_note(model: Any) -> str:
     Returns:
         The note; empty if the model is batch-invariant or in full precision, and at later calls for the same model.
     """
-    inner = unwrap(model)
+    return _precision_note(unwrap(model), model)
+
+
+def _precision_note(inner: PreTrainedModel, model: Any) -> str:
     device = input_device(inner).type
     cast = torch.is_autocast_enabled(device)
     if not cast and (inner.dtype not in HALF or is_invariant(inner)):

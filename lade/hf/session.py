@@ -55,9 +55,9 @@ class Session:
         self._prepared, self._streamer, self._prompt_streamed = prepared, streamer, prompt_streamed
         config = with_use_mtp(prepared.generation_config, config)
         plan, self._texts, images = check(prepared)
-        self._is_batch = len(self._texts) > 1
+        self._is_batch = len(self._texts.ids) > 1
         runner = self._checked_runner(plan)
-        warn_of_precision(prepared.wrapper)
+        warn_of_precision(prepared)
         # Without a user's cache transformers makes one, which is empty and cannot hold a tree.
         self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch
@@ -75,11 +75,11 @@ class Session:
         cache: Any = self._cache  # of the type that the runner needs
         self._loop = DecodeLoop(
             list(self._rows),
-            runner.for_prompts(images),
+            runner if images is None else runner.for_prompts(images),
             cache,
             stats,
             self._job.budget,
-            reader=self._job.reader,
+            reader=runner.reader,
             mtp=self._job.mtp,
         )
 

@@ -1,14 +1,14 @@
 """The tensor side: supported models, attention masks, the KV cache, and running the model.
 
 facts.py             ModelFacts: one survey of the model per call
-support/             checks that a model can be decoded exactly
+supports.py          lade.supports: the models that can be decoded exactly
 prepared.py          Prepared: the inputs of a generation, from `model.generate`
-runner.py            EagerRunner: prefill, and one forward pass over a token tree per step
+runner.py            EagerRunner: prefill, and one forward pass over a token tree per step; Backend
 prefill.py           passes over prompts; prompt_logits.py: logits of the prompt tokens
 kv_cache.py          TreeCache: rows of different lengths, compacted to accepted paths
-cache_layers.py      its layers; user_cache.py: decoding from a user's cache
+cache_layers.py      its layers
 inputs.py, masks.py  input tensors and attention masks of a step
 config.py            configuration fields, position limits
 capture_blockers.py  hooks, wrappers and adapters that prevent inference mode or graph capture
-joint.py             the table of backends; backend.py: their interface
+joint.py             the table of backends
 """

@@ -49,7 +49,7 @@ def capture_blocker(facts: ModelFacts) -> str:
         for module in facts.hooked
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
-    if facts.having("_hf_hook") or any(getattr(hook, "__module__", "") not in _IDLE_HOOKS for hook in called):
+    if [hook for hook in called if getattr(hook, "__module__", "") not in _IDLE_HOOKS] or facts.having("_hf_hook"):
         return "its modules have hooks, which a replay would not call"
     if "peft" in {kind.__module__.partition(".")[0] for kind in facts.kinds}:
         return "its adapters can be switched from call to call"

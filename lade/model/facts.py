@@ -198,6 +198,23 @@ class ModelFacts:
         return list({id(weight): weight for weight in found}.values())
 
     @cached_property
+    def has_only_known_layers(self) -> bool:
+        """True if a quick check rules out any foreign layer, as in most models; see `lade.backends.trials`."""
+        with_features, weights = self.having("in_features"), self.weights
+        linear = self.kinds.get(nn.Linear, [])
+        packed = [layer for kind in packed_classes() for layer in self.kinds.get(kind, [])]
+        if self.replaced or len(with_features) > len(linear) + len(packed):
+            return False
+        if [layer for layer in linear if layer._parameters.get("weight") is None]:
+            return False
+        known = {id(weight) for layer in packed for weight in layer._parameters.values()}
+        return not [
+            weight
+            for weight in weights
+            if id(weight) not in known and (type(weight) is not nn.Parameter or weight.dtype.itemsize == 1)
+        ]
+
+    @cached_property
     def text_config(self) -> PretrainedConfig:
         """Configuration of the language model, which is a part of a multimodal model."""
         config: PretrainedConfig = self.model.config.get_text_config(decoder=True)
@@ -222,6 +239,22 @@ class ModelFacts:
     def indexers(self) -> list[Any]:
         """Indexers that select single keys for attention; those that pool keys have fields beside `index_topk`."""
         return [part for part in self.having("index_topk") if _picks_single_keys(part)]
+
+    @cached_property
+    def picked_keys(self) -> int | None:
+        """Number of keys that an indexer selects for a token; None without indexers."""
+        return min((indexer.index_topk for indexer in self.indexers), default=None)
+
+    @cached_property
+    def uses_slots(self) -> bool:
+        """True if any part may compute with cache slots where a tree needs positions, see `lade.backends.slots`."""
+        tempered = getattr(self.text_config, "attn_temperature_tuning", False)
+        return bool(self.picked_keys or self.has_alibi or tempered)
+
+    @cached_property
+    def has_alibi(self) -> bool:
+        """True if its attention adds ALiBi biases, which transformers builds from the mask."""
+        return hasattr(self.model.base_model, "build_alibi_tensor")
 
     @cached_property
     def recurrent_functions(self) -> list[tuple[ModuleType, str]]:
@@ -363,6 +396,13 @@ def tensor_parallel_size(model: Any) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
+def processes_of(model: Any) -> Any | None:
+    """Return the backend if several processes may decode a model; None if this process certainly decodes it alone."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return joint.load("processes") if tensor_parallel_size(model) > 1 else joint.loaded("processes")
+
+
 def is_tensor_parallel(forward: Any) -> bool:
     """Return whether an instance's `forward` is one of transformers' for sharded layers."""
     return getattr(forward, "__module__", "") == TENSOR_PARALLEL_HOME
@@ -373,6 +413,17 @@ def needs_synced_passes(model: Any) -> bool:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     asked: Any = generation
     return several and bool(asked.is_deepspeed_zero3_enabled() or asked.is_fsdp_managed_module(model))
+
+
+def packed_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes of packed layers with bit-identical results."""
+    cpu = joint.loaded("cpu")
+    return () if cpu is None else (cpu.packed_layer,)
+
+
+def adapters_backend() -> Any | None:
+    """Return the backend for PEFT's adapters if PEFT is imported; else None, as then no model has any."""
+    return joint.load("adapters") if "peft" in sys.modules else None
 
 
 def is_invariant(model: nn.Module) -> bool:

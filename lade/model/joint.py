@@ -4,6 +4,10 @@ A backend serves a feature beyond an ordinary decoder on one device. The core im
 about a model (`ModelFacts`) for whether one is needed, and loads it then. A call that needs none imports none.
 
     name             serves                                                      needed if
+    trials           models that the tests do not cover: trial passes decide     foreign code or layers, training mode
+    adapters         PEFT's adapters                                             PEFT is imported
+    user_cache       a user's own `past_key_values`                              one is given
+    slots            layers that compute with cache slots, not with positions    `facts.uses_slots`
     recurrent        linear attention, state space models, short convolutions    `facts.recurrent_functions`
     encoder_decoder  token trees in a decoder behind an encoder                  `facts.has_encoder`
     media            prompts with images, video or audio                         a prompt has such inputs
@@ -23,6 +27,10 @@ from typing import Any
 
 _HOME = "lade.backends"
 BACKENDS = (
+    "trials",
+    "adapters",
+    "user_cache",
+    "slots",
     "recurrent",
     "encoder_decoder",
     "media",
@@ -33,11 +41,12 @@ BACKENDS = (
     "mtp",
     "processes",
 )
+_SINGLE_FILES = frozenset({"adapters", "user_cache", "slots", "media"})
 
 
 def load(name: str) -> Any:
-    """Import a backend and return it: the public object of `lade/backends/NAME/backend.py`."""
-    return import_module(f"{_HOME}.{name}.backend").BACKEND
+    """Import a backend and return it: `BACKEND` of `lade/backends/NAME.py`, or of `lade/backends/NAME/backend.py`."""
+    return import_module(f"{_HOME}.{name}" if name in _SINGLE_FILES else f"{_HOME}.{name}.backend").BACKEND
 
 
 def loaded(name: str) -> Any | None:

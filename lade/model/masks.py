@@ -1,32 +1,24 @@
-"""Attention masks of a tree step, by architecture: spans, layer types, indexed attention.
+"""Attention masks of a tree step, by architecture: spans and layer types.
 
 The base mask is one boolean matrix: a node sees the cache, its ancestors and itself. Layers with a sliding window or
 chunks see less, counted in *positions*: two nodes at the same depth are in different slots but equally far.
-
-Indexed attention: the indexer's keys are a third tensor in the cache, and its mask hides the keys that a node may not
-see. What remains is the order of keys: many scores are exactly 0, and which of several ties `topk` selects depends on
-their order and number. So in a pass over trees the visible scores of each node are first arranged as in plain decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from lade.decoding.tree import TokenTree
 from lade.model import joint
 from lade.model.config import CHUNKED, FULL_ATTENTION, SLIDING, layer_windows
 from lade.model.inputs import FULL, AttentionSpan, chunked, filled, sliding, upload
-from lade.model.thread_patches import Override, overridden
 
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
 
@@ -196,77 +188,6 @@ class MaskPlan:
 
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 """Names of the layer type in current and older versions of transformers."""
-
-
-class KeyPicks:
-    """The keys that an indexer selects for the nodes of one step.
-
-    Args:
-        inputs: inputs of the step, with K slots of the cache and of the step.
-    """
-
-    def __init__(self, inputs: StepInputs) -> None:
-        self._inputs = inputs
-
-    def patch(self, indexer: nn.Module) -> AbstractContextManager[Override]:
-        """Patch an indexer for this thread, while the context lasts, to select keys as for each node's text alone."""
-
-        def own(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def picking(*args: Any, **kwargs: Any) -> Any:
-                with _TopKOverride(self):
-                    return forward(*args, **kwargs)
-
-            return picking
-
-        return overridden(indexer, "forward", own)
-
-    @cached_property
-    def _order(self) -> torch.Tensor:
-        """Slots in the order of their positions, `[B, S, K]` int64; those hidden from a node come last."""
-        last = self._inputs.key_positions.max() + 1
-        positions = self._inputs.key_positions[:, None].expand(self._inputs.allowed.shape)
-        return positions.masked_fill(~self._inputs.allowed, last).argsort(dim=-1)
-
-    @cached_property
-    def _visible(self) -> list[tuple[int, torch.Tensor]]:
-        """Each number of visible keys, with a mask `[B, S]` of the nodes that see that many."""
-        counts = self._inputs.allowed.sum(dim=-1)
-        return [(number, counts == number) for number in counts.unique().tolist()]
-
-    def best(self, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and slots of the top keys, as `Tensor.topk` gives them for each node's text alone.
-
-        Args:
-            scores: `[B, S, K]`, the indexer's scores.
-            k: number of keys to select; at a node that sees fewer, its first key fills the rest.
-
-        Returns:
-            Scores and slots, each `[B, S, k]`.
-        """
-        order = self._order.to(scores.device)
-        slots = order[..., :1].expand(*order.shape[:2], k).clone()
-        for number, nodes in self._visible:
-            here, seen = nodes.to(scores.device), order[nodes.to(order.device)][:, :number]  # [N, number]
-            if number > k:
-                seen = seen.gather(-1, scores[here].gather(-1, seen).topk(k, dim=-1).indices)
-            found = slots[here]
-            found[:, : seen.shape[1]] = seen
-            slots[here] = found
-        return scores.gather(-1, slots), slots
-
-
-class _TopKOverride(TorchFunctionMode):
-    """Overrides `topk` for the code inside."""
-
-    def __init__(self, picks: KeyPicks) -> None:
-        super().__init__()
-        self._picks = picks
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **kwargs)
-        return torch.return_types.topk(self._picks.best(*args[:2]))
 
 
 LAYER_TYPES = frozenset({SLIDING, CHUNKED, FULL_ATTENTION}) | INDEXED

@@ -32,12 +32,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.decoding.loop import PromptLogitsHook
 from lade.errors import UnsupportedArgumentError
 from lade.model import prompt_logits
-from lade.model.cache_layers import Recurrence
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prompt_logits import HiddenStates
-from lade.model.slot_patches import SlotPatches
 from lade.model.thread_patches import hooked
 
 PASS_TOKENS = {"cpu": 64, "cuda": 256}
@@ -76,8 +74,7 @@ class TextPieces:
     """Split points of texts for one model.
 
     Args:
-        recurrence: handler of its recurrent layers; None without any.
-        slots: patches of the model, which know its indexers.
+        facts: facts about the model.
 
     Attributes:
         anywhere: whether a text may be split anywhere; if not, an answer within it has to be fed as decoding fed it.
@@ -85,9 +82,9 @@ class TextPieces:
             layers it is 0, as states cannot be truncated.
     """
 
-    def __init__(self, recurrence: Recurrence | None, slots: SlotPatches) -> None:
-        self._has_states, self._picked = recurrence is not None, slots.picked_keys
-        self._forgets = recurrence is not None and recurrence.forgets
+    def __init__(self, facts: ModelFacts) -> None:
+        self._has_states, self._picked = facts.recurrence is not None, facts.picked_keys
+        self._forgets = facts.recurrence is not None and facts.recurrence.forgets
         self.anywhere = not self._has_states and self._picked is None
         self.shareable = 0 if self._has_states else sys.maxsize if self._picked is None else self._picked
 

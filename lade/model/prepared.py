@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from lade.errors import UnsupportedArgumentError
+from lade.errors import InputError, UnsupportedArgumentError
 from lade.model import joint
 from lade.model.config import token_embeddings
 from lade.model.facts import ModelFacts
@@ -27,6 +27,17 @@ from lade.model.facts import ModelFacts
 def vocabulary_of(model: PreTrainedModel) -> int:
     """Return V, the number of token embeddings: smaller ids can be fed."""
     return int(token_embeddings(model).weight.shape[0])
+
+
+def check_shape(input_ids: torch.Tensor) -> None:
+    """Raise `InputError` unless the ids are `[B, L]` with at least one token."""
+    if input_ids.ndim != 2 or torch.is_floating_point(input_ids):
+        raise InputError(
+            f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}: "
+            "give ids as int64 [batch, length]"
+        )
+    if input_ids.shape[1] == 0:
+        raise InputError("input_ids is empty: give at least one token, for instance the tokenizer's bos_token_id")
 
 
 def special_ids(generation_config: GenerationConfig) -> set[int]:
@@ -151,6 +162,11 @@ class Prepared:
         return self.input_ids[:: self.beams]
 
     @cached_property
+    def vocabulary(self) -> int:
+        """V, the number of token embeddings: smaller ids can be fed."""
+        return vocabulary_of(self.model)
+
+    @cached_property
     def facts(self) -> ModelFacts:
         """Facts about the model, surveyed once per call."""
         return ModelFacts.of(self.model)
@@ -225,12 +241,16 @@ class PromptTexts:
         columns: `[P]` sequences with the column of each id, ascending.
         width: L, the number of columns that plain decoding prefills.
         shown: number of columns that processors see: L, or 0 for embeddings without ids.
+        padding: number of masked columns of the shortest text.
+        has_gaps: whether any column is masked after one that is not.
     """
 
     ids: Sequence[list[int]]
     columns: Sequence[Sequence[int]]
     width: int
     shown: int
+    padding: int = 0
+    has_gaps: bool = False
 
     @classmethod
     def of(cls, prepared: Prepared) -> PromptTexts:
@@ -249,7 +269,9 @@ class PromptTexts:
         mask = kwargs.get("attention_mask")
         columns = _unmasked_columns(prompts, None if mask is None else mask[:: prepared.beams])
         ids = [[row[column] for column in seen] for row, seen in zip(prompts.tolist(), columns, strict=True)]
-        return cls(ids, columns, width, shown)
+        padding = width - min(map(len, ids))
+        has_gaps = padding > 0 and any(list(seen) != list(range(width - len(seen), width)) for seen in columns)
+        return cls(ids, columns, width, shown, padding, has_gaps)
 
     @classmethod
     def without_padding(cls, prompts: torch.Tensor) -> PromptTexts:
@@ -265,16 +287,6 @@ class PromptTexts:
     def hidden(self) -> list[int]:
         """Columns that processors see of each prompt beyond its text, `[P]`; negative if they see fewer."""
         return [self.shown - len(text) for text in self.ids]
-
-    @property
-    def padding(self) -> int:
-        """Number of masked columns of the shortest text."""
-        return self.width - min(map(len, self.ids))
-
-    @property
-    def has_gaps(self) -> bool:
-        """True if any column is masked after one that is not."""
-        return any(list(seen) != list(range(self.width - len(seen), self.width)) for seen in self.columns)
 
 
 def _unmasked_columns(prompts: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Sequence[int]]:

@@ -1,4 +1,7 @@
-"""Run an unmodified transformers model: prefill, and one forward pass over token trees per step."""
+"""Run an unmodified transformers model: prefill, and one forward pass over token trees per step.
+
+The eager runner serves most models; a backend may bring a runner of its own, see `Backend`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook, Reader
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model import joint
 from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
 from lade.model.facts import ModelFacts
@@ -23,8 +27,6 @@ from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.prefill import PASS_TOKENS, PreparedPrompts, PromptPasses, TextPieces, grouped
 from lade.model.prompt_logits import HiddenStates
-from lade.model.slot_patches import SlotPatches
-from lade.model.user_cache import borrow
 
 
 class FrequencySwitch:
@@ -100,16 +102,16 @@ class EagerRunner:
     ) -> None:
         self.model: Any = model
         self.facts = facts = ModelFacts.of(model) if facts is None else facts
+        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
+        self._recurrence, self.positions = facts.recurrence, facts.positions
+        self._slot_patches: Any = joint.load("slots").patches(facts) if facts.uses_slots else None
         self.plan, self.generation_config = plan, generation_config
-        self.positions = facts.positions
         self.device, self._dtype = input_device(model), model.dtype
         self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
-        self._slot_patches, self._recurrence = SlotPatches(facts), facts.recurrence
-        self.pieces = TextPieces(self._recurrence, self._slot_patches)
         self.mode = PassMode(facts, plan)
-        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
+        self.pieces = TextPieces(facts)
         self._prompt_passes = PromptPasses(facts, plan, generation_config, self.device)
         self._prompts: PreparedPrompts | None = None
 
@@ -181,7 +183,10 @@ class EagerRunner:
             tokens: maximum length of a row.
             handed_out: whether the caller gets `given` in the end.
         """
-        return borrow(given)
+        if isinstance(given, TreeCache):
+            return given
+        borrowed: RowCache = joint.load("user_cache").borrow(given)
+        return borrowed
 
     def host(self, cache: TreeCache, tokens: int) -> Any:
         """Return a cache of the type that `forward` needs with the rows of another, which must not be used afterwards.
@@ -339,7 +344,8 @@ class EagerRunner:
         if not self._slot_patches and self._recurrence is None:
             return nullcontext()
         with ExitStack() as stack:  # undone if one of them fails
-            stack.enter_context(self._slot_patches.patched_for(inputs))
+            if self._slot_patches:
+                stack.enter_context(self._slot_patches.patched_for(inputs))
             if self._recurrence is not None:
                 self._begin(self._recurrence, trees, cache, stack)
             return stack.pop_all()
@@ -368,7 +374,8 @@ class EagerRunner:
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
-        with self._slot_patches.patched_for(inputs), self.mode(self._slot_patches, self._recurrence):
+        patched = self._slot_patches.patched_for(inputs) if self._slot_patches else nullcontext()
+        with patched, self.mode(self._slot_patches, self._recurrence):
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
@@ -395,3 +402,68 @@ def input_device(model: PreTrainedModel) -> torch.device:
     if device.type == "meta":
         device = torch.device(embeddings._hf_hook.execution_device)
     return device
+
+
+class Backend:
+    """Operations that the core asks of any backend; the defaults do nothing. Subclasses add specific ones."""
+
+    def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
+        """Return the reason why this backend cannot serve a model exactly; empty if it can.
+
+        Args:
+            facts: facts about the model.
+            config: configuration of its decoder.
+        """
+        return ""
+
+    def runner(
+        self,
+        facts: ModelFacts,
+        plan: MaskPlan,
+        generation_config: GenerationConfig,
+        *,
+        own_cache: bool,
+        captures: bool,
+    ) -> EagerRunner | None:
+        """Return this backend's runner for a model; None if it has none for it.
+
+        Args:
+            facts: facts about the model.
+            plan: the model's mask format.
+            generation_config: the final generation config, see `EagerRunner`.
+            own_cache: false if decoding continues a user's cache.
+            captures: false if the caller needs every pass launched eagerly.
+        """
+        return None
+
+
+def runner_for(
+    facts: ModelFacts,
+    plan: MaskPlan,
+    generation_config: GenerationConfig,
+    *,
+    own_cache: bool = True,
+    captures: bool = True,
+) -> EagerRunner:
+    """Return the runner for a model: that of several processes if there are any, else captured passes, else eager ones.
+
+    Args:
+        facts: facts about the model, a decoder without an encoder that `lade.supports`.
+        plan: the model's mask format.
+        generation_config: the final generation config, see `EagerRunner`.
+        own_cache: false if decoding continues a user's cache, which has no fixed addresses.
+        captures: false if every pass has to be launched eagerly.
+
+    Raises:
+        UnsupportedArgumentError: the processes that decode the model cannot serve these passes.
+    """
+    candidates = [joint.loaded("processes")]
+    if captures and input_device(facts.model).type == "cuda":
+        candidates.append(joint.load("cuda_graphs"))
+    for backend in filter(None, candidates):
+        runner: EagerRunner | None = backend.runner(
+            facts, plan, generation_config, own_cache=own_cache, captures=captures
+        )
+        if runner is not None:
+            return runner
+    return EagerRunner(facts.model, plan, generation_config, facts)

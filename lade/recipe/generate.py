@@ -11,9 +11,8 @@ from typing import Any
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
-from lade.hf.arguments import is_decoded_plainly
+from lade.hf.arguments import Generated, is_decoded_plainly
 from lade.hf.generate import generate as lookahead_generate
-from lade.hf.plain import Generated
 
 FIELDS = tuple(field.name for field in fields(LookaheadConfig))
 REMEDY = (
@@ -94,7 +93,7 @@ class OwnGenerate:
         return type(self._model).generate(self._model, **arguments)
 
     def get_base_model(self) -> Any:
-        """The model itself; by this name `lade.model.support.supports.unwrap` finds it, as in PEFT's wrappers."""
+        """The model itself; by this name `lade.model.supports.unwrap` finds it, as in PEFT's wrappers."""
         return self._model
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lade.config import Lookahead
 from lade.model.prepared import ids_of, vocabulary_of
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 
 
 @dataclass(frozen=True)

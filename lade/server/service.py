@@ -22,7 +22,7 @@ from lade.errors import InputError, LadeError
 from lade.hf.refusals import precision_note
 from lade.memory import Memory
 from lade.model.facts import ModelFacts
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, overloaded

@@ -10,15 +10,13 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from lade.config import Lookahead
+from lade.config import Lookahead, resolve
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.grammar import Grammar
-from lade.hf.arguments import check_stats
+from lade.hf.arguments import Prediction, check_stats
 from lade.hf.distributed import led_by_this_process
-from lade.hf.predictions import Prediction
-from lade.hf.refusals import resolve
 from lade.model.facts import ModelFacts
-from lade.model.support.supports import supports, unwrap
+from lade.model.supports import supports, unwrap
 from lade.serving.batch import EngineBatch
 from lade.serving.handle import Handle, QueueSlot
 from lade.serving.request import RequestOptions, prepare

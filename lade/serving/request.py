@@ -16,11 +16,18 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import Grammar
-from lade.hf.arguments import arguments_for_callable, not_ids_message
+from lade.hf.arguments import (
+    Prediction,
+    arguments_for_callable,
+    clean_up,
+    not_ids_message,
+    prediction_ids,
+    refuse_adapter_arguments,
+    refuse_adapter_hooks,
+    refuse_unused_prediction,
+)
 from lade.hf.detokenizer import AnswerText
-from lade.hf.generation_config import cleaning_up, refuse_adapter_arguments, refuse_adapter_hooks
 from lade.hf.job import DraftSpec, Output, output_of, record_for
-from lade.hf.predictions import Prediction, prediction_ids, refuse_unused_prediction
 from lade.hf.processors import StopReason, row_for
 from lade.hf.refusals import check, warn_of_precision
 from lade.hf.sampling import LoneSampler
@@ -30,7 +37,7 @@ from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, custom_generate_for, ids_of, vocabulary_of
 from lade.model.prompt_logits import PromptLogprobs
 from lade.model.runner import input_device
-from lade.model.support.supports import unwrap
+from lade.model.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
 from lade.stats import Step
 
@@ -175,7 +182,7 @@ class EngineRequest:
                 refuse(f"prompt_logprobs={options.prompt_logprobs}", "the prompt has more than text in it")
             self.prompt_logprobs = PromptLogprobs(self.ids, options.prompt_logprobs, vocabulary_of(prepared.model))
         if options.lookahead is not None:
-            warn_of_precision(prepared.wrapper)
+            warn_of_precision(prepared)
 
     def row(self, drafter: Drafter) -> Row:
         """Return the row that writes the answer."""
@@ -243,12 +250,16 @@ def prepare(
         arguments = joint.load("grammar").with_grammar(unwrap(model), options.grammar, arguments)
     make = functools.partial(EngineRequest, options=options, text=text, plan=plan)
     use = custom_generate_for(make, model, prediction_ids(options.prediction, options.tokenizer))
-    with cleaning_up(model, arguments.get("generation_config")):
-        try:
-            _refuse_contexts(unwrap(model), arguments)
-            request: EngineRequest = model.generate(custom_generate=use, **arguments_for_callable(model, arguments))
-        except UnsupportedArgumentError as problem:
+    try:
+        _refuse_contexts(unwrap(model), arguments)
+        request: EngineRequest = model.generate(
+            custom_generate=use, **arguments_for_callable(model, unwrap(model), arguments)
+        )
+    except BaseException as problem:
+        clean_up(model, problem, arguments.get("generation_config"))
+        if isinstance(problem, UnsupportedArgumentError):
             raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # replaces a remedy about fallbacks
+        raise
     return request
 
 

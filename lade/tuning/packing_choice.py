@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from lade.errors import UnsupportedModelError
 from lade.model import joint
-from lade.model.backend import runner_for
 from lade.model.facts import ModelFacts
-from lade.model.support.supports import supports
+from lade.model.runner import runner_for
+from lade.model.supports import supports
 from lade.tuning.cost_cache import step_cost_for
 from lade.tuning.step_cost import StepCost
 

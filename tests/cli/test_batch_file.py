@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_cli_errors import fails
 
-from lade.cli.batch.result_file import ResultFile
+from lade.cli.batch.files import ResultFile
 from lade.hf import job
 from lade.server import service
 from lade.testing import nearly_flat_cost

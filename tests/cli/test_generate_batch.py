@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from lade.cli.batch import prompt_job, runner
+from lade.cli.batch.files import ResultFile
 from lade.cli.batch.prompt_job import PromptJob
-from lade.cli.batch.result_file import ResultFile
 from lade.cli.batch.runner import completed
 from lade.cli.main import app
 from lade.hf import job
@@ -390,7 +390,7 @@ def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
     """In a process of its own, as nothing else can be killed."""
     code = (
         "import os, signal, sys\n"
-        "from lade.cli.batch import result_file\n"
+        "from lade.cli.batch import files as result_file\n"
         "encoded, written = result_file._encoded, []\n"
         "def append(self, line):\n"
         "    text = encoded(line)\n"

@@ -68,7 +68,7 @@ def test_it_measures_and_saves_the_curve(lade, folder, steady, saved):
 
 def test_generation_finds_what_was_saved(lade, folder, model, saved):
     from lade.model.runner import EagerRunner
-    from lade.model.support.supports import supports
+    from lade.model.supports import supports
     from lade.tuning import cost_cache as profile
 
     lade("tune", "-m", folder, "--seconds", 3, "--no-pack")

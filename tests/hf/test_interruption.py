@@ -276,7 +276,7 @@ HOLDERS = {
     str(PACKAGE / file)
     for file in """
     hf/generate.py hf/session.py hf/processors.py decoding/loop.py decoding/row.py decoding/verify.py
-    model/kv_cache.py model/cache_layers.py model/user_cache.py model/runner.py
+    model/kv_cache.py model/cache_layers.py backends/user_cache.py model/runner.py
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 }
 """The code that handles the cache."""

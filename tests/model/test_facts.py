@@ -7,9 +7,10 @@ from torch import nn
 
 import lade
 from lade.backends.recurrent.cores import CORES
+from lade.backends.trials import linear_check
+from lade.backends.trials.linear_check import foreign_layers
 from lade.model.facts import RECURRENT_FUNCTIONS, ModelFacts
-from lade.model.support import linear_check
-from lade.model.support.linear_check import foreign_layers, linear_refusal
+from lade.model.supports import support_by
 from lade.testing import toy_model
 
 
@@ -117,7 +118,7 @@ def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
         assert bool(foreign) == (change not in (changes[0], bare_weight)), change
         looked = list[nn.Module]()
         monkeypatch.setattr(linear_check, "foreign_layers", partial(noted, looked, foreign))
-        linear_refusal(ModelFacts.of(model))
+        support_by(ModelFacts.of(model), model)
         monkeypatch.undo()
         assert bool(looked) == (change is not changes[0]), change
 

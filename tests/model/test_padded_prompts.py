@@ -6,10 +6,10 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Generati
 
 import lade
 from lade.backends.cpu.invariant import make_invariant
+from lade.backends.trials import tree_check
 from lade.model import prefill, prompt_logits, runner
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.model.support import causality_check
 from lade.testing import toy_model
 
 LENGTHS = 9, 30, 17, 9, 30
@@ -168,4 +168,4 @@ def test_a_model_that_fails_on_padded_prompts_is_fed_them_apart(monkeypatch):
 
     model = Own(MODELS["llama"].config).double().eval()
     monkeypatch.setattr(TreeCache, "trim", fail)
-    assert not causality_check.can_be_padded(model, lade.supports(MODELS["llama"]).require())
+    assert not tree_check.can_be_padded(model, lade.supports(MODELS["llama"]).require())

@@ -9,9 +9,9 @@ import pytest
 import torch
 from comparing import Watch
 
+from lade.backends.trials import backend as trials
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.model.support import supports
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -47,11 +47,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Class names of the models on which trees were compared with plain decoding, one entry a comparison."""
     names: list[str] = []
-    worst_error = supports.worst_error
+    worst_error = trials.worst_error
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> float:
         names.append(type(model).__name__)
         return worst_error(model, *args, **kwargs)
 
-    monkeypatch.setattr(supports, "worst_error", counted)
+    monkeypatch.setattr(trials, "worst_error", counted)
     return names

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 import lade
-from lade.model.support.adapters import MIXING, TOKEN_WISE, UNSUPPORTED_ADAPTERS
+from lade.backends.adapters import MIXING, TOKEN_WISE, UNSUPPORTED_ADAPTERS
 
 # PEFT asks transformers for a name that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -280,7 +280,7 @@ LILY = pytest.mark.skipif("LILY" not in PEFT_TYPE_TO_CONFIG_MAPPING, reason="thi
 @pytest.mark.parametrize("known", [True, False])
 def test_an_adapter_that_mixes_tokens_is_refused(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not known:
-        monkeypatch.setattr("lade.model.support.adapters.MIXING", MIXING - {"lily"})
+        monkeypatch.setattr("lade.backends.adapters.MIXING", MIXING - {"lily"})
     model = _of_kind("LILY")
     for way in WAYS.values():
         with pytest.raises(lade.UnsupportedModelError, match=r"its adapter \(lily, of .*\) mixes the tokens of a pass"):

@@ -12,7 +12,7 @@ from families import FAMILIES, WINDOW, Family, family
 import lade
 from lade.backends.tree_attention import backend as tree_attention
 from lade.backends.tree_attention.backend import NAME
-from lade.model.support.tree_check import worst_error
+from lade.backends.trials.tree_check import worst_error
 
 OUTSIDE = {"bloom", "codegen", "falcon", "gptj", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 """Their classes choose their attention, or its keys, themselves; transformers refuses some, lade the others."""

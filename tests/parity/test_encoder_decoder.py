@@ -16,9 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.backends.encoder_decoder.backend import source_of
+from lade.backends.trials.tree_check import worst_error
 from lade.model.prepared import Prepared, custom_generate_for
-from lade.model.support.supports import ENCODER_DECODERS
-from lade.model.support.tree_check import worst_error
+from lade.model.supports import ENCODER_DECODERS
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in LISTED for backend in ("sdpa", "eager")]
 MODELS = [pytest.param(case, id=str(case)) for case in LISTED]

@@ -8,8 +8,8 @@ from comparing import CONFIGS, PAPER, Watch, assert_same, in_turn, lookahead, pl
 from families import FAMILIES, WINDOW, Family, family
 
 import lade
-from lade.model.support.supports import MASK_PER_LAYER_TYPE, ONE_MASK
-from lade.model.support.tree_check import worst_error
+from lade.backends.trials.tree_check import worst_error
+from lade.model.supports import MASK_PER_LAYER_TYPE, ONE_MASK
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 MORE_CONFIGS = [

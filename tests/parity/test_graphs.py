@@ -35,11 +35,10 @@ from lade.decoding import loop, readout
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.hf import processors as hf_row
-from lade.model import backend as select_runner
-from lade.model.backend import runner_for
+from lade.model import runner as select_runner
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
-from lade.model.runner import EagerRunner
+from lade.model.runner import EagerRunner, runner_for
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]

@@ -12,10 +12,10 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
+from lade.backends.trials import backend as trials
+from lade.backends.trials.lengths import named_lengths
+from lade.backends.trials.tree_check import worst_error
 from lade.model.masks import plan_for
-from lade.model.support import supports as support
-from lade.model.support.lengths import named_lengths
-from lade.model.support.tree_check import worst_error
 
 pytestmark = pytest.mark.foreign_code
 
@@ -89,7 +89,7 @@ def test_a_model_that_is_wrong_beyond_a_length_is_refused(where: str) -> None:
 
 def test_it_would_have_written_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = own_llama(foo=LENGTH)
-    monkeypatch.setattr(support, "named_lengths", lambda model: {})
+    monkeypatch.setattr(trials, "named_lengths", lambda model: {})
     assert lade.supports(model) and not torch.equal(lookahead(model, prompt(10)), plain(model, prompt(10)))
 
 

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 import lade
 from lade.backends.cuda_graphs.backend import capture_refusal
+from lade.backends.slots import KeyPicks
+from lade.backends.trials.tree_check import worst_error
 from lade.model import cache_layers
-from lade.model.masks import KeyPicks
-from lade.model.support.tree_check import worst_error
 
 NAMES = ["deepseek_v32", "glm_moe_dsa"]
 

@@ -33,10 +33,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.backends.cuda_graphs.pool import capture_setup
+from lade.backends.trials import linear_check as layer_trial
+from lade.backends.trials.backend import BACKEND as TRIALS
 from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner
-from lade.model.support import linear_check as layer_trial
-from lade.model.support import supports as support
 from lade.tuning.cost_key import key_of
 from lade_lab import inflate
 
@@ -174,7 +174,7 @@ def test_quantised_inputs_are_refused(kind: type[nn.Linear], dtype: torch.dtype)
 
 @pytest.mark.parametrize("kind", [PerTensor, OutlierColumns])
 def test_what_sees_other_tokens_would_make_other_texts(kind: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "linear_refusal", lambda model: "")
+    monkeypatch.setattr(TRIALS, "linear_refusal", lambda model: "")
     texts = [(toy(kind, seed=seed), prompt(20, seed=seed)) for seed in range(4)]
     assert not all(torch.equal(lookahead(model, ids), plain(model, ids)) for model, ids in texts)
 
@@ -182,7 +182,7 @@ def test_what_sees_other_tokens_would_make_other_texts(kind: type[nn.Linear], mo
 @pytest.mark.slow
 def test_what_rounds_each_token_for_itself_would_make_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, and with trained weights: the last places decide on which step an input lands."""
-    monkeypatch.setattr(support, "linear_refusal", lambda model: "")
+    monkeypatch.setattr(TRIALS, "linear_refusal", lambda model: "")
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     prompts = ("class Stack:\n", "import os\n")
     texts = [tokenizer(text, return_tensors="pt").input_ids for text in prompts]

@@ -21,12 +21,11 @@ import lade
 from lade.backends.recurrent.cores import CORES, NodeStates, delta_rule, mamba2, selective_scan
 from lade.backends.recurrent.layer import RecurrentLayer
 from lade.backends.recurrent.tree_pass import LinearFolding, TreePass, convolution
-from lade.model import facts
-from lade.model.backend import runner_for
+from lade.backends.trials.tree_check import worst_error
+from lade.model import facts, supports
 from lade.model.facts import ModelFacts
-from lade.model.support import supports
-from lade.model.support.supports import RECURRENT
-from lade.model.support.tree_check import worst_error
+from lade.model.runner import runner_for
+from lade.model.supports import RECURRENT
 from lade.serving.capacity import Need
 from lade.tuning.measure import measure_step_cost
 

@@ -19,10 +19,10 @@ from test_threads import Appearance, interrupted
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
+from lade.backends.trials.tree_check import PlainDecoding, distance
 from lade.decoding.tree import TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.model.support.tree_check import PlainDecoding, distance
 
 LIMITED = {"nemotron_h": {"time_step_min": 1.0}, "zamba2": {"time_step_min": 1.0}}
 OFTEN = ("qwen3_5_text", "nemotron_h")

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import lade
-from lade.model.support import supports as support
+from lade.model import supports as support
 
 
 @pytest.mark.one_in(14)

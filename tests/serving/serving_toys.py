@@ -10,8 +10,7 @@ import torch
 from lade import Stats, supports
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.static_cache import StaticCache
-from lade.config import LookaheadConfig
-from lade.hf.refusals import resolve
+from lade.config import LookaheadConfig, resolve
 from lade.serving.batch import EngineBatch
 from lade.serving.handle import Handle
 from lade.serving.request import RequestOptions, prepare

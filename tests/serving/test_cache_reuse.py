@@ -15,8 +15,8 @@ from serving_toys import Driven, alone
 from transformers import DynamicCache
 
 import lade
+from lade.backends.user_cache import can_borrow
 from lade.model.facts import ModelFacts
-from lade.model.user_cache import can_borrow
 
 SMALL = lade.LookaheadConfig(budget=6)
 LIMITS = {  # the function for several tokens limits dt, that for one does not

@@ -21,10 +21,10 @@ from serving_toys import (
 )
 
 from lade import InputError, LookaheadConfig, Memory
+from lade.config import resolve
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import BatchBudget
 from lade.hf import job
-from lade.hf.refusals import resolve
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.capacity import Capacity, Need, largest_tree

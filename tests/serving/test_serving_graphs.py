@@ -35,9 +35,9 @@ from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.cuda_graphs.static_cache import StaticCache
+from lade.config import resolve
 from lade.errors import CaptureWarning
 from lade.hf import job
-from lade.hf.refusals import resolve
 from lade.model.cache_layers import TreeLayer
 from lade.model.inputs import batch_bucket, key_bucket, step_bucket
 from lade.model.kv_cache import TreeCache

@@ -10,7 +10,7 @@ import torch
 import lade
 from lade.hf import job
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_file as store

@@ -10,7 +10,7 @@ import lade
 from lade.clock import Duration
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost, samples_of
 

@@ -13,7 +13,7 @@ from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.drafting.controller import Controller
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_key

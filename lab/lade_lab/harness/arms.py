@@ -25,7 +25,7 @@ from lade.hf.arguments import original_generate
 from lade.hf.session import Session
 from lade.memory import Memory
 from lade.model.prepared import custom_generate_for
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.serving.request import PLAIN
 from lade.stats import Stats, Step, distinct_ngrams
 from lade_lab import results

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from lade.errors import InputError, UnsupportedError
 from lade.memory import Memory
-from lade.model.backend import runner_for
 from lade.model.facts import ModelFacts
-from lade.model.support.supports import supports
+from lade.model.runner import runner_for
+from lade.model.supports import supports
 from lade.tuning.measure import SIZES, StepTimer, samples_of
 from lade_lab.harness.arms import Arm, Completion, Models, Place
 from lade_lab.harness.methods import TRANSFORMERS

@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 
 from lade.backends.cpu.invariant_marker import stale_reason
 from lade.backends.cpu.packing.weight import PackedWeight
-from lade.model.backend import Backend
 from lade.model.facts import ModelFacts
 from lade.model.masks import INVARIANT_ATTENTION
+from lade.model.runner import Backend
 
 
 class CpuBackend(Backend):

@@ -9,12 +9,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lade.backends.cuda_graphs.pool import free_idle_buffers, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.model.backend import Backend
 from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.masks import MaskPlan
-from lade.model.runner import EagerRunner, input_device
-from lade.model.support.supports import unwrap
+from lade.model.runner import Backend, EagerRunner, input_device
+from lade.model.supports import unwrap
 
 
 def capture_refusal(model: Any, facts: ModelFacts | None = None) -> str:

@@ -172,7 +172,8 @@ class GraphRunner(EagerRunner):
         view = StaticCacheView(rows.layers, rows.buffers, inputs.slots(), shape)
         arguments = self._arguments(step, view, inputs.offsets)
         with ExitStack() as stack:
-            stack.enter_context(self._slot_patches.patched_for(step))
+            if self._slot_patches:
+                stack.enter_context(self._slot_patches.patched_for(step))
             if self._recurrence is not None:
                 ancestry = ClosureAncestry(inputs.closure)
                 view.begin(ancestry)

@@ -8,11 +8,11 @@ import torch
 from transformers import GenerationConfig
 
 from lade.backends.encoder_decoder.runner import Encoded, EncoderDecoderRunner
-from lade.model.backend import Backend
 from lade.model.config import token_embeddings
 from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared
+from lade.model.runner import Backend
 
 
 def runner_on_encoded(prepared: Prepared, plan: MaskPlan) -> EncoderDecoderRunner:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lade.backends.slots import SlotPatches
 from lade.errors import UnsupportedModelError
 from lade.model.config import Positions
 from lade.model.masks import Inputs
-from lade.model.slot_patches import SlotPatches
 from lade.model.thread_patches import Override, overridden
 
 _TABLE_PARAMETERS = {"past_key_values_length", "position_ids"}

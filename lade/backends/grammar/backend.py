@@ -14,8 +14,8 @@ from lade.backends.grammar.compiled import GrammarError, Matcher, vocabulary_of_
 from lade.backends.grammar.processor import GrammarProcessor, processor_of, processor_of_tokenizer
 from lade.errors import InputError
 from lade.grammar import Grammar, GrammarArgument
-from lade.model.backend import Backend
 from lade.model.prepared import Prepared, argument_of, ids_of, prompts_in, vocabulary_of
+from lade.model.runner import Backend
 
 
 class GrammarConstraint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lade.backends.mtp.load import examine, layer_of
 from lade.backends.mtp.runner import MtpRunner
-from lade.model.backend import Backend
+from lade.model.runner import Backend
 
 
 class MtpBackend(Backend):

@@ -20,11 +20,10 @@ from lade.backends.processes.follower import DismissedError
 from lade.backends.processes.leader import LeadingRunner
 from lade.backends.processes.lookahead_parallel import LeadingPartRunner
 from lade.errors import UnsupportedArgumentError
-from lade.model.backend import Backend
 from lade.model.config import Positions, field
 from lade.model.facts import ModelFacts, needs_synced_passes, tensor_parallel_size
 from lade.model.masks import MaskPlan
-from lade.model.runner import EagerRunner
+from lade.model.runner import Backend, EagerRunner
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 

@@ -15,7 +15,7 @@ from lade.errors import ClusterError
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports
+from lade.model.supports import supports
 from lade.stats import Step
 
 

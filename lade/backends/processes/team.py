@@ -27,7 +27,7 @@ from lade.errors import ClusterError, UnsupportedModelError
 from lade.model.config import Positions
 from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.runner import EagerRunner
-from lade.model.support.supports import supports, unwrap
+from lade.model.supports import supports, unwrap
 from lade.stats import Step
 from lade.version import __version__
 

@@ -19,11 +19,10 @@ from lade.backends.recurrent.cores import CorePatches
 from lade.clock import Clock, Duration
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
-from lade.model.backend import Backend
 from lade.model.cache_layers import Recurrence
 from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
-from lade.model.runner import EagerRunner
+from lade.model.runner import Backend, EagerRunner
 
 
 class RefedCache(TreeCache):

@@ -24,8 +24,8 @@ from transformers.masking_utils import sdpa_mask
 
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeMask
 from lade.decoding.tree import TokenTree
-from lade.model.backend import Backend
 from lade.model.masks import TREE_ATTENTION, Inputs
+from lade.model.runner import Backend
 
 NAME = TREE_ATTENTION
 HAS_TRITON = find_spec("triton") is not None

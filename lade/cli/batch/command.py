@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli.batch import requests
-from lade.cli.batch.options import Shard, ShardOption
-from lade.cli.batch.result_file import RequestResults
+from lade.cli.batch.files import RequestResults, Shard, ShardOption, read_requests
 from lade.cli.options import decoding as options
 from lade.cli.serve.options import EngineLimits, ServedTemplate, check_all, served_names
 from lade.cli.terminal import terminal
@@ -60,7 +58,7 @@ def batch(
     """
     with terminal(output) as term:
         check_all(limits, loading=loading, speed=speed, template=template)
-        wanted = Shard.parse(files.shard).select(requests.read(files.input))
+        wanted = Shard.parse(files.shard).select(read_requests(files.input))
         results = RequestResults(files.out, wanted, resume=files.resume)
         if not results.unanswered:
             results.drop_failures()

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from lade import Engine, Handle, Memory
-from lade.cli.batch.options import Batch
-from lade.cli.batch.result_file import Entry
+from lade.cli.batch.files import Batch, Entry
 from lade.cli.batch.runner import AHEAD, Job, Pending
 from lade.cli.encoder import Encoder
 from lade.cli.prompts import Prompt

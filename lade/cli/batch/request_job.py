@@ -10,8 +10,7 @@ from threading import Thread
 from time import sleep
 from typing import Any
 
-from lade.cli.batch.requests import Request
-from lade.cli.batch.result_file import RequestResults, is_success
+from lade.cli.batch.files import Request, RequestResults, is_success
 from lade.cli.batch.runner import POLL_S, Job
 from lade.server.app import Reply, build_app, post
 from lade.server.service import Service

@@ -1,20 +1,24 @@
-"""Loading of a model and its tokenizer for the shell."""
+"""Loading of a model and its tokenizer for the shell, in one process or several started by torchrun."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import folder as packed_folder
 from lade.backends.cpu.packing import pack as packing
+from lade.backends.processes.channel import connect
+from lade.backends.processes.team import dismiss, team_of
 from lade.cli.loading import checkpoint
 from lade.cli.loading.checkpoint import greedy, sampling_defaults
 from lade.cli.loading.from_pretrained import load_model, load_processor, load_tokenizer, put_adapter
@@ -23,10 +27,11 @@ from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError
+from lade.hf.distributed import follow_until_dismissed
 from lade.memory import Memory
 from lade.model.config import LEARNED_POSITIONS
 from lade.model.prepared import placeholder_ids
-from lade.model.support.supports import unwrap
+from lade.model.supports import supports, unwrap
 from lade.tuning.packing_choice import pack_if_it_pays
 
 
@@ -230,3 +235,49 @@ def _device(name: str) -> torch.device:
         reason = one_line(str(problem).split("\n", 1)[0], 120)
         raise ConfigError("device", name, f"not available ({reason}): give cpu") from problem
     return device
+
+
+def join_processes(term: Terminal) -> int:
+    """Join the processes of torchrun and return their number; 1 without torchrun.
+
+    All but the first write nothing but errors from then on.
+    """
+    if not dist.is_available() or not dist.is_torchelastic_launched():
+        return 1
+    connect()
+    if dist.get_rank():
+        term.mute()
+    return dist.get_world_size()
+
+
+def is_first_process() -> bool:
+    """Return True in the process of rank 0."""
+    return dist.get_rank() == 0
+
+
+def prepare_split_model(model: Any) -> None:
+    """Make the collective calls that a split model needs in every process before its first generation."""
+    team_of(model)
+    supports(model)
+
+
+@contextmanager
+def leading(model: Any, processes: int) -> Iterator[bool]:
+    """Yield True in the first process; the others follow its passes until its block ends, and then get False.
+
+    The followers ignore SIGTERM and Ctrl-C, which torchrun sends to all: the first process may have work to finish.
+    """
+    if processes == 1:
+        yield True
+        return
+    prepare_split_model(model)
+    if is_first_process():
+        try:
+            yield True
+        finally:
+            dismiss(model)
+        return
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    follow_until_dismissed(model)
+    yield False

@@ -115,9 +115,9 @@ def _processes(listening: Listening, scaling: Scaling, term: Terminal) -> int:
             run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted), "-m", "lade")
             os.execv(sys.executable, [sys.executable, "-m", *run, *sys.argv[1:]])
         return 1
-    from lade.cli.processes import connected
+    from lade.cli.loading.load import join_processes
 
-    processes = connected(term)
+    processes = join_processes(term)
     if wanted not in (None, processes):
         raise ConfigError("tensor-parallel", wanted, f"torchrun has started {processes} processes: leave it out")
     return processes
@@ -125,10 +125,10 @@ def _processes(listening: Listening, scaling: Scaling, term: Terminal) -> int:
 
 def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
     """Return True in the process that serves; in the others, False when they are done."""
-    from lade.cli.processes import is_first, leading
+    from lade.cli.loading.load import is_first_process, leading
     from lade.cli.serve.model import load_split
 
-    if is_first():
+    if is_first_process():
         return True
     with leading(load_split(loading, speed, term, processes).model, processes):
         return False

@@ -11,11 +11,10 @@ from lade import Memory, supports
 from lade.backends.processes.team import dismiss
 from lade.cli.encoder import encode
 from lade.cli.loading.checkpoint import SAMPLING_FIELDS
-from lade.cli.loading.load import LoadedModel, with_memory
+from lade.cli.loading.load import LoadedModel, prepare_split_model, with_memory
 from lade.cli.loading.load import load as load_model
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
-from lade.cli.processes import begin_together
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import UnsupportedModelError
@@ -42,7 +41,7 @@ def load(loading: Loading, speed: Speed, chat_template: str | None, term: Termin
     """
     loaded = load_split(loading, speed, term, processes)
     if processes > 1:
-        begin_together(loaded.model)
+        prepare_split_model(loaded.model)
     support = supports(loaded.model)
     if not support:
         raise UnsupportedModelError(str(support), "lade generate decodes it plainly, a prompt at a time")

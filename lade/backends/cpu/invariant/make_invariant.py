@@ -32,12 +32,13 @@ from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keep
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, set_invariance
+from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import restore
-from lade.model.support.supports import LONGEST_PROBE_TOKENS, supports, unwrap
+from lade.model.supports import supports, unwrap
 
 logger = logging.getLogger(__name__)
 

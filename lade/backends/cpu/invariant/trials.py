@@ -13,13 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
+from lade.backends.trials.tree_check import PlainDecoding
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.config import token_embeddings
 from lade.model.inputs import FULL
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan, StepInputs
 from lade.model.runner import EagerRunner
-from lade.model.support.tree_check import PlainDecoding
 
 TEXTS = (1, 17, 60, 64, 130, 257, 700)
 """Numbers of cached tokens in the attention trial."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,9 @@ from transformers.cache_utils import (
 )
 
 from lade.model.cache_layers import TreeLayer
-from lade.model.facts import CACHE_NAMES, ModelFacts
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import TreeCache
+from lade.model.runner import Backend
 
 _INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # missing in older versions
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, _INDEXED_LAYER, StaticLayer, StaticSlidingWindowLayer)
@@ -43,16 +44,11 @@ def lacks_indexer(cache: Any, facts: ModelFacts) -> bool:
     return not any(hasattr(layer, "update_indexer") for layer in cache.layers)
 
 
-def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of `model.generate`; None if there is none."""
-    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
-
-
 def prepare_for_plain(cache: Any, model: nn.Module) -> None:
     """Prepare a user's cache for plain decoding: a `TreeCache` needs the recurrent layers of the model added.
 
     Args:
-        cache: the user's cache; None for none.
+        cache: the user's cache.
         model: the model inside any wrapper.
     """
     recurrence = ModelFacts.of(model).recurrence if isinstance(cache, TreeCache) else None
@@ -125,11 +121,6 @@ class BorrowedCache(TreeCache):
                     self._users_cache.update_indexer(layer.indexer_keys[:, 0, start:tokens].clone(), number)
 
 
-def borrow(cache: Cache) -> TreeCache:
-    """Return the cache to decode with, given a user's that passes `can_borrow`; a `TreeCache` is used directly."""
-    return cache if isinstance(cache, TreeCache) else BorrowedCache(cache)
-
-
 @contextmanager
 def _all_or_nothing(cache: Cache) -> Iterator[None]:
     """Restore a cache after an error, so that its layers never differ in length.
@@ -168,3 +159,16 @@ def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
     """
     states = states[:, :, :tokens]
     return torch.nn.functional.pad(states, (0, 0, tokens - states.shape[2], 0))
+
+
+class UserCacheBackend(Backend):
+    """A user's own `past_key_values`, see `lade.model.joint`."""
+
+    can_borrow = staticmethod(can_borrow)
+    lacks_indexer = staticmethod(lacks_indexer)
+    unfit_reason = staticmethod(unfit_reason)
+    prepare_for_plain = staticmethod(prepare_for_plain)
+    borrow = BorrowedCache
+
+
+BACKEND = UserCacheBackend()

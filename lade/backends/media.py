@@ -12,11 +12,11 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.errors import UnsupportedArgumentError
-from lade.model.backend import Backend
 from lade.model.config import Positions
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.prefill import PreparedPrompts
 from lade.model.prepared import TOKEN_TYPE_ARGUMENTS, Prepared, PromptTexts, is_unset
+from lade.model.runner import Backend
 
 _WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'

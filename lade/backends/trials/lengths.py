@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from lade.model.config import CONTEXT_FIELDS
 
+LONGEST_PROBE_TOKENS = 1024
+"""Maximum length that a check exceeds; a model with a longer one is refused."""
 _LENGTH_WORDS = frozenset(
     """
     block blocks bucket buckets chunk chunks context ctx distance extent floor horizon keep keys len length lengths

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lade.model.facts import ModelFacts
-from lade.model.runner import input_device
+from lade.model.runner import Backend, input_device
 
 ACTIVATED = (
     "its adapter is an activated LoRA (alora_invocation_tokens), which counts the tokens of each pass: "
@@ -141,3 +141,14 @@ def _difference_beside_others(layer: Any, features: int, model: PreTrainedModel)
     rows = torch.randn(1, ROWS, features, generator=torch.Generator().manual_seed(0)).to(device, model.dtype)
     among, alone = (layer(rows[:, :count])[0, 0].double() for count in (ROWS, 1))
     return float((among - alone).norm() / alone.norm())
+
+
+class AdaptersBackend(Backend):
+    """PEFT's adapters, see `lade.model.joint`."""
+
+    adapter_refusal = staticmethod(adapter_refusal)
+    call_values = staticmethod(call_values)
+    remove_call_hooks = staticmethod(remove_call_hooks)
+
+
+BACKEND = AdaptersBackend()

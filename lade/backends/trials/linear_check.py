@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from lade.model import joint
 from lade.model.config import dtype_name
-from lade.model.facts import ModelFacts, is_invariant, is_tensor_parallel
+from lade.model.facts import ModelFacts, is_invariant, is_tensor_parallel, packed_classes
 from lade.model.in_place_subclassing import own_class
 from lade.model.runner import input_device
 
@@ -58,8 +58,6 @@ def linear_refusal(facts: ModelFacts) -> str:
 
     A layer is tried again after its weight was replaced.
     """
-    if _has_only_known_layers(facts):
-        return ""
     model: PreTrainedModel = facts.model
     for name, layer in foreign_layers(model, type(model).__module__):
         if _is_int8(layer):
@@ -76,29 +74,6 @@ def linear_refusal(facts: ModelFacts) -> str:
         if reason:
             return f"its layer {name!r} ({_kind(layer)}) {reason}"
     return ""
-
-
-def _has_only_known_layers(facts: ModelFacts) -> bool:
-    """Return whether a quick check rules out any `foreign_layers`, as in most models."""
-    with_features, weights = facts.having("in_features"), facts.weights
-    linear = facts.kinds.get(nn.Linear, [])
-    packed = [layer for kind in _packed_classes() for layer in facts.kinds.get(kind, [])]
-    if facts.replaced or len(with_features) > len(linear) + len(packed):
-        return False
-    if [layer for layer in linear if layer._parameters.get("weight") is None]:
-        return False
-    known = {id(weight) for layer in packed for weight in layer._parameters.values()}
-    return not [
-        weight
-        for weight in weights
-        if id(weight) not in known and (type(weight) is not nn.Parameter or weight.dtype.itemsize == 1)
-    ]
-
-
-def _packed_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes of packed layers with bit-identical results."""
-    cpu = joint.loaded("cpu")
-    return () if cpu is None else (cpu.packed_layer,)
 
 
 def _is_int8(layer: nn.Module) -> bool:
@@ -127,7 +102,7 @@ def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tup
 
 def _is_known(module: Any, home: str) -> bool:
     kind = own_class(module)
-    if kind in _packed_classes() or _has(module, "num_embeddings"):  # embeddings only look up
+    if kind in packed_classes() or _has(module, "num_embeddings"):  # embeddings only look up
         return True
     part = kind.__module__ == home or kind.__module__.startswith("transformers.models.")
     if kind is not nn.Linear and not (part and isinstance(module, nn.Linear)):

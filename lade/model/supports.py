@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +16,7 @@ from lade.model.config import decoder_config, field, window_too_short
 from lade.model.facts import (
     CACHE_NAMES,
     ModelFacts,
+    adapters_backend,
     is_invariant,
     is_one_graph,
     needs_synced_passes,
@@ -30,11 +31,6 @@ from lade.model.masks import (
     MaskPlan,
     plan_for,
 )
-from lade.model.support.adapters import adapter_refusal
-from lade.model.support.causality_check import can_be_padded
-from lade.model.support.lengths import named_lengths
-from lade.model.support.linear_check import linear_refusal
-from lade.model.support.tree_check import tolerance, training_refusal, worst_error
 
 MASK_PER_LAYER_TYPE = frozenset(
     """
@@ -74,7 +70,6 @@ REFUSED = {
     "zaya": "it mixes the keys and values of a token with those of the token before",
     **dict.fromkeys(["nllb-moe", "switch_transformers"], "its experts drop tokens of a pass beyond their capacity"),
 }
-LONGEST_PROBE_TOKENS = 1024
 PLAIN_REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
 
 
@@ -212,9 +207,8 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
     reason = (
         _refusal_of_architecture(facts, config)
         or _refusal_of_setup(facts, config)
-        or adapter_refusal(wrapped, facts)
-        or linear_refusal(facts)
-        or training_refusal(facts)
+        or _refusal_of_adapters(facts, wrapped)
+        or _refusal_of_trials(facts)
     )
     if reason:
         return Support(name, reason)
@@ -226,7 +220,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
     things, support = known.get(state, ([], None))
     # An id may have been reused by another object.
     if support is None or any(thing() is None for thing in things):
-        support = _check(model, config)
+        support = joint.load("trials").check(model, config)
         known[state] = (list(map(_reference, foreign)), support)
     return support
 
@@ -313,16 +307,29 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     return ""
 
 
+def _refusal_of_adapters(facts: ModelFacts, wrapped: Any) -> str:
+    adapters = adapters_backend()
+    return "" if adapters is None else str(adapters.adapter_refusal(wrapped, facts))
+
+
+def _refusal_of_trials(facts: ModelFacts) -> str:
+    """Return why its linear layers, or its training mode, are not supported; trials decide unless both are ordinary."""
+    if not facts.training and facts.has_only_known_layers:
+        return ""
+    trials = joint.load("trials")
+    return str(trials.linear_refusal(facts) or trials.training_refusal(facts))
+
+
 def _has_encoder(model: PreTrainedModel) -> bool:
     return bool(model.config.is_encoder_decoder)
 
 
 def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     own = model.config is config or (_has_encoder(model) and type(model.config) is type(config))  # T5's is a copy
-    return own and _has_listed_decoder(model, config)
+    return own and has_listed_decoder(model, config)
 
 
-def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+def has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return whether its language model, in a multimodal model a part of it, is of a listed architecture."""
     ours = type(model).__module__.startswith("transformers.models.")  # remote code may borrow a model_type
     listed = ENCODER_DECODERS if _has_encoder(model) else MASK_PER_LAYER_TYPE | ONE_MASK | RECURRENT
@@ -332,48 +339,11 @@ def _has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> boo
 def _listed(model: PreTrainedModel, config: PretrainedConfig) -> Support:
     name = type(model).__name__
     try:
-        return Support(name, plan=replace(plan_for(config, by_layer_type=_takes_dict(config)), pads=True))
+        return Support(name, plan=replace(plan_for(config, by_layer_type=takes_masks_by_layer_type(config)), pads=True))
     except ValueError as problem:
         return Support(name, f"it {problem}")
 
 
-def _takes_dict(config: PretrainedConfig) -> bool:
+def takes_masks_by_layer_type(config: PretrainedConfig) -> bool:
     """Return whether a listed architecture takes its masks by layer type."""
     return config.model_type in MASK_PER_LAYER_TYPE | RECURRENT_MASK_PER_LAYER_TYPE
-
-
-def _check(model: PreTrainedModel, config: PretrainedConfig) -> Support:
-    """Try the possible mask formats of a model; the first one that is exact is its plan."""
-    name, listed = type(model).__name__, _has_listed_decoder(model, config)
-    lengths = _windows(config) if listed else named_lengths(model)
-    longest = max(lengths, key=lambda name: lengths[name], default=None)
-    if longest and lengths[longest] > LONGEST_PROBE_TOKENS and not listed:
-        what = f"its {longest} of {lengths[longest]} tokens is too long to be checked"
-        return Support(name, f"{what}, and this package does not test it")
-    reach = max((length for length in lengths.values() if length <= LONGEST_PROBE_TOKENS), default=0)
-    findings = []
-    for by_layer_type in _mask_formats(config, listed=listed):
-        try:
-            plan = plan_for(config, by_layer_type=by_layer_type)
-            error = worst_error(model, plan, beyond=reach)
-        except Exception as problem:  # noqa: BLE001 - any failure of an unknown model is the reason to refuse it
-            findings.append(f"{type(problem).__name__}: {problem}".splitlines()[0])
-            continue
-        if error <= tolerance(model):
-            return Support(name, plan=replace(plan, pads=can_be_padded(model, plan)))
-        findings.append(f"logits differ by {error:.2g} standard deviations")
-    reason = f"a tree pass does not equal plain passes on it ({'; '.join(findings)})"
-    return Support(name, reason)
-
-
-def _windows(config: PretrainedConfig) -> dict[str, int]:
-    """Return the window and chunk sizes of a listed architecture."""
-    values = {name: field(config, name) for name in ("sliding_window", "attention_chunk_size")}
-    return {name: value for name, value in values.items() if isinstance(value, int)}
-
-
-def _mask_formats(config: PretrainedConfig, *, listed: bool) -> Sequence[bool]:
-    """Return the candidates for `by_layer_type`."""
-    if listed:
-        return (_takes_dict(config),)
-    return (True, False) if field(config, "layer_types") else (False,)

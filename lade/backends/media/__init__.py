@@ -1,1 +1,0 @@
-"""Prompts with images, videos or audio."""
