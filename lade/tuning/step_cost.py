@@ -50,7 +50,8 @@ import numpy as np
 from lade.model.inputs import batch_bucket
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LARGEST = KNOTS[-1]
+LARGEST = 512
+"""Size at the end of `StepCost.table`: what several processes feed together. It is straight beyond the last knot."""
 
 # How much is known, in passes; a knot's gain is one over this.
 MAX_WEIGHT = 50.0  # at most: then the mean is over the last passes
@@ -65,7 +66,6 @@ SCALE_GAIN = 0.06  # gain of the shared scale factor
 
 # Runs of passes that all surprise in the same way, which hiccups do not make.
 RUN = 3  # passes; the least surprising of them is believed
-RUN_SURPRISE = 0.2  # relative; less is left to the means
 RUN_GAIN = 0.7  # part of it that the size moves by
 RUN_REACH = 0.88  # of that, for each octave to a smaller size
 RUN_REACH_UP = 0.92  # the same to a larger one, where guesses took longer than expected; else it follows all the way
@@ -76,12 +76,12 @@ DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, 
 CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one contradicts it
 # The mean time of passes over one token, hiccups included: what the time of a step is worth.
 PLAIN_PASSES = 64.0  # that it is over
-PLAIN_OUTLIER = 6.0  # times the mean, at which one is clipped: a stall of a second is no slow machine
+OUTLIER = 6.0  # times the mean, at which one is clipped: a stall of a second is no slow machine
 
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
 _SHORTEST_S = 1e-9
-_SIZES, _KNOTS = np.arange(LARGEST + 1), np.array(KNOTS)
+_SIZES, _KNOTS = np.arange(KNOTS[-1] + 1), np.array(KNOTS)
 
 
 def _place(size: int) -> tuple[int, float]:
@@ -89,7 +89,7 @@ def _place(size: int) -> tuple[int, float]:
     return low, max(0.0, (size - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low]))
 
 
-_PLACES = [_place(size) for size in range(LARGEST + 1)]
+_PLACES = [_place(size) for size in range(KNOTS[-1] + 1)]
 """By size: the knot at or below it, and how far it lies on the way to the next one (0.0 to 1.0)."""
 
 
@@ -199,9 +199,9 @@ class StepCost:
         self._unread_s += seconds
         if size == 1:
             self._plain_passes = min(self._plain_passes + 1.0, PLAIN_PASSES)
-            self.plain_s += (min(seconds, PLAIN_OUTLIER * self.plain_s) - self.plain_s) / self._plain_passes
+            self.plain_s += (min(seconds, OUTLIER * self.plain_s) - self.plain_s) / self._plain_passes
         size = next((end for end in self._padded_to if end >= size), size)
-        if 0 < size <= LARGEST:
+        if 0 < size <= KNOTS[-1]:
             self._move_around(size, seconds)
         else:
             self._move_all(seconds / self.seconds(size) - 1.0, self._weights[-1])
@@ -236,7 +236,7 @@ class StepCost:
         run = self._runs[size > 1]
         if run and (run[-1] > 0.0) != (error > 0.0):
             run = ()
-        self._runs[size > 1] = run = (*run, error)[-RUN:] if abs(error) >= RUN_SURPRISE else ()
+        self._runs[size > 1] = run = (*run, error)[-RUN:] if abs(error) >= SURPRISE else ()
         return min(run, key=abs) if len(run) == RUN else 0.0
 
     def _jump(self, size: int, error: float) -> None:
@@ -279,22 +279,20 @@ class StepCost:
         """Compute what is read from what was observed; `observe` does it in time."""
         self._knots = [max(_SHORTEST_S, self._scale * seconds) for seconds in self._knots]
         self._scale, self._unread_s = 1.0, 0.0
-        ends = dict.fromkeys((*self._padded_to, LARGEST)) if self._padded_to else KNOTS
+        ends = list(dict.fromkeys((*self._padded_to, KNOTS[-1]))) if self._padded_to else list(KNOTS)
         known = [KNOTS.index(end) for end in ends]
         curve = ascending([self._knots[i] for i in known], [self._weights[i] for i in known])
-        corners = hull([*ends], curve)
-        sizes, heights = [KNOTS[known[i]] for i in corners], [curve[i] for i in corners]
-        rises = ((b - a) / (right - left) for (left, a), (right, b) in pairwise(zip(sizes, heights, strict=True)))
-        slopes = accumulate(rises, max)  # rounding may turn them
-        if self._padded_to:
-            self.table = np.array(curve)[np.searchsorted([*ends], _SIZES)].tolist()
-        else:
-            self.table = np.interp(_SIZES, _KNOTS, curve).tolist()
-        # The first slope serves sizes 0 and 1 as well, the last one serves `LARGEST`.
-        marginals = list[float]()
-        for slope, end in zip(slopes, [*sizes[1:-1], LARGEST + 1], strict=True):
+        corners = hull(ends, curve)
+        rises = ((curve[b] - curve[a]) / (ends[b] - ends[a]) for a, b in pairwise(corners))
+        slopes = list(accumulate(rises, max))  # rounding may turn them
+        within = np.array(curve)[np.searchsorted(ends, _SIZES)] if self._padded_to else np.interp(_SIZES, _KNOTS, curve)
+        beyond = curve[-1] + slopes[-1] * np.arange(1, LARGEST - KNOTS[-1] + 1)
+        self.table = [*within.tolist(), *beyond.tolist()]
+        self.corners = [*(ends[i] for i in corners[:-1]), LARGEST]
+        marginals = list[float]()  # the first slope serves sizes 0 and 1 as well
+        for slope, end in zip(slopes, [*self.corners[1:-1], LARGEST + 1], strict=True):
             marginals += [slope] * (end - len(marginals))
-        self.marginals, self.corners = marginals, sizes
+        self.marginals = marginals
 
     def change_since(self, table: Sequence[float]) -> float:
         """Greatest relative change against an earlier `table`: 0.1 where a size got a tenth slower or faster."""

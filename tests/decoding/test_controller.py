@@ -322,7 +322,7 @@ def test_looking_without_feeding_does_not_make_nodes_dear():
 
 @pytest.mark.parametrize("outlier", [2.0, 6.0])
 def test_a_step_that_compiled_something_is_not_held_against_guesses(monkeypatch, outlier):
-    monkeypatch.setattr(controller_module, "OWN_OUTLIER", outlier)
+    monkeypatch.setattr(controller_module, "OUTLIER", outlier)
     controller = Controller(FrozenCost(FLAT))
     controller.skip_drafting()
     size = controller.choose([1.0, *[0.9] * 5])

@@ -20,10 +20,10 @@ Both are learned from the steps that are made, and no pass is made for measuring
 each 64th is a plain one, to see what plain decoding takes; where none does, four tokens are tried now and then.
 
 **The budget of regret.** Belief may be wrong, so the loss is bounded. A ledger adds up, over all steps in which guesses
-were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 16 plain
+were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 14 plain
 steps and never rises above: gains of one text license no larger losses in the next. When it is used up, guesses are
-not looked for any more. Each plain step then earns 0.3 % of a step, and at 0.6 steps looking is resumed: if it wins,
-the ledger fills up and guessing goes on. So plain decoding is undercut by 16 steps and 0.3 % of the time, by no more
+not looked for any more. Each plain step then earns 0.2 % of a step, and at 0.4 steps looking is resumed: if it wins,
+the ledger fills up and guessing goes on. So plain decoding is undercut by 14 steps and 0.2 % of the time, by no more
 than one step's loss beyond. Looks that find nothing, own time and wrong step costs are all paid from the same ledger.
 
 **Who keeps what.** A machine and a model: the step cost, in a file. A model, by kind of text (greedy, drawn):
@@ -47,7 +47,6 @@ from itertools import accumulate
 import numpy as np
 
 from lade.decoding.drafting.copy_drafting import Agreement
-from lade.decoding.drafting.longer_cost import LongerCost
 from lade.decoding.drafting.tree_size import PassCost
 
 LARGEST = 128
@@ -62,11 +61,11 @@ SCORES = 0.5
 """Weight of a step's scores beside the prior. With 0 sizes do not follow the text, with 1 nothing is fed to learn."""
 PRIOR_TOKENS, EVIDENCE_TOKENS = 25.0, 300.0
 """Weight of the prior in expected tokens, and of all evidence: some 30 steps decide, some 400 are remembered."""
-REGRET = 16.0
+REGRET = 14.0
 """Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; of a batch it is shared,
 since its rows learn together. A cold memory costs some 12 before it pays; with 20 more simulated texts fall 3 %
 behind plain decoding (`tests/tuning/test_never_slower.py`)."""
-EARNED, RESUMED = 0.003, 0.6
+EARNED, RESUMED = 0.002, 0.4
 """Plain steps earned by each step that rests, a share of the time; and how many are saved up for the next attempt."""
 WORST = 16.0
 """Plain steps: a pass that took longer was an accident. Real losses reach this where wide passes came to cost as much
@@ -82,7 +81,7 @@ TRIAL = 4
 """Tokens fed to see what they cost, where guesses have not been fed for as long as an attempt is saved up for."""
 TRIAL_PROMISES = 0.15
 """A trial that took so much less than expected is followed by the next at once: the machine was measured too slow."""
-OWN_OUTLIER = 6.0
+OUTLIER = 6.0
 """Times what is usual: own time beyond it was compiling, or collecting garbage."""
 
 
@@ -172,7 +171,7 @@ class Controller:
     """
 
     def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
-        self._cost = cost if most < len(cost.table) else LongerCost(cost, most)
+        self._cost = cost
         self._most = most
         self._state = ControllerState() if state is None else state
         self._looked = True
@@ -339,7 +338,7 @@ class Controller:
     def _own_s(self, fed: int, seconds: float) -> float:
         """The library's own time of a step; what took far longer than usual was compiling, or collecting."""
         usual_s = self._state.node_s * (fed + LOOK_NODES)
-        return min(seconds, OWN_OUTLIER * max(usual_s, self._cost.plain_s))
+        return min(seconds, OUTLIER * max(usual_s, self._cost.plain_s))
 
 
 class BatchBudget:
