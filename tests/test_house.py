@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 268,
+    "files": 265,
     "lines": 48000,
-    "files under 40 lines of code": 18,
+    "files under 40 lines of code": 16,
     "lines of the largest file": 500,
-    "imports, per cent of code": 11.4,
+    "imports, per cent of code": 11.3,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
-    "files that generate imports": 70,
+    "files that generate imports": 67,
     "lines that generate imports": 13830,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
-    "docstrings that begin with What, Whether or Of": 32,
-    "entries of Args that are fragments, per cent": 5,
+    "docstrings that begin with What, Whether or Of": 31,
+    "entries of Args that are fragments, per cent": 4.2,
 }
-LEAST = {"median lines of a file": 180}
+LEAST = {"median lines of a file": 182}
 
 
 @pytest.fixture(scope="module")

@@ -128,8 +128,8 @@ def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, m
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("{", "no JSON"),
-        ("[]", "no object"),
+        ("{", "JSON"),
+        ("[]", "object"),
         (json.dumps({**ASKED[0], "custom_id": None}), "custom_id is missing"),
         (json.dumps({**ASKED[0], "method": "GET"}), 'method is "GET"'),
         (json.dumps({**ASKED[0], "url": "/v1/embeddings"}), "give one of /v1/chat/completions"),

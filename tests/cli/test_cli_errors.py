@@ -77,7 +77,7 @@ def test_prompt_files(generate, tmp_path):
     lines = tmp_path / "p.jsonl"
     good = '{"prompt": "fine"}\n'
     for bad, words in [
-        ("{", ["line 2", "no JSON"]),
+        ("{", ["line 2", "JSON"]),
         ('{"text": "a"}', ["line 2", '"prompt"']),
         ('["a"]', ["line 2", '"prompt"']),
         ('{"prompt": 3}', ["line 2", '"prompt"']),

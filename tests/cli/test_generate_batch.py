@@ -297,7 +297,7 @@ def test_the_prompts_themselves_are_not_written_over(generate, prompts):
     before = prompts.read_bytes()
     fails(generate("--out", prompts, "--resume"), prompts.name, "another --out")
     prompts.write_bytes(before.replace(b"\n", b"")[:20])
-    fails(generate("--out", prompts), "no JSON")
+    fails(generate("--out", prompts), "JSON")
     assert prompts.read_bytes() == before.replace(b"\n", b"")[:20]
 
 

@@ -106,7 +106,7 @@ def test_a_device_map_instead_of_a_device(generate, plain, tokenizer):
     expected = plain(tokenizer(PROMPT)["input_ids"], NEW)
     assert ids_of(generate("--device-map", "cpu")) == ids_of(generate("--device-map", '{"": "cpu"}')) == expected
     fails(generate("--device-map", "auto", "--device", "cpu"), "--device-map auto", "--device cpu")
-    fails(generate("--device-map", '{"": '), "--device-map", "no JSON")
+    fails(generate("--device-map", '{"": '), "--device-map", "JSON")
     fails(generate("--device-map", '{"": "abacus"}'), "--device-map", "abacus")
 
 

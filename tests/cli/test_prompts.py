@@ -181,9 +181,9 @@ def test_a_template_that_refuses_is_one_line(generate, moody, lines):
         (["--chat-template-kwargs", "{}"], ["--chat-template-kwargs", "no chat template"]),
         (["--raw", "--system", "be kind"], ["--system 'be kind'", "--raw"]),
         (["--system", ""], ["--system", "empty"]),
-        (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "no JSON"]),
-        (["--chat-template-kwargs", "[" * 100_000], ["--chat-template-kwargs", "no JSON"]),
-        (["--chat-template-kwargs", "[]"], ["--chat-template-kwargs", "no object"]),
+        (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "JSON"]),
+        (["--chat-template-kwargs", "[" * 100_000], ["--chat-template-kwargs", "JSON"]),
+        (["--chat-template-kwargs", "[]"], ["--chat-template-kwargs", "object"]),
         (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'"]),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_memory_that_cannot_be_saved_is_an_error(served, folder, tmp_path):
 
     result, tokens, _ = served(questions, "--model", folder, "--memory", folder_of_memory / "texts.memory")
     assert (result.exit_code, tokens) == (1, 3), result.output
-    assert "what was learned is not saved" in result.stderr and "No such file or directory" in result.stderr
+    assert "the draft memory was not saved" in result.stderr and "No such file or directory" in result.stderr
 
 
 def test_it_says_what_it_is_doing_until_it_is_ready(served, folder):

@@ -176,7 +176,7 @@ def test_ctrl_c_saves_what_it_has(warm, out, interrupting, tokenizer):
     report = json.loads(result.stdout)
     assert report["interrupted"] is True and report["prompts"] == 2
     assert NEW < report["new_tokens"] < 2 * NEW
-    assert f"interrupted: {str(out)!r} has what was learned" in result.stderr and "Traceback" not in result.stderr
+    assert f"interrupted: {str(out)!r} has the contexts so far" in result.stderr and "Traceback" not in result.stderr
     assert len(Memory.load(out, tokenizer)) == report["contexts"] > 0
 
 
