@@ -61,7 +61,7 @@ LUCKS = 8
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_is_never_slower_than_plain_decoding(machine, text):
-    """Over 8 lucks 1.5 % at most, 200 tokens after whatever happened, and 3 % with these.
+    """Over 8 lucks 1.5 % at most, 200 tokens after whatever happened, and 3.5 % with these.
 
     A single luck is bounded less tightly: one hiccup of 20 steps in a pass over guesses is 5 % of the 400 tokens.
     """
@@ -74,7 +74,7 @@ def test_it_is_never_slower_than_plain_decoding(machine, text):
         settled.append(rest / plain_seconds(weather, SETTLED, TOKENS))
         whole.append((first + rest) / plain_seconds(weather, 0, TOKENS))
     assert sum(settled) / LUCKS < 1.0 / 0.985 and max(settled) < 1.08
-    assert sum(whole) / LUCKS < 1.0 / 0.97 and max(whole) < 1.09
+    assert sum(whole) / LUCKS < 1.035 and max(whole) < 1.09
 
 
 @pytest.mark.parametrize("text", ["fair", "good"])

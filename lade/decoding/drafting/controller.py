@@ -20,10 +20,10 @@ Both are learned from the steps that are made, and no pass is made for measuring
 each 64th is a plain one, to see what plain decoding takes; where none does, four tokens are tried now and then.
 
 **The budget of regret.** Belief may be wrong, so the loss is bounded. A ledger adds up, over all steps in which guesses
-were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 14 plain
+were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 16 plain
 steps and never rises above: gains of one text license no larger losses in the next. When it is used up, guesses are
 not looked for any more. Each plain step then earns 0.2 % of a step, and at 0.4 steps looking is resumed: if it wins,
-the ledger fills up and guessing goes on. So plain decoding is undercut by 14 steps and 0.2 % of the time, by no more
+the ledger fills up and guessing goes on. So plain decoding is undercut by 16 steps and 0.2 % of the time, by no more
 than one step's loss beyond. Looks that find nothing, own time and wrong step costs are all paid from the same ledger.
 
 **Who keeps what.** A machine and a model: the step cost, in a file. A model, by kind of text (greedy, drawn):
@@ -61,7 +61,7 @@ SCORES = 0.5
 """Weight of a step's scores beside the prior. With 0 sizes do not follow the text, with 1 nothing is fed to learn."""
 PRIOR_TOKENS, EVIDENCE_TOKENS = 25.0, 300.0
 """Weight of the prior in expected tokens, and of all evidence: some 30 steps decide, some 400 are remembered."""
-REGRET = 14.0
+REGRET = 16.0
 """Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; of a batch it is shared,
 since its rows learn together. A cold memory costs some 12 before it pays; with 20 more simulated texts fall 3 %
 behind plain decoding (`tests/tuning/test_never_slower.py`)."""
