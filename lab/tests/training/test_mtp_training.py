@@ -69,14 +69,14 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone(
 
 
 def test_what_is_written_is_found_and_drafts(
-    model: torch.nn.Module, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    model: torch.nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model.save_pretrained(tmp_path / "base")
     layer = new_layer(model, seed=3)
     export_layer(layer, tmp_path / "base", tmp_path / "out")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     loaded.generation_config.eos_token_id = None
-    assert "UNEXPECTED" not in "".join(capfd.readouterr())
+    assert "UNEXPECTED" not in caplog.text
     own = dict(layer_of(loaded).mtp.layers[0].named_parameters())
     assert all(torch.equal(own[name], weight) for name, weight in layer.named_parameters())
     ids = torch.tensor([[1, 5, 6]])
