@@ -173,8 +173,6 @@ def mtp_search_refusal(facts: ModelFacts) -> str:
         return "MTP layers are supported for decoders only, and the model has an encoder"
     if getattr(model, "_tp_size", None) or getattr(model, "_pp_stage", None) is not None:
         return "the model is sharded over processes"
-    if (processes := joint.loaded("processes")) is not None and processes.has_parts(model):
-        return "each process of lade.parallel has the hidden states of a part of the tree only"
     if len({weight.device for weight in facts.weights}) > 1:
         return "the model's weights lie on several devices"
     config = model.config.get_text_config(decoder=True)
@@ -182,6 +180,8 @@ def mtp_search_refusal(facts: ModelFacts) -> str:
     dropped = model._keys_to_ignore_on_load_unexpected or ()
     if 0 in counts or not (counts or any("mtp" in pattern for pattern in dropped)):
         return f"{type(model).__name__} is configured without MTP layers"
+    if (processes := joint.loaded("processes")) is not None and processes.has_parts(model):
+        return "each process of lade.parallel has the hidden states of a part of the tree only"
     return ""
 
 

@@ -85,10 +85,11 @@ def examine(model: PreTrainedModel, make: Callable[..., Support]) -> Support:
         make: called with `reason`, `layers`, `nbytes` and `loaded`, as far as there is anything to be said.
     """
     known = _known.get(model)
-    if known is not None and isinstance(known[1], str):
-        return make(reason=known[1])
-    if known is not None:
-        return make(layers=known[1].found.layers, nbytes=known[1].nbytes, loaded=True)
+    result = None if known is None else known[1]
+    if isinstance(result, str):
+        return make(reason=result)
+    if result is not None:
+        return make(layers=result.found.layers, nbytes=result.nbytes, loaded=True)
     try:
         found = find(model)
         nbytes = found.parameters * model.dtype.itemsize
