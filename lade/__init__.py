@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from lade.backends.cuda_graphs.backend import release
     from lade.backends.processes.team import parallel
     from lade.config import LookaheadConfig
+    from lade.drafter import Continuation, Drafter
     from lade.errors import (
         CaptureWarning,
         ClusterError,
         ConfigError,
+        DrafterError,
         EngineClosedError,
         EngineFullError,
         FallbackWarning,
@@ -50,6 +52,9 @@ __all__ = [
     "CaptureWarning",
     "ClusterError",
     "ConfigError",
+    "Continuation",
+    "Drafter",
+    "DrafterError",
     "Engine",
     "EngineClosedError",
     "EngineFullError",
@@ -97,11 +102,13 @@ __all__ = [
 _HOMES = {
     "lade.backends.processes.team": ("parallel",),
     "lade.config": ("LookaheadConfig",),
+    "lade.drafter": ("Continuation", "Drafter"),
     "lade.memory": ("Memory",),
     "lade.errors": (
         "CaptureWarning",
         "ClusterError",
         "ConfigError",
+        "DrafterError",
         "EngineClosedError",
         "EngineFullError",
         "FallbackWarning",

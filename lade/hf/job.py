@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,12 +22,10 @@ from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.controller import most_fed
+from lade.decoding.drafting.controller import BatchBudget, ControllerState, most_fed
 from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
-from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
@@ -40,9 +39,8 @@ from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids
 from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
-from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
-from lade.tuning.step_cost import StepCost
+from lade.tuning.step_cost import BatchCost, StepCost
 
 
 def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
@@ -182,7 +180,7 @@ class DecodeJob:
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
         self._most = most_fed(runner.parts) if most is None else most
         self._cost: StepCost | BatchCost | None = None
-        self._habits: Habits | None = None
+        self._habits: ControllerState | None = None
 
     @property
     def reader(self) -> Reader[Any] | None:
@@ -241,15 +239,17 @@ class DecodeJob:
             sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
         if self.mtp is not None and spec.config.mtp is not False:
             sizing["mtp"] = self.mtp.weights
-        return drafter_for(
+        own: list[Any] = _user_sources(spec) if config.sources else []
+        drafter = drafter_for(
             config,
             spec.excluded,
             vocabulary=spec.vocabulary,
-            sources=self._sources(spec),
+            sources=[*self._sources(spec), *own],
             constraint=spec.constraint,
             read_logits=alone or reads_logits(spec.config, self.budget),
             **sizing,
         )
+        return _user_module().SourcedDrafter(drafter, own, len(spec.source_text)) if own else drafter
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
         """Return the sources of drafts from text: the prediction, and the row's own text."""
@@ -271,6 +271,21 @@ class DecodeJob:
     def save(self) -> None:
         """Save the step costs that have changed, at the end of a generation."""
         save_refreshed(self._model)
+
+
+def _user_module() -> Any:
+    """Return the module for callers' own drafters, which few calls need."""
+    return import_module("lade.decoding.drafting.user_sources")
+
+
+def _user_sources(spec: DraftSpec) -> list[Any]:
+    """Return a source per drafter of `LookaheadConfig.sources`."""
+    config = spec.config
+    sizes: dict[str, Any] = {"sized": True} if spec.sizes_trees else {}
+    if config.budget is not None:
+        sizes["longest"] = config.budget - 1
+    source = _user_module().UserSource
+    return [source(drafter, spec.vocabulary, spec.excluded, **sizes) for drafter in config.sources]
 
 
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:

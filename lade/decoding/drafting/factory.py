@@ -6,10 +6,8 @@ from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.controller import LARGEST, Controller
+from lade.decoding.drafting.controller import LARGEST, BatchBudget, Controller, ControllerState
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
-from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
@@ -31,7 +29,7 @@ def drafter_for(
     vocabulary: int | None = None,
     cost: PassCost | None = None,
     budget: Budget | None = None,
-    habits: Habits | None = None,
+    habits: ControllerState | None = None,
     most: int = LARGEST,
     sources: Sequence[Source] = (),
     constraint: Constraint | None = None,
