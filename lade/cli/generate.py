@@ -189,6 +189,7 @@ def _as_text(
     if run.interrupted:
         term.say("interrupted", "yellow")
     term.say(run.summary(), ASIDE)
+    term.say(run.stats.explain(), ASIDE)
     return run
 
 
