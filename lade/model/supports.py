@@ -182,6 +182,8 @@ def mtp_search_refusal(facts: ModelFacts) -> str:
     dropped = model._keys_to_ignore_on_load_unexpected or ()
     if 0 in counts or not (counts or any("mtp" in pattern for pattern in dropped)):
         return f"{type(model).__name__} is configured without MTP layers"
+    if (processes := joint.loaded("processes")) is not None and processes.has_parts(model):
+        return "each process of lade.parallel has the hidden states of a part of the tree only"
     return ""
 
 
