@@ -12,18 +12,18 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 254,
-    "lines": 48200,
-    "files under 40 lines of code": 11,
+    "files": 255,
+    "lines": 48300,
+    "files under 40 lines of code": 12,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
-    "files that generate imports": 60,
-    "lines that generate imports": 13700,
+    "files that generate imports": 62,
+    "lines that generate imports": 13850,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
-    "class names used more than once": 2,
+    "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 20,
     "entries of Args that are fragments, per cent": 4.2,
 }
