@@ -13,14 +13,14 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 255,
-    "lines": 48300,
+    "lines": 48400,
     "files under 40 lines of code": 12,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
     "files that generate imports": 62,
-    "lines that generate imports": 13850,
+    "lines that generate imports": 13870,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
@@ -113,7 +113,7 @@ def test_a_greedy_call_stays_near_home():
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
     # Of the steps the one that does least, as it drafts nothing, and the one that does most, which depends on clocks.
-    most = (37, 125, 660, 20, 112, 34, 400)
+    most = (38, 128, 665, 20, 112, 34, 400)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend
