@@ -20,6 +20,7 @@ from lade.errors import (
     PrecisionWarning,
     UnsupportedArgumentError,
     UnsupportedError,
+    UnsupportedModelError,
 )
 from lade.locks import ForkSafeLock
 from lade.model import joint
@@ -154,7 +155,7 @@ def _refuse_caches(prepared: Prepared) -> None:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
     if prepared.facts.has_encoder:
-        refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
+        refuse("past_key_values", "a token tree in a decoder needs its own cache besides the encoder's")
     if user_cache.lacks_indexer(cache, prepared.facts):
         what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
         refuse(what, "it holds no indexer keys; give DynamicCache(config=model.config) or a lade.TreeCache")
@@ -324,10 +325,12 @@ def fall_back(problem: UnsupportedError, stats: Stats | None, *, allowed: bool =
     """
     if not allowed:
         raise problem
-    logger.info("decoding plainly: %s", problem.reason)
+    subject = "this model is not supported, " if isinstance(problem, UnsupportedModelError) else ""
+    message = f"{subject}running at normal speed: {problem.reason}"
+    logger.info("%s", message)
     if stats is not None:
         stats.fallback = problem.reason
-    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=_user_stacklevel())
+    warnings.warn(message, FallbackWarning, stacklevel=_user_stacklevel())
 
 
 def warn_of_precision(prepared: Prepared) -> None:
