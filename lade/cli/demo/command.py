@@ -1,10 +1,9 @@
-"""`lade demo`: plain decoding, prompt lookup and lookahead decoding side by side, then with a draft memory."""
+"""`lade demo`: plain and adaptive decoding of the same texts side by side, then with a draft memory."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,8 +24,28 @@ if TYPE_CHECKING:
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
 EXIT_DIFFERENT = 1
 _WARMUP_TOKENS = 8
-_BUDGET_S = 55.0
-"""No round begins later than this, loading and compilation included; the first always does."""
+_REPLAY_S = 4.0  # the embedded model is too fast to follow
+_MIN_SLOWDOWN = 3.0  # a race that would be slowed down less can be followed as it is
+
+
+@dataclass(frozen=True)
+class _Show:
+    """Display settings of a race.
+
+    Attributes:
+        style: "live" panels, "text", or "json" at the end.
+        slow_motion: slow-down factor of the replay; 1 for no replay; None chooses one.
+    """
+
+    style: str
+    slow_motion: float | None
+
+    def slower(self, seconds: float) -> float:
+        """Return the slow-down factor for a race of this many seconds; 1 for no replay."""
+        if self.slow_motion is not None:
+            return self.slow_motion
+        factor = _REPLAY_S / seconds if seconds else 1.0
+        return factor if factor >= _MIN_SLOWDOWN else 1.0
 
 
 @dataclass(frozen=True)
@@ -39,8 +58,7 @@ class DemoOptions:
         max_new_tokens: limit for each text.
         temperature, seed: sampling of both sides; temperature 0 is greedy.
         window, ngram, guesses: W, N and G of the paper's method, which replaces the adaptive one.
-        inflate: number of parameters to pad the model to; None: 100 million for the embedded one.
-        plain_text, json: display settings.
+        slow_motion, plain_text, json: display settings.
     """
 
     prompt: Annotated[
@@ -55,13 +73,9 @@ class DemoOptions:
     window: options.Window = None
     ngram: options.Ngram = None
     guesses: options.Guesses = None
-    inflate: Annotated[
+    slow_motion: Annotated[
         float | None,
-        typer.Option(
-            metavar="PARAMS",
-            help="Pad the model to the cost of this many parameters, such as 500e6; 0: not. "
-            "Default: 100e6 for the embedded one.",
-        ),
+        typer.Option(metavar="X", help="Replay X times slower; 1: no replay. Default: so that it takes 4 seconds."),
     ] = None
     plain_text: Annotated[bool, typer.Option("--plain-text", help="Print paragraphs, not moving panels.")] = False
     json: options.Json = False
@@ -75,8 +89,8 @@ class DemoOptions:
         seed = self.seed if self.temperature else None
         choices = options.Choices(temperature=self.temperature, seed=seed).settled()
         options.check_max_new_tokens(self.max_new_tokens)
-        if self.inflate is not None and self.inflate < 0:
-            raise ConfigError("inflate", self.inflate, "give a number of parameters, or 0")
+        if self.slow_motion is not None and self.slow_motion < 1:
+            raise ConfigError("slow-motion", self.slow_motion, "give a number >= 1")
         if self.limit < 1:
             raise ConfigError("limit", self.limit, "give a whole number >= 1")
         if self.prompt is not None:
@@ -94,15 +108,10 @@ class DemoOptions:
             return fixed_rounds(texts, choices, sizes, "lookahead")
         return adaptive_rounds(texts, choices, memory)
 
-    def params(self, loading: options.Loading) -> float:
-        """Return the number of parameters to pad the model to; 0 to leave it as it is."""
-        if self.inflate is not None:
-            return self.inflate
-        return 100e6 if loading.model is None else 0.0
-
-    def style(self, term: Terminal) -> str:
-        """Return "live" for moving panels, "text", or "json" at the end."""
-        return "json" if self.json else "text" if self.plain_text or not term.interactive else "live"
+    def show(self, term: Terminal) -> _Show:
+        """Return the display settings for this terminal."""
+        style = "json" if self.json else "text" if self.plain_text or not term.interactive else "live"
+        return _Show(style, self.slow_motion)
 
 
 @options.grouped
@@ -114,16 +123,14 @@ def demo(
     invariant: options.Invariant = False,
     output: options.Output,
 ) -> None:
-    """Watch plain decoding, prompt lookup and lookahead decoding write the same text, in real time.
+    """Show plain and adaptive decoding side by side: the same text, fewer passes, less time.
 
-    The embedded model is padded to the cost of 100 million parameters: the same text, the time of a larger model.
-    Then the same with a draft memory filled from other texts.
+    Then the same texts with a draft memory filled from others. Each round runs live and is replayed.
 
-    Exit code 1: a text differs from that of model.generate.
+    Exit code 1: a text differs.
     """
     with terminal(output) as term:
         loading = options.Loading(**vars(choice))
-        end = perf_counter() + _BUDGET_S
         wanted.choices()  # check before torch is imported
         from lade.cli.loading.load import load
         from lade.cli.run import check_served
@@ -131,17 +138,9 @@ def demo(
 
         memory = Memory()
         rounds = wanted.rounds(memory)
-        if params := wanted.params(loading):
-            import torch
-
-            from lade.cli.demo.padded import padded
-
-            threads = torch.get_num_threads()  # those of a larger model, not of the embedded one
-            loaded = padded(load(loading, term=term, threads=threads), params, loading, term)
-        else:
-            loaded = load(loading, term=term, pack=pack, invariant=invariant)
+        loaded = load(loading, term=term, pack=pack, invariant=invariant)
         check_served(loaded, rounds[0].config, rounds[0].choices)
-        Demo(loaded, rounds, memory, wanted.max_new_tokens, term, wanted.style(term), end).run()
+        Demo(loaded, rounds, memory, wanted.max_new_tokens, term, wanted.show(term)).run()
 
 
 class Demo:
@@ -153,25 +152,16 @@ class Demo:
         memory: draft memory of the rounds that keep one.
         max_new_tokens: token limit of each text.
         term: terminal to write to.
-        style: "live" panels, "text", or "json" at the end.
-        end: time on `perf_counter` after which no further round begins.
+        show: how the races are displayed.
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        rounds: list[Round],
-        memory: Memory,
-        max_new_tokens: int,
-        term: Terminal,
-        style: str,
-        end: float,
+        self, loaded: LoadedModel, rounds: list[Round], memory: Memory, max_new_tokens: int, term: Terminal, show: _Show
     ) -> None:
         self._loaded, self._rounds, self._memory = loaded, rounds, memory
-        self._max_new_tokens, self._term, self._style = max_new_tokens, term, style
+        self._max_new_tokens, self._term, self._show = max_new_tokens, term, show
         self._races: list[Race] = []
         self._learned: int | None = None
-        self._end = end
 
     def run(self) -> None:
         """Run all rounds.
@@ -188,13 +178,11 @@ class Demo:
             compile_all(kernels)  # a short text may not reach all of them
             self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
             for each, ids in zip(self._rounds, encoded, strict=True):
-                if self._races and perf_counter() > self._end:
-                    break
                 if each.keeps_memory and self._learned is None:
                     self._learn()
                 self._run(each, self._race(each, ids, self._max_new_tokens))
         except KeyboardInterrupt:
-            if self._races and self._style != "json":
+            if self._races and self._show.style != "json":
                 self._conclude()
             self._term.say("interrupted", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -204,7 +192,7 @@ class Demo:
         from lade.cli.demo.side_by_side import Race
 
         room = self._loaded.room(ids, max_new_tokens, within=True)
-        return Race(self._loaded, ids, each.config, room, each.choices, each.name, lookup=True)
+        return Race(self._loaded, ids, each.config, room, each.choices, each.name)
 
     def _learn(self) -> None:
         from rich.status import Status
@@ -218,31 +206,32 @@ class Demo:
         from lade.cli.demo.screen import LiveView, describe, sampling_text
 
         title = f"{len(self._races) + 1} of {len(self._rounds)} · {each.name} · {sampling_text(each.choices)}"
-        if self._style == "live":
+        if self._show.style == "live":
             with LiveView(self._term, title, each.text, race) as view:
-                race.run(view.wait)
+                race.run(view.draw)
                 self._races.append(race)
-                view.play()
+                slower = self._show.slower(race.seconds)
+                if slower > 1:
+                    view.replay(slower)
             return
         race.run(draw=lambda: None)
         self._races.append(race)
-        if self._style == "text":
+        if self._show.style == "text":
             describe(self._term, title, each.text, race)
 
     def _conclude(self) -> None:
-        from lade.cli.demo.screen import YOUR_OWN, conclusion, footnote, summary, verdict
+        from lade.cli.demo.screen import conclusion, footnote, summary, verdict
 
         races, term = self._races, self._term
         different = [race for race in races if not race.same]
-        if self._style == "json":
+        if self._show.style == "json":
             term.write_json(self._as_dict())
         else:
             term.out.print(summary(races))
             if term.interactive:
                 term.out.print(footnote())
             if not different:
-                term.out.print(Text(conclusion(self._loaded.name, races, self._learned or 0), "bold"))
-                term.out.print(YOUR_OWN)
+                term.out.print(Text(conclusion(races, self._learned or 0), "bold"))
         if different:
             term.fail(f"{verdict(different[0])}; with --dtype float32 they must be equal: please report this")
             raise typer.Exit(EXIT_DIFFERENT)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lade.memory import Memory
 
 ADAPTIVE, KEPT = "adaptive", "memory kept"
-PADDED = "padded to"
 _LEARNING_S = 6.0
 
 

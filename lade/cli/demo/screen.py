@@ -1,9 +1,9 @@
-"""Display of `lade demo`: a panel per method on a terminal, paragraphs in a pipe, a table at the end."""
+"""Display of `lade demo`: two panels on a terminal, paragraphs in a pipe, a table at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby, zip_longest
+from collections.abc import Sequence
+from itertools import groupby
 from time import perf_counter, sleep
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -12,19 +12,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lade.cli.demo.rounds import KEPT, PADDED
-from lade.cli.demo.side_by_side import STYLES, Lane, Race
+from lade.cli.demo.rounds import KEPT
+from lade.cli.demo.side_by_side import Lane, Race
 from lade.cli.options.decoding import Choices
+from lade.cli.run import legend
 from lade.cli.terminal import Terminal
 
 _FRAME_S = 0.08
 _NOTE = """
-per pass: tokens, of the method · seconds: decoding after prefill, each on its own clock, without drawing"""
-YOUR_OWN = """
-Your own model:
-    import lade
-    lade.enable(model)  # any model that transformers has loaded
-    model.generate(**inputs, max_new_tokens=100)"""
+per pass: tokens, of the method · seconds: decoding after prefill, each on its own clock, without drawing
+4-grams: share of distinct ones in the output; a text that repeats itself is easy to guess"""
 _SMALLEST_HEIGHT, _LARGEST_HEIGHT = 6, 30
 
 
@@ -42,7 +39,7 @@ class Tail:
 
 
 class LiveView:
-    """Draws a race as a panel per method: while it runs, and then as it went, in real time.
+    """Draws a race as two panels, live and as a replay.
 
     Args:
         term: terminal to draw on.
@@ -62,34 +59,40 @@ class LiveView:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        self._live.update(self._panels(self._race.lanes, self._end()), refresh=True)
+        self._live.update(self._panels(*self._lanes, self._end()), refresh=True)
         self._live.stop()
 
-    def wait(self) -> None:
-        """Draw that the race runs, at most once per frame: the lanes take turns, slower than they are alone."""
+    @property
+    def _lanes(self) -> tuple[Lane, Lane]:
+        return self._race.plain, self._race.lookahead
+
+    def draw(self) -> None:
+        """Draw the current state, at most once per frame."""
         if perf_counter() - self._drawn >= _FRAME_S:
-            tokens = sum(lane.stats.new_tokens for lane in self._race.lanes.values())
-            self._live.update(self._panels(self._race.at(-1.0), f"decoding, {tokens} tokens"), refresh=True)
+            self._live.update(self._panels(*self._lanes, "as it runs"), refresh=True)
             self._drawn = perf_counter()
 
-    def play(self) -> None:
-        """Show a finished race in real time, each lane on its own clock."""
+    def replay(self, slower: float) -> None:
+        """Replay a finished race.
+
+        Args:
+            slower: slow-down factor, above 1.
+        """
         start = perf_counter()
-        while (seconds := perf_counter() - start) < self._race.seconds:
-            self._live.update(self._panels(self._race.at(seconds), "in real time"), refresh=True)
+        while (seconds := (perf_counter() - start) / slower) < self._race.seconds:
+            status = f"the same, {slower:.3g} times slower"
+            self._live.update(self._panels(*self._race.at(seconds), status), refresh=True)
             sleep(_FRAME_S)
 
     def _end(self) -> str:
         speed = "" if self._race.speedup is None else f", {self._race.speedup:.2f} times as fast"
         return verdict(self._race) + speed
 
-    def _panels(self, lanes: Mapping[str, Lane], status: str) -> Group:
+    def _panels(self, plain: Lane, fast: Lane, status: str) -> Group:
         grid = Table.grid(expand=True)
-        for _ in lanes:
-            grid.add_column(ratio=1)
-        grid.add_row(
-            *(self._panel(name, lane, "green" if name == self._race.name else "white") for name, lane in lanes.items())
-        )
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        grid.add_row(self._panel("plain", plain, "white"), self._panel(self._race.name, fast, "green"))
         return Group(Text.assemble((self._title, "bold"), (f" · {status}", "bold yellow"), overflow="ellipsis"), grid)
 
     def _panel(self, name: str, lane: Lane, border: str) -> Panel:
@@ -105,17 +108,17 @@ def figures(lane: Lane) -> str:
     stats = lane.stats
     return (
         f"{stats.new_tokens} tokens · {stats.steps} passes · {stats.tokens_per_step:.2f} a pass · "
-        f"{stats.decode_s:.2f} s"
+        f"{stats.decode_s:.2f} s · 4-grams {lane.distinct_4grams:.0%}"
     )
 
 
 def describe(term: Terminal, title: str, prompt: str, race: Race) -> None:
     """Write a race as plain text."""
     term.write(f"=== {title}\n{prompt}{race.lookahead.text}\n\n")
-    for name, lane in race.lanes.items():
-        term.write(f"{name:>13}: {figures(lane)}\n")
+    for name, lane in (("plain", race.plain), (race.name, race.lookahead)):
+        term.write(f"{name:>11}: {figures(lane)}\n")
     if race.speedup is not None:
-        term.write(f"{'':>13}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
+        term.write(f"{'':>11}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
 
 
 def sampling_text(choices: Choices) -> str:
@@ -127,8 +130,9 @@ def verdict(race: Race) -> str:
     """Return whether the texts are equal, and if not, from which token on."""
     if race.same:
         return "same text"
-    columns = zip_longest(*(lane.token_ids for lane in race.lanes.values()))
-    place = next(i for i, column in enumerate(columns) if len(set(column)) > 1)
+    pairs = zip(race.plain.token_ids, race.lookahead.token_ids, strict=False)
+    shorter = min(len(race.plain.token_ids), len(race.lookahead.token_ids))
+    place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
     return f"THE TEXTS DIFFER from token {place} on"
 
 
@@ -137,7 +141,7 @@ def summary(races: Sequence[Race]) -> Table:
     sampled = next((sampling_text(race.choices) for race in races if race.choices.do_sample), None)
     table = Table(title="plain / method", title_style="bold", show_edge=False, pad_edge=False)  # fits 80 columns
     table.caption = f"*: {sampled}" if sampled else None
-    for column in ("round", "text", "passes", "per pass", "seconds", "speed-up", "lookup"):
+    for column in ("round", "text", "passes", "per pass", "seconds", "speed-up", "4-grams"):
         table.add_column(column, justify="left" if column in ("round", "text") else "right", no_wrap=True)
     number = 0
     for name, group in groupby(races, key=lambda race: race.name):
@@ -156,11 +160,10 @@ def total_speedup(races: Sequence[Race]) -> float | None:
     return sum(race.plain.stats.decode_s for race in races) / seconds if seconds else None
 
 
-def conclusion(model: str, races: Sequence[Race], learned: int) -> str:
+def conclusion(races: Sequence[Race], learned: int) -> str:
     """Return in words that the texts are equal, and the speed-up of each method.
 
     Args:
-        model: name of the model, and its padding.
         races: all races of the demo.
         learned: number of texts that the memory was filled from.
     """
@@ -171,7 +174,6 @@ def conclusion(model: str, races: Sequence[Race], learned: int) -> str:
         others = f"{learned} other text{'' if learned == 1 else 's'}"
         source = f" (it had learned from {others})" if name == KEPT else ""
         lines += [f"{name}: {speed:.2f} times as fast{source}"] if speed is not None else []
-    lines += [f"The model is the {model}: the same text at that cost."] if PADDED in model else []
     return "\n".join(lines)
 
 
@@ -181,7 +183,7 @@ def _row(name: str, races: Sequence[Race]) -> list[str]:
     seconds = sum(lane.stats.decode_s for lane in fast)
     plain_seconds = sum(lane.stats.decode_s for lane in plain)
     emitted = sum(lane.stats.accepted_tokens for lane in fast)
-    lookup_seconds = sum(race.lookup.stats.decode_s for race in races if race.lookup is not None)
+    distinct = sum(lane.distinct_4grams for lane in fast) / len(fast)
     return [
         name,
         "same" if all(race.same for race in races) else "DIFFER",
@@ -189,13 +191,10 @@ def _row(name: str, races: Sequence[Race]) -> list[str]:
         f"{emitted / steps:.2f}" if steps else "-",
         f"{plain_seconds:.2f} / {seconds:.2f}",
         f"{plain_seconds / seconds:.2f}" if seconds else "-",
-        f"{plain_seconds / lookup_seconds:.2f}" if lookup_seconds else "-",
+        f"{distinct:.0%}",
     ]
 
 
 def footnote() -> Text:
     """Return the legend of panels and table."""
-    kinds = {"cyan": "window", "yellow": "copies of the text", "green": "memory"}
-    named = [part for style in dict.fromkeys(STYLES.values()) for part in ((" · ", "dim"), (kinds[style], style))]
-    own = ("accepted drafts by source: the model's own token", "dim")
-    return Text.assemble(own, *named, (" · ", "dim"), ("other", "magenta"), (_NOTE, "dim"))
+    return Text.assemble(legend(), (_NOTE, "dim"))

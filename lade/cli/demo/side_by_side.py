@@ -1,12 +1,10 @@
-"""Plain decoding, prompt lookup and lookahead decoding of one prompt side by side, each timed by its own clock."""
+"""Plain and lookahead decoding of one prompt side by side, each timed by its own clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
-from itertools import groupby
 from time import perf_counter
 from typing import Any
 
@@ -15,21 +13,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.cli.loading.load import LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
-from lade.cli.run import generate_arguments
+from lade.cli.run import Palette, generate_arguments
 from lade.config import LookaheadConfig
 from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
-from lade.hf.session import Session
-from lade.model.prepared import custom_generate_for
-from lade.serving.request import PLAIN
 from lade.stats import Stats, Step, distinct_ngrams
-
-LOOKUP = "prompt lookup"
-LOOKUP_BUDGET = 16
-"""Tokens that prompt lookup feeds in a step: the default of `lade bench`."""
-STYLES = {"window": "cyan", "pool": "cyan", "prompt": "yellow", "text": "yellow", "memory": "green"}
-"""Colours of accepted drafts by their source; the model's own tokens have none."""
-_OTHER, _OWN = "magenta", frozenset({"bonus", "prefill"})
 
 
 class Noise:
@@ -95,19 +83,15 @@ class Lane:
         self.token_ids: list[int] = []
         self.pieces: list[tuple[str, str]] = []  # text, style
         self.stats = Stats()
-        self._steps: list[tuple[Step, list[tuple[str, str]]]] = []  # with its pieces
-        self._detokenizer = Detokenizer(loaded.tokenizer, prompt)
+        self._steps: list[Step] = []
+        self._palette, self._detokenizer = Palette(), Detokenizer(loaded.tokenizer, prompt)
 
     def take(self, step: Step) -> None:
-        """Append a step; the text of each token has the colour of its source."""
+        """Append a step."""
         self.token_ids += step.tokens
         self.stats.add(step)
-        pieces = []
-        for source, pairs in groupby(zip(step.sources, step.tokens, strict=True), key=lambda pair: pair[0]):
-            style = "" if source in _OWN else STYLES.get(source, _OTHER)
-            pieces.append((self._detokenizer.push([token for _, token in pairs]), style))
-        self._steps.append((step, pieces))
-        self.pieces += pieces
+        self._steps.append(step)
+        self.pieces.append((self._detokenizer.push(step.tokens), self._palette.style(len(step.tokens))))
 
     def finish(self) -> None:
         """Append the text that the detokenizer held back."""
@@ -117,13 +101,13 @@ class Lane:
         """Return the lane after this many seconds of decoding, counted from the end of the prefill."""
         past, done = copy(self), 0.0
         past.token_ids, past.pieces, past.stats = [], [], Stats()
-        for step, pieces in self._steps:
+        for step, piece in zip(self._steps, self.pieces, strict=False):
             done += step.seconds if step.index else 0.0
             if done > seconds:
                 return past
             past.token_ids += step.tokens
             past.stats.add(step)
-            past.pieces += pieces
+            past.pieces.append(piece)
         return self
 
     @property
@@ -138,10 +122,10 @@ class Lane:
 
 
 class Race:
-    """Plain decoding, prompt lookup and lookahead decoding of one prompt.
+    """Plain and lookahead decoding of one prompt.
 
     Plain decoding is transformers' own `model.generate`. While it hands over a token its clock stops, and the other
-    lanes decode until their own clocks have caught up. So no clock counts another lane's time or that of drawing.
+    lane decodes until its own clock has caught up. So neither clock counts the other lane's time or that of drawing.
 
     Args:
         loaded: model to generate with, and its tokenizer.
@@ -150,7 +134,6 @@ class Race:
         max_new_tokens: token limit, at least 1.
         choices: settled choices without beams; each lane has a generator of its own with their seed.
         name: name of the lookahead lane's method.
-        lookup: add a lane that drafts by prompt lookup alone, the n-grams of the text.
     """
 
     def __init__(
@@ -161,12 +144,9 @@ class Race:
         max_new_tokens: int,
         choices: Choices = GREEDY,
         name: str = "lookahead",
-        *,
-        lookup: bool = False,
     ) -> None:
         self.choices, self.name = choices, name
         self.plain, self.lookahead = Lane(loaded, prompt), Lane(loaded, prompt)
-        self.lookup = Lane(loaded, prompt) if lookup else None
         self._model, self._config = loaded.model, config
         ids = torch.tensor([prompt], device=loaded.model.device)
         self._arguments: dict[str, Any] = {
@@ -177,61 +157,40 @@ class Race:
         }
 
     def run(self, draw: Callable[[], None]) -> None:
-        """Decode all, calling `draw` after each token of the plain lane and each step after its end."""
-        rivals = [self._begin(self.lookahead, partial(stream, self._model, lookahead=self._config))]
-        if self.lookup is not None:
-            rivals.append(self._begin(self.lookup, self._lookup))
-        own = Noise(self.choices.seed, self._model.device)
+        """Decode both, calling `draw` after each token of the plain lane and each step after its end."""
+        ours, theirs = (Noise(self.choices.seed, self._model.device) for _ in range(2))
+        with ours.taken():
+            steps = stream(self._model, lookahead=self._config, **self._arguments)
 
         def catch_up() -> None:
-            for lane, steps, noise in rivals:
-                with noise.taken():  # within a turn of the plain lane
-                    while lane.stats.decode_s <= self.plain.stats.decode_s and (step := next(steps, None)):
-                        lane.take(step)
+            with ours.taken():  # within a turn of theirs
+                while self.lookahead.stats.decode_s <= self.plain.stats.decode_s and (step := next(steps, None)):
+                    self.lookahead.take(step)
             draw()
 
-        with own.taken():
+        with theirs.taken():
             generate(self._model, lookahead=None, streamer=_Pacer(self.plain, catch_up), **self._arguments)
-        for lane, steps, noise in rivals:
-            with noise.taken():
-                for step in steps:
-                    lane.take(step)
-                    draw()
-        for lane in self.lanes.values():
+        with ours.taken():
+            for step in steps:
+                self.lookahead.take(step)
+                draw()
+        for lane in (self.plain, self.lookahead):
             lane.finish()
         draw()
 
-    def _begin(self, lane: Lane, start: Callable[..., Iterator[Step]]) -> tuple[Lane, Iterator[Step], Noise]:
-        noise = Noise(self.choices.seed, self._model.device)
-        with noise.taken():
-            return lane, start(**self._arguments), noise
-
-    def _lookup(self, **arguments: Any) -> Iterator[Step]:
-        """Return the steps of prompt lookup, as `lade bench` runs it."""
-        from lade_lab.peers import PromptLookupDrafter
-
-        make = partial(Session, config=PLAIN, stats=Stats(), drafter=PromptLookupDrafter(LOOKUP_BUDGET))
-        return iter(self._model.generate(custom_generate=custom_generate_for(make), **arguments))
-
-    @property
-    def lanes(self) -> dict[str, Lane]:
-        """The lanes by the names of their methods, plain decoding first."""
-        lookup = {} if self.lookup is None else {LOOKUP: self.lookup}
-        return {"plain": self.plain, **lookup, self.name: self.lookahead}
-
-    def at(self, seconds: float) -> dict[str, Lane]:
-        """Return the lanes at a time on their clocks."""
-        return {name: lane.at(seconds) for name, lane in self.lanes.items()}
+    def at(self, seconds: float) -> tuple[Lane, Lane]:
+        """Return both lanes at a time on their clocks."""
+        return self.plain.at(seconds), self.lookahead.at(seconds)
 
     @property
     def seconds(self) -> float:
-        """Decoding time of the slowest lane, without prefill."""
-        return max(lane.stats.decode_s for lane in self.lanes.values())
+        """Decoding time of the slower lane, without prefill."""
+        return max(self.plain.stats.decode_s, self.lookahead.stats.decode_s)
 
     @property
     def same(self) -> bool:
-        """True if all lanes wrote the tokens of `model.generate`."""
-        return all(lane.token_ids == self.plain.token_ids for lane in self.lanes.values())
+        """True if both lanes wrote the same tokens."""
+        return self.plain.token_ids == self.lookahead.token_ids
 
     @property
     def speedup(self) -> float | None:
@@ -240,9 +199,8 @@ class Race:
         return self.plain.stats.decode_s / seconds if seconds else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return statistics and tokens of all lanes."""
+        """Return statistics and tokens of both lanes."""
         lanes = {"plain": self.plain, "lookahead": self.lookahead}
-        lanes |= {} if self.lookup is None else {"prompt_lookup": self.lookup}
         return {
             "method": self.name,
             **{name: _lane_dict(lane) for name, lane in lanes.items()},
