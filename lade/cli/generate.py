@@ -189,7 +189,8 @@ def _as_text(
     if run.interrupted:
         term.say("interrupted", "yellow")
     term.say(run.summary(), ASIDE)
-    term.say(run.stats.explain(), ASIDE)
+    if run.config is not None:
+        term.say(run.stats.explain(), ASIDE)
     return run
 
 
