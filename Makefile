@@ -89,7 +89,7 @@ $(SCHEMA)/.installed: constraints-schema.txt
 	$(SCHEMA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-schema.txt schemathesis
 	@touch $@
 
-demo: $(SHOWN)/.installed ## watch a model write Python: plain, prompt lookup and lookahead decoding side by side
+demo: $(SHOWN)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(SHOWN)/bin/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs

@@ -3,7 +3,7 @@
 import pytest
 
 from lade.errors import ConfigError
-from lade_lab.harness.methods import DEFAULT, KINDS, PEERS, parse, parse_all, reference_of
+from lade_lab.harness.methods import DEFAULT, KINDS, parse, parse_all, reference_of
 from lade_lab.results import Method
 
 
@@ -61,9 +61,12 @@ def test_commas_between_methods_and_between_sizes():
     assert [method.name for method in found] == ["hf", "lookahead 15,5,15", "adaptive 32", "plain", "jacobi"]
 
 
-def test_the_default_methods_are_all_but_the_one_that_needs_a_draft_and_those_of_others():
-    known = [kind for kind in KINDS if kind not in PEERS | {"hf-assisted", "hf-mtp", "drafter"}]
-    assert [method.name for method in parse_all(DEFAULT)] == known
+def test_the_default_methods_have_the_peers_and_fixed_sizes_to_beat():
+    names = {method.name for method in parse_all(DEFAULT)}
+    assert {"prompt-lookup", "suffix", "adaptive 8", "adaptive 16", "adaptive 32", "adaptive"} <= names
+    assert {method.kind for method in parse_all(DEFAULT)} == KINDS.keys() - {
+        *("hf-assisted", "hf-mtp", "drafter", "mtp", "token-recycling")
+    }
 
 
 @pytest.mark.parametrize(

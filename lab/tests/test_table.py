@@ -124,3 +124,10 @@ def test_texts_that_were_not_compared_are_not_called_equal():
     methods = [METHODS[0], replace(METHODS[1], compared=False)]
     text = as_markdown(made_results(prompts=1, methods=methods, workloads=("gsm8k",)))
     assert rows_of(text, "hf-prompt-lookup")[0][1] == "not compared"
+
+
+def test_a_prediction_far_off_is_a_factor_and_no_percentage():
+    from lade_lab.report.prose import _closely
+
+    assert _closely(1.81, 0) == "only within a factor of 2.8"
+    assert _closely(0.21, 0) == "to within 21%" and _closely(0.0, 1) == "to within 0.0%"

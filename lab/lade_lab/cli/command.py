@@ -11,7 +11,7 @@ from lade_lab.cli import compare, plan, scaling
 from lade_lab.cli.job import Answers, Files, Plan, Runs, Weights
 from lade_lab.cli.throughput import LoadOptions, measure
 
-EXAMPLE = "Example:  [bold]lade bench --model gpt2 --workload HumanEval.jsonl.gz --limit 20[/bold]"
+EXAMPLE = "Example:  [bold]lade bench --model gpt2 --prompts HumanEval.jsonl.gz --limit 20[/bold]"
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", subcommand_metavar="[COMMAND]")
 

@@ -35,11 +35,12 @@ class Runs:
     workload: Annotated[
         list[str] | None,
         _what(
+            "--prompts",
             "--workload",
             "-w",
             metavar="FILE",
             help="Prompts: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K, ClassEval, or JSON lines with the key prompt. "
-            "May be given again. Default: builtin, Python to continue.",
+            "Repeatable. Default: builtin, Python to continue.",
         ),
     ] = None
     format: Annotated[str | None, _what(metavar="NAME", help="Format of the files. Default: seen by their keys.")] = (
@@ -51,8 +52,9 @@ class Runs:
         _what(
             metavar="M,M,...",
             help="Of hf, hf-prompt-lookup, hf-assisted, hf-mtp, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
-            "token-recycling[=B], mtp[=K], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: all without "
-            "[=B] or mtp, and the last two.",
+            "token-recycling[=B], mtp[=K], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: hf, "
+            "hf-prompt-lookup, plain, jacobi, prompt-lookup, suffix, lookahead, adaptive=8, =16 and =32, adaptive, "
+            "adaptive-warm.",
         ),
     ] = None
     draft: Annotated[
@@ -87,16 +89,19 @@ class Runs:
 class Answers:
     """Options of generation and timing; see `Settings`."""
 
-    max_new_tokens: Annotated[
-        int, _answers("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")
-    ] = 128
+    max_new_tokens: Annotated[int, _answers("--max-new-tokens", "-n", metavar="N", help="Most tokens to generate.")] = (
+        128
+    )
     ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Write on after the end of a text.")] = False
     temperature: Annotated[
         float | None, _answers(metavar="T", help="Above 0: sample at this temperature. Default: greedy.")
     ] = None
     top_k: Annotated[int | None, _answers(metavar="K", help="Draw only among the K likeliest.")] = None
     top_p: Annotated[float | None, _answers(metavar="P", help="Draw only among the likeliest that add up to P.")] = None
-    seeds: Annotated[str, _answers(metavar="S,S,...", help="One answer to each prompt for each seed.")] = "0"
+    seeds: Annotated[
+        str,
+        _answers("--seed", "--seeds", metavar="S,S,...", help="Sampling seeds: an answer to each prompt for each."),
+    ] = "0"
     repeats: Annotated[int, _answers(metavar="R", help="How often each answer is timed.")] = 1
 
     def settings(self) -> Settings:

@@ -79,7 +79,13 @@ KINDS = {
 }
 """Kinds of methods, and what they are."""
 
-DEFAULT = ("hf", "hf-prompt-lookup", "plain", "jacobi", "lookahead", "adaptive", "adaptive-warm")
+FIXED = tuple(f"adaptive={budget}" for budget in (8, 16, 32))
+"""Fixed sizes that run by default: the best of them is what the adaptive method has to beat."""
+DEFAULT = (
+    *("hf", "hf-prompt-lookup", "plain", "jacobi", "prompt-lookup", "suffix", "lookahead"),
+    *FIXED,
+    *("adaptive", "adaptive-warm"),
+)
 PEERS = frozenset({"prompt-lookup", "suffix", "token-recycling", "mtp"})
 """Methods of others, in this library's loop; see `lade_lab.peers`."""
 TRANSFORMERS = frozenset({"hf", "hf-prompt-lookup", "hf-assisted", "hf-mtp"})

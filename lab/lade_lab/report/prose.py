@@ -15,6 +15,9 @@ LOSS = "▼"
 
 _EVEN = 0.995  # what rounds to 1.00 is no loss
 
+_TELLING_GAP = 0.5
+"""Above this relative difference a prediction is no percentage off, but wrong by a factor."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -127,14 +130,24 @@ def closing(summary: Summary) -> str:
     if not gaps:
         return ""
     largest, method = max(gaps)
-    text = f"S/cost is the measured speed over {summary.base} to within {largest:.1%} ({method})"
+    text = f"S/cost is the measured speed over {summary.base} {_closely(largest, 1)} ({method})"
     curves = [(row.identity.from_curve, row.identity.observed) for row in rows if row.identity]
     away = [abs(promised / observed - 1) for promised, observed in curves if promised]
     if away:
         text += (
-            f"; with costs from the step curve, in which nothing of a method's own time is, to within {max(away):.0%}"
+            f"; with costs from the step curve, in which nothing of a method's own time is, {_closely(max(away), 0)}"
         )
     return text + "."
+
+
+def _closely(gap: float, digits: int) -> str:
+    """Return how closely a prediction meets a speed, in words where a percentage would mean nothing.
+
+    Args:
+        gap: largest relative difference.
+        digits: decimal places of the percentage.
+    """
+    return f"to within {gap:.{digits}%}" if gap <= _TELLING_GAP else f"only within a factor of {1 + gap:.1f}"
 
 
 def caption(results: Results) -> str:

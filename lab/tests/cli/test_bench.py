@@ -120,12 +120,13 @@ def test_without_options_it_runs_offline_on_the_embedded_model(lade, tmp_path, m
     result = lade("bench", "--limit", 1, "-n", 6)
     assert result.exit_code == 0, result.output
     results = Results.load(tmp_path / "bench-results" / "embedded" / "results.json")
-    assert [method.kind for method in results.methods] == [
-        "hf", "hf-prompt-lookup", "plain", "jacobi", "lookahead", "adaptive", "adaptive-warm",
+    assert [method.name for method in results.methods] == [
+        "hf", "hf-prompt-lookup", "plain", "jacobi", "prompt-lookup", "suffix", "lookahead",
+        "adaptive 8", "adaptive 16", "adaptive 32", "adaptive", "adaptive-warm",
     ]  # fmt: skip
     assert results.workloads == [load("builtin", limit=1).record]
     assert results.environment.threads == 1 and not any(method.packed for method in results.methods)
-    assert results.settings.max_new_tokens == 6 and len(results.samples) == 7
+    assert results.settings.max_new_tokens == 6 and len(results.samples) == 12
 
 
 def test_json(bench, out):
