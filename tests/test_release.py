@@ -112,7 +112,7 @@ def test_the_container_serves_as_a_user_of_its_own_and_is_probed():
     from lade.server.settings import PROBES
 
     lines = (CONTAINER / "Dockerfile").read_text()
-    assert "whl/cpu" in lines and "[serve]" in lines and "\nUSER lade\n" in lines
+    assert "ARG TORCH=torch\n" in lines and "[serve]" in lines and "\nUSER lade\n" in lines
     (probe,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", lines)
     assert probe in PROBES and "HEALTHCHECK" in lines
 

@@ -51,10 +51,8 @@ class Runs:
         list[str] | None,
         _what(
             metavar="M,M,...",
-            help="Of hf, hf-prompt-lookup, hf-assisted, hf-mtp, plain, jacobi[=K], prompt-lookup[=B], suffix[=B], "
-            "token-recycling[=B], mtp[=K], lookahead[=W,N,G], adaptive[=B], adaptive-warm[=B]. Default: hf, "
-            "hf-prompt-lookup, plain, jacobi, prompt-lookup, suffix, lookahead, adaptive=8, =16 and =32, adaptive, "
-            "adaptive-warm.",
+            help="Such as hf, plain, suffix=16, mtp=4, lookahead=7,5,7 or adaptive; a wrong name lists all. Default: this "
+            "library, transformers, peers and fixed sizes.",
         ),
     ] = None
     draft: Annotated[
@@ -64,9 +62,9 @@ class Runs:
     drafter: Annotated[
         list[str] | None,
         _what(
-            metavar="MODULE:CLASS[=B]",
-            help="A lade.Drafter to run as one more method, beside the memory; with B tokens fed in a step. It keeps "
-            "its state from prompt to prompt. May be given again.",
+            metavar="CLASS",
+            help="MODULE:CLASS[=B], a lade.Drafter of your own to run as one more method, with B tokens fed in a step. "
+            "Repeatable.",
         ),
     ] = None
 
