@@ -51,8 +51,8 @@ class Runs:
         list[str] | None,
         _what(
             metavar="M,M,...",
-            help="Such as hf, plain, suffix=16, mtp=4, lookahead=7,5,7 or adaptive; a wrong name lists all. Default: this "
-            "library, transformers, peers and fixed sizes.",
+            help="Such as hf, plain, suffix=16, mtp=4, lookahead=7,5,7 or adaptive; a wrong name lists all. Default: "
+            "this library, transformers, peers and fixed sizes.",
         ),
     ] = None
     draft: Annotated[
