@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lade.backends.cuda_graphs.backend import release
     from lade.backends.processes.team import parallel
     from lade.config import LookaheadConfig
+    from lade.engines.drafter import EngineDraft, EngineDrafter
     from lade.errors import (
         CaptureWarning,
         ClusterError,
@@ -52,6 +53,8 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineClosedError",
+    "EngineDraft",
+    "EngineDrafter",
     "EngineFullError",
     "FallbackWarning",
     "Grammar",
@@ -98,6 +101,7 @@ _HOMES = {
     "lade.backends.processes.team": ("parallel",),
     "lade.config": ("LookaheadConfig",),
     "lade.memory": ("Memory",),
+    "lade.engines.drafter": ("EngineDraft", "EngineDrafter"),
     "lade.errors": (
         "CaptureWarning",
         "ClusterError",

@@ -17,6 +17,7 @@ import numpy as np
 
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.memory import RATE, ContextMemory
+from lade.decoding.drafting.news import FIRST
 from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels import growth
 from lade.decoding.kernels.layout import LONGEST, NODES, PREDICTED, PROMPT, READ, Doubles, Ints
@@ -109,12 +110,13 @@ class TreeGrower:
     Args:
         excluded: ids that are not to be drafted.
         vocabulary: ids below it can be fed; None for no limit.
+        room: nodes that there is room for at first.
     """
 
-    def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None) -> None:
+    def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None, room: int = _ROOM) -> None:
         self._excluded = np.array(sorted(excluded), dtype=np.int64)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
-        self._use(Work.of(_ROOM))
+        self._use(Work.of(room))
         self._earlier = EarlierText()
 
     @property
@@ -183,6 +185,19 @@ class TreeGrower:
         )
         scores: list[float] = self._work.scores[:count].tolist()
         return scores
+
+    def grow_chain(self, memory: ContextMemory, most: int, price: float, news: float) -> int:
+        """Add the likeliest child of the last node while it is worth its price; return the number of nodes.
+
+        Args:
+            memory: the rows by context.
+            most: nodes, the root included.
+            price: tokens that one more node costs.
+            news: tokens that the logits of nodes teach, see `drafting.news`.
+        """
+        self._reserve(most)
+        (young, old), weights, excluded = memory.tables, memory.weights, self._excluded
+        return growth.grow_chain(self._held, young, old, weights, excluded, self._vocabulary, most, price, news, FIRST)
 
     def paths(self, count: int) -> list[tuple[int, ...]]:
         """The tokens from below the root to each of the first `count` nodes."""

@@ -11,19 +11,20 @@ import math
 NEWS = 0.22
 """Tokens. Where the rows of rejected nodes were not learned, some 15 a step, stories yielded 0.36 tokens a step less
 (lab/log/tree-size.md, "Exploration value of rejected nodes"); this says 0.47 where they are of use."""
-_FIRST = 2.0
+FIRST = 2.0
+"""Nodes at which the worth of one more has fallen to a half."""
 
 
 def taught(size: int) -> float:
     """Tokens that a step over so many nodes saves later, next to one over the root alone."""
-    return NEWS * math.log1p((size - 1) / _FIRST)
+    return NEWS * math.log1p((size - 1) / FIRST)
 
 
 def taught_by_last(size: int) -> float:
     """What the last of so many nodes adds to that."""
-    return NEWS / (_FIRST + size - 1)
+    return NEWS / (FIRST + size - 1)
 
 
 def most_worth(cost: float, use: float) -> int:
     """The largest size whose last node teaches as much as it costs, in tokens, if what it teaches is of so much use."""
-    return int(min(use * NEWS / cost if cost > 0.0 else math.inf, 1e6) + 1.0 - _FIRST)
+    return int(min(use * NEWS / cost if cost > 0.0 else math.inf, 1e6) + 1.0 - FIRST)

@@ -254,6 +254,60 @@ def grow(
     return int(work.used[NODES])
 
 
+@compiled(HELD, TABLE, TABLE, MATRIX, LONGS, INT, INT, DOUBLE, DOUBLE, DOUBLE)
+def grow_chain(
+    held: Held,
+    young: Ints,
+    old: Ints,
+    weights: Doubles,
+    excluded: npt.NDArray[np.int64],
+    vocabulary: int,
+    most: int,
+    price: float,
+    news: float,
+    first: float,
+) -> int:
+    """Add the likeliest child of the last node, again and again, while it is worth its price.
+
+    A node's worth is the probability that it is accepted, and `news / (first + size - 1)` for what its logits teach,
+    `size` being the number of nodes with it.
+
+    Args:
+        held: a tree that is its root, with room for `most` nodes.
+        young: the memory's table that is written.
+        old: the memory's other table.
+        weights: of the mixer.
+        excluded: tokens not to add.
+        vocabulary: tokens must be below.
+        most: nodes, the root included.
+        price: tokens that one more node costs.
+        news: see above, in tokens.
+        first: see above, in nodes.
+
+    Returns:
+        The number of nodes.
+    """
+    work, node = held.work, 0
+    while work.used[NODES] < most:
+        expand(work, node, young, old, weights)
+        rank, token = 0, -1
+        while rank < work.offers[node] and token < 0:
+            bring_forward(work.tokens[node], work.odds[node], work.memory_odds[node], work.offers[node], rank)
+            offered = work.tokens[node, rank]
+            if offered < vocabulary and not _is_among(excluded, offered):
+                token = offered
+            else:
+                rank += 1
+        if token < 0:
+            break
+        score = work.scores[node] * probability(work.odds[node, rank])
+        if score + news / (first + work.used[NODES]) <= price:
+            break
+        node = _add(work, node, token)
+        work.scores[node] = score
+    return int(work.used[NODES])
+
+
 @compiled(HELD, INT, LONGS, LONGS)
 def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
     """Keep the first nodes, and add what others have added to the tree, each with its token and parent."""
