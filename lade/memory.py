@@ -5,7 +5,7 @@ A safetensors file:
     metadata   format, version, layout (parameters of the encoding), library, max_bytes, tokenizer, sha256
     old        int32 [n, 2 + WIDTH]  contexts not used recently: two halves of a hash, and a row of entries each
     young      int32 [m, 2 + WIDTH]  contexts used recently
-    weights    float64 [LINES, END + 1]  weights of the mixer
+    weights    float64 [WEIGHT_SETS, END + 1]  weights of the mixer
 
 See `lade.decoding.kernels` for hashes and entries. The checksum is the SHA-256 of the file with the checksum's own
 digits set to zero, so that no byte can change unnoticed.
@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors import numpy as container
 
 from lade.decoding.drafting.memory import DEFAULT_BYTES, KINDS, LEAST_BYTES, ContextMemory, Snapshot
-from lade.decoding.kernels.layout import BITS, CEILING, END, FLOOR, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH, Ints
+from lade.decoding.kernels.layout import BITS, CEILING, END, FLOOR, ORDERS, TEXT_ORDERS, TOKEN, WEIGHT_SETS, WIDTH, Ints
 from lade.errors import InputError
 from lade.files import check_writable, write_whole
 from lade.version import __version__
@@ -257,7 +257,7 @@ def _checked_arrays(arrays: Arrays) -> Arrays:
             raise _InvalidFileError(f"is damaged: {name} has an invalid entry")
         if len(np.unique(slots[:, :2], axis=0)) < len(slots):
             raise _InvalidFileError(f"is damaged: {name} has a key twice")
-    if not np.isfinite(_checked(arrays, "weights", np.float64, LINES, END + 1)).all():
+    if not np.isfinite(_checked(arrays, "weights", np.float64, WEIGHT_SETS, END + 1)).all():
         raise _InvalidFileError("is damaged: weights are not finite")
     return arrays
 

@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 268,
-    "lines": 48000,
-    "files under 40 lines of code": 18,
+    "files": 259,
+    "lines": 48700,
+    "files under 40 lines of code": 15,
     "lines of the largest file": 500,
-    "imports, per cent of code": 11.4,
+    "imports, per cent of code": 11.2,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
-    "files that generate imports": 70,
-    "lines that generate imports": 13830,
+    "files that generate imports": 66,
+    "lines that generate imports": 13700,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
-    "docstrings that begin with What, Whether or Of": 32,
-    "entries of Args that are fragments, per cent": 5,
+    "docstrings that begin with What, Whether or Of": 31,
+    "entries of Args that are fragments, per cent": 4.2,
 }
-LEAST = {"median lines of a file": 180}
+LEAST = {"median lines of a file": 185}
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,16 @@
-"""Gain of the default method by a simulated clock, independent of the machine's load.
+"""The default against fixed sizes and plain decoding where passes take known times, however busy this machine is.
 
     python lab/experiments/simulated_controller.py --model FOLDER --prompts FILE.jsonl --limit 40
+    python lab/experiments/simulated_controller.py --model FOLDER --prompts FILE.jsonl --rows 4 --rows 8 --rows 16
 
-The model runs and its tokens are real. What the controller is told of a step's time is made up: of passes by a curve
-through `PASSES_MS`, of the library's own work by `LOOK_S` and its like, with hiccups. So runs can be compared to the
-third digit, and two may run at once. With `--rows` they are batches, on a machine whose passes are those of so many
-rows. Speeds are those of `plain` steps of `model.generate` over steps; a prompt's own time is left out.
+The model runs and its tokens are real; seconds are made up: of passes by a curve through `PASSES_MS`, of the library's
+own work by `LOOK_S` and its like, with hiccups. So runs can be compared to the third digit. What a fixed size feeds and
+yields does not depend on the clock, so it is run once for all machines; `--cache` keeps it for the next run.
+
+Prints one table and a verdict: all machines x {the prompts, built-in code} x {cold, memory kept} x temperatures, the
+default against the best of `FIXED`. With `--rows` batches are compared with plain decoding, on the machine "four", by
+the size of each row's tree, and on "gpu", by the tokens of all rows. Other speeds are over steps of `model.generate`; a
+prompt's own time is left out.
 """
 
 from __future__ import annotations
@@ -13,9 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +28,14 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lade
-from lade.decoding.drafting.batch_budget import BatchBudget
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.tree_size import FixedBudget
+from lade.embedded.files import model_path, prompts
 from lade.hf import job
 from lade.tuning import cost_cache
 from lade.tuning.step_cost import StepCost
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PASSES_MS = {
     "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
     "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),
@@ -38,124 +43,225 @@ PASSES_MS = {
     "fast": (1.45, 1.75, 1.95, 2.2, 2.5, 3.1, 4.4, 7.0),  # "small" at 0.7 of its time: supposed
     "two": (1.8, 2.15, 2.5, 2.9, 3.4, 4.8, 8.0, 15.0),
     "four": (2.2, 2.6, 3.1, 3.7, 4.5, 7.0, 13.0, 26.0),  # supposed, too: the shape that a Zen 4 had
+    "gpu": (10.0, 10.0, 10.05, 10.1, 10.2, 10.3, 10.5, 11.0, 13.0, 20.0, 36.0, 68.0),  # by the tokens of all rows
 }
+SINGLE, BATCHED = [name for name in PASSES_MS if name != "gpu"], ("four", "gpu")
 OWN_S, LOOK_S, NODE_S = 120e-6, 110e-6, 10e-6
 """The library's own time: of any step, what looking for guesses adds, and each node fed: 0.12, 0.23 and, at 16
 tokens, 0.38 ms; measured beside "small"."""
 ROW_SHARE = 0.2
 """Share of `OWN_S` for each row of a batch beside the first."""
 GENERATE_OWN = 0.055
-"""Overhead of a `model.generate` step as a share of its pass, beyond `OWN_S`."""
+"""What a step of `model.generate` takes beside its pass, as a share of it, beyond `OWN_S`."""
+HICCUP = 0.067
+"""What hiccups add to passes on average."""
+FIXED = (1, 4, 8, 16, 32, 64)
+BAR, MEAN_BAR = 0.98, 1.0
+BATCH_BARS = {("gpu", 4): 1.5, ("gpu", 8): 1.3, ("gpu", 16): 1.15}
+
+
+class StepLog(NamedTuple):
+    """Tokens fed and emitted in one step, and whether guesses were looked for."""
+
+    fed: int
+    emitted: float
+    looked: bool
 
 
 class Clock:
-    """Seconds that steps took, made up."""
+    """Made-up seconds of steps."""
 
-    def __init__(self, passes_ms: tuple[float, ...], rows: int) -> None:
-        self._passes_s, self._rows = [1e-3 * each for each in passes_ms], rows
-        self._luck = random.Random(1)
+    def __init__(self, machine: str, rows: int = 1) -> None:
+        self._passes_s = [1e-3 * each for each in PASSES_MS[machine]]
+        self._sizes, self._per_row = SIZES[: len(self._passes_s)], machine != "gpu"
+        self._rows, self._luck = rows, random.Random(1)
         self.seconds = 0.0
 
     def usual_s(self, size: int) -> float:
         """Return the seconds of a pass."""
-        return float(np.interp(size, SIZES, self._passes_s))
-
-    def step(self, size: int, looked: bool) -> tuple[float, float]:
-        """Return the seconds of a step and of its pass; the clock advances by the former."""
-        hiccup = 0.5 + self._luck.random() if self._luck.random() < 0.02 else abs(self._luck.gauss(0.0, 0.06))
-        forward_s = self.usual_s(size) * (1.0 + hiccup)
-        seconds = forward_s + self.own_s + (self._rows * (LOOK_S + NODE_S * (size - 1)) if looked else 0.0)
-        self.seconds += seconds
-        return seconds, forward_s
+        return float(np.interp(size if self._per_row else size * self._rows, self._sizes, self._passes_s))
 
     @property
     def own_s(self) -> float:
         """The library's own time of a step that looks for nothing."""
         return OWN_S * (1.0 + ROW_SHARE * (self._rows - 1))
 
+    def step(self, size: int, looked: bool) -> tuple[float, float]:
+        """Return the seconds of a step and of its pass; the clock goes on by the former."""
+        hiccup = 0.5 + self._luck.random() if self._luck.random() < 0.02 else abs(self._luck.gauss(0.0, 0.06))
+        forward_s = self.usual_s(size) * (1.0 + hiccup)
+        seconds = forward_s + self.own_s + (self._rows * (LOOK_S + NODE_S * (size - 1)) if looked else 0.0)
+        self.seconds += seconds
+        return seconds, forward_s
+
     def cost(self) -> StepCost:
-        """As it would have been measured."""
-        return StepCost.of({size: [self.usual_s(size)] * 4 for size in SIZES})
+        """Return the step cost as it would have been measured."""
+        return StepCost.of({size: [self.usual_s(size)] * 4 for size in SIZES[:8]})
 
 
-def put_in_place(clock: Clock) -> None:
-    """Have the library go by this clock."""
-    observe = Controller.observe
+class Recorder:
+    """Has the library go by a made-up clock, and logs its steps."""
 
-    def by_clock(self: Controller, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
-        observe(self, fed, emitted, *clock.step(fed, looked=not (self._skip or self._checks)))
+    def __init__(self) -> None:
+        self.clock = Clock("small")
+        self.steps: list[StepLog] = []
+        observe, skip = Controller.observe, Controller.skip_drafting
+        looked: dict[int, bool] = {}
 
-    observe_pass = BatchBudget.observe_pass
+        def skip_drafting(controller: Controller) -> bool:
+            skips = skip(controller)
+            looked[id(controller)] = not skips
+            return skips
 
-    def of_batch(self: BatchBudget, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
-        controller: Any = self._controller
-        controller.observe = partial(observe, controller)  # is told what this one is told
-        made_up = clock.step(fed, looked=not (controller._skip or controller._checks))
-        observe_pass(self, fed, emitted, *made_up, rows=rows)
+        def by_clock(
+            controller: Controller, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1
+        ) -> None:
+            self.steps.append(StepLog(fed, emitted, looked.get(id(controller), True)))
+            observe(controller, fed, emitted, *self.clock.step(fed, self.steps[-1].looked), rows=rows)
 
-    def fixed(self: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
-        clock.step(fed, looked=True)
+        def fixed(budget: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+            self.steps.append(StepLog(fed, emitted, budget.size > 1))
 
-    def curve(model: PreTrainedModel, *_: object, **__: object) -> StepCost:
+        Controller.skip_drafting, Controller.observe = skip_drafting, by_clock  # type: ignore[method-assign,assignment]
+        FixedBudget.observe = fixed  # type: ignore[method-assign,assignment]
+        job.__dict__.update(step_cost_for=self._curve, save_refreshed=lambda *_, **__: None)
+
+    def _curve(self, model: PreTrainedModel, *_: object, **__: object) -> StepCost:
         curves = cost_cache._in_use.setdefault(model, {})
         if "simulated" not in curves:
-            cost = clock.cost()
+            cost = self.clock.cost()
             curves["simulated"] = cost_cache.CurveInUse({}, cost, cost.table)
         return curves["simulated"].cost
 
-    Controller.observe, FixedBudget.observe = by_clock, fixed  # type: ignore[method-assign]
-    BatchBudget.observe_pass = of_batch  # type: ignore[method-assign]
-    job.__dict__.update(step_cost_for=curve, save_refreshed=lambda *_, **__: None)
 
-
-def padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Ids and mask of a batch, `[B, L]`, padded on the left."""
+def padded(prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ids and mask of a batch, `[B, L]`, padded on the left."""
     most = max(prompt.shape[1] for prompt in prompts)
     ids = torch.cat([pad(prompt, (most - prompt.shape[1], 0)) for prompt in prompts])
     mask = torch.cat([pad(torch.ones_like(prompt), (most - prompt.shape[1], 0)) for prompt in prompts])
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def run(clock: Clock, name: str, model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> None:
-    """One arm: `adaptive` or `budget=S`, with `:kept` for a memory that all prompts share."""
-    way, _, kept = name.partition(":")
-    budget = None if way == "adaptive" else int(way.removeprefix("budget="))
-    memory = lade.Memory() if kept else None
-    config = lade.LookaheadConfig(budget=budget, memory=memory)
-    cost_cache._in_use.clear()
-    stats, tokens, clock.seconds = lade.Stats(), 0, 0.0
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": args.temperature} if args.temperature else {}
-    sampling |= {"max_new_tokens": args.tokens, "pad_token_id": 0}
-    for number in range(0, len(prompts), args.rows):
-        torch.manual_seed(number)
-        lade.generate(model, **padded(prompts[number : number + args.rows]), lookahead=config, stats=stats, **sampling)
-        tokens += args.tokens
-    plain_s = tokens * (clock.usual_s(1) * (1.0 + GENERATE_OWN) + clock.own_s)
-    print(f"{name:20} S {stats.tokens_per_step:.2f}  speed {plain_s / clock.seconds:.3f}", flush=True)
+class Workload:
+    """A model, its prompts, and the log of a run over them."""
+
+    def __init__(self, name: str, folder: Path, texts: Sequence[str], tokens: int, recorder: Recorder) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.generation_config.eos_token_id = None
+        self._prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+        self._recorder, self._tokens, self.name = recorder, tokens, name
+
+    def steps(self, rows: int) -> int:
+        """How many plain steps batches of so many rows take."""
+        return len(range(0, len(self._prompts), rows)) * (self._tokens - 1)
+
+    def run(self, clock: Clock, budget: int | None, kept: bool, temperature: float, rows: int = 1) -> list[StepLog]:
+        """Generate, with a new step cost and a new state of the controller."""
+        self._recorder.clock, self._recorder.steps = clock, []
+        config = lade.LookaheadConfig(budget=budget, memory=lade.Memory() if kept else None)
+        cost_cache._in_use.clear()
+        sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {}
+        sampling |= {"max_new_tokens": self._tokens, "pad_token_id": 0}
+        for number in range(0, len(self._prompts), rows):
+            torch.manual_seed(number)
+            batch: dict[str, Any] = {**padded(self._prompts[number : number + rows]), **sampling}
+            lade.generate(self._model, lookahead=config, **batch)
+        return self._recorder.steps
+
+
+def priced(machine: str, steps: Sequence[StepLog]) -> float:
+    """Return the seconds that steps take on a machine."""
+    clock = Clock(machine)
+    for step in steps:
+        clock.step(step.fed, step.looked)
+    return clock.seconds
+
+
+def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Path | None, limit: int) -> None:
+    """Print the default against fixed sizes, and the verdict."""
+    known: dict[str, Any] = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
+    ratios: list[float] = []
+    print(f"{'':28} default  S     fed   of best      {' '.join(f'{size:>6}' for size in FIXED)}")
+    for load in loads:
+        for temperature in temperatures:
+            for kept in (False, True):
+                logs = {1: [StepLog(1, 1.0, False)] * load.steps(1)}
+                for size in FIXED[1:]:
+                    key = f"{load.name} {limit} {load.steps(1)} {temperature} {kept} {size}"
+                    if key not in known:
+                        known[key] = load.run(Clock("small"), size, kept, temperature)
+                    logs[size] = [StepLog(*step) for step in known[key]]
+                if cache is not None:
+                    cache.write_text(json.dumps(known))
+                for machine in SINGLE:
+                    clock = Clock(machine)
+                    plain_s = load.steps(1) * (clock.usual_s(1) * (1.0 + GENERATE_OWN) + clock.own_s)
+                    speeds = {size: plain_s / priced(machine, log) for size, log in logs.items()}
+                    steps = load.run(clock, None, kept, temperature)
+                    best, speed = max(speeds, key=lambda size: speeds[size]), plain_s / clock.seconds
+                    ratios.append(speed / speeds[best])
+                    cell = f"{load.name} {temperature} {'kept' if kept else 'cold'} {machine}"
+                    fed = sum(step.fed for step in steps) / len(steps)
+                    print(
+                        f"{cell:28} {speed:.3f} {load.steps(1) / len(steps):5.2f} {fed:5.1f}   {ratios[-1]:.3f}"
+                        f"{' ' if ratios[-1] >= BAR else '*'} {best:>3}   "
+                        + " ".join(f"{each:6.3f}" for each in speeds.values()),
+                        flush=True,
+                    )
+    missed, mean = sum(ratio < BAR for ratio in ratios), sum(ratios) / len(ratios)
+    print(
+        f"{'PASSED' if not missed and mean >= MEAN_BAR else 'MISSED'}: {missed} of {len(ratios)} cells below {BAR}, ",
+        end="",
+    )
+    print(f"the least at {min(ratios):.3f}, mean {mean:.4f} ({MEAN_BAR:.2f} wanted)")
+
+
+def compare_batches(loads: Sequence[Workload], temperatures: Sequence[float], batches: Sequence[int]) -> None:
+    """Print batches by default against plain decoding, and the verdict."""
+    missed, cells = 0, 0
+    for load in loads:
+        for temperature in temperatures:
+            for kept in (False, True):
+                for machine in BATCHED:
+                    for rows in batches:
+                        clock = Clock(machine, rows)
+                        steps = load.run(clock, None, kept, temperature, rows)
+                        plain_s = load.steps(rows) * (clock.usual_s(1) * (1.0 + HICCUP) + clock.own_s)
+                        speed, bar = plain_s / clock.seconds, BATCH_BARS.get((machine, rows), 0.99)
+                        missed, cells = missed + (speed < bar), cells + 1
+                        fed = sum(step.fed for step in steps) / len(steps)
+                        name = f"{load.name} {temperature} {'kept' if kept else 'cold'} {machine} x {rows}"
+                        print(
+                            f"{name:34} {speed:.3f}{' ' if speed >= bar else '*'} wanted {bar:.2f}, fed {fed:.1f}",
+                            flush=True,
+                        )
+    print(f"{'MISSED' if missed else 'PASSED'}: {missed} of {cells} cells")
 
 
 def main() -> None:
-    """Read the options and run all arms."""
+    """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True, help="a line of JSON with a field prompt for each")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--rows", type=int, default=1, help="of a batch")
-    parser.add_argument("--machine", choices=PASSES_MS, default="small")
-    parser.add_argument("--arm", action="append", help="adaptive, adaptive:kept, budget=16, budget=16:kept")
+    parser.add_argument("--temperature", type=float, action="append", help="0, 0.7 and 1 if not given")
+    parser.add_argument("--rows", type=int, action="append", help="of a batch; then batches are compared")
+    parser.add_argument("--cache", type=Path, help="a file that keeps what fixed sizes fed and yielded")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
+    recorder = Recorder()
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
-    prompts = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids for line in lines]
-    clock = Clock(PASSES_MS[args.machine], args.rows)
-    put_in_place(clock)
-    for arm in args.arm or ["adaptive", "adaptive:kept", "budget=16", "budget=16:kept"]:
-        run(clock, arm, model, prompts, args)
+    loads = [
+        Workload("stories", args.model, [json.loads(line)["prompt"] for line in lines], args.tokens, recorder),
+        Workload("code", model_path(), prompts()[: args.limit], args.tokens, recorder),
+    ]
+    temperatures = args.temperature or [0.0, 0.7, 1.0]
+    if args.rows:
+        compare_batches(loads, temperatures, args.rows)
+    else:
+        compare(loads, temperatures, args.cache, args.limit)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The shell: `lade generate`, `lade chat`, `lade info`, `lade demo`; none imports torch before it runs."""
+"""The shell: one module or package per command; none imports torch before it runs."""

@@ -40,7 +40,7 @@ def save(path: Path, messages: Sequence[dict[str, str]], model: str) -> None:
         try:
             load(path)
         except InputError as problem:
-            raise InputError(f"{str(path)!r} exists and is no conversation: give another name") from problem
+            raise InputError(f"{str(path)!r} exists and is not a conversation: give another name") from problem
     text = json.dumps({"model": model, "messages": list(messages)}, ensure_ascii=False, indent=1) + "\n"
     aside = path.with_name(path.name + ".part")
     try:
@@ -63,7 +63,7 @@ def load(path: Path) -> list[dict[str, str]]:
     except OSError as problem:
         raise InputError(f"{str(path)!r} cannot be read: {problem.strerror or problem}; check the path") from problem
     except (ValueError, RecursionError) as problem:  # ValueError: also what is not UTF-8
-        raise InputError(f"{str(path)!r} is no JSON: {_REMEDY}") from problem
+        raise InputError(f"{str(path)!r} is not JSON: {_REMEDY}") from problem
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list):
         raise InputError(f'{str(path)!r} has no list under "messages": {_REMEDY}')

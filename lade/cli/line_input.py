@@ -86,7 +86,7 @@ class LineInput:
         """Return the next line without its newline; None at the end of input."""
         if not self.edits:
             if sys.stdin.isatty():
-                sys.stderr.write(prompt)  # standard output is for answers
+                sys.stderr.write(prompt)  # standard output carries answers only
                 sys.stderr.flush()
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None

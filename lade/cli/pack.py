@@ -86,7 +86,7 @@ def pack(
         plain = replace(loading, weights=None, device="cpu" if loading.device == "auto" else loading.device)
         loaded = load(plain, term=term)
         if loaded.variant.get("weights"):
-            raise InputError(f"model {loaded.name!r} is saved packed: give the one that it was packed from")
+            raise InputError(f"model {loaded.name!r} is packed already: give the original")
         ids = [] if wanted.check is None else encode_text(loaded, text, wanted.check, wanted.tokens)
         facts, errors = Packing(loaded, loading.weights or "", wanted.keep or (), wanted.save).run(ids, term)
         if json:

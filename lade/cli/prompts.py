@@ -154,7 +154,7 @@ def _from_line(line: str, place: str) -> Prompt:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise InputError(f"{place} is no JSON ({problem}): {ONE_PER_LINE}") from problem
+        raise InputError(f"{place} is not JSON ({problem}): {ONE_PER_LINE}") from problem
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise InputError(f'{place} has no text under "prompt", and no list under "messages": {ONE_PER_LINE}')
     if "messages" in entry:

@@ -165,7 +165,7 @@ def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = G
         try:
             StopStringCriteria(loaded.tokenizer, [text])
         except ValueError as problem:
-            raise ConfigError("stop", text, f"the tokenizer of {loaded.name!r} cannot spell it") from problem
+            raise ConfigError("stop", text, f"the tokenizer of {loaded.name!r} cannot encode it") from problem
 
 
 def warn_of_length(loaded: LoadedModel, longest: int, max_new_tokens: int, term: Terminal) -> None:

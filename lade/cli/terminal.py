@@ -310,7 +310,7 @@ def _logging(term: Terminal) -> Iterator[None]:
 
 
 def one_line(problem: BaseException | str, limit: int = 500) -> str:
-    """Return a message as one line of at most `limit` characters, its middle elided if it is longer."""
+    """Return a message as one line of at most `limit` characters, with its middle elided if longer."""
     text, tail = " ".join(str(problem).split()) or type(problem).__name__, limit // 3
     return text if len(text) <= limit else f"{text[: limit - 3 - tail]}...{text[-tail:]}"
 

@@ -139,7 +139,7 @@ def warm(
         else:
             term.out.print(_table(result, memory, job.out))
         if result.interrupted:
-            term.say(f"interrupted: {str(job.out)!r} has what was learned so far", "yellow")
+            term.say(f"interrupted: {str(job.out)!r} has the contexts so far", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED)
         if result.skipped:
             raise typer.Exit(EXIT_SKIPPED)

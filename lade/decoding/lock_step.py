@@ -24,7 +24,7 @@ import torch
 from lade.clock import Clock, Duration
 from lade.decoding.beams.logits import BeamCache
 from lade.decoding.beams.tree import Branches
-from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.controller import BatchBudget
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
 from lade.decoding.loop import PromptLogitsHook, prompt_hook
 from lade.decoding.readout import Readout, read

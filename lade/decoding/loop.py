@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from lade.clock import Clock, Duration
-from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.controller import BatchBudget
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.mtp import MtpPasses
 from lade.decoding.readout import Readout, read

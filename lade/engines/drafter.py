@@ -23,10 +23,9 @@ import torch
 from lade.decoding import readout
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import RATE, ContextMemory
-from lade.decoding.drafting.news import NEWS, taught_by_last
 from lade.decoding.kernels import growth, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH, Ints
-from lade.engines.price import TokenPrice
+from lade.engines.price import FIRST, NEWS, TokenPrice
 from lade.errors import ConfigError, InputError
 from lade.memory import Memory
 
@@ -315,11 +314,10 @@ class EngineDrafter:
             state.draft = _ROOT
             return _ROOT
         if self._trees:
-            of_rows = news / NEWS
-            stages = [(size, max(price - of_rows * taught_by_last(size), 0.0)) for size in range(2, most + 2)]
+            stages = [(size, max(price - news / (FIRST + size - 1), 0.0)) for size in range(2, most + 2)]
             count = len(grower.grow(state.memory, stages))
         else:
-            count = grower.grow_chain(state.memory, most + 1, price, news)
+            count = grower.grow_chain(state.memory, most + 1, price, news, FIRST)
         work = grower.work
         parents = (work.parents[1:count] - 1).tolist() if self._trees else list(range(-1, count - 2))
         state.draft = EngineDraft(work.ids[1:count].tolist(), parents, work.scores[1:count].tolist())

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
+
+from lade.hf.processors import TokenCriterion
 
 _INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are missing
 _LONGEST_HELD = 48  # a longer run of these will never become valid characters
@@ -80,7 +81,7 @@ class Detokenizer:
         return text
 
 
-class AnswerText(StoppingCriteria):
+class AnswerText(TokenCriterion):
     """A criterion that decodes one row's new tokens, and ends the row at the token that completes a stop text.
 
     The text ends before the earliest stop text that is complete by then. A possible beginning of a stop text is held

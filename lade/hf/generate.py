@@ -212,7 +212,7 @@ def _session_for(
         return Session(prepared, config=config, stats=stats, streamer=streamer)
     if auto:
         refuse_slow_beams(prepared)
-    beams: DecodeSession = _rarely_used("beams").BeamSession(prepared, config=config, stats=stats)
+    beams: DecodeSession = _rarely_used("lock_step").BeamSession(prepared, config=config, stats=stats)
     return beams
 
 

@@ -21,12 +21,10 @@ from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.controller import most_fed
+from lade.decoding.drafting.controller import BatchBudget, ControllerState, most_fed
 from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
-from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
@@ -40,9 +38,8 @@ from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids
 from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
-from lade.tuning.batch_cost import BatchCost
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
-from lade.tuning.step_cost import StepCost
+from lade.tuning.step_cost import BatchCost, StepCost
 
 
 def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
@@ -182,7 +179,7 @@ class DecodeJob:
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
         self._most = most_fed(runner.parts) if most is None else most
         self._cost: StepCost | BatchCost | None = None
-        self._habits: Habits | None = None
+        self._habits: ControllerState | None = None
 
     @property
     def reader(self) -> Reader[Any] | None:

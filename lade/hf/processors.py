@@ -9,6 +9,7 @@ neither the text nor a copy of the logits there.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -16,7 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -30,7 +31,6 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row, StopRule
 from lade.decoding.verify import Choose, Chooser, Greedy
 from lade.hf.batch_rules import row_processors
-from lade.hf.detokenizer import AnswerText
 from lade.hf.sampling import NO_TOKEN, Sampler
 from lade.model.prepared import Prepared
 from lade.stats import TokenLogprobs
@@ -280,7 +280,6 @@ class BatchedChooser(ProcessedChooser):
 
 _REASONS: dict[type, StopReason] = {
     EosTokenCriteria: "eos",
-    AnswerText: "stop_text",
     StopStringCriteria: "stop_text",
     MaxLengthCriteria: "length",
     MaxTimeCriteria: "time",
@@ -288,10 +287,22 @@ _REASONS: dict[type, StopReason] = {
 _RANK: tuple[StopReason, ...] = ("eos", "stop_text", "criterion", "length", "time")
 
 
+class TokenCriterion(StoppingCriteria, ABC):
+    """A criterion that reads one new token at a time, for stop texts; see `lade.hf.detokenizer.AnswerText`."""
+
+    @abstractmethod
+    def add(self, token: int) -> bool:
+        """Add the next token; return whether it completes a stop text."""
+
+
+def _reason_of(criterion: StoppingCriteria) -> StopReason:
+    return "stop_text" if isinstance(criterion, TokenCriterion) else _REASONS.get(type(criterion), "criterion")
+
+
 class StopRules:
     """Transformers' stopping criteria for one row.
 
-    Length, EOS and `AnswerText` are evaluated on plain numbers; if there is any other criterion, all of them are
+    Length, EOS and a `TokenCriterion` are evaluated on plain numbers; if there is any other criterion, all of them are
     called, once per emitted token as in plain decoding.
 
     Args:
@@ -304,7 +315,7 @@ class StopRules:
         self._criteria: Any = criteria  # annotated with LongTensor, a type that no torch function returns
         self._transcript, self._record = transcript, record
         self._eos: set[int] = set()
-        self._text: AnswerText | None = None
+        self._text: TokenCriterion | None = None
         self._max_length = self._plain_until = sys.maxsize
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
@@ -313,7 +324,7 @@ class StopRules:
                 self._max_length = min(self._max_length, criterion.max_length)
                 # Beyond the model's length this criterion warns the user, so from there on it is called itself.
                 self._plain_until = min(self._plain_until, criterion.max_position_embeddings or sys.maxsize)
-            elif type(criterion) is AnswerText and self._text is None:
+            elif isinstance(criterion, TokenCriterion) and self._text is None:
                 self._text = criterion
             else:
                 self._plain_until = 0
@@ -338,7 +349,7 @@ class StopRules:
         """Call every criterion, as `StoppingCriteriaList` does."""
         input_ids, scores = self._transcript.upto(tokens), self._record.scores
         answers = [(criterion, criterion(input_ids, scores)) for criterion in self._criteria]
-        reasons = [_REASONS.get(type(criterion), "criterion") for criterion, ends in answers if _all(ends)]
+        reasons = [_reason_of(criterion) for criterion, ends in answers if _all(ends)]
         if reasons:
             self._record.ended_by = min(reasons, key=_RANK.index)
         return bool(reasons)

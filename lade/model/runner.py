@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -68,6 +68,17 @@ class FrequencySwitch:
             use_cache=True,
         )
         return prepared
+
+
+@contextmanager
+def _resetting(cache: TreeCache, *, after_error: bool) -> Iterator[None]:
+    """Reset a cache after an error in a pass that fills it: some layers hold tokens that others lack."""
+    try:
+        yield
+    except BaseException:
+        if after_error:
+            cache.reset()
+        raise
 
 
 class EagerRunner:
@@ -261,16 +272,11 @@ class EagerRunner:
         self, prompts: PreparedPrompts, cache: TreeCache, hook: PromptLogitsHook | None
     ) -> torch.Tensor:
         """Feed prompts with media inputs, gaps or embeddings, one per row; return logits `[B, V]`."""
-        whole = not cache.get_seq_length()
-        try:
+        with _resetting(cache, after_error=not cache.get_seq_length()):
             self._begin_prompt(cache)
             with HiddenStates(self.model) if hook and prompts.readable else nullcontext() as hidden:
                 logits = prompts.feed(self.model, self.generation_config, cache)
             cache.settle()
-        except BaseException:
-            if whole:  # some layers hold tokens that others lack
-                cache.reset()
-            raise
         if hook and hidden:
             rows = [[row] for row in range(len(prompts.paddings))]
             hidden.report(hook, logits, prompts.width, rows, prompts.paddings)
@@ -287,15 +293,11 @@ class EagerRunner:
         cached = cache.get_seq_length()
         forgotten = self._recurrence is not None and self._recurrence.forgets and len(prompts[0]) - cached > 1
         whole = self.switch.recomputes(prompts, cache) or not cached or forgotten
-        try:
+        with _resetting(cache, after_error=whole):
             if whole:
                 cache.reset()
             self._begin_prompt(cache)
             return self._prompt_passes.feed(prompts, sharing, cache, hook)
-        except BaseException:
-            if whole:  # some layers hold tokens that others lack, and the former content is gone
-                cache.reset()
-            raise
 
     def _begin_prompt(self, cache: TreeCache) -> None:
         """Prepare the cache's recurrent layers for a prefill."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lade.server.settings import PROBES
 
-if TYPE_CHECKING:  # what these import takes seconds, and a log begins before that
+if TYPE_CHECKING:  # importing these takes seconds, and the log starts before
     from lade.server.request_context import RequestContext
     from lade.serving.snapshot import EngineSnapshot
 

@@ -291,7 +291,9 @@ class Answer:
         schemas.check_model(body.model, settings)
         most = settings.max_rows + settings.max_waiting
         if count > most:
-            why = f"{count} answers are asked for, and {most} may be decoded or wait: ask for fewer at a time"
+            why = (
+                f"{count} choices were requested, and at most {most} can be decoded or queued: request fewer at a time"
+            )
             raise invalid(None, why, "too_large_for_server")
         ignored = schemas.check(body, settings) + schemas.without_effect(self._sent)
         if isinstance(body, ChatRequest):

@@ -56,7 +56,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, but asked for again: after an update no old script meets a new page
+    "cache-control": "no-cache",  # revalidated, so that an update never mixes old scripts with a new page
 }
 
 
@@ -89,7 +89,7 @@ def page_files() -> Iterator[PageFile]:
     for name, source in _walk(files("lade.server").joinpath("page"), ""):
         kind = next((kind for end, kind in TYPES.items() if name.endswith(end)), None)
         if kind is None:
-            continue  # nothing of the page: an editor's copy, say
+            continue  # not part of the page, such as an editor's backup
         content = source.read_bytes()
         path = "/" if name == "index.html" else f"/page/{name}"
         yield PageFile(path, content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
@@ -132,7 +132,7 @@ def build_app(service: Service) -> FastAPI:
         yield
         service.close()
 
-    # /docs and /redoc would have a browser load scripts from elsewhere
+    # /docs and /redoc would load scripts from other origins
     app = FastAPI(title="lade", version=__version__, docs_url=None, redoc_url=None, lifespan=life)
     app.state.service = service
     app.include_router(router)
@@ -140,7 +140,7 @@ def build_app(service: Service) -> FastAPI:
     settings = service.settings
     if settings.page:
         mount_page(app)
-    # the last one added comes first
+    # the middleware added last runs first
     app.add_middleware(BodyMiddleware, most_bytes=lambda: service.max_body, wanted=_wants_body)
     app.add_middleware(AuthMiddleware, settings=settings, keys=lambda: service.keys)
     if settings.cors_origins:
@@ -226,7 +226,7 @@ async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
 
     async def receive() -> Message:
         if not messages:
-            await asyncio.Event().wait()  # until it is cancelled: this client does not leave by itself
+            await asyncio.Event().wait()  # until cancelled: this client never disconnects by itself
         return messages.pop()
 
     async def send(message: Message) -> None:

@@ -17,7 +17,7 @@ from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import ChatRequest, Message
 from lade.server.serialization import decoded
 from lade.server.served_model import ServedModel, TextEncoder, TextTooLongError
-from lade.server.settings import MOST_IMAGES, MOST_PIXELS
+from lade.server.settings import MAX_IMAGES, MAX_PIXELS
 
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
@@ -40,24 +40,24 @@ class Images:
         """
         head, comma, data = url.partition(",")
         if not head.startswith("data:") or not comma or not head.endswith(";base64"):
-            raise unsupported(place, "images are not fetched: send them as  data:image/png;base64,...")
+            raise unsupported(place, "image URLs are not fetched: send  data:image/png;base64,...")
         if find_spec("PIL") is None:
             raise unsupported(place, "this server cannot read images: it needs Pillow (pip install pillow)")
         from PIL import Image as pillow
 
         self._count += 1
-        if self._count > MOST_IMAGES:
-            raise invalid(place, f"there are more than {MOST_IMAGES} images: send fewer")
+        if self._count > MAX_IMAGES:
+            raise invalid(place, f"there are more than {MAX_IMAGES} images: send fewer")
         try:
             with pillow.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=IMAGE_FORMATS) as picture:
                 self._pixels += picture.width * picture.height
-                if self._pixels > MOST_PIXELS:
-                    raise invalid(place, f"the images have more than {MOST_PIXELS} pixels together: send smaller ones")
+                if self._pixels > MAX_PIXELS:
+                    raise invalid(place, f"the images have more than {MAX_PIXELS} pixels together: send smaller ones")
                 return picture.convert("RGB")
         except ApiError:
             raise
         except Exception as problem:  # noqa: BLE001 - whatever a decoder makes of what a client has sent
-            why = f"no image can be read from it ({type(problem).__name__}): send a {_FORMATS}"
+            why = f"not a readable image ({type(problem).__name__}): send a {_FORMATS}"
             raise invalid(place, why) from None
 
 
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     def __init__(self, model: ServedModel, encoder: TextEncoder, defaults: Mapping[str, Any]) -> None:
         self._model, self._encoder, self._defaults = model, encoder, defaults
-        self._seeing = threading.Lock()  # processors keep settings of a call between their parts
+        self._image_lock = threading.Lock()  # processors keep per-call state
         self._text = model.chat_template
         self._takes_parts = bool(_LOOPS_OVER_PARTS.search(self._text))
         self._knows_developer = "developer" in self._text
@@ -97,11 +97,11 @@ class ChatTemplate:
             TextTooLongError: the rendered text is too long for the model.
         """
         if not self._text:
-            why = "this model has no chat template: ask /v1/completions, or start the server with --chat-template"
+            why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             raise invalid("messages", why, "no_chat_template")
         arguments = self._arguments(body)
         if any(_shows_images(each) for each in body.messages):
-            with self._seeing:  # which also bounds the memory that pictures take
+            with self._image_lock:  # also bounds the memory of decoded images
                 return self._with_images(self._messages(body), arguments)
         messages = self._messages(body)
         try:
@@ -112,7 +112,7 @@ class ChatTemplate:
             merged = _merged(messages)
             if len(merged) == len(messages):
                 raise _refused(problem) from problem
-        try:  # templates that take one system message, and only at the beginning
+        try:  # for templates that accept a single, leading system message
             return self._apply(merged, arguments), {}
         except TextTooLongError:
             raise
@@ -142,10 +142,10 @@ class ChatTemplate:
     def _arguments(self, body: ChatRequest) -> dict[str, Any]:
         given = body.chat_template_kwargs or {}
         for name in sorted(OURS & set(given)):
-            raise invalid(f"chat_template_kwargs.{name}", f"{name} is not the template's: leave it out")
+            raise invalid(f"chat_template_kwargs.{name}", f"{name} is not a template variable: leave it out")
         goes_on = body.continue_final_message
         if goes_on and body.messages[-1].role != "assistant":
-            why = "only a last message of the assistant can be continued: leave out continue_final_message"
+            why = "only an assistant message at the end can be continued: leave out continue_final_message"
             raise invalid("continue_final_message", why)
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         return {
@@ -164,7 +164,7 @@ class ChatTemplate:
     def _message(self, message: Message, place: str, images: Images) -> dict[str, Any]:
         """Return a message as templates expect it."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        # clients send messages of an answer back with all their nulls, which templates may take for something
+        # clients echo answers with all null fields, which templates may misread
         others = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
         made = {**others, "role": role, "content": self._content(message, f"{place}.content", images)}
         thought = made.get("reasoning_content") or made.get("reasoning")
@@ -188,7 +188,7 @@ class ChatTemplate:
                     raise invalid(where, "this model takes no images: leave them out", "unsupported_parameter")
                 parts.append({"type": "image", "image": images.read(part.image_url.url, f"{where}.image_url.url")})
             else:
-                why = f"a part of type {part.type[:40]!r} is not served: send parts of type text, or image_url"
+                why = f"parts of type {part.type[:40]!r} are not supported: send text or image_url"
                 raise invalid(where, why, "unsupported_parameter")
         if self._takes_parts or any(part["type"] == "image" for part in parts):
             return parts
@@ -225,4 +225,4 @@ def _refused(problem: Exception) -> ApiError:
         return problem
     words = " ".join(str(problem).split())[:_LONGEST_REASON] or type(problem).__name__
     kind = "" if isinstance(problem, jinja2.TemplateError) else f"{type(problem).__name__}: "
-    return invalid("messages", f"the chat template refuses this conversation: {kind}{words}", "chat_template_error")
+    return invalid("messages", f"the chat template rejects this conversation: {kind}{words}", "chat_template_error")

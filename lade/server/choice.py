@@ -41,7 +41,10 @@ class EncodedPrompt:
         if not self.ids:
             raise invalid(None, "the prompt has no tokens: send a longer one")
         if max(self.ids) >= vocabulary and not self.media:
-            raise invalid("prompt", f"the prompt has the id {max(self.ids)}: give ids below {vocabulary}")
+            raise invalid(
+                "prompt",
+                f"the prompt has the token id {max(self.ids)}, outside the vocabulary: give ids below {vocabulary}",
+            )
 
 
 _REASONS = {"length": "length", "time": "length"}
@@ -123,7 +126,7 @@ class Choice:
         """
         reason = self.handle.reason
         if reason == "cancelled":
-            raise overloaded("the engine ended this request: send it again", "engine_closed")
+            raise overloaded("the engine was closed: retry the request", "engine_closed")
         delta = self._added(ChoiceDelta(self.parser.finish(cut=reason in _REASONS)))
         self._conclude(reason)
         return delta

@@ -14,7 +14,7 @@ from lade.server.output_parser import PlainParser
 from lade.server.schemas import CompletionRequest
 from lade.server.served_model import ServedModel, TextOffsets, TokenText, finite
 from lade.server.service import Service
-from lade.server.settings import MOST_ECHOED
+from lade.server.settings import MAX_ECHOED
 from lade.server.structured_output import requested_grammar
 from lade.stats import Step, TokenLogprobs
 
@@ -41,22 +41,22 @@ class CompletionPreprocessor(Preprocessor):
         """See `Preprocessor.prompts`."""
         body = self.body
         if body.max_tokens == 0 and not body.echo:
-            raise invalid("max_tokens", "max_tokens: 0 is for echo: ask for 1 at least")
+            raise invalid("max_tokens", "max_tokens: 0 needs echo: give at least 1")
         tokens = 0
         for given in self._given:
             prompt = self._prompt(given, model)
             tokens += len(prompt.ids)
             yield prompt
         top = body.logprobs or 0
-        if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MOST_ECHOED:
-            why = f"prompt: {tokens} tokens with logprobs={top} and n={body.n} are too many to echo at a time"
-            raise invalid("prompt", f"{why}: send fewer prompts, or ask for fewer logprobs")
+        if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MAX_ECHOED:
+            why = f"prompt: {tokens} tokens with logprobs={top} and n={body.n} are too many to echo in one request"
+            raise invalid("prompt", f"{why}: send fewer prompts, or request fewer logprobs")
 
     def _prompt(self, given: str | list[int], model: ServedModel) -> EncodedPrompt:
         tokenizer = model.tokenizer
         if isinstance(given, list):
             if max(given) >= model.vocabulary:
-                why = f"prompt: the id {max(given)} is out of the vocabulary: give ids below {model.vocabulary}"
+                why = f"prompt: token id {max(given)} is outside the vocabulary: give ids below {model.vocabulary}"
                 raise invalid("prompt", why)
             text = tokenizer.decode(given, skip_special_tokens=True) if self.body.echo else ""
             return EncodedPrompt(given, text=text)

@@ -77,7 +77,7 @@ def overloaded(message: str, code: str, retry_after: int = 1, *, close: bool = F
 
 def internal(request_id: str) -> ApiError:
     """Return the error for a fault of the server."""
-    return ApiError(500, SERVER, f"internal error: the server's log has it under {request_id}", code="internal_error")
+    return ApiError(500, SERVER, f"internal error: see {request_id} in the server's log", code="internal_error")
 
 
 def error_for(problem: BaseException, request_id: str) -> ApiError:
@@ -86,9 +86,9 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
         case ApiError():
             return problem
         case EngineFullError():
-            return overloaded("as many requests wait as may: send this one again later", "engine_overloaded")
+            return overloaded("the queue is full: retry later", "engine_overloaded")
         case EngineClosedError():
-            return overloaded("the engine takes no more requests", "engine_closed", close=True)
+            return overloaded("the engine is closed", "engine_closed", close=True)
         case ConfigError():
             return invalid(problem.field, str(problem))
         case UnsupportedError():
@@ -98,7 +98,7 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
         case InputError():
             return invalid(None, str(problem), "too_large_for_server")
         case ClusterError():
-            logger.error("%s failed: %s", request_id, problem)  # its words are ours: nothing of a request is in them
+            logger.error("%s failed: %s", request_id, problem)  # the library's message holds no request data
             return internal(request_id)
     logger.error("%s failed", request_id, exc_info=problem)
     return internal(request_id)
@@ -120,9 +120,9 @@ async def _http(request: Request, problem: Exception) -> Response:
     path = request.url.path
     match problem.status_code:
         case 404:
-            error = ApiError(404, NOT_FOUND, f"there is nothing at {path}: /openapi.json lists all", code="unknown_url")
+            error = ApiError(404, NOT_FOUND, f"no endpoint at {path}: /openapi.json lists them", code="unknown_url")
         case 405:
-            why = f"{path} does not take {request.method}: /openapi.json lists what it takes"
+            why = f"{path} does not accept {request.method}: see /openapi.json"
             error = ApiError(405, INVALID, why, code="unknown_url", headers=problem.headers)
         case _:
             error = NOT_JSON
@@ -139,7 +139,7 @@ def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
     number = isinstance(value, bool | int | float) and len(str(value)) < _LONGEST_VALUE
-    return invalid(param or None, f"{param or 'the body'}: {what}{f' (it is {value!r})' if number else ''}")
+    return invalid(param or None, f"{param or 'the body'}: {what}{f' (got {value!r})' if number else ''}")
 
 
 def _fit(kind: str) -> int:

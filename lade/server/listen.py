@@ -21,13 +21,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lade.server.app import build_app
 from lade.server.errors import INVALID, ApiError
-from lade.server.middleware import CROWDED
+from lade.server.middleware import OVER_LIMIT
 from lade.server.serialization import encoded
 from lade.server.service import Service
 
 HEADERS_S = 10.0
 """Time to send the headers of a request, from the connection or their first byte; uvicorn sets no limit."""
-MOST_HEADER_BYTES = 64 * 2**10
+MAX_HEADER_BYTES = 64 * 2**10
 CONNECTIONS = 1024
 """Soft limit on connections. Beyond it, the longest idle ones are closed; if none is idle, requests are refused, and at
 twice the limit new connections are closed.
@@ -42,7 +42,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._timer: TimerHandle | None = None
-        self._came = 0
+        self._header_bytes = 0
         self._begun = False
         self._idle_since = 0.0
 
@@ -55,8 +55,8 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > 2 * CONNECTIONS:
             transport.abort()
             return
-        # else the body of an answer waits until the client has acknowledged its head, after 40 ms; asyncio does this
-        # for none that was accepted by a socket of `socket.create_server`
+        # otherwise a body waits for the client's delayed ACK of the headers, 40 ms; asyncio sets this only on sockets
+        # that it has created itself
         accepted = transport.get_extra_info("socket")
         if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,11 +80,11 @@ class Connection(HttpToolsProtocol):
         if idle:
             longest = min(idle, key=lambda each: each._idle_since)
             longest.transport.close()
-            self.connections.discard(longest)  # it is counted no more, whenever that is done
+            self.connections.discard(longest)  # no longer counted, even before the transport has closed
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer."""
-        self._stop_waiting()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -93,25 +93,25 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._timer is None and not self._is_answering:  # the rest of a request that has been refused
+        if self._timer is None and not self._is_answering:  # the rest of a refused request
             self._wait()
         elif waiting is not None and self._timer is waiting:
-            self._came += len(data)
-            if self._came > MOST_HEADER_BYTES:
-                why = f"the headers have more than {MOST_HEADER_BYTES} bytes: send less"
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                why = f"the headers exceed {MAX_HEADER_BYTES} bytes: send fewer"
                 self._refuse(ApiError(431, INVALID, why, code="headers_too_large"))
 
     def on_message_begin(self) -> None:
         """Record the first byte of a request."""
         super().on_message_begin()
         self._begun = True
-        self.scope["state"][CROWDED] = len(self.connections) > CONNECTIONS
+        self.scope["state"][OVER_LIMIT] = len(self.connections) > CONNECTIONS
         if self._timer is None:
             self._wait()
 
     def on_headers_complete(self) -> None:
         """Stop the timer; the body has a limit of its own."""
-        self._stop_waiting()
+        self._cancel_timer()
         self._begun = False
         super().on_headers_complete()
 
@@ -124,22 +124,22 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait(self) -> None:
-        self._came = 0
-        self._timer = self.loop.call_later(HEADERS_S, self._late)
+        self._header_bytes = 0
+        self._timer = self.loop.call_later(HEADERS_S, self._header_timeout)
 
-    def _stop_waiting(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _header_timeout(self) -> None:
         self._timer = None
-        if self._is_answering:  # the headers are those of the next request
+        if self._is_answering:  # the headers belong to the next request
             self._wait()
         elif not self._begun:
             self.transport.close()
         else:
-            why = f"the headers did not come within {HEADERS_S:g} s: send them at once"
+            why = f"the headers were not received within {HEADERS_S:g} s"
             self._refuse(ApiError(408, INVALID, why, code="request_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
@@ -163,7 +163,7 @@ SWITCH_S = 1e-3
 """Thread switch interval in seconds. At Python's default of 5 ms the decoding thread would wait that long for every
 answer being written.
 """
-_LAST_WORDS_S = 2.0
+_ABORT_GRACE_S = 2.0
 """Time for aborted answers to send their error event."""
 
 
@@ -181,7 +181,7 @@ def run(service: Service, listening: socket.socket) -> int:
             server.run(sockets=[listening])
     finally:
         sys.setswitchinterval(before)
-        gc.unfreeze()  # what the warm-up has frozen
+        gc.unfreeze()  # undo the warm-up's freeze
     if service.problem is not None:
         raise service.problem
     return EXIT_FAILED if service.phase == "dead" or service.unsaved is not None else 0
@@ -220,7 +220,7 @@ class Server(uvicorn.Server):
             server_header=False,
             lifespan="on",
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            timeout_graceful_shutdown=int(_ABORT_GRACE_S),
             proxy_headers=False,
         )
         super().__init__(config)
@@ -241,8 +241,8 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(service.watch)
         if service.problem is not None:
             return True
-        if service.phase == "dead" and self._ends_at is None:  # its answers have failed, and say so
-            self._ends_at = perf_counter() + _LAST_WORDS_S
+        if service.phase == "dead" and self._ends_at is None:  # its answers have failed and sent their errors
+            self._ends_at = perf_counter() + _ABORT_GRACE_S
         if self._ends_at is not None:
             return self._is_over(self._ends_at)
         return await super().on_tick(counter)
@@ -255,4 +255,4 @@ class Server(uvicorn.Server):
         if not self._aborted:
             self._aborted = True
             self._service.abort()
-        return perf_counter() > ends_at + _LAST_WORDS_S
+        return perf_counter() > ends_at + _ABORT_GRACE_S

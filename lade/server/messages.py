@@ -14,9 +14,9 @@ from lade.server.answer import Formatter
 from lade.server.choice import Choice, ChoiceDelta, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import TOO_LONG, ApiError, anthropic_error, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request
-from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
+from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
 
-Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MOST_PARTS)]
+Blocks = Annotated[list["Block"], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class BlockSource(Model):
@@ -89,9 +89,9 @@ class OutputConfig(Model):
 class CountRequest(BaseRequest):
     """Request body of `/v1/messages/count_tokens`."""
 
-    messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: Text | Blocks | None = None
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -104,64 +104,64 @@ class MessagesRequest(CountRequest):
     """Request body of `/v1/messages`."""
 
     max_tokens: StrictInt = Field(ge=1)
-    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
 
 
 _BILLING = "x-anthropic-billing-header"
 """Prefix of a block that changes with each request and would defeat the prefix cache."""
 _REFUSED = {
-    "mcp_servers": "no server is asked for tools: give tools that the client runs",
-    "container": "nothing is run here: leave it out",
+    "mcp_servers": "MCP servers are not called: send tools that the client runs",
+    "container": "containers are not supported: leave it out",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Messages = list[dict[str, Any]]
 
 
-def as_chat(asked: CountRequest) -> ChatRequest:
+def as_chat(request: CountRequest) -> ChatRequest:
     """Convert to a chat request.
 
     Raises:
         ApiError: a block cannot be rendered, or a feature is not supported.
     """
     for name, remedy in _REFUSED.items():
-        if (asked.model_extra or {}).get(name):
+        if (request.model_extra or {}).get(name):
             raise unsupported(name, f"{name}: {remedy}")
-    if asked.n != 1:
-        raise unsupported("n", "n: a message is one answer: ask /v1/chat/completions")
-    own = [tool for tool in asked.tools or () if tool.type in (None, "custom")]
-    dropped = {f"tools.{tool.type}": "" for tool in asked.tools or () if tool.type not in (None, "custom")}
-    choice, messages = asked.tool_choice, messages_of(asked)
+    if request.n != 1:
+        raise unsupported("n", "n: a message has one choice: use /v1/chat/completions")
+    own = [tool for tool in request.tools or () if tool.type in (None, "custom")]
+    dropped = {f"tools.{tool.type}": "" for tool in request.tools or () if tool.type not in (None, "custom")}
+    choice, messages = request.tool_choice, messages_of(request)
     if not messages:
-        raise invalid("messages", "messages: nobody says anything: give text")
+        raise invalid("messages", "messages: no message has content: give text")
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return chat_request(
-        asked,
+        request,
         messages=messages,
-        stop=asked.stop_sequences or None if isinstance(asked, MessagesRequest) else None,
+        stop=request.stop_sequences or None if isinstance(request, MessagesRequest) else None,
         tools=[_function(tool) for tool in own] or None,
         tool_choice=None if choice is None else _tool_choice(choice),
         parallel_tool_calls=None
         if choice is None or choice.disable_parallel_tool_use is None
         else not choice.disable_parallel_tool_use,
-        response_format=_form(asked),
-        chat_template_kwargs={**_thinking(asked.thinking), **(asked.chat_template_kwargs or {})} or None,
+        response_format=_form(request),
+        chat_template_kwargs={**_thinking(request.thinking), **(request.chat_template_kwargs or {})} or None,
         continue_final_message=goes_on or None,
         **dropped,
-        **_dropped_citations(asked.messages),
-        **_dropped_options(asked.output_config),
+        **_dropped_citations(request.messages),
+        **_dropped_options(request.output_config),
     )
 
 
-def messages_of(asked: CountRequest) -> Messages:
+def messages_of(request: CountRequest) -> Messages:
     """Convert system text and messages to chat messages; each tool result becomes a message.
 
     System messages later in a conversation, which few templates accept, become user text.
     """
     made: Messages = []
-    if asked.system:
-        made.append({"role": "system", "content": _system(asked.system, "system")})
+    if request.system:
+        made.append({"role": "system", "content": _system(request.system, "system")})
     names: dict[str, str] = {}
-    for number, turn in enumerate(asked.messages):
+    for number, turn in enumerate(request.messages):
         place = f"messages[{number}].content"
         if turn.role == "assistant":
             made.append(_assistant(turn, names, place))
@@ -229,7 +229,7 @@ def _say(made: Messages, said: list[dict[str, Any]]) -> None:
 def _result(block: Block, names: dict[str, str], place: str) -> dict[str, Any]:
     if block.tool_use_id is None:
         where = f"{place}.tool_use_id"
-        raise invalid(where, f"{where}: a tool_result needs it: give the id of its tool_use")
+        raise invalid(where, f"{where}: a tool_result needs the id of its tool_use")
     name = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
     made = {"role": "tool", "tool_call_id": block.tool_use_id, **name}
     if not isinstance(block.content, list):
@@ -258,14 +258,16 @@ def _document(block: Block, place: str) -> str:
         texts = [inner] if isinstance(inner, str) else [_text(each, f"{where}[{n}]") for n, each in enumerate(inner)]
         text = "".join(texts)
     else:
-        why = f"{place}.source: a document of type {source and source.type!r} is not read here: send its text, as a"
+        why = f"{place}.source: documents of type {source and source.type!r} are not supported: send the text, as a"
         raise unsupported(f"{place}.source", f"{why} source of type text with data, or of type content")
     return "".join(f"{part}\n\n" for part in (block.title, block.context, text) if part)
 
 
 def _text(block: Block, place: str) -> str:
     if block.type != "text" or block.text is None:
-        why = f"a block of type {block.type!r} is not served there: send text, image, document, tool_use or tool_result"
+        why = (
+            f"blocks of type {block.type!r} are not supported here: send text, image, document, tool_use or tool_result"
+        )
         raise unsupported(place, f"{place}: {why}")
     return block.text
 
@@ -277,10 +279,10 @@ def _function(tool: MessagesTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": parameters, **strict}}
 
 
-def _form(asked: CountRequest) -> dict[str, Any] | None:
+def _form(request: CountRequest) -> dict[str, Any] | None:
     """Return the `response_format`; `output_format` is the older name of the field."""
-    config = asked.output_config
-    found = config.format if config is not None and config.format is not None else asked.output_format
+    config = request.output_config
+    found = config.format if config is not None and config.format is not None else request.output_format
     if found is None or found.get("type") != "json_schema":
         return found
     return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
@@ -294,21 +296,21 @@ def _dropped_options(config: OutputConfig | None) -> dict[str, str]:
 def _dropped_citations(turns: Sequence[InputMessage]) -> dict[str, str]:
     """Return an ignored field if citations of documents are enabled."""
     blocks = (block for turn in turns if not isinstance(turn.content, str) for block in turn.content)
-    asked = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]
-    return {"citations": ""} if any(each.get("enabled") for each in asked) else {}
+    options = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]
+    return {"citations": ""} if any(each.get("enabled") for each in options) else {}
 
 
 def _tool_choice(choice: ToolChoice) -> Any:
     if choice.type != "tool":
         return _CHOICES[choice.type]
     if choice.name is None:
-        raise invalid("tool_choice.name", "tool_choice.name: name the tool that is to be called")
+        raise invalid("tool_choice.name", "tool_choice.name: give the name of the tool to call")
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _thinking(asked: Thinking | None) -> dict[str, Any]:
+def _thinking(given: Thinking | None) -> dict[str, Any]:
     """Return the template argument for thinking; a token budget is not enforced."""
-    return {} if asked is None else {"enable_thinking": asked.type != "disabled"}
+    return {} if given is None else {"enable_thinking": given.type != "disabled"}
 
 
 _DELTAS = {

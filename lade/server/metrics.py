@@ -25,29 +25,29 @@ _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1310
 _PER_STEP = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 32)
 
 _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
-    "requests_running": ("Requests that are prefilled or decoded.", lambda now: now.rows),
-    "requests_waiting": ("Requests that wait for a row.", lambda now: now.waiting),
-    "requests_displaced": ("Requests that made room for older ones.", lambda now: now.displaced),
-    "rows_limit": ("Requests decoded at a time, at most.", lambda now: now.max_rows),
-    "waiting_limit": ("Requests that may wait.", lambda now: now.max_waiting),
-    "kv_slots_used": ("Slots of the KV cache that hold a token.", lambda now: now.slots),
-    "kv_slots_reserved": ("Slots that there are buffers for.", lambda now: now.room),
-    "prefix_cache_entries": ("Texts that are kept for prompts that begin like them.", lambda now: now.prefix_texts),
-    "prefix_cache_bytes": ("Bytes that they take.", lambda now: now.prefix_bytes),
-    "prefix_cache_limit_bytes": ("Bytes that they may take.", lambda now: now.max_prefix_bytes),
-    "kv_slots_limit": ("Slots that there may be.", lambda now: now.max_slots),
+    "requests_running": ("Requests being prefilled or decoded.", lambda now: now.rows),
+    "requests_waiting": ("Requests in the queue.", lambda now: now.waiting),
+    "requests_displaced": ("Preempted requests that wait to resume.", lambda now: now.displaced),
+    "rows_limit": ("Maximum number of requests decoded at a time.", lambda now: now.max_rows),
+    "waiting_limit": ("Maximum number of requests in the queue.", lambda now: now.max_waiting),
+    "kv_slots_used": ("KV cache slots in use.", lambda now: now.slots),
+    "kv_slots_reserved": ("KV cache slots allocated.", lambda now: now.room),
+    "prefix_cache_entries": ("Texts in the prefix cache.", lambda now: now.prefix_texts),
+    "prefix_cache_bytes": ("Size of the prefix cache in bytes.", lambda now: now.prefix_bytes),
+    "prefix_cache_limit_bytes": ("Maximum size of the prefix cache in bytes.", lambda now: now.max_prefix_bytes),
+    "kv_slots_limit": ("Maximum number of KV cache slots.", lambda now: now.max_slots),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
-    "prompt_tokens": ("Tokens of prompts.", lambda now: now.prompt_tokens),
-    "prompt_tokens_cached": ("Tokens of prompts that were kept from texts before.", lambda now: now.cached_tokens),
-    "generation_tokens": ("Tokens emitted.", lambda now: now.new_tokens),
-    "displacements": ("How often a request made room for older ones.", lambda now: now.displacements),
+    "prompt_tokens": ("Prompt tokens.", lambda now: now.prompt_tokens),
+    "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", lambda now: now.cached_tokens),
+    "generation_tokens": ("Generated tokens.", lambda now: now.new_tokens),
+    "displacements": ("Preemptions.", lambda now: now.displacements),
     "passes": ("Forward passes after prefill.", lambda now: now.passes),
-    "row_steps": ("The same, counted for every row that took part.", lambda now: now.steps),
-    "fed_tokens": ("Tokens fed in these steps.", lambda now: now.fed_tokens),
-    "forward_seconds": ("Seconds inside the model.", lambda now: now.forward_s),
-    "host_seconds": ("Seconds of steps outside the model.", lambda now: now.decode_s - now.forward_s),
-    "prefill_seconds": ("Seconds spent on prompts.", lambda now: now.prefill_s),
+    "row_steps": ("Decoding steps, summed over rows.", lambda now: now.steps),
+    "fed_tokens": ("Tokens fed in decoding steps.", lambda now: now.fed_tokens),
+    "forward_seconds": ("Seconds in forward passes.", lambda now: now.forward_s),
+    "host_seconds": ("Seconds of decoding outside of forward passes.", lambda now: now.decode_s - now.forward_s),
+    "prefill_seconds": ("Seconds of prefill.", lambda now: now.prefill_s),
 }
 
 _SUMS = (
@@ -79,17 +79,17 @@ class Metrics:
         self._registry.register(_Collected(self._collect))
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
-        self._requests = self._counter("requests", "Requests, by what came of them.", "endpoint", "outcome")
-        self._responses = self._counter("http_responses", "Answers.", "path", "status")
-        self._first = self._histogram("time_to_first_token_seconds", "Until the first token.", _SECONDS)
-        self._each = self._histogram("time_per_output_token_seconds", "For each token after it.", _TOKEN_SECONDS)
-        self._queued = self._histogram("queue_seconds", "Waiting for a row.", _SECONDS)
-        self._whole = self._histogram("request_seconds", "Until the last token.", _SECONDS)
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
-        self._per_step = self._histogram("request_tokens_per_step", "Tokens a step of an answer.", _PER_STEP)
-        self._compiled = self._histogram("grammar_compile_seconds", "Until a grammar can be followed.", _SECONDS)
-        self._predicted = self._counter("prediction_tokens", "Tokens expected, by what came of them.", "outcome")
+        self._requests = self._counter("requests", "Requests by outcome.", "endpoint", "outcome")
+        self._responses = self._counter("http_responses", "HTTP responses by path and status.", "path", "status")
+        self._first = self._histogram("time_to_first_token_seconds", "Time to the first token.", _SECONDS)
+        self._each = self._histogram("time_per_output_token_seconds", "Time per token after the first.", _TOKEN_SECONDS)
+        self._queued = self._histogram("queue_seconds", "Time in the queue.", _SECONDS)
+        self._whole = self._histogram("request_seconds", "Time to the last token.", _SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a choice.", _TOKENS)
+        self._answer = self._histogram("request_generation_tokens", "Generated tokens of a choice.", _TOKENS)
+        self._per_step = self._histogram("request_tokens_per_step", "Tokens per decoding step of a choice.", _PER_STEP)
+        self._compiled = self._histogram("grammar_compile_seconds", "Time to compile a grammar.", _SECONDS)
+        self._predicted = self._counter("prediction_tokens", "Tokens of predicted outputs by outcome.", "outcome")
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"lade_{name}", what, ("model", *labels), registry=self._registry)
@@ -132,10 +132,10 @@ class Metrics:
         return generate_latest(_Labelled(self._registry, self._labels))
 
     def _collect(self) -> Iterator[Metric]:
-        yield self._gauge("ready", "Whether it takes requests.", float(self._ready()))
+        yield self._gauge("ready", "1 if requests are accepted.", float(self._ready()))
         versions = {"version": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         labels = {"model": self._model, **versions, "python": platform.python_version(), **self.info}
-        info = GaugeMetricFamily("lade_info", "What runs.", labels=list(labels))
+        info = GaugeMetricFamily("lade_info", "Versions, device, dtype and method.", labels=list(labels))
         info.add_metric(list(labels.values()), 1.0)
         yield info
         now = self._snapshot()
@@ -147,7 +147,9 @@ class Metrics:
             counted = CounterMetricFamily(f"lade_{name}", what, labels=["model"])
             counted.add_metric([self._model], read(now))
             yield counted
-        accepted = CounterMetricFamily("lade_accepted_tokens", "Tokens emitted, by source.", labels=["model", "source"])
+        accepted = CounterMetricFamily(
+            "lade_accepted_tokens", "Generated tokens by source.", labels=["model", "source"]
+        )
         for source, tokens in now.sources.items():
             accepted.add_metric([self._model, source], tokens)
         yield accepted

@@ -40,7 +40,7 @@ T = TypeVar("T")
 OPEN = PROBES - {"/metrics"}
 """Paths that need no key, for orchestrators."""
 PAGE = "/page"
-CROWDED = "crowded"
+OVER_LIMIT = "over_connection_limit"
 """Key of the request state that is true while there are too many connections."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
@@ -74,30 +74,28 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if scope["state"].get(CROWDED) and scope["path"] not in OPEN:
-            raise overloaded(
-                "there are too many connections: send this again later", "too_many_connections", close=True
-            )
+        if scope["state"].get(OVER_LIMIT) and scope["path"] not in OPEN:
+            raise overloaded("too many connections: retry later", "too_many_connections", close=True)
         host = headers.get("host", "")
-        if not self._knows(host):
-            why = f"host {host[:100]!r} is not served: start the server with --allowed-host to serve it"
+        if not self._is_allowed_host(host):
+            why = f"host {host[:100]!r} is not allowed: start the server with --allowed-host to allow it"
             raise ApiError(403, PERMISSION, why, code="forbidden_host")
         origin = headers.get("origin")
-        if origin is not None and scope["method"] not in _SAFE and not self._is_known_origin(origin, host):
-            why = f"pages of {origin[:100]!r} may not ask: start the server with --cors-origin to allow it"
+        if origin is not None and scope["method"] not in _SAFE and not self._is_allowed_origin(origin, host):
+            why = f"origin {origin[:100]!r} is not allowed: start the server with --cors-origin to allow it"
             raise ApiError(403, PERMISSION, why, code="forbidden_origin")
         if self._keys().all and not _is_open(scope):
             key, context = self._key(headers), RequestContext.of(scope)
             context.key, context.owner = key.name, key.owner
 
-    def _knows(self, host: str) -> bool:
+    def _is_allowed_host(self, host: str) -> bool:
         try:
             name = (urlsplit(f"//{host}").hostname or "").lower()
         except ValueError:
             return False
-        return bool(name) and ("*" in self._hosts or name in self._hosts or _is_number(name))
+        return bool(name) and ("*" in self._hosts or name in self._hosts or _is_ip_address(name))
 
-    def _is_known_origin(self, origin: str, host: str) -> bool:
+    def _is_allowed_origin(self, origin: str, host: str) -> bool:
         allowed = self._settings.cors_origins
         return "*" in allowed or origin in allowed or origin.partition("://")[2] == host
 
@@ -108,7 +106,7 @@ class AuthMiddleware:
             secret = headers.get("x-api-key", "")
         key = self._keys().find(secret.strip())
         if key is None:
-            why = "no key, or a wrong one: send the header  Authorization: Bearer KEY"
+            why = "missing or invalid API key: send the header  Authorization: Bearer KEY"
             headers_out = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, AUTHENTICATION, why, code="invalid_api_key", headers=headers_out)
         return key
@@ -120,7 +118,7 @@ def _is_open(scope: Scope) -> bool:
     return path in OPEN or scope["method"] == "OPTIONS" or (page and scope["method"] in _SAFE)
 
 
-def _is_number(name: str) -> bool:
+def _is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -135,7 +133,7 @@ _DISCARDED = 8
 connection is closed would miss the answer.
 """
 
-_MOST_HELD = 16
+_MAX_HELD = 16
 """Limit on all bodies in memory, in units of the size limit of one; small bodies are exempt."""
 
 
@@ -152,7 +150,7 @@ class BodyMiddleware:
 
     def __init__(self, app: ASGIApp, most_bytes: Callable[[], int], wanted: Callable[[Scope], bool]) -> None:
         self._app, self._most_bytes, self._wanted = app, most_bytes, wanted
-        self._held = 0  # bytes, of all bodies that are here
+        self._held = 0  # bytes of all bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its whole body, or refuse it."""
@@ -161,15 +159,15 @@ class BodyMiddleware:
             return
         context = RequestContext.of(scope)
         try:
-            await self._hand_on(context, scope, receive, send)
+            await self._forward(context, scope, receive, send)
         finally:
             self._held -= context.size
 
-    async def _hand_on(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             whole = await asyncio.wait_for(self._whole(context, Headers(scope=scope), receive), _SECONDS)
         except TimeoutError:
-            whole = ApiError(408, INVALID, "the body did not come in time: send it at once", code="request_timeout")
+            whole = ApiError(408, INVALID, f"the body was not received within {_SECONDS:g} s", code="request_timeout")
         if isinstance(whole, ApiError):
             await whole.response()(scope, receive, send)
         elif whole is not None:
@@ -179,11 +177,11 @@ class BodyMiddleware:
         """Return the body; None if the client has disconnected."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            why = f"the body is {kind or 'of no type'}: send JSON with the header  content-type: application/json"
+            why = f"content-type is {kind or 'missing'}: send JSON with the header  content-type: application/json"
             return ApiError(415, INVALID, why, code="unsupported_media_type")
         coding = headers.get("content-encoding", "identity").lower()
         if coding != "identity":
-            why = f"the body is compressed ({coding[:20]}): send it as it is"
+            why = f"content-encoding {coding[:20]} is not supported: send the body uncompressed"
             return ApiError(415, INVALID, why, code="unsupported_media_type")
         most = self._most_bytes()
         length = headers.get("content-length", "0")
@@ -200,8 +198,8 @@ class BodyMiddleware:
                 parts.append(part)
                 context.size += len(part)
                 self._held += len(part)
-            if context.size > SMALL and self._held > _MOST_HELD * most:
-                why = "as many large requests are here as there is memory for: send this one again later"
+            if context.size > SMALL and self._held > _MAX_HELD * most:
+                why = "large requests in progress use all memory for bodies: retry later"
                 return overloaded(why, "too_many_bytes", close=True)
             if not message.get("more_body"):
                 return b"".join(parts) if size <= most else _too_large(most)
@@ -274,7 +272,7 @@ def _checked(adapter: TypeAdapter[Any], raw: bytes) -> Any:
 
 
 def _too_large(most: int) -> ApiError:
-    why = f"the body has more than {most} bytes: send less, or start the server with a greater --max-body"
+    why = f"the body exceeds {most} bytes: send less, or start the server with a larger --max-body"
     return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
 
 
@@ -325,7 +323,7 @@ class AnthropicErrors:
             await self._app(scope, receive, send_in_form)
         except Exception:
             context = RequestContext.of(scope)
-            if context.status == 0:  # nobody else would say so in this form
+            if context.status == 0:  # the outer middleware would send OpenAI's format
                 await internal(context.id).response()(scope, receive, send_in_form)
             raise
 

@@ -131,7 +131,7 @@ class CallParser:
             if (yield from self._next()) != "}":
                 yield from self._take(",")
         if self.name is None:
-            raise ValueError("a call without a name is none")
+            raise ValueError("a call needs a name")
 
     def _arguments(self) -> _Reading:
         """Pass on an object verbatim; arguments written as a JSON string are decoded once complete."""
@@ -152,7 +152,7 @@ class CallParser:
     def _string(self) -> Generator[None, None, str]:
         pieces = list[str]()
         if (yield from self._next()) != '"':
-            raise ValueError("a text is expected")
+            raise ValueError("expected a string")
         yield from self._value(pieces.append)
         return str(json.loads("".join(pieces), strict=False))
 
@@ -166,7 +166,7 @@ class CallParser:
 
     def _take(self, mark: str) -> _Reading:
         if (yield from self._next()) != mark:
-            raise ValueError(f"{mark} is expected")
+            raise ValueError(f"expected {mark}")
         self._rest = self._rest[1:]
 
     def _value(self, take: Callable[[str], None]) -> _Reading:
@@ -186,7 +186,7 @@ class CallParser:
                 if depth <= 0 and not quoted:
                     self._hand_on(seen, take)
                     return
-            half = self._rest.endswith("\\") and seen < len(self._rest)  # what it escapes has not come yet
+            half = self._rest.endswith("\\") and seen < len(self._rest)  # the escaped character is still to come
             self._hand_on(len(self._rest) - half, take)
             yield
 
@@ -344,7 +344,7 @@ class MarkupParser:
         return self._parts(events, last=True, cut=cut)
 
     def _give_up(self, problem: ValueError) -> Parts:
-        logger.info("an answer does not follow its markup: %s", problem)
+        logger.info("output does not match the model's markup: %s", problem)
         self._parser, self.thinks = None, False
         return Parts(self._unparsed)
 

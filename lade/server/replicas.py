@@ -20,7 +20,7 @@ from lade.server.settings import Settings
 
 NAME = "lade"
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_REFUSED_AT_A_TIME = 64
+_EXCESS = 64
 """Requests that a replica receives beyond its rows and queue, so that it refuses them itself, as JSON."""
 _LOAD = 0.75
 """Target share of busy rows for autoscaling."""
@@ -103,7 +103,7 @@ def application(settings: Settings, load: Callable[[], ServedModel], scale: Scal
         several = {"autoscaling_config": {**limits, "target_ongoing_requests": target}}
     deployed = serve.deployment(
         name=NAME,
-        max_ongoing_requests=settings.max_rows + settings.max_waiting + _REFUSED_AT_A_TIME,
+        max_ongoing_requests=settings.max_rows + settings.max_waiting + _EXCESS,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         health_check_period_s=_CHECK_S,
         max_constructor_retry_count=_ATTEMPTS,
@@ -142,7 +142,7 @@ def run(made: Any, settings: Settings, port: int, scale: Scale, announce: Callab
             signal.signal(number, lambda *_: stop.set())
         announce()
         stop.wait()
-        serve.delete(NAME)  # while the proxy is there still, which brings answers to their clients
+        serve.delete(NAME)  # before the proxy, which still delivers answers
     finally:
         serve.shutdown()
         ray.shutdown()

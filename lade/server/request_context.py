@@ -173,7 +173,7 @@ class RequestContextMiddleware:
                 context.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = context.id
-                headers["x-content-type-options"] = "nosniff"  # else a browser might take JSON for a page
+                headers["x-content-type-options"] = "nosniff"  # keep browsers from rendering JSON as a page
             await send(message)
 
         try:

@@ -14,7 +14,7 @@ from lade.server.answer import Formatter
 from lade.server.choice import Choice, ChoiceDelta, ItemChange, OutputItem, OutputItems, RequestOutput
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
-from lade.server.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from lade.server.structured_output import FormatNames
 
 
@@ -27,7 +27,7 @@ class InputPart(Model):
     image_url: str | None = None
 
 
-InputParts = Annotated[list[InputPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+InputParts = Annotated[list[InputPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class InputItem(Model):
@@ -59,7 +59,7 @@ class TextOptions(Model):
     verbosity: Any = None
 
 
-ToolList = Annotated[list["ResponsesTool"], Field(fail_fast=True, max_length=MOST_TOOLS)]
+ToolList = Annotated[list["ResponsesTool"], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class ResponsesTool(Model):
@@ -76,7 +76,7 @@ class ResponsesTool(Model):
 class ResponsesRequest(BaseRequest):
     """Request body of `/v1/responses`."""
 
-    input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    input: Text | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     instructions: Text | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     tools: ToolList | None = None
@@ -142,51 +142,51 @@ def flat_name(name: str | None, namespace: str | None) -> str | None:
 
 _LOGPROBS = "message.output_text.logprobs"
 _NOT_KEPT = {
-    "prompt": "prompts are not kept here: send instructions and input",
-    "previous_response_id": "answers are not kept: send all items in input",
-    "conversation": "conversations are not kept: send all items in input",
-    "background": "answers are not kept: wait for this one, or stream it",
-    "top_logprobs": "logprobs are for /v1/chat/completions",
-    "max_tool_calls": "no tool is called here, so none can be counted: leave it out",
+    "prompt": "stored prompts are not supported: send instructions and input",
+    "previous_response_id": "responses are not stored: send all items in input",
+    "conversation": "conversations are not stored: send all items in input",
+    "background": "background responses are not supported: wait for this one, or stream it",
+    "top_logprobs": "use /v1/chat/completions for logprobs",
+    "max_tool_calls": "this server calls no tools: leave it out",
 }
 Messages = list[dict[str, Any]]
 
 
-def as_chat(asked: ResponsesRequest) -> ChatRequest:
+def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert to a chat request.
 
     Raises:
         ApiError: stored state or another unsupported feature is requested, or an item is invalid.
     """
-    extra = asked.model_extra or {}
+    extra = request.model_extra or {}
     for name, remedy in _NOT_KEPT.items():
         if extra.get(name):
             raise unsupported(name, f"{name}: {remedy}")
-    if asked.n != 1:
-        raise unsupported("n", "n: a response is one answer: ask /v1/chat/completions")
-    if _LOGPROBS in (asked.include or ()):
-        raise unsupported("include", f"include: {_LOGPROBS}: logprobs are for /v1/chat/completions")
-    tools = Tools(asked.tools)
+    if request.n != 1:
+        raise unsupported("n", "n: a response has one choice: use /v1/chat/completions")
+    if _LOGPROBS in (request.include or ()):
+        raise unsupported("include", f"include: {_LOGPROBS}: use /v1/chat/completions for logprobs")
+    tools = Tools(request.tools)
     return chat_request(
-        asked,
-        messages=messages_of(asked),
+        request,
+        messages=messages_of(request),
         tools=tools.functions or None,
-        tool_choice=_tool_choice(asked.tool_choice),
-        parallel_tool_calls=asked.parallel_tool_calls,
-        max_completion_tokens=asked.max_output_tokens,
-        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
-        response_format=_format(asked),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        max_completion_tokens=request.max_output_tokens,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        response_format=_format(request),
         **{f"tools.{kind}": "" for kind in tools.dropped},
     )
 
 
-def messages_of(asked: ResponsesRequest) -> Messages:
+def messages_of(request: ResponsesRequest) -> Messages:
     """Convert instructions and items to chat messages; consecutive items of an assistant form one message."""
-    made: Messages = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
-    if isinstance(asked.input, str):
-        return [*made, {"role": "user", "content": asked.input}]
+    made: Messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    if isinstance(request.input, str):
+        return [*made, {"role": "user", "content": request.input}]
     names: dict[str, str] = {}
-    for number, item in enumerate(asked.input):
+    for number, item in enumerate(request.input):
         place = f"input[{number}]"
         match item.type:
             case "message" | "agent_message":
@@ -202,15 +202,17 @@ def messages_of(asked: ResponsesRequest) -> Messages:
             case "function_call_output" | "custom_tool_call_output":
                 made.append(_tool_message(item, names, place))
             case _:
-                why = f"{place}: an item of type {item.type!r} is not served: send messages, function calls and outputs"
+                why = (
+                    f"{place}: items of type {item.type!r} are not supported: send messages, function calls and outputs"
+                )
                 raise unsupported(f"{place}.type", why)
     return made
 
 
 def _add_message(made: Messages, item: InputItem, place: str) -> None:
-    role = _required(item, "role", place) if item.type == "message" else "user"  # what another agent says
+    role = _required(item, "role", place) if item.type == "message" else "user"  # messages of other agents
     if item.content is None:
-        raise invalid(f"{place}.content", f"{place}.content: a message needs a text, or parts: give one")
+        raise invalid(f"{place}.content", f"{place}.content: a message needs text or parts")
     content = _content(item.content, f"{place}.content")
     if role == "assistant":
         _assistant(made, "content", "tool_calls")["content"] = content
@@ -248,7 +250,7 @@ def _tool_message(item: InputItem, names: dict[str, str], place: str) -> dict[st
 def _required(item: InputItem, name: str, place: str) -> str:
     value: str | None = getattr(item, name)
     if value is None:
-        raise invalid(f"{place}.{name}", f"{place}.{name}: an item of type {item.type!r} needs one: give it")
+        raise invalid(f"{place}.{name}", f"{place}.{name}: required for items of type {item.type!r}")
     return value
 
 
@@ -264,7 +266,7 @@ def _content(content: str | Sequence[InputPart], place: str) -> str | list[dict[
             made.append({"type": "image_url", "image_url": {"url": part.image_url}})
         else:
             where = f"{place}[{number}]"
-            why = f"a part of type {part.type[:40]!r} is not served: send input_text, or input_image with a URL"
+            why = f"parts of type {part.type[:40]!r} are not supported: send input_text, or input_image with a URL"
             raise unsupported(where, f"{where}: {why}")
     return made
 
@@ -275,9 +277,9 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     return choice
 
 
-def _format(asked: ResponsesRequest) -> dict[str, Any] | None:
+def _format(request: ResponsesRequest) -> dict[str, Any] | None:
     """Return `text.format` as a `response_format`, which nests the schema one level deeper."""
-    found = None if asked.text is None else asked.text.format
+    found = None if request.text is None else request.text.format
     if found is None or found.get("type") != "json_schema":
         return found
     return {"type": "json_schema", "json_schema": {name: found[name] for name in found if name != "type"}}

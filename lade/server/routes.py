@@ -183,7 +183,7 @@ async def base(request: Request) -> Response:
     """Describe the API at its base URL."""
     routes = [route for route in router.routes if isinstance(route, APIRoute) and route.include_in_schema]
     names = [f"{method} {route.path_format}" for route in routes for method in sorted(route.methods or ())]
-    why = "this is the base URL that clients of OpenAI's API are given; /openapi.json describes what there is"
+    why = "base URL for clients of OpenAI's API; /openapi.json describes the endpoints"
     return Json({"message": why, "routes": names})
 
 
@@ -201,7 +201,7 @@ async def model(request: Request, name: str) -> Response:
     """Describe one served model."""
     service = _service(request)
     if name not in service.settings.names:
-        why = f"model {name[:100]!r} is not served: there is {', '.join(service.settings.names)}"
+        why = f"model {name[:100]!r} is not served: give one of {', '.join(service.settings.names)}"
         raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
     return Json(_described(service, name))
 
@@ -273,7 +273,7 @@ async def metrics(request: Request) -> Response:
     """Return Prometheus metrics."""
     service = _service(request)
     if not service.settings.metrics:
-        raise ApiError(404, NOT_FOUND, "there are no metrics: the server was started with --no-metrics")
+        raise ApiError(404, NOT_FOUND, "metrics are disabled: start the server without --no-metrics")
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
 

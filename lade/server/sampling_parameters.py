@@ -17,7 +17,7 @@ from lade.server.errors import invalid
 from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import decoded
 from lade.server.served_model import ServedModel
-from lade.server.settings import MOST_CHOICES
+from lade.server.settings import MAX_CHOICES
 
 
 class Penalties(LogitsProcessor):
@@ -53,7 +53,7 @@ class Penalties(LogitsProcessor):
         same = self._counts.shape == scores.shape and self._counts.device == scores.device
         if same and length >= self._prompt_length and torch.equal(self._counted, input_ids[:, :length]):
             return length
-        with torch.inference_mode(False):  # a stream may go on outside of it
+        with torch.inference_mode(False):  # a stream may resume outside of inference mode
             self._counts = torch.zeros_like(scores)
         return self._prompt_length
 
@@ -61,14 +61,14 @@ class Penalties(LogitsProcessor):
 GREEDY_BELOW = 1e-5
 """Temperatures below it mean greedy decoding, as division would overflow."""
 _SEEDS, _DRAWN_SEEDS = 2**64, 2**32
-_OURS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory"}
+_LOOKAHEAD_FIELDS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory"}
 _FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def first_seed(body: BaseRequest) -> int:
     """Return the seed of choice 0; choice k has k more. Negative seeds wrap around as in torch."""
     if body.seed is None:
-        return secrets.randbelow(_DRAWN_SEEDS - MOST_CHOICES)
+        return secrets.randbelow(_DRAWN_SEEDS - MAX_CHOICES)
     return body.seed if body.seed >= 0 else _SEEDS + body.seed
 
 
@@ -90,7 +90,7 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise invalid("generation_config", "generation_config: it is no JSON object: leave it out")
+        raise invalid("generation_config", "generation_config: not a JSON object: leave it out")
     found = {name: given[name] for name in _FROM_CONFIG if given.get(name) is not None}
     if given.get("max_new_tokens") is not None:
         found["max_tokens"] = given["max_new_tokens"]
@@ -103,7 +103,7 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid("generation_config", f"generation_config: {name} is no number: leave it out")
+            raise invalid("generation_config", f"generation_config: {name} is not a number: leave it out")
     try:
         checked = BaseRequest.model_validate(values)
     except ValidationError as problem:
@@ -123,7 +123,7 @@ def generate_arguments(body: BaseRequest, model: ServedModel, prompt_tokens: int
     Raises:
         ApiError: an id is outside the vocabulary.
     """
-    arguments = _drawing(body, model)
+    arguments = _sampling(body, model)
     if body.repetition_penalty is not None:
         arguments["repetition_penalty"] = body.repetition_penalty
     if body.presence_penalty or body.frequency_penalty:
@@ -131,7 +131,7 @@ def generate_arguments(body: BaseRequest, model: ServedModel, prompt_tokens: int
         arguments["logits_processor"] = [Penalties(presence, frequency, prompt_length=prompt_tokens)]
     if body.logit_bias:
         _check_ids("logit_bias", body.logit_bias, model)
-        # as a dictionary: of pairs in a list transformers before 5.23 refuse the id 0
+        # a dictionary, as transformers before 5.23 reject the id 0 in a list of pairs
         arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     ends = [] if body.ignore_eos else model.ends
     if body.ignore_eos or body.stop_token_ids:
@@ -145,7 +145,7 @@ def sampling_defaults(model: ServedModel) -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **model.sampling}
 
 
-def _drawing(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
+def _sampling(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     asked = {name: value for name, value in given.items() if value is not None}
     values = {**sampling_defaults(model), **asked}
@@ -156,7 +156,7 @@ def _drawing(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
 
 def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
     if max(ids, default=0) >= model.vocabulary:
-        why = f"{name}: {max(ids)} is out of the vocabulary: give ids below {model.vocabulary}"
+        why = f"{name}: token id {max(ids)} is outside the vocabulary: give ids below {model.vocabulary}"
         raise invalid(name, why)
 
 
@@ -168,8 +168,10 @@ def lookahead_of(asked: str | Mapping[str, Any] | None) -> LookaheadConfig | str
     """
     if asked is None or isinstance(asked, str):
         return asked
-    for name in sorted(set(asked) - _OURS):
-        raise invalid(f"lookahead.{name}", f"lookahead.{name}: there is no such field: give {', '.join(sorted(_OURS))}")
+    for name in sorted(set(asked) - _LOOKAHEAD_FIELDS):
+        raise invalid(
+            f"lookahead.{name}", f"lookahead.{name}: unknown field: give one of {', '.join(sorted(_LOOKAHEAD_FIELDS))}"
+        )
     try:
         return LookaheadConfig(**asked)
     except ConfigError as problem:

@@ -25,17 +25,17 @@ from lade.server.errors import NOT_FOUND, ApiError, invalid, unsupported, valida
 from lade.server.settings import (
     LONGEST_SCHEMA,
     LONGEST_STOP,
-    MOST_BIASES,
-    MOST_CHOICES,
-    MOST_IDS,
-    MOST_MEMBERS,
-    MOST_MESSAGES,
-    MOST_PARTS,
-    MOST_PROMPTS,
-    MOST_STOPS,
-    MOST_TOOLS,
-    MOST_TOP_LOGPROBS,
-    MOST_WORDS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_IDS,
+    MAX_MEMBERS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    MAX_WORDS,
     Settings,
 )
 
@@ -46,7 +46,7 @@ def _whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("half a character, which JSON can spell, is no text") from None
+        raise ValueError("an unpaired surrogate is not valid text") from None
     return text
 
 
@@ -63,7 +63,7 @@ def _nullable(kind: Any) -> BeforeValidator:
 
 # numbers and switches are strict, as in OpenAI's API: neither true nor "5" is a number
 Flag = Annotated[StrictBool, _nullable(StrictBool)]
-Choices = Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)]
+Choices = Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)]
 Tokens = Annotated[StrictInt, Field(ge=0)]
 Text = Annotated[str, AfterValidator(_whole)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID_BITS)]
@@ -78,20 +78,20 @@ def _as_list(value: Any) -> Any:
 
 
 def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MOST_MEMBERS:
-        raise ValueError(f"an object should have at most {MOST_MEMBERS} members")
+    if isinstance(value, dict) and len(value) > MAX_MEMBERS:
+        raise ValueError(f"an object should have at most {MAX_MEMBERS} members")
     return value
 
 
-# every list and object has a greatest length, and ends at the first wrong item: else 4 MB of wrong ones make a million
-# errors
-Object = Annotated[dict[str, Any], Field(max_length=MOST_MEMBERS), BeforeValidator(_few)]
-Names = Annotated[list[str], Field(fail_fast=True, max_length=MOST_MEMBERS)]
-Words = Annotated[list[Text], Field(fail_fast=True, max_length=MOST_WORDS)]
-Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MOST_IDS)]
-StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_BIASES)]
-Biases = Annotated[dict[BiasedId, Bias], Field(max_length=MOST_BIASES), BeforeValidator(_few)]
-_ListedStops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
+# lists and objects are bounded, and validation stops at the first invalid item: otherwise a body of 4 MB could make a
+# million errors
+Object = Annotated[dict[str, Any], Field(max_length=MAX_MEMBERS), BeforeValidator(_few)]
+Names = Annotated[list[str], Field(fail_fast=True, max_length=MAX_MEMBERS)]
+Words = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_WORDS)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_IDS)]
+StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_BIASES)]
+Biases = Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_few)]
+_ListedStops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Stops = Annotated[_ListedStops, BeforeValidator(_as_list, json_schema_input_type=Stop | _ListedStops | None)]
 
 
@@ -102,7 +102,7 @@ class Model(BaseModel):
         extra="allow",
         allow_inf_nan=False,
         protected_namespaces=(),
-        json_schema_extra={"maxProperties": MOST_MEMBERS},
+        json_schema_extra={"maxProperties": MAX_MEMBERS},
     )
 
     @model_validator(mode="before")
@@ -140,7 +140,7 @@ class Part(Model):
     image_url: ImageUrl | None = None
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS)]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class PredictedOutput(Model):
@@ -228,11 +228,11 @@ class Message(Model):
 class ChatRequest(BaseRequest):
     """Request body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: StrictBool | None = None
-    top_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    tools: Annotated[list[Object], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Annotated[list[Object], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool | None = None
     response_format: Object | None = None
@@ -264,28 +264,28 @@ class CompletionRequest(BaseRequest):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
         | Ids
-        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: StrictInt | None = Field(None, ge=0)
-    logprobs: StrictInt | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    logprobs: StrictInt | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: Flag = False
 
 
 REFUSED = {
-    "audio": "this server makes no sound",
-    "background": "answers are not kept",
-    "chat_template": "templates of requests are not run: start the server with --chat-template",
-    "conversation": "conversations are not kept: send all messages",
-    "function_call": "it was replaced: use tools",
-    "functions": "it was replaced: use tools",
-    "grammar": "give structured_outputs with a Lark grammar",
-    "previous_response_id": "answers are not kept: send all messages",
-    "prompt_logprobs": "ask /v1/completions for echo and logprobs",
-    "suffix": "text is only continued",
-    "use_beam_search": "beams are not served",
-    "web_search_options": "this server has no web",
+    "audio": "audio output is not supported",
+    "background": "background responses are not supported",
+    "chat_template": "templates in requests are not supported: start the server with --chat-template",
+    "conversation": "conversations are not stored: send all messages",
+    "function_call": "deprecated: use tools",
+    "functions": "deprecated: use tools",
+    "grammar": "use structured_outputs with a Lark grammar",
+    "previous_response_id": "responses are not stored: send all messages",
+    "prompt_logprobs": "use /v1/completions with echo and logprobs",
+    "suffix": "insertion is not supported",
+    "use_beam_search": "beam search is not supported",
+    "web_search_options": "web search is not supported",
 }
 """Fields that cannot be ignored without a wrong answer."""
 _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
@@ -308,13 +308,13 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
 _UNNAMED = "dummy"
 """Model name that huggingface_hub sends if the user names none."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 
 
 def check_model(name: str | None, settings: Settings) -> None:
     """Raise `ApiError` for a model that is not served."""
     if name not in (None, _UNNAMED, *settings.names):
-        why = f"model {str(name)[:100]!r} is not served: there is {', '.join(settings.names)}"
+        why = f"model {str(name)[:100]!r} is not served: give one of {', '.join(settings.names)}"
         raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
 
 
@@ -327,19 +327,19 @@ def check(body: BaseRequest, settings: Settings) -> list[str]:
     extra = body.model_extra or {}
     for name, why in REFUSED.items():
         value = extra.get(name)
-        if value or type(value) is int:  # prompt_logprobs of 0 are some
+        if value or type(value) is int:  # prompt_logprobs: 0 requests logprobs, too
             raise unsupported(name, f"{name}: {why}")
     modalities = extra.get("modalities")
     if modalities and modalities != ["text"]:
-        raise unsupported("modalities", "modalities: only text is written")
+        raise unsupported("modalities", "modalities: only text is supported")
     if body.best_of is not None and body.best_of > body.n:
-        why = f"best_of: {body.best_of} are more than n={body.n}, and answers are not ranked: ask for n={body.best_of}"
+        why = f"best_of: {body.best_of} exceeds n={body.n}, and choices are not ranked: request n={body.best_of}"
         raise unsupported("best_of", f"{why}, and choose among them")
     if isinstance(body, ChatRequest):
         _check_chat(body)
     unknown = [name if _NAME.fullmatch(name) else "?" for name in extra if name not in (*REFUSED, "modalities")]
     if unknown and settings.strict:
-        raise invalid(unknown[0], f"{unknown[0]}: there is no such field: leave it out")
+        raise invalid(unknown[0], f"{unknown[0]}: unknown field: leave it out")
     return unknown + [name for name in REFUSED if extra.get(name) == {}]
 
 
@@ -360,7 +360,7 @@ def unused_by_template(body: ChatRequest, template: str) -> list[str]:
 
 def header(names: Iterable[str]) -> str:
     """Return the value of the header that names ignored fields."""
-    return ", ".join(sorted(set(names))[:_MOST_NAMED])
+    return ", ".join(sorted(set(names))[:_MAX_NAMED])
 
 
 def _value(asked: Any, name: str) -> Any:
@@ -370,7 +370,7 @@ def _value(asked: Any, name: str) -> Any:
 
 def _check_chat(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs: it needs logprobs: true")
+        raise invalid("top_logprobs", "top_logprobs: needs logprobs: true")
 
 
 def chat_request(asked: BaseRequest, **fields: Any) -> ChatRequest:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from lade.server.settings import MOST_OBJECTS, MOST_VALUES
+from lade.server.settings import MAX_OBJECTS, MAX_VALUES
 from lade.stats import Step
 
 _PIECE, _LARGE = 2**18, 2**16
@@ -44,15 +44,15 @@ def decoded(raw: bytes | str) -> Any:
     """Parse JSON.
 
     Raises:
-        TooManyValuesError: more than `MOST_OBJECTS` lists and objects, or more than `MOST_VALUES` values.
+        TooManyValuesError: more than `MAX_OBJECTS` lists and objects, or more than `MAX_VALUES` values.
         ValueError: invalid JSON.
         RecursionError: too deeply nested.
     """
     text = raw if isinstance(raw, bytes) else raw.encode(errors="replace")
-    if text.count(b"[") + text.count(b"{") > MOST_OBJECTS or text.count(b",") >= MOST_VALUES:
+    if text.count(b"[") + text.count(b"{") > MAX_OBJECTS or text.count(b",") >= MAX_VALUES:
         _check_counts(text)
-    if len(text) > _LARGE:  # Python's own reader takes halves of characters and NaN, which can be told apart later
-        return msgspec.json.decode(raw)  # but of a million numbers it would hold up all threads for thrice as long
+    if len(text) > _LARGE:  # json accepts lone surrogates and NaN, which validation reports by field
+        return msgspec.json.decode(raw)  # but holds the interpreter lock for three times as long
     return json.loads(raw)
 
 
@@ -60,16 +60,16 @@ def _check_counts(text: bytes) -> None:
     """Count values outside of strings: quoted code is one string, whatever its brackets."""
     bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
     objects = nexts = within = 0  # `within` is 1 in a string
-    for start in range(0, len(bare), _PIECE):  # else other threads would wait for all of it
+    for start in range(0, len(bare), _PIECE):  # in pieces, so that other threads run in between
         parts = bare[start : start + _PIECE].split(b'"')
         outside = b"".join(parts[within::2])
         objects += outside.count(b"[") + outside.count(b"{")
         nexts += outside.count(b",")
         within = (within + len(parts) - 1) % 2
-        if objects > MOST_OBJECTS:
-            raise TooManyValuesError(f"there are more than {MOST_OBJECTS} lists and objects: send fewer")
-        if nexts >= MOST_VALUES:
-            raise TooManyValuesError(f"there are more than {MOST_VALUES} values: send fewer")
+        if objects > MAX_OBJECTS:
+            raise TooManyValuesError(f"there are more than {MAX_OBJECTS} lists and objects: send fewer")
+        if nexts >= MAX_VALUES:
+            raise TooManyValuesError(f"there are more than {MAX_VALUES} values: send fewer")
 
 
 class Json(Response):

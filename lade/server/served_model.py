@@ -101,14 +101,14 @@ class TextOffsets:
     """Incremental offsets of tokens in a text, in characters.
 
     Args:
-        spelling: decoder of single tokens.
+        token_text: decoder of single tokens.
 
     Attributes:
         end: length of the text so far.
     """
 
-    def __init__(self, spelling: TokenText) -> None:
-        self._spelling, self.end = spelling, 0
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text, self.end = token_text, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
     def take(self, tokens: Iterable[int]) -> list[int]:
@@ -116,7 +116,7 @@ class TextOffsets:
         found = []
         for token in tokens:
             found.append(self.end)
-            self.end += len(self._decoder.decode(self._spelling.bytes(token)))
+            self.end += len(self._decoder.decode(self._token_text.bytes(token)))
         return found
 
 
@@ -148,7 +148,7 @@ class TextTooLongError(Exception):
     """
 
     def __init__(self, tokens: int) -> None:
-        super().__init__(f"the text has {tokens} tokens at least")
+        super().__init__(f"the text has at least {tokens} tokens")
         self.tokens = tokens
 
 
@@ -179,7 +179,7 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any, context: int | None) -> None:
-        tokenizer("")  # the first call takes back what truncates and pads; a later one that did would disturb others
+        tokenizer("")  # resets truncation and padding once, before other threads encode
         self._tokenizer, self._context = tokenizer, context
         self.span = span_of(tokenizer)
 
@@ -252,7 +252,7 @@ def _flat(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _spells_all(model: Any, parts: list[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bool:
-    """Return True if unknown words are spelled by byte tokens; else one token may stand for all of a word, or none."""
+    """Return True if unknown words are encoded as bytes; otherwise one token, or none, may stand for a whole word."""
     if any(part["type"] == "ByteLevel" for part in parts):
         return byte_alphabet().keys() <= vocabulary.keys()
     falls_back = getattr(model, "byte_fallback", False)

@@ -40,7 +40,7 @@ from lade.version import __version__
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MOST_SCOPES, _BYTES = 16, 64 * 2**20
+MAX_SCOPES, _BYTES = 16, 64 * 2**20
 """Maximum number of memories, and size of each in bytes."""
 
 
@@ -82,11 +82,11 @@ class TenantMemories:
         with self._lock:
             memory = self._kept.setdefault(scope, Memory(_BYTES))
             self._kept.move_to_end(scope)
-            if len(self._kept) > MOST_SCOPES:
-                del self._kept[self._least_missed()]
+            if len(self._kept) > MAX_SCOPES:
+                del self._kept[self._evicted()]
         return memory
 
-    def _least_missed(self) -> str:
+    def _evicted(self) -> str:
         """Return the memory to evict: of the key with most memories, the least recently used salted one.
 
         Clients choose salts freely; by age alone one client could evict all others' memories.
@@ -107,17 +107,17 @@ _TOKENS = 12
 def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
     """Decode short texts in batches of 1, 2, 4, ... rows.
 
-    Each batch size has step costs of its own, measured once per machine; otherwise that would happen within answers.
+    Each batch size has step costs of its own, measured once per machine; otherwise requests would wait for that.
 
     Raises:
         Exception: the model cannot decode.
     """
-    compile_all(kernels)  # short texts may not come to all that is compiled
+    compile_all(kernels)  # short texts may not reach all compiled kernels
     ids = model.tokenizer("The")["input_ids"] or [0]
     rows = 1
     while rows <= settings.max_rows:
         logger.info("warming up with %d of %d rows", rows, settings.max_rows)
-        # one after the other, so that the batch has had every size before
+        # one by one, so that the batch passes through every size
         handles = [
             engine.add(ids, lookahead=model.lookahead, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS)
             for _ in range(min(rows, settings.max_rows))
@@ -125,7 +125,7 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
         for handle in handles:
             handle.result()
         rows *= 2
-    # what is there now stays: Python's collector, which all threads wait for, would walk through it again and again
+    # exempt what lives as long as the server from garbage collection, which stops all threads
     gc.collect()
     gc.freeze()
 
@@ -139,7 +139,7 @@ class FairExecutor:
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._busy = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # none empty; the first client is next
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # no queue is empty; the first client is next
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """Run a task and return its result; a task cancelled before its turn never starts.
@@ -168,7 +168,7 @@ class FairExecutor:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._pass_on()  # it had been given the turn
+                self._pass_on()  # its turn had come
             raise
 
     def _pass_on(self) -> None:
@@ -233,7 +233,7 @@ class Service:
         self.reason = ""
         self.problem: BaseException | None = None
         self.unsaved: LadeError | None = None
-        self._saved = (perf_counter(), 0)  # when, and after how many tokens
+        self._saved = (perf_counter(), 0)  # time and token count of the last save
         self.created = int(time.time())
         self.keys, self.keys_changed = settings.keys, False
         self.in_flight: dict[InFlightRequest, str] = {}
@@ -258,7 +258,7 @@ class Service:
         settings = self.settings
         try:
             model = self._load()
-            self._take(model)
+            self._set_up(model)
             if model.lookahead is not None and (note := precision_note(model.model)):
                 logger.warning("%s", note)
             self._engine = Engine(
@@ -289,7 +289,7 @@ class Service:
             return given
         return 0 if ModelFacts.of(inner).recurrent else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
 
-    def _take(self, model: ServedModel) -> None:
+    def _set_up(self, model: ServedModel) -> None:
         self._model = model
         self.encoder = TextEncoder(model.tokenizer, self.context)
         self.template = ChatTemplate(model, self.encoder, self.settings.template_arguments)
@@ -319,11 +319,11 @@ class Service:
     def _require(self) -> None:
         match self.phase:
             case "loading":
-                raise overloaded("the model is being loaded: send this again in a while", "model_loading", 5)
+                raise overloaded("the model is loading: retry later", "model_loading", 5)
             case "draining":
                 raise overloaded("this server is shutting down", "server_shutting_down", close=True)
             case "dead":
-                raise ApiError(500, "server_error", f"the engine broke down: {self.reason}", code="engine_dead")
+                raise ApiError(500, "server_error", f"the engine failed: {self.reason}", code="engine_dead")
 
     @property
     def context(self) -> int | None:
@@ -335,8 +335,8 @@ class Service:
     @property
     def max_body(self) -> int:
         """Maximum size of a request body in bytes."""
-        sees = self._model is None or self._model.encode_images is not None  # or may do so, once it is loaded
-        return self.settings.max_body or (_BODY_WITH_IMAGES if sees else _BODY)
+        takes_images = self._model is None or self._model.encode_images is not None  # unknown until the model is loaded
+        return self.settings.max_body or (_BODY_WITH_IMAGES if takes_images else _BODY)
 
     def snapshot(self) -> EngineSnapshot | None:
         """Return the engine's snapshot without the warm-up; None before that is over."""
@@ -359,7 +359,7 @@ class Service:
         if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
             problem = self._engine.problem
             self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-            logger.error("the engine broke down", exc_info=problem)
+            logger.error("the engine failed", exc_info=problem)
         if self._log is not None:
             self._log.tick(self.snapshot())
         if perf_counter() - self._saved[0] > SAVE_S:
@@ -371,9 +371,9 @@ class Service:
         try:
             self.keys = self.settings.read_keys()
         except InputError as problem:
-            logger.error("the keys stay as they are: %s", problem)
+            logger.error("keeping the previous API keys: %s", problem)
         else:
-            logger.info("the keys were read again: there are %d", len(self.keys.all))
+            logger.info("reloaded the API keys: %d", len(self.keys.all))
 
     def _save(self) -> None:
         """Save draft memories if anything was decoded since the last time."""
@@ -387,7 +387,7 @@ class Service:
             self.unsaved = None
         except LadeError as problem:
             self.unsaved = problem
-            logger.error("what was learned is not saved: %s", problem)
+            logger.error("the draft memory was not saved: %s", problem)
 
     async def in_worker(self, size: int, work: Callable[[], T]) -> T:
         """Run work in a worker thread; work cancelled before its start never runs.
@@ -445,7 +445,7 @@ class Service:
 
 def _expire(request: InFlightRequest, seconds: float) -> None:
     if request.outcome is None and request.waiting:
-        why = f"no row became free within {seconds:g} s: send this again later"
+        why = f"no row became free within {seconds:g} s: retry later"
         request.abort(overloaded(why, "queue_timeout"))
 
 

@@ -67,9 +67,9 @@ class Keys:
         """
         found: list[Key] = []
         if path is not None:
-            _gather(found, _lines(path), f"key file {str(path)!r}", "line", "write one a line")
+            _gather(found, _lines(path), f"key file {str(path)!r}", "line", "write one per line")
         if environment is not None:
-            _gather(found, environment.split(), ENVIRONMENT, "key", "give some with spaces between them, or unset it")
+            _gather(found, environment.split(), ENVIRONMENT, "key", "separate keys by spaces, or unset it")
         return cls(tuple(found))
 
     def find(self, secret: str) -> Key | None:
@@ -105,33 +105,33 @@ def _gather(found: list[Key], lines: Sequence[str], source: str, unit: str, reme
         named = _NAMED.fullmatch(line)
         secret = named[2] if named else line
         if re.search(r"\s", secret) or not secret.isascii():
-            raise InputError(f"{source}, {unit} {number}: a key has no spaces and only ASCII in it")
+            raise InputError(f"{source}, {unit} {number}: keys are ASCII without spaces")
         found.append(Key(named[1] if named else f"key-{len(found) + 1}", secret, named=named is not None))
     if len(found) == before:
         raise InputError(f"{source} has no keys: {remedy}")
 
 
-MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES, MOST_TOOLS = 16, 64, 4096, 512
-MOST_STOPS, LONGEST_STOP, MOST_BIASES, MOST_TOP_LOGPROBS = 16, 256, 1024, 20
-MOST_OBJECTS, MOST_VALUES = 2**16, 2**20
-"""Lists and objects, and values, of a body together, wherever they are."""
-MOST_IMAGES, MOST_PIXELS = 64, 32 * 2**20
-"""Of a request."""
-MOST_PARTS, MOST_WORDS, MOST_MEMBERS, MOST_IDS = 4096, 16384, 1024, 2**20
+MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 16, 64, 4096, 512
+MAX_STOPS, LONGEST_STOP, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 256, 1024, 20
+MAX_OBJECTS, MAX_VALUES = 2**16, 2**20
+"""Lists and objects, and values, of a whole body."""
+MAX_IMAGES, MAX_PIXELS = 64, 32 * 2**20
+"""Limits per request."""
+MAX_PARTS, MAX_WORDS, MAX_MEMBERS, MAX_IDS = 4096, 16384, 1024, 2**20
 """Parts of a message, words of a choice, members of an object, token ids of a text."""
-MOST_DETOKENIZED = 2**17
+MAX_DETOKENIZED = 2**17
 """Token ids per request: tokenizers hold the interpreter lock while they convert them."""
-MOST_ECHOED = 2**18
+MAX_ECHOED = 2**18
 """Log-probabilities of prompts per request with `echo`."""
 PROBES = frozenset(["/live", "/ready", "/health", "/v1/health", "/metrics"])
 """Paths that monitoring polls every few seconds."""
-LONGEST_SCHEMA = 32 * 2**10  # characters, of JSON, notes apart
+LONGEST_SCHEMA = 32 * 2**10  # characters of JSON without annotations
 LONGEST_TOOLS = 2 * LONGEST_SCHEMA
 """Total of all tools of one request."""
 SLOWEST_TOOLS = 1.0
 """CPU time in seconds for compiling the schemas of one request."""
 MASK_SECONDS, MASK_TOKEN_SECONDS = 0.5, 1e-3
-"""CPU time that following a grammar may take in all answers to a request, and for each token more: others wait."""
+"""CPU time in seconds for grammar masks per request, and in addition per token; other requests wait meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
         self._trying = threading.local()
-        self._slow: OrderedDict[str, str] = OrderedDict()  # grammars that have failed, and why
+        self._slow: OrderedDict[str, str] = OrderedDict()  # failed grammars, and the reasons
         try:
             vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
             self._trial = GrammarTrial(vocabulary.specials)
@@ -144,7 +144,7 @@ def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tup
         return None
     (make, given, param), *more = made
     if more:
-        raise invalid(more[0][2], f"{more[0][2]}: {param} says what the answer may be: leave out one of them")
+        raise invalid(more[0][2], f"{more[0][2]}: contradicts {param}: leave out one of them")
     _check_length(given, param)
     try:
         return make(given), param
@@ -168,7 +168,7 @@ def _structured(given: StructuredOutputs | None) -> _Asked:
         asked.append((lambda _: Grammar.json_object(whitespace=flexible), "", f"{where}.json_object"))
     asked += _texts(where + ".", regex=given.regex, choice=given.choice, grammar=given.grammar)
     if not asked:
-        raise invalid(where, f"{where}: it says nothing: give json, json_object, regex, choice or grammar")
+        raise invalid(where, f"{where}: empty: give json, json_object, regex, choice or grammar")
     return asked
 
 
@@ -193,13 +193,13 @@ def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Asked
     if kind == "json_object" and given.get("schema") is None:
         return [(lambda _: Grammar.json_object(), "", names.whole)]
     if kind not in ("json_object", "json_schema"):
-        why = f"{names.whole}: {str(kind)[:40]!r} is not served: give json_schema, json_object or text"
+        why = f"{names.whole}: {str(kind)[:40]!r} is not supported: give json_schema, json_object or text"
         raise unsupported(f"{names.whole}.type", why)
     inner = given.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
     param = names.schema if kind == "json_schema" else f"{names.whole}.schema"
     if schema is None:
-        raise invalid(param, f"{param}: there is none: give a JSON schema")
+        raise invalid(param, f"{param}: missing: give a JSON schema")
     return [(schema_of, schema, param)]
 
 
@@ -210,15 +210,13 @@ def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
         InputError: invalid schema.
     """
     if isinstance(schema, bool | int | float | list):
-        raise InputError("a JSON schema is an object: give one")
+        raise InputError("a JSON schema has to be an object")
     return Grammar.json_schema(schema, whitespace=whitespace)
 
 
 def _check_length(given: Any, param: str) -> None:
     if length_of(given) > LONGEST_SCHEMA:
-        raise invalid(
-            param, f"{param}: it has more than {LONGEST_SCHEMA} characters: give a shorter one", INVALID_SCHEMA
-        )
+        raise invalid(param, f"{param}: more than {LONGEST_SCHEMA} characters: shorten it", INVALID_SCHEMA)
 
 
 def length_of(given: Any) -> int:
@@ -243,7 +241,7 @@ def check_ends(body: BaseRequest, param: str) -> None:
     """Raise `ApiError` for options that would continue an answer beyond the end of its grammar."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
-            raise invalid(name, f"{name}: the answer ends where {param} says: leave it out")
+            raise invalid(name, f"{name}: not available with {param}, which determines the end: leave it out")
 
 
 _ANYTHING = "/(?s:.*)/"
@@ -294,13 +292,13 @@ def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     if choice == "none" or not (forced or (tools and not nameless)):
         return None
     if not tools:
-        raise invalid("tool_choice", "tool_choice: there are no tools to call: give tools")
+        raise invalid("tool_choice", "tool_choice: no tools to call: give tools")
     if nameless:
         param = f"tools[{nameless[0]}].function.name"
-        raise invalid(param, f"{param}: a function needs a name, of letters, digits, - and _")
+        raise invalid(param, f"{param}: give a name of letters, digits, - and _")
     named = _named(choice)
     if choice not in (None, "auto", "required") and named not in names:
-        raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of one of tools')
+        raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of a tool')
     numbers = range(len(tools)) if named is None else [names.index(named)]
     made, left, begun = list[CallableTool](), LONGEST_TOOLS, thread_time()
     for number in numbers:
@@ -334,9 +332,9 @@ def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int,
     function = _function(tool)
     try:
         if length > LONGEST_SCHEMA:
-            raise InputError(f"it has more than {LONGEST_SCHEMA} characters")
+            raise InputError(f"more than {LONGEST_SCHEMA} characters")
         if length > left:
-            raise InputError(f"with the schemas of the tools before it, it has more than {LONGEST_TOOLS} characters")
+            raise InputError(f"with the schemas of the tools before it, more than {LONGEST_TOOLS} characters")
         made = schema_of(_schema(tool))
         vocabulary.compiled(made.source)
     except InputError as problem:
@@ -363,7 +361,7 @@ def message_grammar(
     """
     if calls is not None and not _has_calls(template):
         if calls.forced:
-            why = 'tool_choice: this model\'s calls have a markup that cannot be forced: give "auto" or "none"'
+            why = 'tool_choice: grammars do not support this model\'s tool call markup: give "auto" or "none"'
             raise unsupported("tool_choice", why)
         calls = None
     if form is None and calls is None:

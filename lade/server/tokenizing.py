@@ -20,7 +20,7 @@ from lade.server.schemas import ChatRequest, Flag, Model, Text, TokenId
 from lade.server.serialization import Json
 from lade.server.served_model import TextTooLongError
 from lade.server.service import Service
-from lade.server.settings import MOST_DETOKENIZED
+from lade.server.settings import MAX_DETOKENIZED
 
 
 class TokenizeText(Model):
@@ -42,7 +42,7 @@ class DetokenizeRequest(Model):
     """Request body of `/detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_DETOKENIZED)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_DETOKENIZED)]
 
 
 async def tokenize(service: Service, request: Request, asked: TokenizeText | TokenizeChat) -> Response:
@@ -53,7 +53,7 @@ async def tokenize(service: Service, request: Request, asked: TokenizeText | Tok
     """
     schemas.check_model(asked.model, service.settings)
     if (asked.model_extra or {}).keys() & {"prompt", "messages"}:
-        raise invalid("prompt", "prompt: there are messages, too: leave out one of them")
+        raise invalid("prompt", "prompt: contradicts messages: leave out one of them")
     tokenizer = service.model.tokenizer
 
     def encode() -> dict[str, Any]:
@@ -79,7 +79,7 @@ async def detokenize(service: Service, request: Request, asked: DetokenizeReques
     def decode() -> dict[str, Any]:
         greatest = max(asked.tokens, default=0)
         if greatest >= model.vocabulary:
-            why = f"tokens: the id {greatest} is out of the vocabulary: give ids below {model.vocabulary}"
+            why = f"tokens: token id {greatest} is outside the vocabulary: give ids below {model.vocabulary}"
             raise invalid("tokens", why)
         return {"prompt": str(model.tokenizer.decode(asked.tokens))}
 
@@ -116,5 +116,5 @@ async def _answered(service: Service, request: Request, work: Callable[[], dict[
     except (EngineFullError, EngineClosedError) as problem:
         raise error_for(problem, context.id) from None
     except TextTooLongError as problem:
-        why = f"{field}: it has at least {problem.tokens} tokens, and the context is {service.context}: shorten it"
+        why = f"{field}: at least {problem.tokens} tokens exceed the context of {service.context}: shorten it"
         raise invalid(field, why, TOO_LONG) from None

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lade.decoding.drafting.habits import Habits
+from lade.decoding.drafting.controller import ControllerState
 from lade.locks import ForkSafeLock
 from lade.model.config import token_embeddings
 from lade.model.inputs import batch_bucket
@@ -50,7 +50,7 @@ class CurveInUse:
     key: store.Key
     cost: StepCost
     saved: Sequence[float]
-    habits: dict[str, Habits] = field(default_factory=dict)
+    habits: dict[str, ControllerState] = field(default_factory=dict)
     saved_at: float = -math.inf
 
 
@@ -86,7 +86,7 @@ def step_cost_for(
     return curve.cost
 
 
-def habits_of(model: PreTrainedModel, cost: StepCost, kind: str) -> Habits:
+def habits_of(model: PreTrainedModel, cost: StepCost, kind: str) -> ControllerState:
     """What generations with a curve have learned about guessing, so that the next one need not try it all again.
 
     Args:
@@ -96,8 +96,8 @@ def habits_of(model: PreTrainedModel, cost: StepCost, kind: str) -> Habits:
     """
     for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
         if curve.cost is cost:
-            return curve.habits.setdefault(kind, Habits())
-    return Habits()  # another curve has taken its place meanwhile
+            return curve.habits.setdefault(kind, ControllerState())
+    return ControllerState()  # another curve has taken its place meanwhile
 
 
 def _new_curve(

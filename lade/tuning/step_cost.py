@@ -41,16 +41,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from lade.tuning.shape import ascending, hull, slope_beyond
+from lade.model.inputs import batch_bucket
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LARGEST = KNOTS[-1]
+LARGEST = 512
+"""Size at the end of `StepCost.table`: what several processes feed together. It is straight beyond the last knot."""
 
 # How much is known, in passes; a knot's gain is one over this.
 MAX_WEIGHT = 50.0  # at most: then the mean is over the last passes
@@ -65,7 +66,6 @@ SCALE_GAIN = 0.06  # gain of the shared scale factor
 
 # Runs of passes that all surprise in the same way, which hiccups do not make.
 RUN = 3  # passes; the least surprising of them is believed
-RUN_SURPRISE = 0.2  # relative; less is left to the means
 RUN_GAIN = 0.7  # part of it that the size moves by
 RUN_REACH = 0.88  # of that, for each octave to a smaller size
 RUN_REACH_UP = 0.92  # the same to a larger one, where guesses took longer than expected; else it follows all the way
@@ -74,10 +74,14 @@ RUN_LEAST = 1.0  # weight that runs leave a knot
 # Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
 CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one contradicts it
+# The mean time of passes over one token, hiccups included: what the time of a step is worth.
+PLAIN_PASSES = 64.0  # that it is over
+OUTLIER = 6.0  # times the mean, at which one is clipped: a stall of a second is no slow machine
+
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
 _SHORTEST_S = 1e-9
-_SIZES, _KNOTS = np.arange(LARGEST + 1), np.array(KNOTS)
+_SIZES, _KNOTS = np.arange(KNOTS[-1] + 1), np.array(KNOTS)
 
 
 def _place(size: int) -> tuple[int, float]:
@@ -85,7 +89,7 @@ def _place(size: int) -> tuple[int, float]:
     return low, max(0.0, (size - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low]))
 
 
-_PLACES = [_place(size) for size in range(LARGEST + 1)]
+_PLACES = [_place(size) for size in range(KNOTS[-1] + 1)]
 """By size: the knot at or below it, and how far it lies on the way to the next one (0.0 to 1.0)."""
 
 
@@ -101,6 +105,7 @@ class StepCost:
         measured_at: Unix time of the measurement; 0.0 if there was none.
 
     Attributes:
+        plain_s: seconds of a pass over one token on average, hiccups included: what time is worth.
         table: seconds by size, 0 to `LARGEST`; never decreasing (entry 0 repeats entry 1).
         marginals: by size, seconds that one more token adds on the lower convex hull; never decreasing, >= 0.
         corners: the sizes at which the curve touches its hull, ascending. Between two of them it lies above, and a tree
@@ -121,6 +126,7 @@ class StepCost:
         self._runs: list[tuple[float, ...]] = [(), ()]
         self._unread_s = 0.0
         self._padded_to: tuple[int, ...] = ()
+        self.plain_s, self._plain_passes = self._knots[0], PASS_WEIGHT
         self.measured_at = measured_at
         self.table: list[float] = []
         self.marginals: list[float] = []
@@ -191,8 +197,11 @@ class StepCost:
         if not seconds > 0.0:
             return
         self._unread_s += seconds
+        if size == 1:
+            self._plain_passes = min(self._plain_passes + 1.0, PLAIN_PASSES)
+            self.plain_s += (min(seconds, OUTLIER * self.plain_s) - self.plain_s) / self._plain_passes
         size = next((end for end in self._padded_to if end >= size), size)
-        if 0 < size <= LARGEST:
+        if 0 < size <= KNOTS[-1]:
             self._move_around(size, seconds)
         else:
             self._move_all(seconds / self.seconds(size) - 1.0, self._weights[-1])
@@ -227,7 +236,7 @@ class StepCost:
         run = self._runs[size > 1]
         if run and (run[-1] > 0.0) != (error > 0.0):
             run = ()
-        self._runs[size > 1] = run = (*run, error)[-RUN:] if abs(error) >= RUN_SURPRISE else ()
+        self._runs[size > 1] = run = (*run, error)[-RUN:] if abs(error) >= SURPRISE else ()
         return min(run, key=abs) if len(run) == RUN else 0.0
 
     def _jump(self, size: int, error: float) -> None:
@@ -270,22 +279,20 @@ class StepCost:
         """Compute what is read from what was observed; `observe` does it in time."""
         self._knots = [max(_SHORTEST_S, self._scale * seconds) for seconds in self._knots]
         self._scale, self._unread_s = 1.0, 0.0
-        ends = dict.fromkeys((*self._padded_to, LARGEST)) if self._padded_to else KNOTS
+        ends = list(dict.fromkeys((*self._padded_to, KNOTS[-1]))) if self._padded_to else list(KNOTS)
         known = [KNOTS.index(end) for end in ends]
         curve = ascending([self._knots[i] for i in known], [self._weights[i] for i in known])
-        corners = hull([*ends], curve)
-        sizes, heights = [KNOTS[known[i]] for i in corners], [curve[i] for i in corners]
-        rises = ((b - a) / (right - left) for (left, a), (right, b) in pairwise(zip(sizes, heights, strict=True)))
-        slopes = accumulate(rises, max)  # rounding may turn them
-        if self._padded_to:
-            self.table = np.array(curve)[np.searchsorted([*ends], _SIZES)].tolist()
-        else:
-            self.table = np.interp(_SIZES, _KNOTS, curve).tolist()
-        # The first slope serves sizes 0 and 1 as well, the last one serves `LARGEST`.
-        marginals = list[float]()
-        for slope, end in zip(slopes, [*sizes[1:-1], LARGEST + 1], strict=True):
+        corners = hull(ends, curve)
+        rises = ((curve[b] - curve[a]) / (ends[b] - ends[a]) for a, b in pairwise(corners))
+        slopes = list(accumulate(rises, max))  # rounding may turn them
+        within = np.array(curve)[np.searchsorted(ends, _SIZES)] if self._padded_to else np.interp(_SIZES, _KNOTS, curve)
+        beyond = curve[-1] + slopes[-1] * np.arange(1, LARGEST - KNOTS[-1] + 1)
+        self.table = [*within.tolist(), *beyond.tolist()]
+        self.corners = [*(ends[i] for i in corners[:-1]), LARGEST]
+        marginals = list[float]()  # the first slope serves sizes 0 and 1 as well
+        for slope, end in zip(slopes, [*self.corners[1:-1], LARGEST + 1], strict=True):
             marginals += [slope] * (end - len(marginals))
-        self.marginals, self.corners = marginals, sizes
+        self.marginals = marginals
 
     def change_since(self, table: Sequence[float]) -> float:
         """Greatest relative change against an earlier `table`: 0.1 where a size got a tenth slower or faster."""
@@ -316,9 +323,97 @@ class StepCost:
         return cls(value.get("seconds") or (), value.get("weights") or (), measured_at=measured_at)
 
 
+class BatchCost:
+    """What a pass over a batch costs, by the size of each row's tree: the curve for as many rows as there are.
+
+    Args:
+        cost_of: returns the curve of a number of rows; called again when that has fallen to the next power of two.
+        rows: B, rows of the batch at first.
+    """
+
+    def __init__(self, cost_of: Callable[[int], StepCost], rows: int) -> None:
+        self._cost_of, self._rows = cost_of, rows
+        self._current = cost_of(rows)
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self._rows
+
+    @property
+    def current(self) -> StepCost:
+        """The curve of as many rows as there are."""
+        return self._current
+
+    @property
+    def table(self) -> list[float]:
+        """See `StepCost`."""
+        return self._current.table
+
+    @property
+    def plain_s(self) -> float:
+        """See `StepCost`."""
+        return self._current.plain_s
+
+    @property
+    def marginals(self) -> list[float]:
+        """See `StepCost`."""
+        return self._current.marginals
+
+    @property
+    def corners(self) -> list[int]:
+        """See `StepCost`."""
+        return self._current.corners
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn from one pass of these rows, `size` being that of the largest tree."""
+        self._current.observe(size, seconds)
+
+    def resize(self, rows: int) -> None:
+        """`rows` are left; 0 when all have ended."""
+        if rows and batch_bucket(rows) != batch_bucket(self._rows):
+            self._current = self._cost_of(rows)
+        self._rows = rows or self._rows
+
+
 def typical(samples: Sequence[float]) -> float:
     """Seconds at the end of the fastest fifth: of up to four passes the fastest, of nine the second."""
     return sorted(samples)[len(samples) // 5]
+
+
+def slope_beyond(sizes: Sequence[int], heights: Sequence[float]) -> float:
+    """Seconds per token to assume after the last size measured."""
+    slopes = [heights[-1] / (4 * sizes[-1])]
+    if len(sizes) > 1:
+        slopes += [(heights[-1] - heights[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)]
+    return max(slopes)
+
+
+def ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest curve that never decreases: neighbours in the wrong order get their weighted mean."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, knots
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, max(weight, UNKNOWN_WEIGHT), 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, mass, count = pools.pop()
+            total = mass + pool[1]
+            pool = ((mean * mass + pool[0] * pool[1]) / total, total, count + pool[2])
+        pools.append(pool)
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def hull(sizes: Sequence[int], curve: Sequence[float]) -> list[int]:
+    """Indices of the sizes on the lower convex hull of the curve."""
+
+    def slope(left: int, right: int) -> float:
+        return (curve[right] - curve[left]) / (sizes[right] - sizes[left])
+
+    corners: list[int] = []
+    for new in range(len(sizes)):
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], new):
+            corners.pop()
+        corners.append(new)
+    return corners
 
 
 def _check_size(size: int) -> None:

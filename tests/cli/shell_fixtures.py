@@ -1,4 +1,4 @@
-"""A tiny random model with a byte-level tokenizer, saved as users have them: in a folder."""
+"""Tiny random models with a byte-level tokenizer, saved as users have them: in a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ import transformers
 from fake_hub import FakeHub
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 from lade.cli.main import app
@@ -23,69 +31,75 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-CONTEXT = 512
+CONTEXT, SHORT = 512, 30
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """Each byte is a token; the first one ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
+    made.chat_template = template
+    return made
 
 
-def printable(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    ids: list[int] = tokenizer("".join(map(chr, range(97, 123))) + " ,.")["input_ids"]
-    return ids
+def byte_model(kind: type[Any], config: type[Any], tokenizer: Any = None, seed: int = 3, **fields: Any) -> Any:
+    """Random weights for the tokens of a byte tokenizer; a sequence of greedy tokens survives de- and encoding.
 
-
-def only_printable(model: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Zero rows of the head never win against a best of random ones: what the model says survives de- and encoding."""
+    Zero rows of the head never win against the best of random ones, so that the model writes letters only.
+    """
+    tokenizer = tokenizer or byte_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0, pad_token_id=0, **fields))
     keep = torch.zeros(len(tokenizer), 1)
-    keep[printable(tokenizer)] = 1.0
+    keep[tokenizer("".join(map(chr, range(97, 123))) + " ,.")["input_ids"]] = 1.0
     model.lm_head.weight.data *= keep
     return model
 
 
+def byte_llama(tokenizer: Any = None, seed: int = 3) -> LlamaForCausalLM:
+    return byte_model(
+        LlamaForCausalLM, LlamaConfig, tokenizer, seed, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        initializer_range=0.4,
+    )  # fmt: skip
+
+
+def saved(model: Any, factory: pytest.TempPathFactory, name: str, template: str | None = None) -> Path:
+    path = factory.mktemp("models") / name
+    model.save_pretrained(path)
+    byte_tokenizer(template).save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-        tie_word_embeddings=False, initializer_range=0.4,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("models") / "llama"
-    only_printable(LlamaForCausalLM(config), tokenizer).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return saved(byte_llama(), tmp_path_factory, "llama")
 
 
 @pytest.fixture(scope="session")
 def unsupported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    tokenizer = byte_tokenizer()
-    config = GPTNeoConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]],
-        num_heads=4, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-        tie_word_embeddings=False, initializer_range=0.4,
+    neo = byte_model(
+        GPTNeoForCausalLM, GPTNeoConfig, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]],
+        num_heads=4, max_position_embeddings=CONTEXT, tie_word_embeddings=False, initializer_range=0.4,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("models") / "neo"
-    only_printable(GPTNeoForCausalLM(config), tokenizer).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return saved(neo, tmp_path_factory, "neo")
 
 
 @pytest.fixture(scope="session")
-def templated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "chatty"
-    shutil.copytree(folder, path)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return path
+def with_position_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that cannot run beyond its `SHORT` positions."""
+    sizes = {"n_positions": SHORT, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    return saved(byte_model(GPT2LMHeadModel, GPT2Config, **sizes), tmp_path_factory, "gpt2")
+
+
+@pytest.fixture(scope="session")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(byte_llama(), tmp_path_factory, "chatty", TEMPLATE)
 
 
 @pytest.fixture(scope="session")

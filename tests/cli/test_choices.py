@@ -260,7 +260,7 @@ def test_a_stop_text_that_no_tokens_spell(lade, folder, tmp_path, edited):
     data["model"]["vocab"] = {"ab" if token == "h" else token: i for token, i in data["model"]["vocab"].items()}
     (copy / "tokenizer.json").write_text(json.dumps(data))
     for command in (["generate", "-p", "a"], ["chat"]):
-        fails(lade(command[0], "-m", copy, *command[1:], "--stop", "h"), "--stop h", "spell")
+        fails(lade(command[0], "-m", copy, *command[1:], "--stop", "h"), "--stop h", "tokenizer")
 
 
 def test_range_checks_take_what_is_just_in_range():

@@ -3,8 +3,7 @@ import signal
 
 import pytest
 import torch
-
-CONTEXT = 512  # of the model in conftest.py
+from shell_fixtures import CONTEXT, SHORT
 
 PROMPT = "say it again, say it"
 FIELDS = [
@@ -128,17 +127,13 @@ def test_a_generation_beyond_the_context_is_warned_of(lade, folder, plain, token
     assert json.loads(result.stdout)["new_tokens"] == 12
 
 
-def test_a_table_of_positions_ends_the_text(lade, unsupported, tmp_path, edited):
-    gpt2 = edited(unsupported, tmp_path / "m")
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=257, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(gpt2)
-    (gpt2 / "generation_config.json").write_text("{}")
+def test_a_table_of_positions_ends_the_text(lade, with_position_table):
     for method in ("plain", "lookahead"):
-        result = lade("generate", "-m", gpt2, "-p", "x" * 28, "-n", 12, "--json", "--method", method)
+        result = lade(
+            "generate", "-m", with_position_table, "-p", "x" * (SHORT - 4), "-n", 12, "--json", "--method", method
+        )
         assert result.exit_code == 0, result.output
-        assert "ends there" in result.stderr
+        assert "warning" in result.stderr
         assert json.loads(result.stdout)["new_tokens"] <= 5
 
 

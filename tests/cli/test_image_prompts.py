@@ -158,7 +158,7 @@ def test_what_images_do_not_go_with(
     fails(lade(*ask, seeing, "--raw"), "--image", "leave out --raw")
     fails(lade("generate", "hi", "--image", tmp_path / "none.png", "--model", seeing), "none.png", "No such file")
     (tmp_path / "text.png").write_text("no image")
-    fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "cannot be read", "PNG")
+    fails(lade("generate", "hi", "--image", tmp_path / "text.png", "--model", seeing), "text.png", "PNG")
     lines = tmp_path / "two.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     many = ("generate", "--prompts", lines, "--image", pictures[0], "--model", seeing)

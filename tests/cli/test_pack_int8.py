@@ -48,7 +48,7 @@ def test_what_int8_costs_is_told_and_the_model_saved_and_loaded(lade, folder, te
     facts = json.loads(lade("info", "-m", saved, "--json").stdout)
     assert (facts["int8_layers"], facts["weights"], facts["supported"]) == (14, "int8", False)
     assert "--dtype bf16" in lade("generate", "-m", saved, "--dtype", "bf16", "-p", PROMPT).stderr
-    assert "is saved packed" in lade("pack", saved, "--check", text).stderr
+    assert "is packed already" in lade("pack", saved, "--check", text).stderr
 
 
 @pytest.mark.parametrize(

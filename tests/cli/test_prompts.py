@@ -5,10 +5,10 @@ import signal
 
 import pytest
 import torch
-from shell_fixtures import only_printable
+from shell_fixtures import SHORT
 from test_cli_errors import fails
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from lade import Memory
@@ -177,13 +177,13 @@ def test_a_template_that_refuses_is_one_line(generate, moody, lines):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--system", "be kind"], ["--system 'be kind'", "no chat template"]),
-        (["--chat-template-kwargs", "{}"], ["--chat-template-kwargs", "no chat template"]),
+        (["--system", "be kind"], ["--system 'be kind'"]),
+        (["--chat-template-kwargs", "{}"], ["--chat-template-kwargs"]),
         (["--raw", "--system", "be kind"], ["--system 'be kind'", "--raw"]),
         (["--system", ""], ["--system", "empty"]),
-        (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "no JSON"]),
-        (["--chat-template-kwargs", "[" * 100_000], ["--chat-template-kwargs", "no JSON"]),
-        (["--chat-template-kwargs", "[]"], ["--chat-template-kwargs", "no object"]),
+        (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "JSON"]),
+        (["--chat-template-kwargs", "[" * 100_000], ["--chat-template-kwargs", "JSON"]),
+        (["--chat-template-kwargs", "[]"], ["--chat-template-kwargs", "object"]),
         (["--chat-template-kwargs", '{"tokenize": false}'], ["'tokenize'"]),
     ],
 )
@@ -205,7 +205,7 @@ def test_conversations_that_are_none(generate, templated, lines):
     both = lines({"messages": [{"role": "system", "content": "be kind"}, user]})
     fails(generate("--prompts", both, "--system", "be cruel", model=templated), "--system")
     file = lines({"messages": [user]})
-    fails(generate("--prompts", file), "no chat template", '"prompt"')
+    fails(generate("--prompts", file), '"prompt"')
     fails(generate("--prompts", file, "--raw", model=templated), "--raw was given")
 
 
@@ -255,14 +255,11 @@ def test_an_answer_says_why_it_ended(generate, folder, lines, plain, tokenizer, 
     assert last["token_ids"][-1] == end and last["finish_reason"] == "stop", "the last of the tokens ends it"
 
 
-def test_the_end_of_the_context_is_a_length(generate, unsupported, tmp_path, edited, tokenizer):
-    config = GPT2Config(vocab_size=257, n_positions=24, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    copy = edited(unsupported, tmp_path / "m")
-    only_printable(GPT2LMHeadModel(config), tokenizer).save_pretrained(copy)
-    (copy / "generation_config.json").write_text("{}")
-    found = report(generate("x" * 20, "--json", model=copy))
+def test_the_end_of_the_context_is_a_length(generate, with_position_table):
+    prompt = "x" * (SHORT - 4)
+    found = report(generate(prompt, "--json", model=with_position_table))
     assert found["new_tokens"] < NEW and found["finish_reason"] == "length"
-    assert "[cut off: the context of 24 tokens is full]" in on_a_terminal(copy, "x" * 20).stdout
+    assert f"context of {SHORT}" in on_a_terminal(with_position_table, prompt).stdout
 
 
 def test_an_interrupted_answer_says_so(generate, monkeypatch):

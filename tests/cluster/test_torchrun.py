@@ -20,25 +20,6 @@ ALONE = [sys.executable, "-m", "lade"]
 SECONDS = 240
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    import torch
-    from shell_fixtures import byte_tokenizer, only_printable
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-        tie_word_embeddings=False, initializer_range=0.4,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("models") / "llama"
-    only_printable(LlamaForCausalLM(config), tokenizer).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
 def run(command, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = subprocess.run(

@@ -1,14 +1,10 @@
 """One size for all rows of a batch."""
 
-import math
 from collections.abc import Sequence
 
 import pytest
 
-from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.controller import Controller
-from lade.decoding.drafting.habits import Habits
-from lade.decoding.drafting.returns import ALLOWANCE, Returns
+from lade.decoding.drafting.controller import BatchBudget, Controller, ControllerState
 from lade.tuning.step_cost import StepCost
 
 PLAIN_S = 1e-3
@@ -110,9 +106,9 @@ def cheap_cost() -> StepCost:
     return StepCost.of({1: [PLAIN_S], 2: [1.1 * PLAIN_S], 128: [99 * PLAIN_S]})
 
 
-def dear_looks(budget: BatchBudget, steps: int, *, rows: int, yields: float) -> tuple[int, float]:
-    """Of so many steps those that looked, and what all took of the time of plain ones: a look costs a third of one, and
-    every third finds a token that comes true so often, and that costs a tenth.
+def dear_looks(budget: BatchBudget, steps: int, *, yields: float) -> tuple[int, float]:
+    """Of so many steps of four rows those that looked, and what all took of the time of plain ones: a look costs a
+    third of one, and every third finds a token that comes true so often, and that costs a tenth.
     """
     cost = cheap_cost()
     looks, tokens, seconds = 0, 0.0, 0.0
@@ -121,131 +117,59 @@ def dear_looks(budget: BatchBudget, steps: int, *, rows: int, yields: float) -> 
         if not budget.skip_drafting():
             looks += 1
             found = [1.0, 0.6] if looks % 3 == 0 else NOTHING
-            budget.decide([found] * rows)
+            budget.decide([found] * 4)
             size, own_s = budget.choose(found), PLAIN_S / 3
             emitted += yields * (size - 1)
-        budget.observe_pass(size, emitted, cost.seconds(size) + own_s, cost.seconds(size), rows=rows)
+        budget.observe_pass(size, emitted, cost.seconds(size) + own_s, cost.seconds(size), rows=4)
         tokens, seconds = tokens + emitted, seconds + cost.seconds(size) + own_s
     return looks, seconds / (tokens * PLAIN_S)
 
 
-@pytest.mark.parametrize("rows", [2, 4])
-def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring(rows: int):
-    """Although what was found is worth feeding, and so nothing else would have it rest; in the next call, too."""
-    habits = Habits()
-    dear_looks(BatchBudget(cheap_cost(), habits), 200, rows=rows, yields=0.6)
-    looks, took = dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=rows, yields=0.6)
-    assert 4 < looks < 40 and took < 1.0 + 2 * ALLOWANCE
-    alone, lost = dear_looks(BatchBudget(cheap_cost()), 400, rows=1, yields=0.6)
-    assert alone > 300 and lost > 1.05, "a row by itself goes on: what it learns may pay"
+def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring():
+    """Although what was found is worth feeding; in the next call, too."""
+    state = ControllerState()
+    dear_looks(BatchBudget(cheap_cost(), state), 200, yields=0.6)
+    looks, took = dear_looks(BatchBudget(cheap_cost(), state), 800, yields=0.6)
+    assert 1 < looks < 80 and took < 1.01
 
 
 def test_a_batch_that_rests_finds_out_when_looks_pay_again():
-    habits = Habits()
-    dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=0.0)
-    assert habits.returns.rest > 32
-    looks, took = dear_looks(BatchBudget(cheap_cost(), habits), 4000, rows=4, yields=3.0)
+    state = ControllerState()
+    dear_looks(BatchBudget(cheap_cost(), state), 400, yields=0.0)
+    assert state.spent
+    looks, took = dear_looks(BatchBudget(cheap_cost(), state), 4000, yields=3.0)
     assert looks > 3000 and took < 0.8
 
 
-def test_a_look_that_has_won_is_followed_by_another_at_once():
-    """However much was lost before: where a text has become easy to guess, every step of a rest is one too many."""
-    cost = cheap_cost()
-    for emitted, rests in ((4.0, False), (1.0, True)):
-        habits = Habits()
-        habits.returns.mean = -1.0
-        budget = BatchBudget(cost, habits)
-        assert not budget.skip_drafting()
-        budget.decide([[1.0, 0.9]] * 4)
-        budget.observe_pass(2, emitted, cost.seconds(2), cost.seconds(2), rows=4)
-        assert habits.returns.rest > 32 and budget.skip_drafting() is rests
-
-
-def test_a_look_that_brought_nothing_has_not_won_however_fast_it_was():
-    """Nor do looks that win now and then make the rests between others fewer: each of them is paid for."""
-    cost, rests = cheap_cost(), []
-    for wins in (0, 1):
-        habits = Habits()
-        habits.returns.mean = -0.15
-        budget = BatchBudget(cost, habits)
-        for emitted in [3.0] * wins + [1.0]:
-            assert not budget.skip_drafting()
-            budget.decide([[1.0, 0.9]] * 4)
-            budget.observe_pass(1 + (emitted > 1.0), emitted, 0.5 * PLAIN_S, 0.5 * PLAIN_S, rows=4)
-            habits.returns.mean = -0.15
-        steps = 0
-        while budget.skip_drafting():
-            budget.observe_pass(1, 1.0, PLAIN_S, PLAIN_S, rows=4)
-            steps += 1
-        rests.append(steps)
-    assert 16 <= rests[0] < 30 and rests[1] >= 1.7 * rests[0]
-
-
-def test_prompts_are_read_unless_looks_are_rare():
-    habits = Habits()
-    budget = BatchBudget(cheap_cost(), habits)
+def test_prompts_are_read_unless_the_budget_of_regret_is_used_up():
+    state = ControllerState()
+    budget = BatchBudget(cheap_cost(), state)
     assert budget.reads_logits
-    dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=0.0)
+    dear_looks(BatchBudget(cheap_cost(), state), 400, yields=0.0)
     assert not budget.reads_logits
-    dear_looks(BatchBudget(cheap_cost(), habits), 400, rows=4, yields=3.0)
-    assert budget.reads_logits
-
-
-def test_returns_are_a_mean_of_late_that_accidents_move_little():
-    returns = Returns()
-    assert returns.rest == 0
-    for _ in range(100):
-        returns.add(1.0, 1.2)
-    assert returns.mean == pytest.approx(-0.2, abs=0.01) and returns.rest == math.ceil(-returns.mean / ALLOWANCE)
-    before = returns.mean
-    returns.add(1.0, 1e6)
-    assert before - 0.3 < returns.mean < before
-    for _ in range(100):
-        returns.add(2.0, 1.2)
-    assert returns.mean > 0.7 and returns.rest == 0
-
-
-def test_a_rest_has_an_end_however_much_was_lost():
-    controller = Controller(cheap_cost())
-    controller.rest(0)
-    assert not controller.skip_drafting()
-    controller.rest(10_000)
-    steps = 0
-    while controller.skip_drafting():
-        controller.observe(1, 1, PLAIN_S, PLAIN_S)
-        steps += 1
-    assert 32 < steps < 128
-
-
-def test_a_step_is_compared_with_what_plain_ones_really_take():
-    """Passes took half as long again as their curve says; of the library's own time an accident is cut."""
-    habits = Habits(plain_own_s=0.5 * PLAIN_S)
-    habits.plain.mean = 1.5
-    controller = Controller(cheap_cost(), habits)
-    assert controller.in_plain_steps(2, 5 * PLAIN_S, 3 * PLAIN_S) == pytest.approx(2.5)
-    assert controller.in_plain_steps(2, 5.0, 3 * PLAIN_S) < 5.0
 
 
 def test_copies_that_are_fed_in_a_rest_say_nothing_about_the_memory():
     """What they promised and what came of it is not what its guesses are trusted by."""
-    habits, cost = Habits(), cheap_cost()
-    budget = BatchBudget(cost, habits)
-    dear_looks(budget, 200, rows=4, yields=0.0)
-    trust, usual, fed = habits.trust, habits.usual, 0
+    state, cost = ControllerState(), cheap_cost()
+    budget = BatchBudget(cost, state)
+    dear_looks(budget, 200, yields=0.0)
+    state.spent, state.seconds = True, 1.0
+    calibration, fed = state.calibration, 0
     for _ in range(16):
         assert budget.skip_drafting()
         budget.decide([[1.0, 0.9, 0.9, 0.9]] * 4)
         size = budget.choose(range(100))
         fed += size > 1
         budget.observe_pass(size, 1.0, cost.seconds(size), cost.seconds(size), rows=4)
-    assert fed > 8 and (habits.trust, habits.usual) == (trust, usual)
+    assert fed > 8 and state.calibration == calibration
 
 
 def test_a_batch_that_rests_feeds_nothing_for_what_it_teaches():
     flat = StepCost.of({1: [PLAIN_S], 128: [1.01 * PLAIN_S]})
     faint = [1.0, *[1e-6] * 20]
     for resting in (False, True):
-        budget = BatchBudget(flat, Habits(usual=9.0, gain=0.0))
+        budget = BatchBudget(flat)
         budget._skipping = resting
         budget.decide([faint] * 3)
         assert (budget.choose(faint) >= 8) is not resting

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.beams.drafting import Recycler
+from lade.decoding.beams.logits import Recycler
 from lade.decoding.beams.tree import Branches
 
 

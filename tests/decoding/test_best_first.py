@@ -266,7 +266,7 @@ def test_what_is_known_at_a_node_stays_with_it_when_others_are_dropped():
     grower, kept = TreeGrower(), [0, 2, 5, 7]
     work = grower._work
     per_node = {name: array for name, array in work._asdict().items() if len(array) == len(work.ids)}
-    assert {"ids", "parents", "scores", "rows", "odds", "told_rows"} < per_node.keys()
+    assert {"ids", "parents", "scores", "rows", "odds", "copy_rows"} < per_node.keys()
     for number, array in enumerate(per_node.values()):
         array[:] = (np.arange(array.size) + number).reshape(array.shape)
     work.parents[:8] = [ROOT, 0, 0, 1, 1, 2, 3, 5]

@@ -17,7 +17,18 @@ from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.suffix_index import EarlierText
-from lade.decoding.kernels.layout import CEILING, EACH, FLOOR, LATEST, PROMPT, SCALE, SPOTS, TOKEN, TOLD, WIDTH
+from lade.decoding.kernels.layout import (
+    CEILING,
+    COPY_KINDS,
+    EACH,
+    FLOOR,
+    LATEST,
+    MOST_MATCHES,
+    PROMPT,
+    SCALE,
+    TOKEN,
+    WIDTH,
+)
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
@@ -44,7 +55,7 @@ def places_of(text: list[int], path: list[int]) -> list[tuple[int, int]]:
             agreed += 1
         if agreed:
             found.append((number + 1, agreed))
-    kept = sorted(found[:128], key=lambda each: -each[1])[:SPOTS]
+    kept = sorted(found[:128], key=lambda each: -each[1])[:MOST_MATCHES]
     for token in path:
         kept = [(start + 1, agreed + 1) for start, agreed in kept if text[start] == token and start + 1 < len(text)]
     return kept
@@ -76,8 +87,10 @@ def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
     for end in (1000, 3000):
         growth.read(text[:end])
         growth.begin(text[:end])
-        count = growth._work.spot_counts[0]
-        pairs = zip(growth._work.spots[0, :count].tolist(), growth._work.agreed[0, :count].tolist(), strict=True)
+        count = growth._work.match_counts[0]
+        pairs = zip(
+            growth._work.matches[0, :count].tolist(), growth._work.match_lengths[0, :count].tolist(), strict=True
+        )
         assert count and list(pairs) == places_of(text[:end], [])
 
 
@@ -98,8 +111,8 @@ def test_a_node_has_the_places_behind_the_longest_ends_of_its_text(text, path):
     growth.follow(tree, 1)
     work = growth._work
     for node in range(len(tree)):
-        count = work.spot_counts[node]
-        pairs = zip(work.spots[node, :count].tolist(), work.agreed[node, :count].tolist(), strict=True)
+        count = work.match_counts[node]
+        pairs = zip(work.matches[node, :count].tolist(), work.match_lengths[node, :count].tolist(), strict=True)
         assert list(pairs) == places_of(text, path[:node])
 
 
@@ -110,7 +123,7 @@ def test_what_followed_counts_as_often_as_it_did():
     growth.begin(text)
     growth.follow(tree, 1)
     growth.learn(Memory(), [ROOT], [7], rows_of([{7: 255}]))  # asks about the root
-    latest, each = ([int(entry) for entry in growth._work.told_rows[0, kind]] for kind in (LATEST, EACH))
+    latest, each = ([int(entry) for entry in growth._work.copy_rows[0, kind]] for kind in (LATEST, EACH))
     assert [entry & TOKEN for entry in latest] == [9, *[TOKEN] * (WIDTH - 1)]
     values = {entry & TOKEN: FLOOR + SCALE * (entry >> 21) for entry in each if entry & TOKEN != TOKEN}
     assert values == pytest.approx({9: np.log(1 / 3.4), 7: np.log(2 / 2.4), 8: np.log(1 / 3.4)}, abs=SCALE)
@@ -155,8 +168,8 @@ def test_how_far_earlier_places_are_to_be_trusted_is_learned():
         growth.follow(TokenTree(2), 1)
         text = [*text, 50 + end]
         growth.learn(Memory(), [ROOT], text[-1:], rows_of([{text[-1]: 255}]))
-    learned, prior = growth._work.told_weights, TreeGrower()._work.told_weights
-    assert (learned[:, TOLD] < prior[:, TOLD]).any()
+    learned, prior = growth._work.copy_weights, TreeGrower()._work.copy_weights
+    assert (learned[:, COPY_KINDS] < prior[:, COPY_KINDS]).any()
     assert (learned[-1] == prior[-1]).all(), "no end was so long"
 
 
@@ -166,7 +179,7 @@ def told_set(text: list[int], prompt: int, growth: TreeGrower) -> int:
     growth.read(text)
     growth.begin(text)
     growth.grow(Memory(), [(2, 0.0)])
-    return int(growth._work.told[0]) // (len(growth._work.told_weights) // 4)
+    return int(growth._work.copy_line[0]) // (len(growth._work.copy_weights) // 4)
 
 
 def test_places_of_the_prompt_and_texts_that_are_copied_have_weights_of_their_own():

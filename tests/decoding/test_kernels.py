@@ -10,7 +10,7 @@ from memories import Reference, rows_of, tails_of, unpacked
 
 from lade.decoding.drafting.memory import context_of, prior_weights
 from lade.decoding.kernels import tables
-from lade.decoding.kernels.layout import END, LENGTHS, LINES, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WIDTH, Ints
+from lade.decoding.kernels.layout import END, LENGTHS, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WEIGHT_SETS, WIDTH, Ints
 from lade.decoding.kernels.work import Work
 
 COLUMNS = 2 + WIDTH
@@ -52,7 +52,7 @@ def test_the_constants_fit_together():
     assert END <= 7, "the lowest three bits of a key tell the kind, from 1 on"
     assert list(ORDERS) == sorted(set(ORDERS)) and list(TEXT_ORDERS) == sorted(set(TEXT_ORDERS))
     assert max(LENGTHS) == LONGEST and len(LENGTHS) == END
-    assert prior_weights().shape == (LINES, END + 1)
+    assert prior_weights().shape == (WEIGHT_SETS, END + 1)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=LONGEST))

@@ -20,7 +20,7 @@ from safetensors import numpy as container
 import lade
 from lade import memory as memory_file
 from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES
-from lade.decoding.kernels.layout import BITS, END, LENGTHS, LINES, ORDERS, TEXT_ORDERS, TOKEN, WIDTH
+from lade.decoding.kernels.layout import BITS, END, LENGTHS, ORDERS, TEXT_ORDERS, TOKEN, WEIGHT_SETS, WIDTH
 from lade.errors import ConfigError, InputError, LadeError
 from lade.memory import Memory
 from lade.testing import toy_model
@@ -288,7 +288,7 @@ def element(value, place=(0, 0)):
         ("young", lambda a: np.vstack([a, a[:1]]), ["young", "twice"]),
         ("young", lambda a: np.vstack([a, a[:1] * ([1] * (1 + WIDTH) + [0])]).astype(np.int32), ["young", "twice"]),
         ("weights", element(np.nan), ["weights"]),
-        ("weights", element(np.inf, (LINES - 1, END)), ["weights"]),
+        ("weights", element(np.inf, (WEIGHT_SETS - 1, END)), ["weights"]),
         ("weights", lambda a: a[1:].copy(), ["weights"]),
         ("weights", lambda a: a[:, 1:].copy(), ["weights"]),
         ("weights", lambda a: a.astype(np.float32), ["weights is float32"]),

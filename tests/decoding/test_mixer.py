@@ -22,7 +22,18 @@ from memories import (
 
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import RATE, prior_weights
-from lade.decoding.kernels.layout import CEILING, END, FLOOR, LINES, ORDERS, SCALE, TEXT, TEXT_ORDERS, WIDTH, Doubles
+from lade.decoding.kernels.layout import (
+    CEILING,
+    END,
+    FLOOR,
+    ORDERS,
+    SCALE,
+    TEXT,
+    TEXT_ORDERS,
+    WEIGHT_SETS,
+    WIDTH,
+    Doubles,
+)
 from lade.decoding.tree import TokenTree
 from lade.memory import Memory
 
@@ -55,7 +66,7 @@ def numbered(of_logits: list[Row], of_text: list[Row]) -> CachedLogits:
 
 
 def some_weights(seed: int) -> Doubles:
-    return np.random.default_rng(seed).normal(0.2, 0.4, (LINES, END + 1))
+    return np.random.default_rng(seed).normal(0.2, 0.4, (WEIGHT_SETS, END + 1))
 
 
 @given(of_logits, of_text, st.integers(0, 99))
@@ -88,7 +99,7 @@ def test_each_number_of_rows_has_weights_of_its_own(logits, text):
 def test_priors_know_which_rows_there_are():
     """No weight for a row that is not there; and where there is none of either kind, nothing but a bias."""
     weights = prior_weights()
-    assert weights.shape == (LINES, END + 1) and weights.dtype == np.float64 and np.isfinite(weights).all()
+    assert weights.shape == (WEIGHT_SETS, END + 1) and weights.dtype == np.float64 and np.isfinite(weights).all()
     for logits in range(len(ORDERS) + 1):
         for text in range(len(TEXT_ORDERS) + 1):
             line = weights[line_of(numbered([{}] * logits, [{}] * text))]

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, WatermarkingConfig
 import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.controller import BatchBudget
 from lade.hf import job, session
 from lade.hf.sampling import Draws
 from lade.model.runner import EagerRunner

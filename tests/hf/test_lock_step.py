@@ -16,7 +16,7 @@ import lade
 from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.clock import Duration, ThreadClock
 from lade.decoding import lock_step as lock_step_row
-from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.controller import BatchBudget
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 

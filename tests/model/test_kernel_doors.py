@@ -23,8 +23,7 @@ from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots
 from lade.backends.cpu.packing.int8 import Int8Linear, initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.integer_products import Codes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.tile_products import in_panels
+from lade.backends.cpu.packing.panel_products import in_panels, panel_for, panel_product
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth, reading, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH

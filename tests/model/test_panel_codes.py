@@ -25,8 +25,7 @@ from lade.backends.cpu.packing.int8 import (
     quantised_in_blocks,
 )
 from lade.backends.cpu.packing.integer_products import Codes, quantised
-from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.cpu.packing.tile_products import in_panels, out_of_panels
+from lade.backends.cpu.packing.panel_products import in_panels, out_of_panels, panel_for
 from lade.backends.cpu.packing.weight import HugePages
 from lade.errors import UnsupportedModelError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerating import RECIPE, Way, by_enabling, by_recipe
+from accelerating import RECIPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 from lade.embedded.files import model_path, prompts
@@ -51,10 +51,3 @@ def tokenizer(folder: str) -> Any:
 @pytest.fixture
 def text() -> str:
     return prompts()[0]
-
-
-@pytest.fixture(params=[by_recipe, by_enabling])
-def way(request: pytest.FixtureRequest) -> Way:
-    """How a framework's calls of `generate` are accelerated."""
-    way: Way = request.param
-    return way

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerating import RECIPE, Way, accelerated, counted
+from accelerating import RECIPE, accelerated, counted
 from transformers import pipeline
 
 from lade.embedded.files import prompts
@@ -31,17 +31,17 @@ metric_list: [{{metric: exact_match}}]
 """
 
 
-def test_langchain_streams_a_prompt(model: Any, tokenizer: Any, way: Way, text: str) -> None:
+def test_langchain_streams_a_prompt(model: Any, tokenizer: Any, text: str) -> None:
     langchain = pytest.importorskip("langchain_huggingface")
     llm = langchain.HuggingFacePipeline(pipeline=pipeline("text-generation", model, tokenizer=tokenizer, **GREEDY))
 
     def run(**further: Any) -> str:
         return "".join((llm.bind(pipeline_kwargs=further) if further else llm).stream(text))
 
-    assert accelerated(way, model, run) in llm.invoke(text)
+    assert accelerated(model, run) in llm.invoke(text)
 
 
-def test_smolagents_runs_the_steps_of_an_agent(folder: str, way: Way) -> None:
+def test_smolagents_runs_the_steps_of_an_agent(folder: str) -> None:
     smolagents = pytest.importorskip("smolagents")
     llm = smolagents.TransformersModel(model_id=folder, torch_dtype="float32", **GREEDY)
     llm.tokenizer.chat_template = TEMPLATE
@@ -56,7 +56,7 @@ def test_smolagents_runs_the_steps_of_an_agent(folder: str, way: Way) -> None:
             llm.kwargs = before
         return [step.model_output for step in agent.memory.steps if getattr(step, "model_output", None)]
 
-    assert len(accelerated(way, llm.model, run)) == 2
+    assert len(accelerated(llm.model, run)) == 2
 
 
 def test_lm_eval_takes_the_recipe_from_its_command_line(
@@ -75,12 +75,9 @@ def test_lm_eval_takes_the_recipe_from_its_command_line(
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
 
     def run(gen_kwargs: Any) -> list[Any]:
-        evaluated = HFLM(
-            pretrained=model, tokenizer=tokenizer, batch_size=2
-        )  # its criterion counts on all rows at once
-        found = lm_eval.simple_evaluate(
-            evaluated, tasks=["toy"], task_manager=tasks, gen_kwargs=gen_kwargs, bootstrap_iters=0
-        )
+        evaluated = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)  # its criterion needs all rows at once
+        options = {"task_manager": tasks, "gen_kwargs": gen_kwargs, "bootstrap_iters": 0}
+        found = lm_eval.simple_evaluate(evaluated, tasks=["toy"], **options)
         return [sample["resps"] for sample in found["samples"]["toy"]]
 
     written = ",".join(f"{name}={value}" for name, value in {**RECIPE, "lookahead": "budget=16"}.items())
@@ -94,15 +91,12 @@ def test_lm_eval_takes_the_recipe_from_its_command_line(
 
 # It compiles a kernel for its masks, and torch's compiler still imports what torch has deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_outlines_restricts_several_prompts(model: Any, tokenizer: Any, way: Way) -> None:
+def test_outlines_restricts_several_prompts(model: Any, tokenizer: Any) -> None:
     outlines = pytest.importorskip("outlines")
     generator = outlines.from_transformers(model, tokenizer)
     pattern = outlines.regex(r"def [a-z_]{3,12}\([a-z]{0,9}\):\n(    [a-z]{2,9} = [a-z]{2,9}\n){3,9}")
-    run = functools.partial(generator.batch, prompts()[:2], pattern, **GREEDY)  # its processor counts on all rows
-    assert all(answer.startswith("def ") for answer in accelerated(way, generator.model, run))
-
-
-# The programs that show them
+    run = functools.partial(generator.batch, prompts()[:2], pattern, **GREEDY)  # its processor needs all rows
+    assert all(answer.startswith("def ") for answer in accelerated(generator.model, run))
 
 
 @pytest.mark.one_in(3)

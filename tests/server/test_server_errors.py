@@ -28,7 +28,7 @@ def check(response, status, kind, code, param=None):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
         ({"messages": [*HI, {"content": "x"}]}, "messages[1].role", "required"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", "required"),
-        ({"temperature": -0.5}, "temperature", "(it is -0.5)"),
+        ({"temperature": -0.5}, "temperature", "(got -0.5)"),
         ({"temperature": "warm"}, "temperature", "number"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"n": 17}, "n", "16"),
@@ -54,7 +54,7 @@ def check(response, status, kind, code, param=None):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
         ({"lookahead": {"budget": 0}}, "lookahead.budget", "budget=0"),
-        ({"lookahead": {"width": 3}}, "lookahead.width", "no such field"),
+        ({"lookahead": {"width": 3}}, "lookahead.width", "unknown field"),
         ({"continue_final_message": True}, "continue_final_message", "assistant"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize", "template"),
         ({"generation_config": "{"}, "generation_config", "JSON"),
@@ -259,7 +259,7 @@ def test_half_a_character_is_no_text(server):
 def test_more_answers_than_there_can_ever_be_places_for():
     with running(max_rows=2, max_waiting=3) as server:
         message = check(server.complete(["a", "b"], n=3), 400, INVALID, "too_large_for_server")
-        assert "6 answers" in message and "5 may" in message
+        assert "6 choices" in message and "at most 5" in message
         assert server.complete(["a"], n=5, max_tokens=1).status_code == 200
 
 

@@ -422,5 +422,5 @@ def test_thoughts_in_a_markup_of_their_own_are_left_alone():
     tokenizer.response_template = {"start_anchor": "<assistant>", "fields": fields}
     with running(ServedModel(MODEL, tokenizer, context=512)) as server:
         answer = server.chat(response_format=FORMAT)
-        assert answer.status_code == 400 and "no grammar knows" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "reasoning markup" in answer.json()["error"]["message"]
         assert server.chat(tools=TOOLS, max_tokens=3).status_code == 200

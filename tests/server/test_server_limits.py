@@ -13,11 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 from served import running, until
 
 from lade.server import routes
-from lade.server.middleware import _MOST_HELD, BodyRoute
+from lade.server.middleware import _MAX_HELD, BodyRoute
 from lade.server.routes import router
 from lade.server.serialization import TooManyValuesError, decoded
 from lade.server.service import SMALL
-from lade.server.settings import MOST_OBJECTS, MOST_VALUES
+from lade.server.settings import MAX_OBJECTS, MAX_VALUES
 
 BODIES = {route.path: route.body_field.field_info.annotation for route in router.routes if route.body_field}
 LARGE = 4 * 2**20
@@ -73,17 +73,17 @@ def test_wrong_items_end_the_list_that_they_are_in(path):
 
 
 def test_values_of_a_body_are_counted_before_it_is_read():
-    objects, values = b"[" + b"{}," * MOST_OBJECTS, b"[" + b"0," * MOST_VALUES
-    for raw in (objects, b"[" * LARGE, b'{"user":' * (MOST_OBJECTS + 1)):
-        with pytest.raises(TooManyValuesError, match=f"{MOST_OBJECTS} lists and objects"):
+    objects, values = b"[" + b"{}," * MAX_OBJECTS, b"[" + b"0," * MAX_VALUES
+    for raw in (objects, b"[" * LARGE, b'{"user":' * (MAX_OBJECTS + 1)):
+        with pytest.raises(TooManyValuesError, match=f"{MAX_OBJECTS} lists and objects"):
             decoded(raw)
-    with pytest.raises(TooManyValuesError, match=f"{MOST_VALUES} values"):
+    with pytest.raises(TooManyValuesError, match=f"{MAX_VALUES} values"):
         decoded(values + b"0]")
-    assert len(decoded(b"[" + b"{}," * (MOST_OBJECTS - 2) + b"{}]")) == MOST_OBJECTS - 1
+    assert len(decoded(b"[" + b"{}," * (MAX_OBJECTS - 2) + b"{}]")) == MAX_OBJECTS - 1
 
 
 def test_brackets_and_commas_in_texts_are_no_values():
-    said = '[{,"\\' * MOST_VALUES
+    said = '[{,"\\' * MAX_VALUES
     assert decoded(json.dumps([said, said])) == [said, said]
     split = ['\\"[' * 2**16, "{" * 2**17, '"' * 2**18]  # pieces begin and end in the middle of them
     assert decoded(json.dumps(split)) == split
@@ -191,7 +191,7 @@ def test_large_bodies_together_have_a_bound_and_small_ones_pass():
     size = 2 * SMALL
     head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
     with running(max_body=size) as server, ExitStack() as stack:
-        for _ in range(_MOST_HELD):
+        for _ in range(_MAX_HELD):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
             client.sendall(head.encode() + b"\r\n" + b" " * (size - 1))
         large, small = {"prompt": "a", "user": "x" * (size - 100)}, {"prompt": "a"}

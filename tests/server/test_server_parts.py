@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from lade.config import LookaheadConfig
 from lade.server.output_parser import Markup, Parts
 from lade.server.served_model import ServedModel, TextOffsets, TokenText
-from lade.server.service import MOST_SCOPES, TenantMemories
+from lade.server.service import MAX_SCOPES, TenantMemories
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -220,7 +220,7 @@ def test_memories_are_kept_apart():
 def test_memories_have_a_bound():
     memories = TenantMemories("auto", "key")
     first = memory_of(memories, "first")
-    for number in range(MOST_SCOPES):
+    for number in range(MAX_SCOPES):
         memory_of(memories, str(number))
     assert memory_of(memories, "first") is not first
 
@@ -235,7 +235,7 @@ def test_salts_wipe_nobodys_memory_but_that_of_other_salts(share):
     memories = TenantMemories("auto", share)
     kept = {place: memory_of(memories, *place) for place in [("a", None), ("b", None), ("b", "his own"), ("c", None)]}
     used_last = None
-    for number in range(5 * MOST_SCOPES):
+    for number in range(5 * MAX_SCOPES):
         used_last = memory_of(memories, "a", str(number))
     assert memory_of(memories, "a", str(number)) is used_last
     spared = [place for place in kept if share == "key" or place[1] is None]
@@ -245,7 +245,7 @@ def test_salts_wipe_nobodys_memory_but_that_of_other_salts(share):
 
 def test_memories_of_keys_go_in_the_order_of_their_use():
     memories = TenantMemories("auto", "key")
-    kept = [memory_of(memories, str(number)) for number in range(MOST_SCOPES)]
+    kept = [memory_of(memories, str(number)) for number in range(MAX_SCOPES)]
     assert memory_of(memories, "0") is kept[0]
     memory_of(memories, "one more")
     assert memory_of(memories, "0") is kept[0] and memory_of(memories, "2") is kept[2]

@@ -176,7 +176,7 @@ def test_what_is_wrong_with_a_form_is_told_by_the_names_of_this_api(server, form
 def test_the_name_of_a_field_in_a_message_is_the_one_of_this_api(server):
     body = {"input": "x", "text": {"format": {"type": "json_object"}}, "ignore_eos": True}
     error = server.http.post("/v1/responses", json=body).json()["error"]
-    assert error["message"] == "ignore_eos: the answer ends where text.format says: leave it out"
+    assert error["message"] == "ignore_eos: not available with text.format, which determines the end: leave it out"
 
 
 def test_a_call_comes_as_an_item(monkeypatch):

@@ -14,7 +14,7 @@ from lade.server.messages import as_chat as from_blocks
 from lade.server.responses import ResponsesRequest
 from lade.server.responses import as_chat as from_items
 from lade.server.schemas import ChatRequest
-from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, MOST_TOOLS
+from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, MAX_TOOLS
 from lade.server.structured_output import length_of, requested_calls, requested_grammar
 
 BODIES = Path(__file__).parent / "bodies"
@@ -62,7 +62,7 @@ def test_a_schema_that_is_too_long_is_refused():
 
 
 def test_calls_follow_the_schemas_of_as_many_tools_as_agents_have():
-    tools = [tool(number, schema(150, notes=2000)) for number in range(MOST_TOOLS - 100)]
+    tools = [tool(number, schema(150, notes=2000)) for number in range(MAX_TOOLS - 100)]
     assert len(json.dumps(tools)) > 2 * 10**6 and not any(free(calls_of(tools)))
 
 

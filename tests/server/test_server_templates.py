@@ -16,7 +16,7 @@ from lade.server.chat_template import ChatTemplate, Images
 from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel, TextEncoder
-from lade.server.settings import MOST_IMAGES, MOST_PIXELS
+from lade.server.settings import MAX_IMAGES, MAX_PIXELS
 
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 FIRST_ONLY = """\
@@ -74,7 +74,7 @@ def test_what_a_template_raises_is_told():
     with pytest.raises(ApiError, match="must be at the beginning") as raised:
         shown(FIRST_ONLY, said("user", "hi"), said("system", "late"))
     assert (raised.value.status, raised.value.code) == (400, "chat_template_error")
-    with pytest.raises(ApiError, match="refuses this conversation") as raised:
+    with pytest.raises(ApiError, match="rejects this conversation") as raised:
         shown("{{ messages[0].content.nothing.at.all }}", said("user", "hi"))
     assert raised.value.code == "chat_template_error"
 
@@ -146,7 +146,7 @@ def test_images_come_as_data_urls_alone():
             Images().read(url, "here")
         assert (raised.value.code, raised.value.param) == ("unsupported_parameter", "here")
     for data in ("AAAA", "!!!", picture()[:30], ""):
-        with pytest.raises(ApiError, match="no image"):
+        with pytest.raises(ApiError, match="not a readable image"):
             read(data)
 
 
@@ -169,18 +169,18 @@ def test_whatever_a_decoder_raises_is_the_images_fault(monkeypatch, problem):
         raise problem
 
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", load)
-    with pytest.raises(ApiError, match=f"no image can be read from it \\({type(problem).__name__}"):
+    with pytest.raises(ApiError, match=f"not a readable image \\({type(problem).__name__}"):
         read(picture())
 
 
 def test_the_images_of_a_request_are_bounded_together(monkeypatch):
     url = f"data:image/png;base64,{picture()}"
     images = Images()
-    for _ in range(MOST_IMAGES):
+    for _ in range(MAX_IMAGES):
         images.read(url, "here")
-    with pytest.raises(ApiError, match=f"more than {MOST_IMAGES} images"):
+    with pytest.raises(ApiError, match=f"more than {MAX_IMAGES} images"):
         images.read(url, "here")
-    monkeypatch.setattr("lade.server.chat_template.MOST_PIXELS", 13)
+    monkeypatch.setattr("lade.server.chat_template.MAX_PIXELS", 13)
     part = {"type": "image_url", "image_url": {"url": url}}
     body = ChatRequest.model_validate({"messages": [said("user", [part, part]), said("user", [part])]})
     served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=lambda *_: ([1], {}))
@@ -189,7 +189,7 @@ def test_the_images_of_a_request_are_bounded_together(monkeypatch):
     assert raised.value.param == "messages[1].content[0].image_url.url"
     wide = io.BytesIO()
     Image.new("1", (2**13, 2**13)).save(wide, "PNG")
-    monkeypatch.setattr("lade.server.chat_template.MOST_PIXELS", MOST_PIXELS)
+    monkeypatch.setattr("lade.server.chat_template.MAX_PIXELS", MAX_PIXELS)
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ApiError, match="pixels together"):
         read(base64.b64encode(wide.getvalue()).decode())

@@ -23,7 +23,7 @@ from serving_toys import (
 from lade import InputError, LookaheadConfig, Memory
 from lade.config import resolve
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.batch_budget import BatchBudget
+from lade.decoding.drafting.controller import BatchBudget
 from lade.hf import job
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -31,7 +31,7 @@ from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.request import PLAIN
 from lade.serving.running import RunningSet
 from lade.testing import nearly_flat_cost, toy_model
-from lade.tuning.batch_cost import BatchCost
+from lade.tuning.step_cost import BatchCost
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 GREEDY = {"do_sample": False}
@@ -554,7 +554,7 @@ def test_steps_are_learned_of_as_many_rows_as_there_were(monkeypatch):
     monkeypatch.setattr(BatchCost, "resize", lambda self, rows: (told.append(rows), setattr(self, "_rows", rows)))
     driven = Driven(LLAMA)
     for seed in range(2):
-        driven.add(random_ids(4, seed), "auto", max_new_tokens=6 + 6 * seed)
+        driven.add(random_ids(4, seed), "auto", max_new_tokens=16 + 16 * seed)
         driven.advance(2)
     assert told == ["settled", 2], "one row is what it begins with"
     driven.finish()

@@ -48,18 +48,20 @@ class Machine:
         now: what they take at a place of the text.
         spike: how many times as long one takes now and then, and how often.
         jitter: spread of what they take otherwise, as of a log-normal distribution.
+        luck: seed of hiccups and jitter.
     """
 
     measured: Curve
     now: Callable[[int], Curve]
     spike: tuple[float, float] = (1.0, 0.0)
     jitter: float = 0.03
+    luck: int = 0
 
     def seconds(self, place: int, size: int) -> float:
         """Of the pass that begins there."""
-        luck, noise = _drawn(place)
+        hiccup, noise = _drawn(self.luck, place)
         factor, share = self.spike
-        return self.now(place)(size) * (factor if luck < share else 1.0) * math.exp(self.jitter * noise)
+        return self.now(place)(size) * (factor if hiccup < share else 1.0) * math.exp(self.jitter * noise)
 
     def cost(self) -> StepCost:
         """What a controller begins with."""
@@ -75,19 +77,21 @@ class Text:
             these bounds.
         truth: what this is in truth, of what scores say.
         known: how many places ahead are guessed.
+        luck: seed of what comes true.
     """
 
     likely: tuple[float, float]
     truth: float = 1.0
     known: int = 24
+    luck: int = 0
 
     def step(self, place: int) -> tuple[list[float], Callable[[int], int]]:
         """Scores of the candidates, and what so many of them yield, at a place."""
-        likely, luck, rivals = _guessed(place)
+        likely, fortune, rivals = _guessed(self.luck, place)
         share = round(self.likely[0] + (self.likely[1] - self.likely[0]) * likely, 2)
         nodes = _nodes(share, self.known)
         true_share, run = share * self.truth, 0
-        while run < self.known and luck < true_share ** (run + 1):
+        while run < self.known and fortune < true_share ** (run + 1):
             run += 1
         rival = rivals < self.truth / 3
 
@@ -110,16 +114,16 @@ def _nodes(share: float, known: int) -> list[tuple[float, int, bool]]:
 
 
 @cache
-def _drawn(place: int) -> tuple[float, float]:
+def _drawn(luck: int, place: int) -> tuple[float, float]:
     """Whether there is a hiccup at a place, by a number from 0 to 1; and a number from a normal distribution."""
-    rng = random.Random(f"machine {place}")
+    rng = random.Random(f"machine {luck} {place}" if luck else f"machine {place}")
     return rng.random(), rng.gauss()
 
 
 @cache
-def _guessed(place: int) -> tuple[float, float, float]:
+def _guessed(luck: int, place: int) -> tuple[float, float, float]:
     """How likely guesses are at a place, whether they come true, and whether a rival does, each from 0 to 1."""
-    rng = random.Random(f"text {place}")
+    rng = random.Random(f"text {luck} {place}" if luck else f"text {place}")
     return rng.random(), rng.random(), rng.random()
 
 

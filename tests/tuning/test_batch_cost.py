@@ -1,7 +1,6 @@
 """The cost of a batch that loses rows."""
 
-from lade.tuning.batch_cost import BatchCost
-from lade.tuning.step_cost import REFRESH_S, StepCost
+from lade.tuning.step_cost import REFRESH_S, BatchCost, StepCost
 
 
 def made():

@@ -9,9 +9,9 @@ import pytest
 from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.controller import ControllerState
 from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.habits import Habits
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
@@ -55,7 +55,7 @@ class BusyRunner(FunctionRunner):
 
 def test_waiting_for_a_processor_does_not_make_guesses_look_cheap():
     """The waiting is left out of what is compared, since it comes by accident: in the long run all steps share it."""
-    runner, cost, habits, stats = BusyRunner(), measured(), Habits(), Stats()
+    runner, cost, habits, stats = BusyRunner(), measured(), ControllerState(), Stats()
     for number in range(TEXTS):
         prompt = [number, number + 1, number + 2]
         drafter = drafter_for(LookaheadConfig(), cost=cost, habits=habits)

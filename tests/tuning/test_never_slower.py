@@ -1,11 +1,11 @@
 """The controller by a simulated clock: whatever passes come to cost, however guesses disappoint, it loses little."""
 
+from dataclasses import replace
+
 import pytest
 from simulated_clock import Machine, Text, controlled_seconds, curve, fixed_seconds, plain_seconds
 
-from lade.decoding.drafting.controller import Controller
-from lade.decoding.drafting.habits import Habits
-from lade.testing import nearly_flat_cost
+from lade.decoding.drafting.controller import Controller, ControllerState
 
 FLAT = curve((1, 1.0), (8, 1.15), (16, 1.4), (32, 2.0), (64, 3.4))
 STEEP = curve((1, 1.0), (2, 2.0), (4, 2.3), (8, 2.6), (16, 4.0), (32, 7.0))
@@ -54,16 +54,27 @@ TEXTS = {
 }
 
 
+LUCKS = 8
+"""Seeds of hiccups, and of what comes true."""
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_is_never_slower_than_plain_decoding(machine, text):
-    """By 3 % at most, 200 tokens after whatever happened; and what it takes to notice is soon won back."""
-    weather, guesses = MACHINES[machine], TEXTS[text]
-    controller = Controller(weather.cost())
-    first = controlled_seconds(weather, guesses, controller, 0, SETTLED)
-    rest = controlled_seconds(weather, guesses, controller, SETTLED, TOKENS)
-    assert rest < 1.03 * plain_seconds(weather, SETTLED, TOKENS)
-    assert first + rest < 1.06 * plain_seconds(weather, 0, TOKENS)
+    """Over 8 lucks 1.5 % at most, 200 tokens after whatever happened, and 3.5 % with these.
+
+    A single luck is bounded less tightly: one hiccup of 20 steps in a pass over guesses is 5 % of the 400 tokens.
+    """
+    settled, whole = [], []
+    for luck in range(LUCKS):
+        weather, guesses = replace(MACHINES[machine], luck=luck), replace(TEXTS[text], luck=luck)
+        controller = Controller(weather.cost())
+        first = controlled_seconds(weather, guesses, controller, 0, SETTLED)
+        rest = controlled_seconds(weather, guesses, controller, SETTLED, TOKENS)
+        settled.append(rest / plain_seconds(weather, SETTLED, TOKENS))
+        whole.append((first + rest) / plain_seconds(weather, 0, TOKENS))
+    assert sum(settled) / LUCKS < 1.0 / 0.985 and max(settled) < 1.08
+    assert sum(whole) / LUCKS < 1.035 and max(whole) < 1.09
 
 
 @pytest.mark.parametrize("text", ["fair", "good"])
@@ -78,29 +89,23 @@ def test_it_is_near_the_best_size_there_is(machine, text):
     assert controlled_seconds(weather, guesses, controller, SETTLED, TOKENS) < 1.1 * best
 
 
+@pytest.mark.parametrize("length", [20, 60])
 @pytest.mark.parametrize("text", ["hopeless", "boastful"])
-def test_with_habits_trying_anew_costs_nothing(text):
-    """Short texts, one after the other; and one that can be guessed is noticed nevertheless."""
-    machine, guesses, habits = MACHINES["steep"], TEXTS[text], Habits()
-    cost, starts = machine.cost(), range(0, TOKENS, 60)
-    taken = [controlled_seconds(machine, guesses, Controller(cost, habits), start, start + 60) for start in starts]
-    assert sum(taken[5:]) < 1.02 * plain_seconds(machine, starts[5], TOKENS)
-    good = controlled_seconds(machine, TEXTS["good"], Controller(cost, habits), CHANGE, TOKENS)
-    assert good < 0.8 * plain_seconds(machine, CHANGE, TOKENS)
+@pytest.mark.parametrize("name", ["steep", "flat"])
+def test_short_calls_one_after_the_other_are_not_slower_either(name, text, length):
+    """And a text that can be guessed is noticed nevertheless."""
+    state, machine, guesses = ControllerState(), MACHINES[name], TEXTS[text]
+    cost, starts = machine.cost(), range(0, TOKENS, length)
+    taken = [controlled_seconds(machine, guesses, Controller(cost, state), start, start + length) for start in starts]
+    settled = CHANGE // length
+    assert sum(taken[settled:]) < 1.02 * plain_seconds(machine, starts[settled], TOKENS)
+    assert sum(taken) < plain_seconds(machine, 0, TOKENS) / 0.97
+    good = controlled_seconds(machine, TEXTS["good"], Controller(cost, state), CHANGE, TOKENS)
+    assert good < 0.95 * plain_seconds(machine, CHANGE, TOKENS)
 
 
 def test_what_was_measured_wrongly_is_noticed_in_short_texts_too():
-    machine, guesses, habits = MACHINES["measured steep, flat"], TEXTS["fair"], Habits()
+    machine, guesses, state = MACHINES["measured steep, flat"], TEXTS["fair"], ControllerState()
     cost, starts = machine.cost(), range(0, 2 * TOKENS, 60)
-    taken = [controlled_seconds(machine, guesses, Controller(cost, habits), start, start + 60) for start in starts]
+    taken = [controlled_seconds(machine, guesses, Controller(cost, state), start, start + 60) for start in starts]
     assert sum(taken[15:]) < 0.85 * plain_seconds(machine, starts[15], 2 * TOKENS)
-
-
-def test_a_step_that_compiled_something_is_not_held_against_guesses():
-    """The first step on a machine takes seconds of the library's own; texts to come begin with what it taught."""
-    habits, cost, scores = Habits(), nearly_flat_cost(), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]
-    controller = Controller(cost, habits)
-    size = controller.choose(scores)
-    controller.observe(size, 3.0, 8.0 + cost.table[size], cost.table[size])
-    assert size > 1 and controller.choose(scores) == size
-    assert Controller(nearly_flat_cost(), habits).choose(scores) > 1

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.jacobi import JacobiDrafter
 from lade.errors import UnsupportedModelError
 from lade.hf.arguments import original_generate
 from lade.hf.session import Session
@@ -30,6 +29,7 @@ from lade.serving.request import PLAIN
 from lade.stats import Stats, Step, distinct_ngrams
 from lade_lab import results
 from lade_lab.harness.methods import TRANSFORMERS
+from lade_lab.jacobi import JacobiDrafter
 from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
 from lade_lab.results import Method, Sample, Settings
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from lade.config import MOST_BUDGET, LookaheadConfig
-from lade.decoding.drafting.jacobi import GUESSES
 from lade.decoding.mtp import MOST_PASSES
 from lade.errors import ConfigError, InputError
+from lade_lab.jacobi import GUESSES
 from lade_lab.results import Method, Settings
 from lade_lab.workloads import Workload
 

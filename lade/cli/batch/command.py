@@ -69,12 +69,12 @@ def batch(
         from lade.cli.batch.runner import run
         from lade.cli.serve.model import load
         from lade.server.service import Service
-        from lade.server.settings import MOST_CHOICES, MOST_PROMPTS, Settings
+        from lade.server.settings import MAX_CHOICES, MAX_PROMPTS, Settings
 
         settings = Settings(
             names=served_names(files.name, loading),
             max_rows=limits.max_rows,
-            max_waiting=2 * limits.max_rows * MOST_CHOICES * MOST_PROMPTS,
+            max_waiting=2 * limits.max_rows * MAX_CHOICES * MAX_PROMPTS,
             max_tokens=limits.max_tokens,
             answer_tokens=limits.answer_tokens,
             max_body=_MAX_BODY,

@@ -76,13 +76,13 @@ def _parsed(lines: list[str], path: Path) -> Iterator[Request]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as problem:
-            raise InputError(f"{place} is no JSON ({problem}): write one object per line") from None
+            raise InputError(f"{place} is not JSON ({problem}): write one object per line") from None
         yield _request(value, place, number)
 
 
 def _request(value: Any, place: str, number: int) -> Request:
     if not isinstance(value, dict):
-        raise InputError(f"{place} is no object: write custom_id, method, url and body")
+        raise InputError(f"{place} is not an object: write custom_id, method, url and body")
     custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise InputError(f"{place}: custom_id is {_shown(custom_id)}: give a string")
@@ -138,7 +138,7 @@ class ResultFile:
         os.truncate(self.path, self._whole)
 
     def append(self, line: Entry) -> None:
-        """Append a line and hand it to the operating system, so that killing the process does not lose it."""
+        """Append a line and flush it, so that killing the process does not lose it."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_encoded(line))
@@ -197,7 +197,7 @@ class PromptResults(ResultFile):
         self._whole = self.path.stat().st_size
 
     def _check_torn(self, here: Mapping[str, Any]) -> None:
-        """Raise `InputError` unless the torn line is the beginning of the next result: else it is not ours to cut."""
+        """Raise `InputError` unless the torn line is the beginning of the next result."""
         beginning = json.dumps(here)[:-1].encode()
         if self.torn[: len(beginning)] != beginning[: len(self.torn)]:
             raise InputError(f"{str(self.path)!r} ends with something other than a result of a prompt: {REMEDY}")

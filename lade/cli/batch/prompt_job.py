@@ -117,7 +117,7 @@ class PromptJob(Job[int]):
         return [f"{self._accepted / self._steps if self._steps else 0.0:.2f} tokens per step"]
 
     def _probe(self) -> None:
-        """Submit and cancel the longest prompt: the engine refuses now what it would refuse in the middle."""
+        """Submit and cancel the longest prompt, so that the engine rejects it before the run starts, if at all."""
         longest = max(self._ids, key=lambda line: len(self._ids[line]))
         try:
             self.submit(longest).cancel()

@@ -94,7 +94,7 @@ def find(loading: Loading) -> Source:
             raise ConfigError("revision", loading.revision, f"the folder {name!r} has no revisions")
         return Source(name, str(folder), local=True)
     if folder.exists():
-        raise InputError(f"model {name!r} is a file: give the folder it lies in")
+        raise InputError(f"model {name!r} is a file: give its folder")
     if not _HUB_ID.fullmatch(name):
         raise InputError(f"model folder {name!r} does not exist: check the path, or give a hub id such as org/name")
     if loading.local_files_only:
@@ -150,7 +150,7 @@ def _commit(loading: Loading, file: str = "config.json") -> str | None:
         if _cached(file, loading) is not None:
             return None
         raise InputError(
-            f"model {name!r} is no folder here, and the hub cannot be reached ({one_line(problem, 120)}): "
+            f"model {name!r} is not a folder here, and the hub cannot be reached ({one_line(problem, 120)}): "
             "check the network, or give a folder"
         ) from problem
     return commit

@@ -62,7 +62,7 @@ def serve(
 
         socket = bound(listening.host, listening.port)
         if settings.host not in _LOOPBACK and not settings.keys.all:
-            term.say(f"warning: anyone who reaches {settings.host} may ask: give --api-key-file", "yellow")
+            term.say(f"warning: anyone who can reach {settings.host} can send requests: give --api-key-file", "yellow")
         announce = partial(_announce, settings, url_of(listening.host, socket), term, json=json)
         if scaling.replicas is not None:
             _run_replicas(settings, socket, scaling, loading, loader(loading, speed, own), partial(announce, None))

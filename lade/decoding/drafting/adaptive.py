@@ -1,7 +1,7 @@
-"""The adaptive method: the tree that is worth its cost, grown best first from a memory of every row of logits.
+"""The adaptive method: token trees as large as they pay, grown best first from a memory of all logits computed.
 
-A node's score is the probability that it is accepted. The sum of all scores, with the root's 1.0 for the token that
-the model chooses itself, is what a step is expected to yield.
+A node's score is the probability that it is accepted. The sum of all scores, with 1.0 for the root, whose next token
+the model chooses itself, is the expected number of tokens of a step.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
 
 COLUMNS, NGRAM = 16, 5
-"""Sizes of the lookahead window; each step plants as many of its columns as there is room for."""
+"""Sizes of the lookahead window; each step feeds as many of its columns as fit."""
 LEAST_COLUMNS = 3
-"""A smaller window finds nothing worth its cells."""
+"""Smallest window that pays for its cells."""
 _NOTHING = ((1, 0.0),)
-"""Thresholds of a tree that is its root."""
+"""Thresholds of a tree that consists of its root."""
 
 
 class _Begun(NamedTuple):
-    """A step that has begun.
+    """State of a step before its tree is grown.
 
     Attributes:
         context: the row's tokens so far.
-        max_depth: of its tree.
-        lead: tokens that must follow.
-        guesses: of other sources than the memory.
-        resting: whether the memory is not searched.
+        max_depth: maximum depth of the tree; None for no limit.
+        lead: forced tokens.
+        guesses: guesses of all sources but the memory.
+        resting: whether drafting from the memory is skipped.
     """
 
     context: Sequence[int]
@@ -62,7 +62,7 @@ class _Begun(NamedTuple):
     resting: bool
 
     def is_plain(self, budget: Budget) -> bool:
-        """Return True where a step that rests feeds the root alone."""
+        """Return whether a resting step feeds the root alone."""
         pays = any(not guess.scores or budget.pays(guess.scores) for guess in self.guesses)
         return not (self.guesses and pays)
 
@@ -70,22 +70,21 @@ class _Begun(NamedTuple):
 class AdaptiveDrafter(Drafter):
     """Drafts for one row; see `Drafter`.
 
-    Candidates of the memory, and guesses that come with scores, are taken by what they are worth. Where they are fewer
-    than the budget, other guesses and the lookahead window take the rest, so that the window's share grows when guesses
-    are missing.
+    Nodes of the memory, and guesses with scores, are selected by score. If they do not use up the budget, guesses
+    without scores and the lookahead window take the rest, so the window's share grows when guesses are rare.
 
     Args:
-        memory: what follows a context; it is added to.
-        budget: decides how large trees are.
-        excluded: ids after which nothing is guessed (end of sequence, padding).
-        vocabulary: ids below it can be fed; a memory may know others, of another model.
-        read_prompts: whether to learn from the prompt, and to look for its end, and the row's, in the text before.
-        read_logits: whether to have the prompt's logits computed, to learn from them, too.
-        sources: guesses beside those of the memory.
-        constraint: what must follow, and what cannot: the tree begins with the one, and has nothing of the other, nor
-            a window.
-        seed: seeds the choice of the window's first tokens.
-        mtp: weights of an MTP layer's predictions; None where there is no layer.
+        memory: the context memory, which is updated.
+        budget: decides on tree sizes.
+        excluded: ids after which nothing is drafted (EOS, padding).
+        vocabulary: V; ids below it can be fed. A memory of another model may hold others.
+        read_prompts: learn from the prompt, and search text for earlier occurrences of its suffix.
+        read_logits: also compute the prompt's logits, to learn from them.
+        sources: sources of guesses besides the memory.
+        constraint: forced and forbidden tokens: the tree begins with the former, and has none of the latter and no
+            window; None for none.
+        seed: seeds the window's first tokens.
+        mtp: weights of an MTP layer's predictions; None without a layer.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class AdaptiveDrafter(Drafter):
         self._grower = TreeGrower(excluded, vocabulary)
         self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint
         self._rng = random.Random(seed)
-        self._written = 0  # tokens of the answer when its first step began
+        self._written = 0  # tokens of the answer before its first step
         self._begun = False
         self._step: _Begun | None = None
         if mtp is not None:
@@ -131,20 +130,20 @@ class AdaptiveDrafter(Drafter):
         return self.candidates(context, max_depth).draft()
 
     def _begin_with_mtp(self, context: Sequence[int], max_depth: int | None) -> bool:
-        """Begin a step whose tree an MTP layer looks at; returns whether the memory is searched in it."""
+        """Begin a step with an MTP layer; return whether the memory drafts in it."""
         self._step = self._begin_step(context, max_depth)
         return not self._step.resting
 
     def _grow_with_mtp(self) -> list[float]:
-        """Grow the tree of the step that has begun."""
+        """Grow the tree of the present step; return the scores of its nodes."""
         assert self._step is not None
         return self._grow(self._step)
 
     def _begin_step(self, context: Sequence[int], max_depth: int | None) -> _Begun:
-        """Ask for what must follow, and all sources but the memory for guesses."""
+        """Collect the forced tokens, and the guesses of all sources but the memory."""
         if self.mtp is not None:
             self._grower.drop_predictions()
-        if not self._begun:  # of an encoder's text, which `begin` is given too, there is nothing in `context`
+        if not self._begun:  # `context` lacks an encoder's text, which `begin` gets too
             self._grower.set_prompt(len(context) - self._written)
             self._begun = True
         lead = () if self._constraint is None else self._lead(self._constraint, context, max_depth)
@@ -152,7 +151,7 @@ class AdaptiveDrafter(Drafter):
         return _Begun(context, max_depth, lead, guesses, self.budget.skip_drafting() and not lead)
 
     def _grow(self, step: _Begun) -> list[float]:
-        """Grow the tree of a step from the memory; the scores of its nodes."""
+        """Grow the tree of a step from the memory; return the scores of its nodes."""
         if self.learns_prompts:
             self._grower.read(step.context)
         self._grower.begin(step.context, step.lead)
@@ -180,12 +179,12 @@ class AdaptiveDrafter(Drafter):
         )
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
-        """Return the tokens that a grammar forces next, cut to what may be fed."""
+        """Return the tokens that a grammar forces next, up to the number that may be fed."""
         most = min(LONGEST_LEAD, self.budget.most - 1)
         return constraint.lead(context)[: most if max_depth is None else min(most, max_depth)]
 
     def _guesses(self, context: Sequence[int], lead: Sequence[int]) -> list[Guess]:
-        """Return the guesses of all sources, each behind the forced tokens."""
+        """Return the guesses of all sources, each after the forced tokens."""
         if not lead:
             guesses = [guess for source in self._sources for guess in source.guesses(context)]
         else:
@@ -200,7 +199,7 @@ class AdaptiveDrafter(Drafter):
         return [guess for guess in (cut(self._constraint, guess) for guess in guesses) if len(guess.tokens) > len(lead)]
 
     def _fitting(self, scores: Sequence[float]) -> list[float]:
-        """Drop the nodes that cannot follow; the scores of the others."""
+        """Drop the nodes that the constraint forbids; return the scores of the others."""
         assert self._constraint is not None
         nodes = fitting(self._constraint, self._grower.paths(len(scores)))
         if len(nodes) < len(scores):
@@ -217,7 +216,7 @@ class AdaptiveDrafter(Drafter):
         others: Sequence[Guess],
         lead: int,
     ) -> Draft:
-        """The best candidates; guesses of unknown worth and the window take what is left."""
+        """Build the draft: the best nodes, then guesses without scores and the window while the budget lasts."""
         tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores, alone)
         grown = size if ranking is None else ranking.grown[size - 1]
         self._grower.hang(tree, grown)

@@ -1,10 +1,10 @@
 """Best-first tree growth from the context memory, ranked together with scored guesses.
 
-Beside the memory's rows there are notes, for one text: what the model said at the places ahead, at rejected nodes too,
-is a guess for the same place again, whatever comes to stand before it. That is the idea of Jacobi decoding (arXiv
-2305.10427), with whole rows in place of single tokens. And where the end of a text stood before, what followed there is
-a guess, too, as SuffixDecoding (arXiv 2411.04975) makes them; here it is weighed together with what the memory says, so
-that a short end counts for something where both agree, and for little where they do not.
+Besides the memory's rows two features belong to one text. Notes: logits computed for a position, at rejected nodes
+too, are reused for the same position whatever the tokens before it. That is the idea of Jacobi decoding (arXiv
+2305.10427), with whole rows of logits in place of single tokens. Matches: where the text's suffix occurred before, the
+token after it is a candidate, as in SuffixDecoding (arXiv 2411.04975). Matches are mixed with the memory's rows, so a
+short match counts for something where both agree, and for little where they do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.memory import RATE, ContextMemory
-from lade.decoding.drafting.news import FIRST
 from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels import growth
 from lade.decoding.kernels.layout import LONGEST, NODES, PREDICTED, PROMPT, READ, Doubles, Ints
@@ -28,13 +27,13 @@ Tokens = tuple[int, ...]
 
 
 class Ranking(NamedTuple):
-    """An order in which nodes may be added to a tree, each after its parent.
+    """The order in which nodes are added to a tree, each after its parent.
 
     Attributes:
         scores: `[C]`, the probability of each node, the root's 1.0 first.
-        grown: `[C]`, how many of the memory's nodes a tree of each size has.
-        guessed: `[C]`, and how many tokens of each guess.
-        guesses: those that have scores.
+        grown: `[C]`, number of the memory's nodes in a tree of each size.
+        guessed: `[C]`, number of tokens of each guess in it.
+        guesses: the guesses with scores.
     """
 
     scores: list[float]
@@ -43,23 +42,23 @@ class Ranking(NamedTuple):
     guesses: Sequence[Guess]
 
     def hang(self, tree: TokenTree, size: int) -> None:
-        """Add the guesses to a tree of that size in all, which has the memory's nodes already."""
+        """Add the guesses to a tree that has the memory's nodes already; `size` is the total number of nodes."""
         for guess, length in zip(self.guesses, self.guessed[size - 1], strict=True):
             for node in tree.add_path(guess.tokens[:length], guess.source):
-                tree.sources[node] = guess.source  # of a node that the memory proposes, too
+                tree.sources[node] = guess.source  # also where the memory proposes the same node
 
 
 def ranked(
     scores: Sequence[float], paths: Sequence[Tokens], guesses: Sequence[Guess], *, most: int, max_depth: int | None
 ) -> Ranking:
-    """The memory's nodes and those of guesses in one order; a node that several propose counts once.
+    """Merge the memory's nodes and those of guesses into one order; a node that several propose counts once.
 
     Args:
-        scores: `[M]`, of the memory's nodes, the root's 1.0 first.
-        paths: `[M]`, the tokens from below the root to each; a node comes after its parent.
-        guesses: with scores.
-        most: nodes, the root included.
-        max_depth: tokens of a guess that are taken; None for no limit.
+        scores: `[M]`, scores of the memory's nodes, the root's 1.0 first.
+        paths: `[M]`, the tokens from below the root to each node; a node comes after its parent.
+        guesses: guesses with scores.
+        most: maximum number of nodes, the root included.
+        max_depth: maximum number of tokens of a guess; None for no limit.
     """
     columns = [list(zip(scores, paths, strict=True))]
     for guess in guesses:
@@ -68,7 +67,7 @@ def ranked(
     ranking = Ranking([], [], [], guesses)
     while len(taken) < most:
         heads = [column[place][0] if place < len(column) else -1.0 for column, place in zip(columns, used, strict=True)]
-        best = heads.index(max(heads))  # the memory's among equal ones
+        best = heads.index(max(heads))  # on ties the memory's
         if heads[best] < 0:
             break
         score, path = columns[best][used[best]]
@@ -82,19 +81,19 @@ def ranked(
 
 
 OPTIMISM = 0.7
-"""A node waits to be expanded as if its likeliest child had this probability. With 1.0, the bound, a quarter more nodes
-are expanded for nothing but 0.1 % of what trees yield."""
+"""Probability assumed for the likeliest child of a node that has not been expanded. With the upper bound, 1.0, a
+quarter more nodes are expanded for a gain of 0.1 % in accepted tokens."""
 
 MTP = "mtp"
-"""The source of nodes that an MTP layer finds likelier than all else does."""
-_ROOM = 160  # nodes, at first
+"""Source name of nodes to which an MTP layer gives higher odds than the memory does."""
+_ROOM = 160  # initial capacity in nodes
 _NO_LIMIT = 2**31 - 1
 
 
 def _per_node() -> itemgetter[Any]:
-    """Picks the arrays of a `Work` that have an entry for each node: those that get one longer with room for one more.
+    """Return a getter of the arrays of a `Work` with one entry per node: those that grow by one with the capacity.
 
-    The heap's get two longer, the text's and the weights' are as long as ever.
+    Those of the heap grow by two; text and weights do not grow.
     """
     few, more = (cast(Iterable[Any], Work.of(room)) for room in (1, 2))
     pairs = enumerate(zip(few, more, strict=True))
@@ -105,10 +104,10 @@ _columns = _per_node()
 
 
 class TreeGrower:
-    """Grows one tree after the other, behind one text; knows at each node what the memory has for its context.
+    """Grows one tree after the other for one text.
 
     Args:
-        excluded: ids that are not to be drafted.
+        excluded: ids that are never drafted.
         vocabulary: ids below it can be fed; None for no limit.
         room: nodes that there is room for at first.
     """
@@ -121,35 +120,35 @@ class TreeGrower:
 
     @property
     def work(self) -> Work:
-        """The tree that is being grown, in arrays."""
+        """Arrays of the tree being grown."""
         return self._work
 
     @property
     def held(self) -> Held:
-        """The same as compiled code takes it."""
+        """The tree being grown, as compiled code takes it."""
         return self._held
 
     def use_mtp(self, weights: Doubles, trust: Doubles) -> None:
-        """Mix predictions of an MTP layer by these weights, which are shared and learned; see `Work`."""
+        """Mix predictions of an MTP layer with these weights, which are shared and updated; see `Work`."""
         self._use(self._work._replace(mtp_weights=weights, mtp_trust=trust))
 
     def drop_predictions(self) -> None:
-        """Forget the predictions of an MTP layer: they belong to one step."""
+        """Discard the predictions of an MTP layer, which belong to one step."""
         self._work.used[PREDICTED] = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Look for the end of this text earlier in it, in the tree that begins behind it."""
+        """Index a text, so that the tree that begins after it gets matches."""
         self._earlier.read(tokens)
         if self._work.text is not self._earlier.text:
             self._use(self._work._replace(text=self._earlier.text, links=self._earlier.links))
         self._work.used[READ] = len(tokens)
 
     def set_prompt(self, length: int) -> None:
-        """So many tokens of the text are the prompt's, which is more often copied than the answer is."""
+        """Set the length of the prompt, which is copied more often than the answer is."""
         self._work.used[PROMPT] = length
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
-        """A new tree, whose root is the last of `tokens`; behind it a chain of tokens that are known to follow."""
+        """Start a tree whose root is the last of `tokens`, followed by a chain of forced tokens."""
         self._reserve(1 + len(lead))
         work = self._work
         growth.plant(self._held, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
@@ -164,13 +163,13 @@ class TreeGrower:
         """Add the likeliest nodes.
 
         Args:
-            memory: what follows a context.
-            thresholds: sizes up to which to grow, each with the score that a node must exceed to be added on the way
-                there; growth ends with the first size that is not reached.
-            max_depth: no node lies deeper; None for no limit.
+            memory: the context memory.
+            thresholds: target sizes, each with the score that a node must exceed to be added up to that size; growth
+                ends with the first size that is not reached.
+            max_depth: maximum depth of a node; None for no limit.
 
         Returns:
-            The scores of all nodes, the root's 1.0 first.
+            Scores of all nodes, the root's 1.0 first.
         """
         self._reserve(max(thresholds)[0])
         count = growth.grow(
@@ -186,28 +185,29 @@ class TreeGrower:
         scores: list[float] = self._work.scores[:count].tolist()
         return scores
 
-    def grow_chain(self, memory: ContextMemory, most: int, price: float, news: float) -> int:
+    def grow_chain(self, memory: ContextMemory, most: int, price: float, news: float, first: float) -> int:
         """Add the likeliest child of the last node while it is worth its price; return the number of nodes.
 
         Args:
             memory: the rows by context.
             most: nodes, the root included.
             price: tokens that one more node costs.
-            news: tokens that the logits of nodes teach, see `drafting.news`.
+            news: tokens saved later by the logits of a second node, times `first + 1`; see `growth.grow_chain`.
+            first: nodes at which that has fallen to a half.
         """
         self._reserve(most)
         (young, old), weights, excluded = memory.tables, memory.weights, self._excluded
-        return growth.grow_chain(self._held, young, old, weights, excluded, self._vocabulary, most, price, news, FIRST)
+        return growth.grow_chain(self._held, young, old, weights, excluded, self._vocabulary, most, price, news, first)
 
     def paths(self, count: int) -> list[tuple[int, ...]]:
-        """The tokens from below the root to each of the first `count` nodes."""
+        """Return the tokens from below the root to each of the first `count` nodes."""
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(self._work.ids[1:count].tolist(), self._work.parents[1:count].tolist(), strict=True):
             paths.append((*paths[parent], token))
         return paths
 
     def keep(self, nodes: Sequence[int]) -> None:
-        """Drop all nodes of a tree that has grown but these, ascending; no parent of one is dropped."""
+        """Drop all nodes but these, given in ascending order and with all their ancestors."""
         work, count = self._work, len(nodes)
         parents = np.searchsorted(nodes, work.parents[nodes[1:]])
         for column in _columns(work):
@@ -215,7 +215,7 @@ class TreeGrower:
         work.parents[1:count], work.used[NODES] = parents, count
 
     def hang(self, tree: TokenTree, count: int) -> None:
-        """Hang the first `count` nodes under the root of a tree that has no other node."""
+        """Copy the first `count` nodes into a tree that has only its root."""
         if count == 1:
             return
         work = self._work
@@ -226,7 +226,7 @@ class TreeGrower:
                 tree.sources[1 + node] = MTP
 
     def follow(self, tree: TokenTree, count: int) -> None:
-        """Take over the nodes of a tree that others have added after the `count` nodes that `hang` hung."""
+        """Take over the nodes that were added to a tree after the `count` nodes of `hang`."""
         if len(tree) == count:
             return
         self._reserve(len(tree))
@@ -237,22 +237,22 @@ class TreeGrower:
         """Learn from a step.
 
         Args:
-            memory: the one that the tree grew from.
-            path: `[A]`, nodes that verification reached.
-            chosen: `[A]`, what the model chose there.
-            entries: `[S, WIDTH]`, of the logits at all nodes, see `readout.read`.
+            memory: the memory that the tree grew from.
+            path: `[A]` nodes that verification reached.
+            chosen: `[A]` tokens that the model chose there.
+            entries: `[S, WIDTH]` entries of the logits at all nodes, see `readout.read`.
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
         growth.learn_tree(self._held, *memory.tables, memory.weights, entries, nodes, tokens, RATE)
         memory.learn_step(self._work.tails[: len(entries)], entries, nodes, tokens)
 
     def _reserve(self, nodes: int) -> None:
-        """Make room for that many nodes; those that are there stay."""
+        """Grow the capacity to at least `nodes`; present nodes stay."""
         room = len(self._work.ids)
         if nodes <= room:
             return
         self._use(self._work.widened(2 * nodes))
 
     def _use(self, work: Work) -> None:
-        """Work with these arrays, and have compiled code do so."""
+        """Switch to these arrays, here and in compiled code."""
         self._work, self._held = work, hold(work)

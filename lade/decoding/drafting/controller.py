@@ -1,55 +1,88 @@
-"""The size of a tree that pays best, learned from what passes take and what guesses bring.
+"""How many tokens a step feeds: belief, evidence, and a budget for finding out.
 
-Let t(S) be the seconds of a step that feeds S tokens, E(S) the tokens it is expected to yield, and r the tokens per
-second of late. In the long run most tokens per second come from the S that maximises E(S) - r t(S): what a step yields,
-less what its time would yield elsewhere (renewal reward theorem). S = 1, plain decoding, is always a candidate.
+**The decision.** A step that feeds S tokens takes t(S) seconds and yields E(S) tokens. Most tokens per second in the
+long run come from the S that maximises E(S) - r t(S), where r is the rate of late in tokens per second: the yield of
+the step less what its time would yield elsewhere (renewal reward theorem). S = 1 is plain decoding.
 
-That counts what a step yields now. What it teaches pays later, most of all while hardly anything is known and E(S)
-stays low. So a step feeds no less than steps were worth feeding lately, unless that costs too much, and what the memory
-cannot fill is left to the lookahead window.
+**The belief.** Before anything is seen, E(S) = 1 + 0.36 (S - 1)^0.45: 1.6 at 4 tokens, 1.9 at 8, 2.2 at 16, 2.7 at 32.
+Cold texts of many models give 1.5, 1.65, 2.0 and 2.4; the prior is a little above them, since an optimist finds out.
+It is what a *policy* of S tokens yields: feeding rejected nodes teaches the memory their logits, so that later steps
+yield more. What the scores of one step promise counts that step alone, and the best-looking steps promise too much. So
+a step is expected to yield halfway between the prior and its scores,
 
-Neither t nor E is taken on trust. Passes over guesses and plain ones are compared with what the step cost expects of
-them, and guesses with what their scores promise (`Habits`). What is not done is not known: where all steps feed guesses
-a plain one now and then shows what plain decoding takes, and where none does, a few guesses show what these would.
+    E(S) = 1 + u (sum of the scores / 2 + prior gain(S) / 2).
 
-While it rests from looking, nothing is decided by what plain steps teach. They are noted then, and learned together
-when something is to be decided: behind a pass everything lies far from the core, and one after the other they would
-take several times as long.
+**The evidence.** u is the calibration: tokens that guesses brought over tokens that this formula (with u = 1) had
+expected of the same steps. It begins at 1 with the weight of 25 expected tokens; evidence fades over 300.
+
+**The price.** t(S) is the step cost of the model on this machine (`lade.tuning`) and the library's own time.
+Both are learned from the steps that are made, and no pass is made for measuring alone. Where every step feeds guesses,
+each 64th is a plain one, to see what plain decoding takes; where none does, four tokens are tried now and then.
+
+**The budget of regret.** Belief may be wrong, so the loss is bounded. A ledger adds up, over all steps in which guesses
+were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 16 plain
+steps and never rises above: gains of one text license no larger losses in the next. When it is used up, guesses are
+not looked for any more. Each plain step then earns 0.2 % of a step, and at 0.4 steps looking is resumed: if it wins,
+the ledger fills up and guessing goes on. So plain decoding is undercut by 16 steps and 0.2 % of the time, by no more
+than one step's loss beyond. Looks that find nothing, own time and wrong step costs are all paid from the same ledger.
+
+**Who keeps what.** A machine and a model: the step cost, in a file. A model, by kind of text (greedy, drawn):
+`ControllerState`, that is calibration, ledger, rate and own time; a process has it until the model is freed. A call:
+nothing but the step that is being made. A text: its memory of contexts, which is not this module's.
+
+**Several rows.** All rows of a batch or an engine share one controller. One price per token holds for all of them: rows
+that are padded to the largest tree pay for the padded pass, so the next size is fed if the scores that it adds, over
+all rows, are worth it. The budget of regret is in tokens, which they share: as many rows learn as much faster. (No
+runner makes passes that are not padded.)
+
+Steps that look for nothing need no decision; they are noted, and learned together later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
-from lade.decoding.drafting.habits import Habits
-from lade.decoding.drafting.longer_cost import LongerCost
-from lade.decoding.drafting.news import most_worth, taught, taught_by_last
+import numpy as np
+
+from lade.decoding.drafting.copy_drafting import Agreement
 from lade.decoding.drafting.tree_size import PassCost
 
 LARGEST = 128
 """Tokens fed per step at most, by one process."""
 LARGEST_SHARED = 512
 """The same by several, each of which feeds a part."""
-TUITION = 0.15
-"""Tokens that feeding the usual size may cost, for what it teaches, where less would yield more now."""
-_GAIN_OF_NEWS = 0.8
-_SPREAD, _LEAP = 2, 8  # a tree has at most _SPREAD times the usual size, and _LEAP nodes more
-_STEPS = 24  # that averages are over
-_LEAST_NODES = 40  # the library's time of a step is that of the nodes fed and of this many more
-_MOST_OWN, _LEAST_OWN_S = 6.0, 0.001  # times what is usual, or this: what takes longer was compiling, or collecting
 
-# Rests from looking for guesses, where nothing comes of it.
-_PATIENCE = 3  # steps
-_KEPT_IDLE = 3  # a new text is looked at after some steps, however long guesses were in vain before
-_LONGEST_SKIP = 64  # steps
-_NOTED = 16  # steps of a rest, at most, before they are learned
-_CHEAP, _CHEAP_GAIN = 0.005, 0.05  # looking that costs less never rests: shares of a step's time, and of what is gained
-
-# Steps that are taken to see what they cost.
-_CHECK_AFTER, _LONGEST_UNCHECKED = 16, 256  # steps with guesses; the first where these gain nothing
-_SURPRISE, _MOST_CHECKS = 0.15, 4  # a plain step that took so much more or less is followed by others, up to so many
-_TRIAL_AFTER, _TRIAL_SIZE = 192, 4  # plain steps, and tokens fed then
+PRIOR_GAIN, PRIOR_POWER = 0.36, 0.45
+"""Tokens that a policy of S yields beyond the first: PRIOR_GAIN * (S - 1) ** PRIOR_POWER. The power is that of cold
+texts; the factor is a fifth above theirs (0.3 lost 2 % where passes hardly grow with their size)."""
+SCORES = 0.5
+"""Weight of a step's scores beside the prior. With 0 sizes do not follow the text, with 1 nothing is fed to learn."""
+PRIOR_TOKENS, EVIDENCE_TOKENS = 25.0, 300.0
+"""Weight of the prior in expected tokens, and of all evidence: some 30 steps decide, some 400 are remembered."""
+REGRET = 16.0
+"""Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; of a batch it is shared,
+since its rows learn together. A cold memory costs some 12 before it pays; with 20 more simulated texts fall 3 %
+behind plain decoding (`tests/tuning/test_never_slower.py`)."""
+EARNED, RESUMED = 0.002, 0.4
+"""Plain steps earned by each step that rests, a share of the time; and how many are saved up for the next attempt."""
+WORST = 16.0
+"""Plain steps: a pass that took longer was an accident. Real losses reach this where wide passes came to cost as much
+as their tokens one by one; with 4 they went unnoticed."""
+STEPS = 24
+"""Steps that the rate and the library's own time are averaged over; so many resting steps are learned at a time."""
+LOOK_NODES = 40
+"""The library's time of a step is that of its nodes and of so many more: some 290 us and 7 us for each node."""
+CHECK_AFTER = 64
+"""Steps with guesses after which a plain one shows what plain decoding takes. 16 cost 1 % where guesses double the
+speed."""
+TRIAL = 4
+"""Tokens fed to see what they cost, where guesses have not been fed for as long as an attempt is saved up for."""
+TRIAL_PROMISES = 0.15
+"""A trial that took so much less than expected is followed by the next at once: the machine was measured too slow."""
+OUTLIER = 6.0
+"""Times what is usual: own time beyond it was compiling, or collecting garbage."""
 
 
 def most_fed(processes: int) -> int:
@@ -57,27 +90,97 @@ def most_fed(processes: int) -> int:
     return LARGEST if processes == 1 else min(LARGEST * processes, LARGEST_SHARED)
 
 
+def _prior() -> list[float]:
+    return [0.0, *(PRIOR_GAIN * np.arange(LARGEST_SHARED + 1) ** PRIOR_POWER).tolist()]
+
+
+_PRIOR = _prior()
+"""By size: tokens beyond the first that a policy of this size is believed to yield."""
+
+
+@dataclass
+class ControllerState:
+    """What a controller keeps between the generations of one model with one kind of text.
+
+    Generations on several threads may share it: a lost step is the worst.
+
+    Attributes:
+        expected, brought: tokens expected of guesses before calibration, and tokens that they brought.
+        pace_tokens, pace_steps: fading sums of tokens, and of plain steps that the same time is worth.
+        node_s: seconds of the library's own time per node, in steps that look for guesses.
+        plain_own_s: seconds of it in steps that do not.
+        since_guesses: plain steps since guesses were fed, in all texts.
+        spent: whether the budget of regret is used up.
+        tokens, seconds, earned: the ledger since it was last full: tokens and seconds of steps that looked for guesses,
+            and plain steps earned by resting.
+        copies: how likely a text goes on as it did where its last tokens stood before.
+    """
+
+    expected: float = PRIOR_TOKENS
+    brought: float = PRIOR_TOKENS
+    pace_tokens: float = STEPS
+    pace_steps: float = STEPS
+    node_s: float = 0.0
+    plain_own_s: float = 0.0
+    since_guesses: int = 0
+    spent: bool = False
+    earned: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    copies: Agreement = field(default_factory=Agreement, compare=False)
+
+    @property
+    def calibration(self) -> float:
+        """u: what guesses bring of what is expected of them before calibration."""
+        return self.brought / self.expected
+
+    def learn_yield(self, expected: float, brought: float) -> None:
+        """Learn from the guesses of one step."""
+        fading = min(1.0, EVIDENCE_TOKENS / (self.expected + expected))
+        self.expected = fading * (self.expected + expected)
+        self.brought = fading * (self.brought + brought)
+
+    def regret_left(self, plain_s: float) -> float:
+        """What is left of the budget of regret, in plain steps of so many seconds."""
+        return REGRET + self.earned + self.tokens - self.seconds / plain_s
+
+    def settle_regret(self, plain_s: float, *, looked: bool) -> None:
+        """Start the ledger anew where it is full, and stop or resume looking for guesses."""
+        left = self.regret_left(plain_s)
+        if left >= REGRET:
+            self.tokens = self.seconds = self.earned = 0.0
+        if looked:
+            self.spent = left <= 0.0
+        elif self.spent and left >= RESUMED:
+            self.spent = False
+            self._doubt_evidence()
+
+    def _doubt_evidence(self) -> None:
+        """Have the prior weigh as much as all evidence: the text may have changed."""
+        self.brought = PRIOR_TOKENS * (1.0 + self.calibration)
+        self.expected = 2.0 * PRIOR_TOKENS
+
+
 class Controller:
-    """Decides about the trees of one row; see `Budget`.
+    """Decides about the trees of one row, or of the mean row of a batch; see `Budget`.
 
     Args:
         cost: what a forward pass costs; it learns from every step.
-        habits: what earlier texts have taught; they learn from every step, too. None for none.
+        state: what earlier texts have taught, learned further; None to know nothing.
         most: tokens fed per step at most; see `most_fed`.
     """
 
-    def __init__(self, cost: PassCost, habits: Habits | None = None, most: int = LARGEST) -> None:
-        self._cost = cost if most < len(cost.table) else LongerCost(cost, most)
+    def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
+        self._cost = cost
         self._most = most
-        self._habits = Habits() if habits is None else habits
-        self._tokens, self._seconds = _STEPS * 1.0, _STEPS * cost.table[1]
-        self._idle = min(self._habits.idle, _PATIENCE + _KEPT_IDLE)  # times in a row that plain decoding was chosen
-        self._skip = 0  # steps to go
-        self._checks = 0  # plain steps in a row that were taken to see what they cost
-        self._since_plain = 0  # steps
-        self._noted: list[tuple[float, float, float]] = []  # plain steps of this rest that have not been learned
-        self._promised = 0.0  # tokens that the guesses being fed are expected to bring
-        self._of_memory = True  # whether all of these are the memory's
+        self._state = ControllerState() if state is None else state
+        self._looked = True
+        self._check = False
+        self._rows = 1
+        self._since_plain = 0
+        self._noted: list[tuple[float, float, float]] = []
+        self._expected = 0.0
+        self._of_memory = True
 
     @property
     def most(self) -> int:
@@ -85,146 +188,121 @@ class Controller:
         return self._most
 
     @property
+    def _plain_s(self) -> float:
+        """Seconds of a plain step on average, hiccups included."""
+        return self._cost.plain_s + self._state.plain_own_s
+
+    @property
     def rate(self) -> float:
         """Tokens per second of late, at least those of plain decoding."""
         self.settle()
-        return max(self._tokens / self._seconds, 1.0 / self._cost.table[1])
-
-    @property
-    def _use_of_news(self) -> float:
-        """How far what nodes teach counts; not at all, if what is learned never helps."""
-        return min(1.0, self._habits.gain / _GAIN_OF_NEWS)
-
-    def _costs_of_nodes(self, sizes: Sequence[int]) -> list[float]:
-        """What the last nodes of trees of these sizes cost, in tokens."""
-        rate, toll, node_s, marginals = self.rate, self._habits.toll, self._habits.node_s, self._cost.marginals
-        return [rate * (toll * marginals[size - 1] + node_s) for size in sizes]
-
-    def thresholds(self) -> list[tuple[int, float]]:
-        """See `Budget`: the usual size, then the corners of the cost's hull, between which all nodes cost the same.
-
-        Of those before a corner the first teaches most: by its price none is missed that would be worth feeding.
-        """
-        self.settle()
-        least, trust = int(self._habits.usual), self.trust
-        most = min(self._most, _SPREAD * least + _LEAP)
-        corners = [size for size in self._cost.corners if least < size < most] + [most]
-        costs, use, stages = self._costs_of_nodes(corners), self._use_of_news, [(least, 0.0)]
-        for before, corner, cost in zip([least, *corners], corners, costs, strict=False):
-            stages.append((corner, max(0.0, cost - use * taught_by_last(before + 1)) / trust))
-        return stages
+        pace = self._state.pace_tokens / self._state.pace_steps
+        return max(1.0, pace) / (self._cost.table[1] + self._state.plain_own_s)
 
     @property
     def trust(self) -> float:
         """See `Budget`."""
-        return self._habits.trust
+        return min(1.0, self._state.calibration)
 
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None, *, tuition: bool = True) -> int:
-        """See `Budget`; without `tuition` no more than is worth it now."""
+    def _prices(self, sizes: Sequence[int]) -> list[float]:
+        """Tokens that the last nodes of trees of these sizes cost."""
+        rate, node_s, marginals = self.rate, self._state.node_s, self._cost.marginals
+        return [rate * (marginals[size - 1] + node_s) for size in sizes]
+
+    def _explored(self, start: int, end: int, price: float) -> int:
+        """The size from `start` to `end` up to which a node is worth its price whatever its score."""
+        gain = (1.0 - SCORES) * self._state.calibration
+        while start < end and gain * (_PRIOR[start + 1] - _PRIOR[start]) >= price:
+            start += 1
+        return start
+
+    def thresholds(self) -> list[tuple[int, float]]:
+        """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
+        corners = [size for size in self._cost.corners if 1 < size < self._most] + [self._most]
+        use, stages, size = self._state.calibration, list[tuple[int, float]](), 1
+        for corner, price in zip(corners, self._prices(corners), strict=True):
+            explored = self._explored(size, corner, price)
+            if explored > size:
+                stages.append((explored, 0.0))
+            if explored < corner:
+                prior = (1.0 - SCORES) * use * (_PRIOR[explored + 1] - _PRIOR[explored])
+                stages.append((corner, (price - prior) / (SCORES * use)))
+            size = corner
+        return stages
+
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None, *, trial: bool = True) -> int:
+        """See `Budget`; without `trial` nothing is fed to see what it costs."""
         self.settle()
-        worth = self._worth(scores, self._use_of_news)
-        best = _best(worth)
-        if alone is None:
-            self._note_search(best)
-        elif alone:
-            self._note_search(_best(self._worth(alone, self._use_of_news)))
-        size = self._with_tuition(best, worth) if tuition else best
-        self._note_promise(scores[1:size], None if alone is None else alone[1:size])
+        promised = sum(scores[1:])
+        share = 1.0 if alone is None else min(1.0, sum(alone[1:]) / promised) if promised else 0.0
+        worth = self._worth(scores, share)
+        size = worth.index(max(worth)) + 1
+        if size == 1 and trial and self._state.since_guesses >= RESUMED / EARNED:
+            size = min(TRIAL, len(scores))
+        fed = sum(scores[1:size])
+        self._of_memory = alone is None or 2.0 * sum(alone[1:size]) >= fed
+        self._expected = SCORES * fed / self.trust + (1.0 - SCORES) * _PRIOR[size]
         return size
-
-    def _note_search(self, best: int) -> None:
-        """Take in how many of the memory's candidates would be fed if there were no others.
-
-        What another text makes expect says nothing about what there is to be found, and what it teaches.
-        """
-        self._idle = self._habits.idle = self._idle + 1 if best == 1 else 0
-        self._habits.usual += (best - self._habits.usual) / _STEPS
-
-    def _with_tuition(self, best: int, worth: Sequence[float]) -> int:
-        """The size that is best now, or a larger one for what it teaches: the usual one, if that costs little, or a few
-        tokens once guesses have not been tried for long.
-        """
-        usual = min(int(self._habits.usual), len(worth))
-        if usual > best and worth[usual - 1] > worth[best - 1] - TUITION:
-            return usual
-        if best == 1 and self._habits.since_guesses >= _TRIAL_AFTER:
-            return min(_TRIAL_SIZE, len(worth))
-        return best
-
-    def _note_promise(self, scores: Sequence[float], alone: Sequence[float] | None) -> None:
-        """Remember what the guesses to be fed are expected to bring, and whether half of it or more is the memory's."""
-        promised = sum(scores)
-        self._promised = promised / self._habits.trust
-        self._of_memory = alone is None or 2.0 * sum(alone) >= promised
 
     def pays(self, scores: Sequence[float]) -> bool:
         """See `Budget`."""
         self.settle()
         table = self._cost.table
-        if self._checks or sum(scores) <= self.rate * (table[2] - table[1]):
+        if self._check or sum(scores) <= self.rate * (table[2] - table[1]):
             return False  # a plain step is due, or they bring no more than the first of them costs
-        return _best(self._worth([1.0, *scores], use_of_news=0.0)) > 1  # the memory learns little from another text
+        worth = self._worth([1.0, *scores], 0.0)
+        return max(worth) > worth[0]
 
-    def _worth(self, scores: Sequence[float], use_of_news: float) -> list[float]:
-        """By size, from 1 on: what a step is expected to yield, less what its time would yield elsewhere."""
-        rate, table, habits = self.rate, self._cost.table, self._habits
-        toll, node_s = habits.toll, habits.node_s
+    def _worth(self, scores: Sequence[float], share: float) -> list[float]:
+        """By size, from 1 on: expected yield less what the time would yield elsewhere.
+
+        Args:
+            scores: likeliest first, the memory's times `trust`.
+            share: of the sum of scores, how much is the memory's; other scores are calibrated by their sources.
+        """
+        rate, table, state = self.rate, self._cost.table, self._state
+        node_s, use = state.node_s, state.calibration
+        weight = 1.0 - share + share * SCORES * use / self.trust
+        prior = share * (1.0 - SCORES) * use
         worth = [
-            yielded + use_of_news * taught(size) - rate * (toll * table[size] + node_s * (size + _LEAST_NODES))
-            for size, yielded in enumerate(accumulate(scores), start=1)
+            1.0 + weight * (promised - 1.0) + prior * _PRIOR[size] - rate * (table[size] + node_s * size)
+            for size, promised in enumerate(accumulate(scores), start=1)
         ]
-        worth[0] = 1.0 - rate * (table[1] + habits.plain_own_s)  # plain decoding soon skips the search
+        worth[0] = 1.0 - rate * (table[1] + node_s)
         return worth
 
     def fill_to(self, size: int) -> int:
-        """See `Budget`: to the usual size, and as far as a node costs less than its news is worth."""
-        self.settle()
-        ends = [min(corner, self._most) for corner in self._cost.corners]  # the hull may go straight on beyond it
-        costs, use = self._costs_of_nodes(ends), self._use_of_news
-        worth = (min(end, most_worth(cost, use)) for end, cost in zip(ends, costs, strict=True))
-        return max([size, int(self._habits.usual), *worth])
+        """See `Budget`: as far as a node is worth its price for what it teaches."""
+        for corner, price in zip(self._cost.corners, self._prices(self._cost.corners), strict=True):
+            if corner > size:
+                explored = self._explored(size, min(corner, self._most), price)
+                if explored < corner:
+                    return explored
+                size = explored
+        return size
 
     def skip_drafting(self) -> bool:
-        """See `Budget`: for longer and longer, if the search costs time and has found nothing worth feeding.
+        """See `Budget`: while the budget of regret is used up, and in a plain step that is due."""
+        state = self._state
+        if state.spent:
+            if len(self._noted) % STEPS:  # nothing to decide yet
+                return True
+            self.settle()
+        self._check = not state.spent and self._since_plain >= CHECK_AFTER
+        self._looked = not (state.spent or self._check)
+        return not self._looked
 
-        And now and then, to see what a plain step takes: the more often, the less guesses gain.
-        """
-        if self._noted and self._skip > 1:  # the rest goes on, and behind a plain step nothing else is due
-            self._skip -= 1
-            return True
-        self.settle()
-        habits, plain_s = self._habits, self._cost.table[1]
-        dear = habits.node_s * _LEAST_NODES > max(_CHEAP, _CHEAP_GAIN * habits.gain) * plain_s
-        if self._skip == 0 and self._idle > _PATIENCE and dear:
-            self._skip = 1 + min(_LONGEST_SKIP, 2 ** (self._idle - _PATIENCE - 1))
-        self._skip = max(0, self._skip - 1)
-        if not self._checks and self._since_plain >= min(_LONGEST_UNCHECKED, _CHECK_AFTER * (self.rate * plain_s) ** 2):
-            self._checks = 1
-        return self._skip > 0 or self._checks > 0
-
-    def rest(self, steps: int) -> None:
-        """Look for nothing in the next `steps` steps, `_LONGEST_SKIP` at most."""
-        if steps:
-            self._skip = max(self._skip, 1 + min(_LONGEST_SKIP, steps))
-
-    def in_plain_steps(self, fed: int, seconds: float, forward_s: float) -> float:
-        """How many plain steps could have been made while one took so long that fed so many tokens."""
-        habits = self._habits
-        plain_s = habits.plain.mean * self._cost.table[1] + habits.plain_own_s
-        return (forward_s + self._own_s(fed, seconds - forward_s)) / plain_s
-
-    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float) -> None:
-        """See `Budget`."""
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1) -> None:
+        """See `Budget`; `emitted` is that of the mean row, and each of the rows is evidence and may lose tokens."""
+        self._rows = rows
         if fed == 1:
             self._since_plain = 0
-            self._habits.since_guesses += 1
-            if self._skip and not self._checks:
+            self._state.since_guesses += 1
+            if self._state.spent and not self._looked:
                 self._noted.append((emitted, seconds, forward_s))
-                if len(self._noted) == _NOTED:
-                    self.settle()
                 return
         self.settle()
-        self._learn(fed, emitted, seconds, forward_s, looked=not (self._skip or self._checks))
+        self._learn(fed, emitted, seconds, forward_s, looked=self._looked)
 
     def settle(self) -> None:
         """See `Budget`."""
@@ -235,43 +313,121 @@ class Controller:
 
     def _learn(self, fed: int, emitted: float, seconds: float, forward_s: float, *, looked: bool) -> None:
         """Learn from a step, in which guesses were looked for or not."""
-        habits, table = self._habits, self._cost.table
-        expected, own_s = table[min(fed, len(table) - 1)], self._own_s(fed, seconds - forward_s)
+        state, table = self._state, self._cost.table
+        expected_s, own_s = table[min(fed, len(table) - 1)], self._own_s(fed, seconds - forward_s)
         if looked:
-            habits.node_s += (own_s / (fed + _LEAST_NODES) - habits.node_s) / _STEPS
+            state.node_s += (own_s / (fed + LOOK_NODES) - state.node_s) / STEPS
         elif fed == 1:
-            habits.plain_own_s += (own_s - habits.plain_own_s) / _STEPS
-        self._tokens += emitted - self._tokens / _STEPS
-        self._seconds += expected * (1.0 if fed == 1 else habits.toll) + own_s - self._seconds / _STEPS
-        if fed == 1 or self._of_memory:
-            habits.gain += (emitted - 1.0 - habits.gain) / _STEPS
-        if fed == 1:
-            self._observe_plain(forward_s / expected)
-        else:
-            self._observe_guesses(forward_s / expected, emitted - 1.0)
+            state.plain_own_s += (own_s - state.plain_own_s) / STEPS
+        state.pace_tokens += emitted - state.pace_tokens / STEPS
+        state.pace_steps += (expected_s + own_s) / (table[1] + state.plain_own_s) - state.pace_steps / STEPS
+        if looked and self._of_memory:
+            state.tokens += self._rows * emitted
+            state.seconds += self._rows * (min(forward_s, WORST * self._cost.plain_s) + own_s)
+        elif fed == 1:
+            state.earned += self._rows * EARNED
+        state.settle_regret(self._plain_s, looked=looked)
+        if fed > 1:
+            self._since_plain += 1
+            if forward_s > (1.0 - TRIAL_PROMISES) * expected_s:  # else the next trial comes at once
+                state.since_guesses = 0
+            if self._of_memory:
+                state.learn_yield(self._rows * self._expected, self._rows * (emitted - 1.0))
         self._cost.observe(fed, forward_s)
 
     def _own_s(self, fed: int, seconds: float) -> float:
-        """Of what a step took beside its pass, what steps may take at all."""
-        usual_s = self._habits.node_s * (fed + _LEAST_NODES)
-        return min(seconds, _MOST_OWN * max(usual_s, _LEAST_OWN_S))
-
-    def _observe_plain(self, ratio: float) -> None:
-        """A pass over one token took so many times what was expected."""
-        self._habits.plain.add(ratio)
-        again = abs(ratio - 1.0) > _SURPRISE and self._checks < _MOST_CHECKS
-        self._checks = self._checks + 1 if self._checks and again else 0
-
-    def _observe_guesses(self, ratio: float, brought: float) -> None:
-        """A pass over guesses took so many times what was expected, and brought so many tokens."""
-        self._habits.guessing.add(ratio)
-        if self._of_memory:
-            self._habits.learn_yield(self._promised, brought)
-        self._since_plain += 1
-        if ratio > 1.0 - _SURPRISE:  # else the next trial comes at once
-            self._habits.since_guesses = 0
+        """The library's own time of a step; what took far longer than usual was compiling, or collecting."""
+        usual_s = self._state.node_s * (fed + LOOK_NODES)
+        return min(seconds, OUTLIER * max(usual_s, self._cost.plain_s))
 
 
-def _best(worth: Sequence[float]) -> int:
-    """The size that is worth most, from 1 on."""
-    return worth.index(max(worth)) + 1
+class BatchBudget:
+    """The `Budget` of every row of one batch, whose passes are padded to the largest tree.
+
+    In each step the candidates of all rows are found first, then `decide` weighs their scores, then the drafts are
+    made.
+
+    Args:
+        cost: what a forward pass of the batch costs, by the size of each row's tree.
+        state: see `Controller`.
+        most: likewise.
+    """
+
+    def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
+        self._controller = Controller(cost, state, most)
+        self._skipping: bool | None = None
+        self._size = 1
+
+    @property
+    def most(self) -> int:
+        """See `Budget`."""
+        return self._controller.most
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
+        return not self._controller._state.spent
+
+    def skip_drafting(self) -> bool:
+        """See `Budget`: all rows skip it in the same steps."""
+        if self._skipping is None:
+            self._skipping = self._controller.skip_drafting()
+        return self._skipping
+
+    def thresholds(self) -> list[tuple[int, float]]:
+        """See `Budget`."""
+        return self._controller.thresholds()
+
+    def decide(self, candidates: Sequence[Sequence[float]]) -> None:
+        """Choose the size of this step's trees.
+
+        Args:
+            candidates: `[B]`, of each row the scores of all nodes that it could feed; empty where drafting is skipped.
+                A row without scores beside others with some drafts by another method, or not at all: it counts one
+                token.
+        """
+        if not any(candidates):
+            return
+        mean = np.zeros(max(map(len, candidates)))
+        for scores in candidates:
+            mean[: max(1, len(scores))] += scores or [1.0]
+        resting = bool(self._skipping)  # then what is there comes from other sources than the memory, or a grammar
+        alone = () if resting else None
+        self._size = self._controller.choose((mean / len(candidates)).tolist(), alone, trial=not resting)
+
+    @property
+    def trust(self) -> float:
+        """See `Budget`."""
+        return self._controller.trust
+
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+        """See `Budget`: as many as in all other rows, if there are as many."""
+        return min(self._size, len(scores))
+
+    def pays(self, scores: Sequence[float]) -> bool:
+        """See `Budget`: if all rows had such a guess."""
+        return self._controller.pays(scores)
+
+    def fill_to(self, size: int) -> int:
+        """See `Budget`: a row with fewer candidates than others fills up, which costs nothing."""
+        return self._controller.fill_to(max(size, self._size))
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """No-op: `observe_pass` gets the pass as a whole."""
+
+    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
+        """Learn from a forward pass.
+
+        Args:
+            fed: size of its largest tree.
+            emitted: tokens that the mean row got.
+            seconds: undisturbed seconds that the whole step took; see `lade.clock`.
+            forward_s: seconds of those that the model took.
+            rows: B, how many took part.
+        """
+        self._controller.observe(fed, emitted, seconds, forward_s, rows=rows)
+        self._skipping = None
+
+    def settle(self) -> None:
+        """See `Budget`; before the cost becomes that of another number of rows, too."""
+        self._controller.settle()

@@ -1,12 +1,12 @@
 """Draft by copying: continuations of a predicted text, or of earlier text of the row, with learned agreement.
 
-The place in that text is behind the longest tail of the row's text that it has. While the row follows it, the next
-tokens are guessed from there; when the row departs, the place is sought again after every token, so that it is found
-behind each change. How likely the next token is to be the one expected depends on how many have agreed so far; that is
-learned online, by the length of the agreement, and decides how many are worth feeding.
+The cursor in the copied text is after its longest match with the suffix of the row's text. While the row follows the
+copied text, drafts continue from the cursor; when the row departs, the match is searched again after every token, so it
+is found after each edit. The probability that the next token agrees depends on the number of tokens that agreed so far.
+It is learned online by that number, and decides how many tokens are worth feeding.
 
-Source of the idea: drafts from where the last tokens stood before: A. Saxena, "Prompt Lookup Decoding" (2023), and
-SuffixDecoding, arXiv 2411.04975; texts that the caller expects: OpenAI's predicted outputs.
+Sources: drafts from earlier occurrences of the last tokens: A. Saxena, "Prompt Lookup Decoding" (2023), and
+SuffixDecoding, arXiv 2411.04975; texts expected by the caller: OpenAI's predicted outputs.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.suffix_index import same_beginning
 
 LONGEST_MATCH = 32
-"""Agreement beyond so many tokens is not told apart."""
+"""Longest agreement that is measured, in tokens."""
 
-_HOPED = (1.2, 1.8, 2.6, 3.2, 3.6, 3.8, 3.9)
-_DOUBTED = (0.4, 0.6, 1.0, 2.4)
+_PRIOR = (1.2, 1.8, 2.6, 3.2, 3.6, 3.8, 3.9)
+_DOUBTED_PRIOR = (0.4, 0.6, 1.0, 2.4)
 _PRIOR_WEIGHT = 4.0
-"""By the bit length of the agreement, 0 being the place behind a token that was exchanged for another: how many of
-four tokens are expected to be the text's."""
-_MEMORY = 64  # tokens that a likelihood is averaged over
-_CONFIRMED = 7  # tokens that agree by chance in hardly any other text
+"""Prior hits out of `_PRIOR_WEIGHT` tokens, by the bit length of the agreement; 0 after a substitution."""
+_MEMORY = 64  # decay of the running mean, in tokens
+_CONFIRMED = 7  # agreement that hardly ever occurs by chance
 
 
 class Agreement:
-    """How likely an expected token is to come, by the number of tokens before it that came as expected."""
+    """Probability that the next token of a copied text agrees, by the number of tokens that agreed before it."""
 
     def __init__(self) -> None:
-        self._hits = list(_HOPED)
-        self._weights = [_PRIOR_WEIGHT] * len(_HOPED)
+        self._hits = list(_PRIOR)
+        self._weights = [_PRIOR_WEIGHT] * len(_PRIOR)
 
     def probability(self, agreed: int) -> float:
         """Return the probability that the next token agrees after `agreed` tokens did."""
@@ -52,21 +51,21 @@ class Agreement:
         self._weights[kind] = keep * self._weights[kind] + 1
 
     def begin_text(self) -> None:
-        """Another text begins: what was learned of earlier ones counts no more for it than what was hoped at first."""
+        """Begin another text: observations of earlier texts keep the weight of the prior."""
         for kind, weight in enumerate(self._weights):
             share = min(1.0, _PRIOR_WEIGHT / weight)
             self._hits[kind], self._weights[kind] = share * self._hits[kind], share * weight
 
     def _expect(self, hits: tuple[float, ...]) -> None:
-        """Forget what was learned about short agreements; so many of four tokens are expected to come."""
+        """Reset short agreements to prior hits."""
         self._hits[: len(hits)], self._weights[: len(hits)] = hits, [_PRIOR_WEIGHT] * len(hits)
 
 
 class DoubtedAgreement(Agreement):
-    """The same for a text that may have nothing to do with the row's.
+    """Agreement with a text that may be unrelated to the row's.
 
-    Some tokens of the row stand in any text, and what comes behind them then is something else. So once an expected
-    token has not come, little is expected behind a few that agree, until more of them agree than do by chance.
+    Some tokens of the row occur in any text, by chance. So after the first miss short agreements get a low prior, until
+    one is longer than chance explains.
     """
 
     def __init__(self) -> None:
@@ -79,48 +78,48 @@ class DoubtedAgreement(Agreement):
             if hit and agreed >= _CONFIRMED:
                 self._confirmed = True
                 if self._doubted:
-                    self._expect(_HOPED[: len(_DOUBTED)])
+                    self._expect(_PRIOR[: len(_DOUBTED_PRIOR)])
             elif not hit and not self._doubted:
                 self._doubted = True
-                self._expect(_DOUBTED)
+                self._expect(_DOUBTED_PRIOR)
         super().learn(agreed, hit)
 
 
 def _kind(agreed: int) -> int:
-    """Which lengths of agreement are counted together: 0, 1, 2 and 3, 4 to 7, ... and from `LONGEST_MATCH` on."""
+    """Return the bucket of an agreement: 0, 1, 2 to 3, 4 to 7, ..., from `LONGEST_MATCH` on."""
     return min(agreed, LONGEST_MATCH).bit_length()
 
 
 LONGEST_CHAIN = 64
-"""Tokens guessed at a time."""
+"""Maximum number of tokens per guess."""
 ANCHOR = 6
-"""Tokens by which a copy is recognised."""
-_PLACES = 64  # places where the last token stands that are looked at
-_AFTERMATH = 16  # tokens after a departure in which the text may go on as if one token had been exchanged for another
-_BEGINNING = 4  # tokens that are supposed to have agreed before the first one
-_FOLLOWING = 4  # tokens that agree where one that does not may be an exchange
-_FAINTEST = 0.02  # what is less likely to be accepted is not guessed
+"""Length of the match by which a copy is recognised."""
+_PLACES = 64  # occurrences of the last token that are examined
+_AFTERMATH = 16  # tokens after a departure during which it is treated as a possible substitution
+_BEGINNING = 4  # assumed agreement before the first token
+_FOLLOWING = 4  # agreement after which a miss may be a substitution
+_FAINTEST = 0.02  # least probability of a drafted token
 
 
-class Place(NamedTuple):
-    """Where the row's text may go on in the text that is expected."""
+class Cursor(NamedTuple):
+    """A position in the copied text."""
 
     start: int
-    """Number of the token expected next."""
+    """Index of the token expected next."""
     agreed: int
-    """Tokens before it that came as expected."""
+    """Number of tokens before it that agreed."""
 
 
-class Followed(ABC):
-    """A `Source` for one row: what comes next in a text, while the row follows it.
+class CopySource(ABC):
+    """A `Source` for one row that copies from a text while the row follows it.
 
     Args:
-        text: ids.
-        excluded: ids that are never guessed (end of sequence, padding): guesses end before them.
-        agreement: learns how likely its tokens are to come.
+        text: ids of the text.
+        excluded: ids that are never drafted (EOS, padding); guesses end before them.
+        agreement: learned probabilities of agreement; None for new ones.
 
     Attributes:
-        name: of its guesses in `Step.sources`.
+        name: source name in `Step.sources`.
     """
 
     name: str
@@ -128,77 +127,77 @@ class Followed(ABC):
     def __init__(self, text: Sequence[int], excluded: Collection[int] = (), agreement: Agreement | None = None) -> None:
         self._text, self._excluded = list(text), frozenset(excluded)
         self._agreement = Agreement() if agreement is None else agreement
-        self._places: list[Place] = []
-        self._length, self._last = 0, -1  # of the row's text when these were found, and its last token
-        self._exchanged = 0  # number of the token expected next if each since the departure stands for one of the text
-        self._aftermath = 0  # tokens for which that is thought possible
+        self._cursors: list[Cursor] = []
+        self._length, self._last = 0, -1  # length and last token of the row's text at the last call
+        self._substituted = 0  # cursor if every token since the departure was a substitution
+        self._aftermath = 0  # number of tokens for which that remains possible
 
     @abstractmethod
-    def _behind_tail(self, context: Sequence[int]) -> Place | None:
-        """Behind a long tail of `context` that the text has."""
+    def _longest_match(self, context: Sequence[int]) -> Cursor | None:
+        """Return the cursor after the longest match with the suffix of `context`; None without a match."""
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
-        """See `Source`: what follows each place at which the row may be."""
+        """See `Source`: the continuation at each cursor."""
         if self._length > len(context) or (self._length and context[self._length - 1] != self._last):
-            self._places, self._aftermath = self._found(context), 0  # another text than was expected
+            self._cursors, self._aftermath = self._found(context), 0  # not a continuation of the last context
         elif new := context[self._length :]:
-            agreed = [self._learned(place, new) for place in self._places]
-            self._places = self._after(new, context, agreed)
+            agreed = [self._learned(cursor, new) for cursor in self._cursors]
+            self._cursors = self._after(new, context, agreed)
         self._length, self._last = len(context), context[-1]
-        return [guess for place in self._places for guess in self._guesses_from(place)]
+        return [guess for cursor in self._cursors for guess in self._guesses_from(cursor)]
 
-    def _learned(self, place: Place, new: Sequence[int]) -> int:
-        """Take in how many of the `new` tokens, from the first one on, were those that a place had made expect."""
+    def _learned(self, cursor: Cursor, new: Sequence[int]) -> int:
+        """Observe how many of the `new` tokens agree with a cursor; return that number."""
         agreed = 0
-        for came, expected in zip(new, self._text[place.start : place.start + len(new)], strict=False):
-            self._agreement.learn(place.agreed + agreed, hit=came == expected)
+        for came, expected in zip(new, self._text[cursor.start : cursor.start + len(new)], strict=False):
+            self._agreement.learn(cursor.agreed + agreed, hit=came == expected)
             if came != expected:
                 break
             agreed += 1
         return agreed
 
-    def _after(self, new: Sequence[int], context: Sequence[int], agreed: Sequence[int]) -> list[Place]:
-        """The places after `new` tokens at the end of `context`, of which so many were those of each place."""
-        self._exchanged += len(new)
+    def _after(self, new: Sequence[int], context: Sequence[int], agreed: Sequence[int]) -> list[Cursor]:
+        """Return the cursors after `new` tokens at the end of `context`, `agreed[i]` of which agreed with cursor i."""
+        self._substituted += len(new)
         self._aftermath -= len(new)
-        if self._places:
-            place = self._places[0]
+        if self._cursors:
+            cursor = self._cursors[0]
             if agreed[0] == len(new):
-                return [Place(place.start + len(new), place.agreed + len(new))]
-            if place.agreed >= _FOLLOWING:
-                self._exchanged, self._aftermath = place.start + len(new), _AFTERMATH
+                return [Cursor(cursor.start + len(new), cursor.agreed + len(new))]
+            if cursor.agreed >= _FOLLOWING:
+                self._substituted, self._aftermath = cursor.start + len(new), _AFTERMATH
         return self._found(context)
 
-    def _found(self, context: Sequence[int]) -> list[Place]:
-        """Behind the longest tail of `context` that the text has, and where an exchange of tokens would lead to."""
-        places = [] if (tail := self._behind_tail(context)) is None else [tail]
-        if self._aftermath > 0 and (tail is None or tail.start != self._exchanged):
-            places.append(Place(self._exchanged, 0))
-        return [place for place in places if place.start < len(self._text)]
+    def _found(self, context: Sequence[int]) -> list[Cursor]:
+        """Return the cursors after the longest match and after a possible substitution."""
+        cursors = [] if (tail := self._longest_match(context)) is None else [tail]
+        if self._aftermath > 0 and (tail is None or tail.start != self._substituted):
+            cursors.append(Cursor(self._substituted, 0))
+        return [cursor for cursor in cursors if cursor.start < len(self._text)]
 
     def _agreeing_before(self, number: int, context: Sequence[int]) -> int:
-        """How many tokens at the end of `context` are those of the text up to that number."""
+        """Return the length of the match between the end of `context` and the text up to index `number`."""
         length, most = 0, min(LONGEST_MATCH, number + 1, len(context))
         while length < most and context[-1 - length] == self._text[number - length]:
             length += 1
         return length
 
-    def _guesses_from(self, place: Place) -> Iterator[Guess]:
+    def _guesses_from(self, cursor: Cursor) -> Iterator[Guess]:
         scores, score = list[float](), 1.0
-        for number in range(min(LONGEST_CHAIN, len(self._text) - place.start)):
-            score *= self._agreement.probability(place.agreed + number)
+        for number in range(min(LONGEST_CHAIN, len(self._text) - cursor.start)):
+            score *= self._agreement.probability(cursor.agreed + number)
             if score < _FAINTEST:
                 break
             scores.append(score)
-        tokens = self._text[place.start : place.start + len(scores)]
+        tokens = self._text[cursor.start : cursor.start + len(scores)]
         if not self._excluded.isdisjoint(tokens):
             tokens = list(takewhile(lambda token: token not in self._excluded, tokens))
         if tokens:
             yield Guess(tokens, self.name, scores[: len(tokens)])
 
 
-class Prediction(Followed):
-    """Guesses from a text that is expected as the answer."""
+class Prediction(CopySource):
+    """Guesses from the expected answer."""
 
     name = "prediction"
 
@@ -209,34 +208,34 @@ class Prediction(Followed):
             self._numbers[token].append(number)
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
-        """See `Followed`; the answer may begin as the text does."""
+        """See `CopySource`; the answer may begin like the text."""
         if not self._length and len(context) > 1:  # prefill has yielded one token
-            self._length, self._last, self._places = len(context) - 1, context[-2], [Place(0, _BEGINNING)]
+            self._length, self._last, self._cursors = len(context) - 1, context[-2], [Cursor(0, _BEGINNING)]
         return super().guesses(context)
 
-    def _behind_tail(self, context: Sequence[int]) -> Place | None:
+    def _longest_match(self, context: Sequence[int]) -> Cursor | None:
         numbers = self._numbers.get(context[-1], [])
-        middle = bisect_left(numbers, self._exchanged)
+        middle = bisect_left(numbers, self._substituted)
         near = numbers[max(0, middle - _PLACES // 2) : middle + _PLACES // 2]
         found = [
-            (self._agreeing_before(number, context), -abs(number + 1 - self._exchanged), number) for number in near
+            (self._agreeing_before(number, context), -abs(number + 1 - self._substituted), number) for number in near
         ]
         if not found:
             return None
         length, _, number = max(found)
-        return Place(number + 1, length)
+        return Cursor(number + 1, length)
 
 
-class OwnText(Followed):
-    """Guesses that the row copies from its prompt, or from what it has written.
+class OwnText(CopySource):
+    """Guesses copied from the row's own prompt and answer.
 
-    A memory knows what followed the last tokens, and guesses a few more; copies go on for long. They are looked for
-    behind so many tokens that stood there before that hardly anything else follows.
+    The context memory drafts a few tokens after short contexts; copies are long. They start from matches of at least
+    `ANCHOR` tokens, which are rarely followed by anything else.
 
     Args:
-        before: ids of a text before the prompt's, such as what an encoder was fed.
-        excluded: see `Followed`.
-        agreement: likewise.
+        before: ids of a text before the prompt, such as the input of an encoder.
+        excluded: see `CopySource`.
+        agreement: see `CopySource`.
     """
 
     name = "text"
@@ -247,14 +246,14 @@ class OwnText(Followed):
         super().__init__((), excluded, agreement)
         self._before = len(before)
         self._context: Sequence[int] = ()
-        self._ends: dict[tuple[int, ...], int] = {}  # number of the last token of each n-gram
-        self._tail: tuple[int, ...] = ()  # the row's last n-gram the last time
+        self._ends: dict[tuple[int, ...], int] = {}  # index of the last token of each n-gram
+        self._tail: tuple[int, ...] = ()  # the row's last n-gram at the last call
         self._extend(before)
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
-        """See `Followed`; a list that was given the last time has grown since, and that is all."""
-        if context is self._context and not self._places and ANCHOR <= self._length == len(context) - 1:
-            return self._sought(context)
+        """See `CopySource`; a list passed before is assumed to have only grown since."""
+        if context is self._context and not self._cursors and ANCHOR <= self._length == len(context) - 1:
+            return self._fast_guesses(context)
         if context is not self._context:
             same = same_beginning(self._text, context, self._before)
             del self._text[self._before + same :]
@@ -263,10 +262,10 @@ class OwnText(Followed):
         self._tail = tuple(context[-ANCHOR:])
         return super().guesses(context)
 
-    def _sought(self, context: Sequence[int]) -> list[Guess]:
-        """The same by the shortest way, where the row follows nothing and one token has come: so are most steps.
+    def _fast_guesses(self, context: Sequence[int]) -> list[Guess]:
+        """Fast path of `guesses` for one new token without a cursor, as in most steps.
 
-        As long as an exchange is thought possible there is a place, so none is here.
+        While a substitution is possible there is a cursor, so none is possible here.
         """
         token, last = context[-1], len(self._text) - 1
         self._text.append(token)
@@ -275,18 +274,18 @@ class OwnText(Followed):
         self._length, self._last = self._length + 1, token
         if self._tail not in self._ends:
             return []
-        self._places = self._found(context)
-        return [guess for place in self._places for guess in self._guesses_from(place)]
+        self._cursors = self._found(context)
+        return [guess for cursor in self._cursors for guess in self._guesses_from(cursor)]
 
     def _extend(self, tokens: Sequence[int]) -> None:
         text, first = self._text, len(self._text)
         text += tokens
-        for end in range(max(first, ANCHOR), len(text)):  # of what the text goes on behind
+        for end in range(max(first, ANCHOR), len(text)):  # n-grams that are followed by a token
             self._ends[tuple(text[end - ANCHOR : end])] = end - 1
 
-    def _behind_tail(self, context: Sequence[int]) -> Place | None:
+    def _longest_match(self, context: Sequence[int]) -> Cursor | None:
         number = self._ends.get(tuple(context[-ANCHOR:]))
         if number is None or number >= len(self._text) - 1:
             return None
         agreed = self._agreeing_before(number, context)
-        return Place(number + 1, agreed) if agreed >= ANCHOR else None
+        return Cursor(number + 1, agreed) if agreed >= ANCHOR else None

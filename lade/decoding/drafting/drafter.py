@@ -1,12 +1,12 @@
 """Drafters and sources: interfaces for proposing tokens, and constraints on what may be drafted.
 
-A method is a `Drafter`: the paper's, the adaptive one, plain Jacobi decoding. Guesses that any method can use, such as
-those of a text that is expected, or of a grammar that leaves no choice, come from a `Source`.
+A method is a `Drafter`: the paper's, or the adaptive one. Guesses that any method can use, such as those from an
+expected answer, come from a `Source`.
 
-To add a source, write one file with a class that has `guesses`, and one line in `factory.drafter_for` that adds it to
-`sources`. Its guesses then enter the token trees of every method: in the paper's method before those of the pool, whose
-sizes they keep; in the adaptive one beside those of the memory, the likeliest first, or, if they come without scores,
-after them. They are verified like all others, and `Step.sources` reports them under the name that they come with.
+To add a source, write a class with the method `guesses`, and add it in `DecodeJob._sources` (`lade/hf/job.py`). Its
+guesses enter the token trees of every method: in the paper's method before those of the pool, and cut to their length;
+in the adaptive one together with the memory's nodes, likeliest first, or after them if they have no scores. They are
+verified like all others, and `Step.sources` reports them under their source name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class Guess(NamedTuple):
 
     tokens: Sequence[int]
     source: str
-    """The name of what proposes them."""
+    """Source name."""
     scores: Sequence[float] = ()
-    """For each token the probability that it and all before it are accepted, never increasing; empty where nothing is
-    known of it."""
+    """For each token the probability that it and all before it are accepted, never increasing; empty if unknown."""
 
 
 class Source(Protocol):
@@ -45,10 +44,10 @@ class Draft(NamedTuple):
     """Token tree that one row feeds in one step.
 
     Attributes:
-        tree: what is fed; its root is the last token of the context.
-        wants_entries: whether to read the likeliest tokens of each row of logits, for `Drafter.learn`.
-        last_row_nodes: `[W]`, the nodes of the last row of the lookahead window; None for cells that are left out.
-        teaches: whether `Drafter.learn` looks at what is read of the logits.
+        tree: the token tree; its root is the last token of the context.
+        wants_entries: whether `Drafter.learn` needs the top-k entries of each row of logits.
+        last_row_nodes: `[W]`, the nodes of the last row of the lookahead window; None for cells that were left out.
+        teaches: whether `Drafter.learn` uses the readout.
     """
 
     tree: TokenTree
@@ -58,12 +57,12 @@ class Draft(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Nodes that one row could feed in one step, before the size is decided, which rows of a batch do together.
+    """Nodes that one row could feed in one step, before the tree size is chosen, which a batch does for all its rows.
 
     Attributes:
-        scores: for each node the probability that it is accepted, the root's 1.0 first. Empty where the size of the
-            tree is not weighed.
-        draft: makes the draft, once the size is decided.
+        scores: for each node the probability that it is accepted, the root's 1.0 first; empty if the tree has a fixed
+            size.
+        draft: builds the draft, once the size is chosen.
     """
 
     scores: Sequence[float]
@@ -71,13 +70,13 @@ class Candidates(NamedTuple):
 
 
 class Unseen(NamedTuple):
-    """A node that a layer can look at, since it has looked at its parent.
+    """A node that an MTP layer can be run on, as it has been on its parent.
 
     Attributes:
-        node: its number in the tree that was grown last.
-        parent: number of its parent's prediction; 0 is the root's.
-        token: of the node.
-        depth: of the node, 1 below the root.
+        node: index in the tree grown last.
+        parent: index of its parent's prediction; 0 is the root's.
+        token: token of the node.
+        depth: depth of the node, 1 below the root.
         score: probability that it is accepted.
     """
 
@@ -89,14 +88,14 @@ class Unseen(NamedTuple):
 
 
 class PredictedTree(Protocol):
-    """The tree of one row while an MTP layer looks at it."""
+    """The tree of one row while an MTP layer predicts its nodes."""
 
     def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
-        """Begin a step; returns whether guesses are looked for in it."""
+        """Begin a step; return whether anything is drafted in it."""
         ...
 
     def grow(self) -> float:
-        """Grow the tree by what is known now; returns the sum of its scores: tokens that it is expected to yield."""
+        """Grow the tree with the present predictions; return the sum of its scores, the expected number of tokens."""
         ...
 
     def unseen(self, most: int) -> list[Unseen]:
@@ -112,11 +111,11 @@ class PredictedTree(Protocol):
         ...
 
     def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
-        """Take in predictions.
+        """Store predictions.
 
         Args:
-            nodes: the nodes that they follow; none for the root, whose prediction comes first.
-            tokens: `[E, MTP_WIDTH]`, -1 where there are fewer.
+            nodes: the nodes that they follow; empty for the root, whose prediction comes first.
+            tokens: `[E, MTP_WIDTH]` ids, padded with -1.
             odds: `[E, MTP_WIDTH]`, their log-odds.
         """
         ...
@@ -126,9 +125,9 @@ class Drafter(ABC):
     """Drafts the trees of one row.
 
     Attributes:
-        wants_prompt_entries: whether `learn_prompt` is to be called, for which logits of prompts are computed.
-        learns_prompts: whether it is worth calling where they are known anyway.
-        mtp: its tree, as an MTP layer looks at it before `candidates` is called; None where it takes no predictions.
+        wants_prompt_entries: whether `learn_prompt` needs to be called, which takes the logits of the prompt.
+        learns_prompts: whether to call it if these logits are known anyway.
+        mtp: its tree for the predictions of an MTP layer, made before `candidates`; None if it takes no predictions.
     """
 
     wants_prompt_entries: bool = False
@@ -140,11 +139,11 @@ class Drafter(ABC):
 
         Args:
             tokens: the prompt.
-            start: number of the first token with entries.
-            entries: `[T, WIDTH]`, see `readout.read`, of the logits at the tokens from `start` on.
+            start: index of the first token with entries.
+            entries: `[T, WIDTH]` entries of the logits at the tokens from `start` on, see `readout.read`.
         """
 
-    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:  # noqa: B027 - likewise
+    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:  # noqa: B027 - a no-op is meant
         """Prepare for the first draft, once prefill has yielded the first token."""
 
     @abstractmethod
@@ -157,7 +156,7 @@ class Drafter(ABC):
         """
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
-        """The same in two stages, for a row that shares the size of its trees with others."""
+        """Draft in two stages, for a row whose tree size is chosen for the whole batch; see `draft`."""
         return Candidates((), partial(self.draft, context, max_depth))
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:  # noqa: B027
@@ -165,20 +164,20 @@ class Drafter(ABC):
 
         Args:
             context: the row's tokens so far, with those that were accepted.
-            draft: what was fed; the last one that was made.
-            readout: what was read of the logits at its S nodes; it has entries if the draft wants them. It may be empty
-                if the draft teaches nothing.
-            verdict: what was accepted.
+            draft: the draft that was fed, the last one made.
+            readout: readout of the logits at its S nodes, with entries if the draft wants them; possibly empty if the
+                draft does not teach.
+            verdict: the accepted tokens.
         """
 
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:  # noqa: B027
-        """Learn what a step costs.
+        """Learn the cost of a step.
 
         Args:
             fed: tokens fed, the root included.
             emitted: tokens emitted, the bonus token included.
-            seconds: undisturbed seconds that the whole step took; see `lade.clock`.
-            forward_s: seconds of those that the model took.
+            seconds: duration of the whole step in undisturbed seconds, see `lade.clock`.
+            forward_s: part of it spent in the model.
         """
 
     def end(self) -> None:  # noqa: B027
@@ -186,38 +185,35 @@ class Drafter(ABC):
 
 
 LONGEST_LEAD = 64
-"""Upper limit of forced tokens that are fed in one step."""
+"""Maximum number of forced tokens per step."""
 LEAD = "grammar"
-"""Name of their source in `Step.sources`."""
+"""Source name of forced tokens in `Step.sources`."""
 
 
 class Constraint(Protocol):
-    """Rules that a row's text follows, such as a grammar's.
+    """Rules for a row's text, such as a grammar.
 
-    They are no part of choosing tokens: whoever chooses knows them, too. Here they tell which tokens to guess.
+    They only tell which tokens are worth drafting: the chooser enforces them by itself.
     """
 
     def lead(self, context: Sequence[int]) -> Sequence[int]:
-        """The tokens that must follow `context`, the row's tokens so far: none where there is a choice."""
+        """Return the tokens forced after `context`, the row's tokens so far; empty if there is a choice."""
         ...
 
     def fits(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first one on, may follow the context that `lead` was last asked about."""
+        """Return the length of the longest prefix of `tokens` allowed after the context last passed to `lead`."""
         ...
 
 
 def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]:
-    """Which nodes of a tree may follow.
+    """Return the nodes of a tree that a constraint allows, ascending.
 
     Args:
-        constraint: was asked about the tree's context.
-        paths: of each node the tokens from below the root, a node's after its parent's.
-
-    Returns:
-        Their numbers, ascending.
+        constraint: the constraint; its `lead` was last called with the tree's context.
+        paths: for each node the tokens from below the root; a node comes after its parent.
     """
     known: dict[tuple[int, ...], bool] = {(): True}
-    for path in reversed(paths):  # leaves tell about the nodes above them
+    for path in reversed(paths):  # a leaf settles the nodes above it
         if tuple(path) not in known:
             fits = constraint.fits(path)
             for end in range(1, len(path) + 1):

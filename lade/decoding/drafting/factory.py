@@ -1,4 +1,4 @@
-"""The drafter that a config means."""
+"""Construct the drafter of a config."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.batch_budget import BatchBudget
-from lade.decoding.drafting.controller import LARGEST, Controller
+from lade.decoding.drafting.controller import LARGEST, BatchBudget, Controller, ControllerState
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
-from lade.decoding.drafting.habits import Habits
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
@@ -17,9 +15,9 @@ from lade.decoding.drafting.tree_size import Budget, FixedBudget, PassCost
 
 
 def reads_logits(config: LookaheadConfig, budget: BatchBudget | None) -> bool:
-    """Whether rows that share a budget are to learn from the logits of their prompts.
+    """Return whether rows learn from the logits of their prompts.
 
-    A row of a size of its own does, and one whose memory outlasts it, since others may look into that more often.
+    Rows with tree sizes of their own do, and rows whose memory outlives them; in a batch the shared budget decides.
     """
     return budget is None or config.budget is not None or config.memory is not None or budget.reads_logits
 
@@ -31,30 +29,30 @@ def drafter_for(
     vocabulary: int | None = None,
     cost: PassCost | None = None,
     budget: Budget | None = None,
-    habits: Habits | None = None,
+    habits: ControllerState | None = None,
     most: int = LARGEST,
     sources: Sequence[Source] = (),
     constraint: Constraint | None = None,
     read_logits: bool = True,
     mtp: MtpWeights | None = None,
 ) -> Drafter:
-    """A drafter for one row.
+    """Return a drafter for one row.
 
     Args:
         config: the paper's method, or the adaptive one.
-        excluded: ids after which nothing is guessed (end of sequence, padding).
-        vocabulary: ids below it can be fed; None for no limit.
-        cost: what a forward pass costs; the adaptive method needs it if it has no budget.
-        budget: shared with other rows; None for one of its own.
-        habits: of a budget of its own, learned from earlier texts; None for none.
-        most: tokens fed per step at most, by a budget of its own that goes by the cost.
-        sources: guesses beside the method's own.
-        constraint: what must follow, and what cannot.
-        read_logits: whether to learn from the logits of its prompt, if the config has it learn from prompts.
-        mtp: weights of an MTP layer's predictions, which the adaptive method mixes in; None where there is no layer.
+        excluded: ids after which nothing is drafted (EOS, padding).
+        vocabulary: V; ids below it can be fed. None for no limit.
+        cost: cost of a forward pass by size, which the adaptive method needs to choose tree sizes.
+        budget: budget shared with other rows; None for an own one.
+        habits: state of an own budget, learned from earlier texts; None for none.
+        most: maximum number of tokens fed per step by an own budget.
+        sources: sources of guesses besides the method's own.
+        constraint: forced and forbidden tokens; None for none.
+        read_logits: learn from the logits of the prompt, if the config enables prompt n-grams.
+        mtp: weights of an MTP layer's predictions for the adaptive method; None without a layer.
 
     Raises:
-        ValueError: the adaptive method has neither a budget nor a cost to choose one by.
+        ValueError: the adaptive method has neither a budget nor a cost.
     """
     if not config.adaptive:
         return LookaheadDrafter(config, excluded, sources, constraint)

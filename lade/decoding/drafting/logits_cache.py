@@ -1,8 +1,7 @@
 """Top-k logits of cached tokens, replayed into a drafter on a prefix hit.
 
-Where keys and values of a text are kept, a prompt that begins with it is not fed again, and a drafter that learns from
-what is fed would know less than after a prefill. So what there was to learn is kept beside them, as far as it was
-computed.
+On a prefix hit a prompt is not fed again, so a drafter that learns from logits would know less than after a full
+prefill. Therefore the entries of the logits are stored along with keys and values, as far as they were computed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lade.decoding.verify import Verdict
 
 
 class CachedLogits:
-    """Entries of the logits at the tokens of a text, as far as they are known; see `kernels`."""
+    """Entries of the logits at the tokens of a text, as far as known; see `layout`."""
 
     def __init__(self) -> None:
         self._entries = np.empty((0, WIDTH), np.int32)  # [L, WIDTH]
@@ -26,11 +25,11 @@ class CachedLogits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return self._entries.nbytes + self._known.nbytes
 
     def put(self, start: int, entries: Ints) -> None:
-        """Add those at the tokens from number `start` on, `[T, WIDTH]`."""
+        """Store entries `[T, WIDTH]` for the tokens from index `start` on."""
         end = start + len(entries)
         if end > len(self._known):
             more = max(end, 2 * len(self._known)) - len(self._known)
@@ -39,7 +38,7 @@ class CachedLogits:
         self._entries[start:end], self._known[start:end] = entries, True
 
     def first(self, tokens: int) -> CachedLogits:
-        """A copy of those at so many tokens."""
+        """Return a copy for the first `tokens` tokens."""
         copy = CachedLogits()
         copy._entries, copy._known = self._entries[:tokens].copy(), self._known[:tokens].copy()
         return copy
@@ -53,13 +52,13 @@ class CachedLogits:
 
 
 class RecordingDrafter(Drafter):
-    """A drafter that notes what it learns from logits.
+    """A drafter that records the logits it learns from.
 
     Args:
-        drafter: does the work.
+        drafter: the drafter that does the work.
 
     Attributes:
-        said: what it has learned so far.
+        said: the logits recorded so far.
     """
 
     def __init__(self, drafter: Drafter) -> None:

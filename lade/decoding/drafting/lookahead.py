@@ -10,9 +10,7 @@ current token, cell (0, 0). It sees row 0 up to column i and its own column up t
     new     .    .    .    .      each column then spells an n-gram of N tokens
 
 Source: Fu, Bailis, Stoica, Zhang, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
-ICML 2024, arXiv 2402.02057, section 3.
-
-Source: arXiv 2402.02057, section 3.2; n-grams of the prompt: the authors' library, POOL_FROM_PROMPT.
+ICML 2024, arXiv 2402.02057, sections 3 and 3.2; n-grams of the prompt: the authors' library, POOL_FROM_PROMPT.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ class Window:
         return len(self.rows) == self.ngram - 1
 
     def plant(self, tree: TokenTree, columns: int | None = None) -> list[int | None]:
-        """Hang the cells under the root of `tree`, those of the first `columns` columns or all.
+        """Add the cells of the first `columns` columns, or of all, below the root of `tree`.
 
         Returns:
-            The nodes of the last row, one a column; None for those that were left out or lie beyond the tree's depth.
+            The nodes of the last row, one per column; None for cells left out or deeper than the tree may be.
         """
         column: list[int | None] = [ROOT]
         for i, token in enumerate(self.rows[0][1:], start=1):
@@ -64,10 +62,10 @@ class Window:
         return column
 
     def new_row(self, last_row_nodes: Sequence[int | None], argmax_ids: Sequence[int]) -> list[int]:
-        """The model's choices at the last row.
+        """Return the model's choices at the last row.
 
         Args:
-            last_row_nodes: as `plant` returned them. A cell that was left out keeps its token: only speed may differ.
+            last_row_nodes: the result of `plant`. A cell that was left out keeps its token, which affects speed alone.
             argmax_ids: `[S]`, the argmax at each node.
         """
         last = self.rows[-1]
@@ -83,7 +81,7 @@ class Window:
             new: the choice at each node of the last row, as many as that row has columns.
 
         Returns:
-            The n-grams (N tokens each) that the columns spelled; none while the rows fill.
+            The n-grams (N tokens each) in the columns; none while the rows fill.
         """
         if not self.full:
             self.rows = [row[1:] for row in self.rows] + [list(new[1:])]
@@ -101,14 +99,14 @@ Guess = tuple[tuple[int, ...], str]
 class NGramPool:
     """Maps a token to its G most recently seen continuations of up to N-1 tokens each.
 
-    A continuation that begins another one is the same guess cut short, so only the longer one is held.
+    A continuation that is a prefix of another one is redundant, so only the longer one is kept.
 
     Args:
         ngram: N.
-        guesses: G, continuations kept per token; 0 keeps nothing.
-        excluded: ids (end of sequence, padding) that no n-gram may contain: nothing follows them.
-        max_keys: tokens with continuations, the least recently extended goes first. It bounds the memory to
-            `max_keys * G * N` ids.
+        guesses: G, number of continuations kept per token; 0 keeps none.
+        excluded: ids (EOS, padding) that no n-gram may contain.
+        max_keys: maximum number of tokens with continuations; the least recently extended is evicted. Bounds the memory
+            to `max_keys * G * N` ids.
     """
 
     def __init__(self, ngram: int, guesses: int, excluded: Collection[int] = (), max_keys: int = 65_536) -> None:
@@ -117,18 +115,18 @@ class NGramPool:
         self._table: dict[int, dict[tuple[int, ...], str]] = {}
 
     def __len__(self) -> int:
-        """Number of continuations held."""
+        """Return the number of continuations."""
         return sum(map(len, self._table.values()))
 
     def learn(self, ngrams: Iterable[Sequence[int]], source: str) -> None:
-        """Enter n-grams (2 to N ids each), the last one as the most recent; `source` names where they were seen."""
+        """Add n-grams (2 to N ids each), the last one as the most recent; `source` is their source name."""
         if not self.guesses:
             return
         for key, *rest in ngrams:
             continuation = tuple(rest[: self.ngram - 1])
             if key in self._excluded or not self._excluded.isdisjoint(continuation):
                 continue
-            # Dictionaries keep insertion order: taken out and put in again, an entry is the most recent.
+            # Dictionaries keep insertion order: popping and reinserting makes an entry the most recent.
             entry = self._table.pop(key, {})
             self._table[key] = entry
             _enter(entry, continuation, source)
@@ -138,7 +136,7 @@ class NGramPool:
                 del self._table[next(iter(self._table))]
 
     def lookup(self, token: int) -> list[Guess]:
-        """The continuations of `token`, at most G, most recently seen first, each with its source."""
+        """Return the continuations of `token`, at most G, most recent first, each with its source."""
         return list(reversed(self._table.get(token, {}).items()))
 
 
@@ -148,7 +146,7 @@ def _enter(entry: dict[tuple[int, ...], str], continuation: tuple[int, ...], sou
         if other[0] != first:
             continue
         shared = min(len(other), len(continuation))
-        if other[:shared] == continuation[:shared]:  # at most one can be: entries do not begin one another
+        if other[:shared] == continuation[:shared]:  # at most one matches, as no entry is a prefix of another
             known_as = entry.pop(other)
             if len(other) > len(continuation):
                 continuation, source = other, known_as
@@ -160,10 +158,10 @@ class LookaheadDrafter(Drafter):
     """Drafts for one row; see `Drafter`.
 
     Args:
-        config: the sizes W, N and G.
-        excluded: ids that no n-gram may contain (end of sequence, padding).
-        sources: guesses that come before those of the pool; all together are G of up to N - 1 tokens.
-        constraint: what must follow comes before all of them, and what cannot is left out.
+        config: sizes W, N and G.
+        excluded: ids that no n-gram may contain (EOS, padding).
+        sources: sources whose guesses come before those of the pool; G guesses of up to N - 1 tokens in all.
+        constraint: forced tokens come before all guesses, forbidden ones are cut off; None for none.
     """
 
     def __init__(
@@ -177,7 +175,7 @@ class LookaheadDrafter(Drafter):
         self._constraint = constraint
         self.pool = NGramPool(config.ngram, config.guesses, excluded)
         self.window: Window | None = None
-        self._learns = bool(config.window or config.guesses)  # else this is plain decoding
+        self._learns = bool(config.window or config.guesses)  # otherwise this is plain decoding
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """Learn the prompt, and set up the window."""
@@ -189,7 +187,7 @@ class LookaheadDrafter(Drafter):
         self._learn_text(tokens, prompt_length, "text")
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """Window and guesses, merged under the current token."""
+        """Return the tree of window and guesses, merged below the current token."""
         tree = TokenTree(context[-1], max_depth)
         last_row_nodes = self.window.plant(tree) if self.window else []
         for tokens, name in islice(self._proposed(context), self.config.guesses):
@@ -197,7 +195,7 @@ class LookaheadDrafter(Drafter):
         return Draft(tree, last_row_nodes=last_row_nodes, teaches=self._learns)
 
     def _proposed(self, context: Sequence[int]) -> Iterator[tuple[Sequence[int], str]]:
-        """Guesses of up to N - 1 tokens, each with the name of its source, the best first."""
+        """Yield guesses of up to N - 1 tokens with their source names, best first."""
         guesses = chain.from_iterable(source.guesses(context) for source in self._sources)
         proposed = chain(((guess.tokens, guess.source) for guess in guesses), self.pool.lookup(context[-1]))
         most, constraint = self.config.ngram - 1, self._constraint
@@ -211,7 +209,7 @@ class LookaheadDrafter(Drafter):
                 yield tokens[:fits], name
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
-        """The window advances; its n-grams, the model's choices at all nodes and the accepted text enter the pool."""
+        """Advance the window; add its n-grams, those of the model's choices, and the accepted text to the pool."""
         if not draft.teaches:
             return
         if self.window:
@@ -221,7 +219,7 @@ class LookaheadDrafter(Drafter):
         self._learn_text(context, len(context) - len(verdict.tokens), "text")
 
     def _learn_text(self, tokens: Sequence[int], start: int, source: str) -> None:
-        """Enter the n-grams that end with the tokens from `start` on."""
+        """Add the n-grams that end with the tokens from `start` on."""
         if self.config.prompt_ngrams:
             ngram = self.config.ngram
             ends = range(max(start + 1, ngram), len(tokens) + 1)
@@ -229,16 +227,16 @@ class LookaheadDrafter(Drafter):
 
 
 def chosen_ngrams(tree: TokenTree, argmax_ids: Sequence[int], ngram: int) -> list[tuple[int, ...]]:
-    """For each node but the root its token and what the model chose to follow it, as far as the tree shows.
+    """Return for each node but the root the n-gram of its token and the model's choices after it, within the tree.
 
-    The choice at a node continues it by one token; where a child carries that token, the child's choice comes next.
-    These n-grams cost nothing, since the pass has computed every node's choice. What follows the root is the accepted
+    The choice at a node continues it by one token; if a child carries that token, the child's choice comes next. These
+    n-grams cost nothing, since the pass has computed every node's choice. The choices after the root are the accepted
     text, which is learned as such.
 
     Args:
-        tree: the candidates of a step.
+        tree: the tree of a step.
         argmax_ids: `[S]`, the argmax at each node.
-        ngram: N, the greatest length.
+        ngram: N, the maximum length.
 
     Returns:
         S - 1 n-grams of 2 to N tokens, in the order of the nodes.

@@ -1,13 +1,13 @@
 """Context memory: entries by hashed context, and the prior weights by which hits are mixed.
 
-Log-odds from contexts of several lengths are summed with weights, as context mixing compressors do (M. Mahoney, PAQ6,
-2005): a guess that the last token and the last three tokens both suggest counts for more than either alone. The
-weights are learned from every node that verification reached, by gradient descent on the coding cost.
+Log-odds from contexts of several lengths are summed with weights, as in context-mixing compressors (M. Mahoney, PAQ6,
+2005): a token that both the last token and the last three suggest gets more than either alone. The weights are learned
+from every node that verification reached, by gradient descent on the coding cost.
 
-A context is the end of a text, a few tokens long; `layout.ORDERS` tells how many. Whatever a pass computes, accepted
-or not, is paid for, so each node's row of logits is kept under all ends of the node's text. What followed in the texts
-themselves is kept too, apart from that, under the lengths of `layout.TEXT_ORDERS`. A row that comes to a context
-already known is averaged with what is there, half and half: what was seen lately counts most.
+A context is a suffix of a text, of one of the lengths in `layout.ORDERS`. Logits at rejected nodes are paid for too, so
+each node's row is stored under all these suffixes of the node's text. The tokens that followed in the texts themselves
+are stored separately, under the lengths in `layout.TEXT_ORDERS`. A row for a known context is averaged with the old
+one, half and half, so recent rows weigh most.
 
 Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under the last token.
 """
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from lade.config import BaseMemory
 from lade.decoding.kernels import tables
-from lade.decoding.kernels.layout import END, LENGTHS, LINES, LOGITS, LONGEST, TEXT, WIDTH, Doubles, Ints
+from lade.decoding.kernels.layout import END, LENGTHS, LOGITS, LONGEST, TEXT, WEIGHT_SETS, WIDTH, Doubles, Ints
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
 
@@ -35,15 +35,15 @@ _OF_LOGITS = (
     (0.1, 0.1, 0.15, 0.75, 0.65),
     (0.1, 0.1, 0.1, 0.2, 0.6, 0.65),
 )
-"""By the number of hits with logits: the weight of each, shortest context first, and a bias. About what they
-become on stories and on code."""
+"""By the number of hits with logits: the weight of each, shortest context first, and a bias. Close to what they
+converge to on stories and code."""
 _OF_TEXT = ((0.0,), (0.05, 0.2), (0.05, 0.05, 0.4))
 RATE = 0.01
 
 
 def prior_weights() -> Doubles:
-    """`[LINES, END + 1]`, a weight set for each number of hits: their weights and, in the last column, the bias."""
-    weights = np.zeros((LINES, END + 1))
+    """Return the prior weights of hits, `[WEIGHT_SETS, END + 1]`; the last column is the bias."""
+    weights = np.zeros((WEIGHT_SETS, END + 1))
     lines = [(of_logits, of_text) for of_logits in _OF_LOGITS for of_text in _OF_TEXT]
     for line, ((*of_logits, bias), (*of_text, more_bias)) in enumerate(lines):
         weights[line, : len(of_logits)], weights[line, TEXT : TEXT + len(of_text)] = of_logits, of_text
@@ -53,10 +53,10 @@ def prior_weights() -> Doubles:
 
 SLOT_BYTES = 4 * (2 + WIDTH)
 LEAST_BYTES = 4096
-"""The smallest memory there is."""
+"""Smallest `max_bytes`."""
 DEFAULT_BYTES = 128 * 2**20
 KINDS = 7
-"""The lowest bits of a slot's key: which of `layout.LENGTHS` its context has, from 1 on."""
+"""Mask of the lowest bits of a slot's key: index into `layout.LENGTHS`, counted from 1."""
 _FIRST_SLOTS = 1024
 
 
@@ -65,10 +65,10 @@ class Snapshot:
     """Contents of a memory at one moment.
 
     Attributes:
-        old: `[n, 2 + WIDTH]`, slots of contexts that have not been used lately.
-        young: `[m, 2 + WIDTH]`, those of the others.
-        weights: `[LINES, END + 1]`, see `mixer`.
-        max_bytes: bound of the memory.
+        old: `[n, 2 + WIDTH]`, slots of the former table: contexts that have not been used lately.
+        young: `[m, 2 + WIDTH]`, slots of the current table.
+        weights: `[WEIGHT_SETS, END + 1]`, see `prior_weights`.
+        max_bytes: size limit of the memory.
     """
 
     old: Ints
@@ -80,14 +80,14 @@ class Snapshot:
 class ContextMemory(BaseMemory):
     """Continuations of contexts seen, with LRU eviction.
 
-    There are two tables. One is written, the other is what it was before: when the first has no more room, it becomes
-    the second, whose contexts are evicted unless they have come up again meanwhile. Threads may share a memory.
+    There are two tables. The current one is written; when it is full it replaces the former one, whose contexts are
+    evicted unless they have been stored again meanwhile. Threads may share a memory.
 
     Args:
-        max_bytes: upper limit of both tables together, in bytes. A context takes about 50.
+        max_bytes: size limit of both tables together, in bytes. A context takes about 50.
 
     Attributes:
-        weights: `[LINES, END + 1]`, what has been learned about how far its rows are to be trusted, see `mixer`.
+        weights: `[WEIGHT_SETS, END + 1]`, weights of the mixer, which are learned; see `prior_weights`.
 
     Raises:
         ConfigError: `max_bytes` is no whole number, or too small.
@@ -109,7 +109,7 @@ class ContextMemory(BaseMemory):
             return self._taken + int(tables.count_missing(self._old, self._young))
 
     def __getstate__(self) -> dict[str, object]:
-        """For pickle and copies: its contents at this moment, under a lock of their own there."""
+        """Return the state for pickling and copying: the present contents, without the lock."""
         with self._writing:
             copies = {name: vars(self)[name].copy() for name in ("_young", "_old", "weights")}
             return {**{name: each for name, each in vars(self).items() if name != "_writing"}, **copies}
@@ -123,14 +123,14 @@ class ContextMemory(BaseMemory):
 
     @property
     def tables(self) -> tuple[Ints, Ints]:
-        """The table being written and the previous one; see `kernels`."""
+        """The table being written and the previous one; see `layout`."""
         return self._young, self._old
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
         """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.
 
         Returns:
-            `[R, WIDTH]` and `[R', WIDTH]` entries, see `kernels`.
+            `[R, WIDTH]` and `[R', WIDTH]` entries, see `layout`.
         """
         entries = np.empty((END, WIDTH), np.int32)
         logit_hits, text_hits = tables.look_up(*self.tables, context_of(tokens), entries)
@@ -140,19 +140,19 @@ class ContextMemory(BaseMemory):
         """Learn from logits.
 
         Args:
-            contexts: `[M, LONGEST]`, see `kernels`.
-            entries: `[M, WIDTH]`, of the logits after each.
+            contexts: `[M, LONGEST]`, see `layout`.
+            entries: `[M, WIDTH]` entries of the logits after each.
         """
         self._learn(contexts, entries, LOGITS, TEXT)
 
     def learn_text(self, contexts: Ints, tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Learn what followed in a text: `tokens`, `[M]`, each after its context in `contexts`, `[M, LONGEST]`."""
+        """Learn the tokens of a text: `tokens`, `[M]`, each after its context in `contexts`, `[M, LONGEST]`."""
         self._learn(contexts, tables.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
 
     def learn_step(
         self, contexts: Ints, entries: Ints, path: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> None:
-        """Both at once: what the logits said, and `tokens` `[A]`, which followed the contexts number `path`, `[A]`."""
+        """Learn logits, and `tokens` `[A]`, which followed the contexts with indices `path`, `[A]`; see `learn`."""
         _check(contexts, entries)
         wanted = TEXT * len(contexts) + max((END - TEXT) * len(path), END)
         with self._writing:
@@ -164,7 +164,7 @@ class ContextMemory(BaseMemory):
                     self._recount()
                     raise
                 return
-        self.learn(contexts, entries)  # as far as there is room, then in a new table
+        self.learn(contexts, entries)  # fills this table, then a new one
         self.learn_text(contexts[path], tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
@@ -181,11 +181,11 @@ class ContextMemory(BaseMemory):
                 raise
 
     def _recount(self) -> None:
-        """After Ctrl-C, which is raised when compiled code returns: that may have taken slots."""
+        """Recount occupied slots after an interrupt, which is raised when compiled code returns."""
         self._taken = int(np.count_nonzero(self._young[:, 0]))
 
     def _make_room(self, contexts: int) -> None:
-        """Make room for that many new contexts, or at least for those of one more row of logits."""
+        """Make room for that many new contexts, or at least for those of one row of logits."""
         self._widen(self._taken + max(contexts, END))
         slots = len(self._young)
         if _most_taken(slots) < self._taken + END:
@@ -193,7 +193,7 @@ class ContextMemory(BaseMemory):
             self._young, self._taken = _table(slots), 0
 
     def _widen(self, wanted: int) -> None:
-        """Have a table with room for that many contexts, as far as the bound allows."""
+        """Grow the table to hold that many contexts, within the size limit."""
         slots = len(self._young)
         while _most_taken(slots) < wanted and slots < self._most_slots:
             slots = min(2 * slots, self._most_slots)
@@ -203,22 +203,22 @@ class ContextMemory(BaseMemory):
             self._young = larger
 
     def snapshot(self) -> Snapshot:
-        """A copy of its contents at this moment; other threads may learn meanwhile."""
+        """Return a copy of the present contents; other threads may learn meanwhile."""
         with self._writing:
             old, young = (table[table[:, 0] != 0] for table in (self._old, self._young))
             return Snapshot(old, young, self.weights.copy(), self.max_bytes)
 
     @classmethod
     def of(cls, snapshot: Snapshot, max_bytes: int | None = None) -> Self:
-        """A memory with the contents of a snapshot.
+        """Return a memory with the contents of a snapshot.
 
         Args:
             snapshot: contents of another memory.
-            max_bytes: see the class; None for the bound of that other memory. If it is less, longer
-                contexts go before shorter ones, among those used lately and among the others.
+            max_bytes: size limit, see the class; None for that of the other memory. If the contents exceed it, longer
+                contexts are dropped first, in either table.
 
         Raises:
-            ConfigError: `max_bytes` is no whole number, or too small.
+            ConfigError: `max_bytes` is not a whole number, or too small.
         """
         memory = cls(snapshot.max_bytes if max_bytes is None else max_bytes)
         memory.weights, most = snapshot.weights, _most_taken(memory._most_slots)
@@ -231,7 +231,7 @@ class ContextMemory(BaseMemory):
 
 
 def context_of(tokens: Sequence[int]) -> Ints:
-    """The context `[LONGEST]` at the end of a text, see `kernels`."""
+    """Return the context `[LONGEST]` at the end of a text, see `layout`."""
     context = np.full(LONGEST, -1, np.int32)
     last = tokens[-LONGEST:][::-1]
     context[: len(last)] = last
@@ -239,25 +239,25 @@ def context_of(tokens: Sequence[int]) -> Ints:
 
 
 def _check(contexts: Ints, entries: Ints) -> None:
-    """Compiled code would read beyond them."""
+    """Raise `ValueError` for arrays whose shapes do not match: compiled code would read out of bounds."""
     if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):
         shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
         raise ValueError(f"{shapes} do not belong together")
 
 
 def _shortest(slots: Ints, most: int) -> Ints:
-    """At most that many slots: a context stays before any longer one does."""
+    """Return at most that many slots, those of the shortest contexts."""
     lengths = np.array(LENGTHS)[(slots[:, 0] & KINDS) - 1]
     return slots[np.argsort(lengths, kind="stable")][:most]
 
 
 def _table(slots: int) -> Ints:
-    """An empty table."""
+    """Return an empty table."""
     return np.zeros((slots, 2 + WIDTH), np.int32)
 
 
 def _table_of(taken: Ints, most_slots: int) -> Ints:
-    """A table with these slots, and room for some more."""
+    """Return a table with these slots, and room for more."""
     slots = min(_FIRST_SLOTS, most_slots)
     while _most_taken(slots) < len(taken):
         slots = min(2 * slots, most_slots)
@@ -267,5 +267,5 @@ def _table_of(taken: Ints, most_slots: int) -> Ints:
 
 
 def _most_taken(slots: int) -> int:
-    """How many slots of a table may be taken: fuller, it would be slow."""
+    """Return the maximum number of occupied slots, beyond which probing is slow."""
     return 2 * slots // 3

@@ -10,15 +10,15 @@ import numpy as np
 from lade.decoding.kernels.layout import Ints
 
 _TAKEN_BACK = 128
-"""Tokens at the end of a row that may be other ones the next time."""
+"""Maximum number of tokens at the end of a row that may change between two calls."""
 
 
 def same_beginning(known: list[int], tokens: Sequence[int], before: int = 0) -> int:
-    """With how many of the tokens that are known a text begins; only the last `_TAKEN_BACK` are compared.
+    """Return the length of the common prefix of two texts; only the last `_TAKEN_BACK` tokens are compared.
 
     Args:
-        known: the text as it was.
-        tokens: the text as it is.
+        known: the former text.
+        tokens: the present text.
         before: number of tokens at the beginning of `known` that are not in `tokens`.
     """
     count = len(known) - before
@@ -30,15 +30,15 @@ def same_beginning(known: list[int], tokens: Sequence[int], before: int = 0) -> 
     return late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-_ROOM = 1024  # tokens, at first
+_ROOM = 1024  # initial capacity in tokens
 
 
 class EarlierText:
-    """The text of one row, which grows; its last tokens may be taken back, in another list of them.
+    """The growing text of one row; its last tokens may be replaced.
 
     Attributes:
-        text: `[T]`, ids; those that have been read come first.
-        links: `[T]`, the number of the token before each that is the same one, -1 where there is none.
+        text: `[T]` ids; unused capacity comes last.
+        links: `[T]`, index of the previous occurrence of each token, -1 for none.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class EarlierText:
         self.links: Ints = np.zeros(_ROOM, np.int32)
         self._known: list[int] = []
         self._tokens: Sequence[int] = ()
-        self._latest: dict[int, int] = {}  # number of each token where it stood last
+        self._latest: dict[int, int] = {}  # index of the last occurrence of each token
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read what is new in a text that begins with the one that was read before, but for some tokens at its end.
+        """Index the new tokens of a text that equals the last one but for some tokens at the end of that.
 
-        A list that was read the last time has grown since, and that is all: it is not looked through again.
+        A list passed before is assumed to have only grown since, and is not compared again.
         """
         if tokens is not self._tokens:
             self._take_back(same_beginning(self._known, tokens))
@@ -68,7 +68,7 @@ class EarlierText:
         self._known += tokens[same:]
 
     def _take_back(self, kept: int) -> None:
-        """Forget all tokens but the first ones."""
+        """Remove all tokens after the first `kept`."""
         for number in range(len(self._known) - 1, kept - 1, -1):
             before = int(self.links[number])
             if before < 0:

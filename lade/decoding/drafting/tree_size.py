@@ -15,6 +15,11 @@ class PassCost(Protocol):
         ...
 
     @property
+    def plain_s(self) -> float:
+        """Seconds of a pass over one token on average, hiccups included."""
+        ...
+
+    @property
     def marginals(self) -> list[float]:
         """Seconds that one more token adds, on the lower convex hull of the table; never decreasing."""
         ...

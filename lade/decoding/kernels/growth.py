@@ -1,4 +1,4 @@
-"""Trees, which grow by their likeliest nodes."""
+"""Best-first growth of token trees, earlier occurrences of a suffix, and notes by position."""
 
 from __future__ import annotations
 
@@ -8,35 +8,39 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.compilation import compiled
-from lade.decoding.kernels.array_types import DOUBLE, INT, LONGS, MATRIX, TABLE
-from lade.decoding.kernels.inlined import inlined
 from lade.decoding.kernels.layout import (
     AT_TOKEN,
     COPY,
+    DOUBLE,
     HEAP,
+    INT,
     LONGEST,
-    NEAR,
+    LONGS,
+    MATRIX,
+    MOST_MATCHES,
     NODES,
+    NOTE_KINDS,
     PREDICTED,
     READ,
     ROOT,
-    SPOTS,
+    TABLE,
     WIDTH,
     Doubles,
     Ints,
+    inlined,
 )
 from lade.decoding.kernels.mixing import bring_forward, expand, learn_weights, led_by_mtp, note_slot, probability
 from lade.decoding.kernels.tables import average
 from lade.decoding.kernels.work import HELD, Held
 
-_LOOKED_AT = 128  # places where the last token stood before
-_LONGEST_END = 32  # agreement beyond so many tokens is not told apart
-_COPIED = 16  # tokens that agree where a text is copied
+_LOOKED_AT = 128  # earlier occurrences of the last token that are examined
+_LONGEST_END = 32  # longest match that is measured
+_COPIED = 16  # length of a match that counts as a copy
 
 
 @inlined
 def _push(keys: Any, nodes: Any, ranks: Any, used: Any, key: Any, node: Any, rank: Any) -> None:
-    """Enter one into the heap."""
+    """Push an entry onto the heap."""
     at = used[HEAP]
     used[HEAP] += 1
     while at > 0 and keys[(at - 1) >> 1] < key:
@@ -48,7 +52,7 @@ def _push(keys: Any, nodes: Any, ranks: Any, used: Any, key: Any, node: Any, ran
 
 @inlined
 def _pop(keys: Any, nodes: Any, ranks: Any, used: Any) -> None:
-    """Drop the entry with the highest key."""
+    """Pop the entry with the highest key."""
     used[HEAP] -= 1
     count = used[HEAP]
     key, node, rank = keys[count], nodes[count], ranks[count]
@@ -65,7 +69,7 @@ def _pop(keys: Any, nodes: Any, ranks: Any, used: Any) -> None:
 
 @inlined
 def _prediction_of(work: Any, parent: Any, token: Any) -> Any:
-    """The number of the prediction behind a child of a node with prediction `parent`; -1 for none."""
+    """Return the index of the prediction after a child, given that of its parent; -1 for none."""
     if parent >= 0:
         for number in range(1, work.used[PREDICTED]):
             if work.mtp_parents[number] == parent and work.mtp_ids[number] == token:
@@ -75,35 +79,35 @@ def _prediction_of(work: Any, parent: Any, token: Any) -> Any:
 
 @inlined
 def _add(work: Any, parent: Any, token: Any) -> Any:
-    """A child, and its context."""
+    """Add a child with its context and matches; return its node."""
     node = work.used[NODES]
     work.used[NODES] += 1
     work.ids[node], work.parents[node], work.depths[node] = token, parent, work.depths[parent] + 1
-    work.found[node], work.by_mtp[node] = -1, 0
+    work.logit_hits[node], work.by_mtp[node] = -1, 0
     work.predicted[node] = _prediction_of(work, work.predicted[parent], token)
     for place in range(LONGEST - 1):
         work.tails[node, place + 1] = work.tails[parent, place]
     work.tails[node, 0] = token
     count = 0
-    for at in range(work.spot_counts[parent]):
-        spot = work.spots[parent, at]
-        if work.text[spot] == token and spot + 1 < work.used[READ]:
-            work.spots[node, count], work.agreed[node, count] = spot + 1, work.agreed[parent, at] + 1
+    for at in range(work.match_counts[parent]):
+        match = work.matches[parent, at]
+        if work.text[match] == token and match + 1 < work.used[READ]:
+            work.matches[node, count], work.match_lengths[node, count] = match + 1, work.match_lengths[parent, at] + 1
             count += 1
-    work.spot_counts[node] = count
+    work.match_counts[node] = count
     return node
 
 
 @inlined
-def _find_spots(text: Any, links: Any, last: Any, spots: Any, agreed: Any) -> Any:
-    """The places behind the longest ends of a text that stood there before, later ones first; returns how many.
+def _find_matches(text: Any, links: Any, last: Any, matches: Any, match_lengths: Any) -> Any:
+    """Find the earlier occurrences with the longest matching suffix, later ones first; return their number.
 
     Args:
-        text: see `Work`.
-        links: likewise.
-        last: the number of its last token.
-        spots: `[SPOTS]`, to be written.
-        agreed: `[SPOTS]`, likewise.
+        text: the text, see `Work`.
+        links: previous occurrence of each token, see `Work`.
+        last: index of the last token.
+        matches: `[MOST_MATCHES]`, written: index of the token after each match.
+        match_lengths: `[MOST_MATCHES]`, written: number of matching tokens.
     """
     count, number, looked_at = 0, links[last], 0
     while number >= 0 and looked_at < _LOOKED_AT:
@@ -111,13 +115,13 @@ def _find_spots(text: Any, links: Any, last: Any, spots: Any, agreed: Any) -> An
         while length < _LONGEST_END and length <= number and text[number - length] == text[last - length]:
             length += 1
         place = count
-        while place > 0 and length > agreed[place - 1]:
-            if place < SPOTS:
-                spots[place], agreed[place] = spots[place - 1], agreed[place - 1]
+        while place > 0 and length > match_lengths[place - 1]:
+            if place < MOST_MATCHES:
+                matches[place], match_lengths[place] = matches[place - 1], match_lengths[place - 1]
             place -= 1
-        if place < SPOTS:
-            spots[place], agreed[place] = number + 1, length
-            count = min(count + 1, SPOTS)
+        if place < MOST_MATCHES:
+            matches[place], match_lengths[place] = number + 1, length
+            count = min(count + 1, MOST_MATCHES)
         number = links[number]
         looked_at += 1
     return count
@@ -133,11 +137,11 @@ def _is_among(tokens: Any, token: Any) -> bool:
 
 @inlined
 def _note(work: Any, entries: Any) -> None:
-    """Note what was said at the nodes of a tree, by their places; rows that come to one place are averaged."""
+    """Note the logits at all nodes of a tree by position; rows for the same slot are averaged."""
     best = np.empty(WIDTH, np.int32)
-    for node in range(entries.shape[0] - 1, -1, -1):  # what comes last counts most: the likelier node
+    for node in range(entries.shape[0] - 1, -1, -1):  # the last one weighs most: the likeliest node
         place = work.used[ROOT] + work.depths[node]
-        for kind in range(NEAR):
+        for kind in range(NOTE_KINDS):
             token = work.ids[node] if kind == AT_TOKEN else -1
             slot = note_slot(work.notes, place, token)
             if work.notes[slot, 0] == place and work.notes[slot, 1] == token:
@@ -161,17 +165,17 @@ def learn_tree(
     chosen: npt.NDArray[np.int64],
     rate: float,
 ) -> None:
-    """Learn how far rows and notes are to be trusted, and note what was said.
+    """Update the mixing weights by the nodes that verification reached, and note the logits at all nodes.
 
     Args:
         held: a tree that was fed.
-        young: one table of the memory.
-        old: the other.
-        weights: `[LINES, END + 1]`, see `mixer`.
-        entries: `[S, WIDTH]`, of the logits at each node.
-        path: `[A]` nodes that verification has reached.
+        young: the memory's current table.
+        old: the memory's former table.
+        weights: `[WEIGHT_SETS, END + 1]`, see `memory.prior_weights`.
+        entries: `[S, WIDTH]` entries of the logits at each node.
+        path: `[A]` nodes that verification reached.
         chosen: `[A]` tokens that the model chose there.
-        rate: of learning.
+        rate: learning rate.
     """
     learn_weights(held.work, young, old, weights, path, chosen, rate)
     _note(held.work, entries)
@@ -179,21 +183,21 @@ def learn_tree(
 
 @compiled(HELD, INT, LONGS, DOUBLE)
 def plant(held: Held, root: int, tail: npt.NDArray[np.int64], promise: float) -> None:
-    """Begin a new tree, whose root is token number `root` of the text, the last one of `tail`.
+    """Start a new tree, whose root is the token at index `root` of the text, the last one of `tail`.
 
-    Earlier places are known where the text has been read up to there.
+    Matches are found only if the text has been read up to the root. The root's heap key is `promise`.
     """
     work = held.work
     work.ids[0], work.parents[0], work.depths[0] = tail[tail.shape[0] - 1], -1, 0
-    work.scores[0], work.found[0], work.by_mtp[0] = 1.0, -1, 0
+    work.scores[0], work.logit_hits[0], work.by_mtp[0] = 1.0, -1, 0
     work.predicted[0] = 0 if work.used[PREDICTED] > 0 else -1
     for place in range(LONGEST):
         work.tails[0, place] = tail[tail.shape[0] - 1 - place] if place < tail.shape[0] else -1
     work.used[NODES], work.used[HEAP], work.used[ROOT] = 1, 0, root
-    work.spot_counts[0] = 0
+    work.match_counts[0] = 0
     if work.used[READ] == root + 1:
-        work.spot_counts[0] = _find_spots(work.text, work.links, root, work.spots[0], work.agreed[0])
-    if work.spot_counts[0] > 0 and work.agreed[0, 0] >= _COPIED:
+        work.match_counts[0] = _find_matches(work.text, work.links, root, work.matches[0], work.match_lengths[0])
+    if work.match_counts[0] > 0 and work.match_lengths[0, 0] >= _COPIED:
         work.used[COPY] = root
     _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
 
@@ -210,19 +214,19 @@ def grow(
     max_depth: int,
     promise: float,
 ) -> int:
-    """Add the likeliest nodes, in falling order of what is known of their scores.
+    """Add the likeliest nodes, best first.
 
     Args:
-        held: a tree, with room for as many nodes as the stages say.
-        young: one table of the memory.
-        old: the other.
-        weights: of the mixer.
-        stages: `[K, 2]`, sizes up to which to grow, one after the other until one is not reached, each with the score
-            that a node must exceed on the way there.
-        excluded: tokens not to add.
-        vocabulary: tokens must be below.
-        max_depth: of a node.
-        promise: what the likeliest child of a node is supposed to have, where it is not known yet.
+        held: a tree with room for the size of the last stage.
+        young: the memory's current table.
+        old: the memory's former table.
+        weights: `[WEIGHT_SETS, END + 1]`, weights of the mixer.
+        stages: `[K, 2]`, target sizes, each with the score that a node must exceed to be added up to that size; growth
+            ends with the first size that is not reached.
+        excluded: ids that are not added.
+        vocabulary: V; ids from here on are not added.
+        max_depth: maximum depth of a node.
+        promise: probability assumed for the likeliest child of a node that has not been expanded yet.
 
     Returns:
         The number of nodes.
@@ -237,9 +241,9 @@ def grow(
             if rank < 0:
                 expand(work, parent, young, old, weights)
             following = rank + 1
-            if following < work.offers[parent] and work.depths[parent] < max_depth:
+            if following < work.candidates[parent] and work.depths[parent] < max_depth:
                 odds, memory_odds = work.odds[parent], work.memory_odds[parent]
-                bring_forward(work.tokens[parent], odds, memory_odds, work.offers[parent], following)
+                bring_forward(work.tokens[parent], odds, memory_odds, work.candidates[parent], following)
                 key = work.scores[parent] * probability(work.odds[parent, following])
                 _push(keys, nodes, ranks, used, key, parent, following)
             token = work.tokens[parent, rank] if rank >= 0 else vocabulary
@@ -291,8 +295,8 @@ def grow_chain(
     while work.used[NODES] < most:
         expand(work, node, young, old, weights)
         rank, token = 0, -1
-        while rank < work.offers[node] and token < 0:
-            bring_forward(work.tokens[node], work.odds[node], work.memory_odds[node], work.offers[node], rank)
+        while rank < work.candidates[node] and token < 0:
+            bring_forward(work.tokens[node], work.odds[node], work.memory_odds[node], work.candidates[node], rank)
             offered = work.tokens[node, rank]
             if offered < vocabulary and not _is_among(excluded, offered):
                 token = offered
@@ -310,7 +314,7 @@ def grow_chain(
 
 @compiled(HELD, INT, LONGS, LONGS)
 def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
-    """Keep the first nodes, and add what others have added to the tree, each with its token and parent."""
+    """Keep the first `kept` nodes, and append nodes that were added elsewhere, given their tokens and parents."""
     work = held.work
     work.used[NODES] = kept
     for at in range(ids.shape[0]):
@@ -319,6 +323,6 @@ def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArr
 
 @compiled(HELD, TABLE, TABLE, MATRIX, INT)
 def look_up(held: Held, young: Ints, old: Ints, weights: Doubles, node: int) -> int:
-    """Ask the memory about a node of a tree; returns the number of its offers, in no order."""
+    """Expand a node; return the number of its candidates, which are not sorted."""
     expand(held.work, node, young, old, weights)
-    return int(held.work.offers[node])
+    return int(held.work.candidates[node])

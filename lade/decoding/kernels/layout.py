@@ -1,61 +1,77 @@
-"""How what is compiled lays out what it knows: entries, contexts, kinds of rows, and their numbers.
+"""Memory layout shared by the kernels: entries, contexts, kinds of rows, and their sizes.
 
-Tokens of a context, its *tail*, are int32 `[LONGEST]`, the last one first, -1 before the text. Entries of a row are
-int32: a token in the lower `BITS` bits, its value above; so entries sort by value. Tables are int32 `[C, 2 + WIDTH]`,
-open addressing with linear probing: the two halves of a context's hash, then its row. The lower half is never 0 where a
-slot is taken: its lowest bits tell the number of the order, from 1 on.
+A context, or *tail*, is int32 `[LONGEST]`: the last tokens of a text, latest first, -1 before its start. An entry is
+int32: a token in the lower `BITS` bits, its quantised log-odds above, so entries sort by log-odds. A table is int32
+`[C, 2 + WIDTH]` with open addressing and linear probing: both halves of a context's hash, then its row of entries. The
+low half of an occupied slot is never 0, since its lowest bits hold the index of the context's order, counted from 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
 import numpy as np
 import numpy.typing as npt
+
+INTS, TABLE, LONGS = numba.int32[::1], numba.int32[:, ::1], numba.int64[::1]
+DOUBLES, MATRIX, SCORES = numba.float64[::1], numba.float64[:, ::1], numba.float32[:, ::1]
+INT, DOUBLE = numba.int64, numba.float64
+"""numba types of the kernels' arguments."""
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def inlined(function: FunctionT) -> FunctionT:
+    """Compile a function for use inside other kernels, with Python's errors: a division by zero raises."""
+    return cast(FunctionT, numba.njit(function))
+
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 ORDERS = (1, 2, 3, 5, 8)
-"""Lengths of the contexts under which rows of logits are kept."""
+"""Lengths of the contexts that rows of logits are stored under."""
 TEXT_ORDERS = (2, 4)
-"""Lengths of the contexts under which it is kept what followed in the text."""
+"""Lengths of the contexts that the following tokens of the text are stored under."""
 LENGTHS = ORDERS + TEXT_ORDERS
 LOGITS, TEXT, END = 0, len(ORDERS), len(LENGTHS)
-"""Where either begins among the kinds of rows, and how many kinds there are."""
-LINES = (len(ORDERS) + 1) * (len(TEXT_ORDERS) + 1)
-"""Number of sets of weights: one for each number of rows of either kind that may be found."""
-AT_PLACE, AT_TOKEN, NEAR = 0, 1, 2
-"""Kinds of notes: what was said at a place, and at a token there; and how many kinds there are."""
-SPOTS = 16
-"""Earlier places that are kept of a node: those behind the longest ends of its text that stood there before."""
-LATEST, EACH, TOLD = 0, 1, 2
-"""Rows of what followed there: at the latest place of the longest end, and at each; and how many kinds there are."""
+"""Index of the first kind of rows of logits, of the first one of text, and the number of kinds."""
+WEIGHT_SETS = (len(ORDERS) + 1) * (len(TEXT_ORDERS) + 1)
+"""Number of weight sets of the mixer: one for each pair of numbers of hits."""
+AT_POSITION, AT_TOKEN, NOTE_KINDS = 0, 1, 2
+"""Kinds of notes: logits seen at a position, and at a position and token; and the number of kinds."""
+MOST_MATCHES = 16
+"""Maximum number of earlier occurrences kept per node: those with the longest matching suffixes."""
+LATEST, EACH, COPY_KINDS = 0, 1, 2
+"""Kinds of copy rows: the token after the latest longest match, those after all matches; and the number of kinds."""
 NODES, HEAP, ROOT, READ, PROMPT, COPY, PREDICTED = range(7)
-"""What `Work.used` counts: nodes, entries of the heap, the place of the root, tokens of the text that have been read,
-those of them that are the prompt's, the place of the last root behind a copy, and predictions of MTP layers."""
+"""Indices into `Work.used`: number of nodes and of heap entries, position of the root, number of text tokens read and
+of prompt tokens, position of the last root within a copy, and number of MTP predictions."""
 LONGEST = max(LENGTHS)
 WIDTH = 6
-"""Tokens kept of a row."""
+"""Entries per row."""
 BITS = 21
 TOKEN = (1 << BITS) - 1
-"""The token of an entry; all ones where there is none."""
+"""Mask of an entry's token; all ones for an empty entry."""
 FLOOR, CEILING = -7.0, 5.0
-"""Log-odds beyond which probabilities are not distinguished: 0.1 % and 99 %."""
+"""Range of log-odds, beyond which they are clamped: probabilities of 0.1 % and 99 %."""
 SCALE = (CEILING - FLOOR) / 255
-"""Log-odds per unit of a stored value: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
+"""Quantisation step of log-odds: 0 stands for `FLOOR` and below, 255 for `CEILING` and above."""
 TINY = 1e-9
-"""The least weight: odds have a logarithm."""
+"""Smallest probability mass, to keep log-odds finite."""
 BLOCK = 64
-"""Logits that are looked at one by one only if their greatest is among the best."""
+"""Logits per block of the top-k search; a block is scanned only if its maximum is among the best."""
 MTP_WIDTH = 16
-"""Tokens kept of a prediction of an MTP layer."""
+"""Tokens kept per prediction of an MTP layer."""
 MTP_DEPTHS = 5
-"""Depths whose predictions have weights of their own: 1, made from a true state of the model, 2, 3, 4, and deeper."""
+"""Depths with weights of their own: 1, which is predicted from a true state of the model, 2, 3, 4, and deeper."""
 MTP_INPUTS = 4
-"""Inputs of the last mixing: log-odds of the memory, of the layer, the memory's above even odds, and a bias."""
+"""Inputs of the final mixing: log-odds of the memory and of the layer, the memory's positive part, and a bias."""
 MTP_SLOTS = 256
-"""Predictions kept in a step."""
+"""Maximum number of predictions per step."""
 AFTER_COPY = 64
-"""Tokens after a copied place during which more copies are likely."""
-END_KINDS = 7
-"""Kinds of lengths of ends: 1, 2, 3, 4 and 5, 6 and 7, 8 to 15, and more tokens."""
+"""Number of tokens after a copy during which further copies are likely."""
+LENGTH_BUCKETS = 7
+"""Buckets of match lengths: 1, 2, 3, 4 to 5, 6 to 7, 8 to 15, and more tokens."""

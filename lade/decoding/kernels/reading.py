@@ -1,4 +1,4 @@
-"""Logits, read as entries: the likeliest tokens of each row."""
+"""Top-k of logits as entries, see `layout`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.compilation import compiled
-from lade.decoding.kernels.array_types import SCORES
-from lade.decoding.kernels.inlined import inlined
-from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Floats, Ints
+from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, SCORES, TINY, TOKEN, WIDTH, Floats, Ints, inlined
 
-_FAR = -12.0  # what is so far below the best score adds nothing to a sum
+_FAR = -12.0  # block maxima this far below the best score are negligible in the sum
 
 
 @inlined
 def _above(score: Any, other: Any) -> Any:
-    """Return True if a score is higher; NaN is highest of all, as for argmax."""
+    """Return whether a score ranks higher; NaN ranks highest, as in argmax."""
     return score > other or (math.isnan(score) and not math.isnan(other))
 
 
 @inlined
 def _rank(ids: Any, scores: Any, used: Any, new: Any, score: Any) -> Any:
-    """Put an id where it belongs by its score, after those with the same; returns how many there are now."""
+    """Insert an id by its score, after equal ones, into the best `WIDTH`; return their new number."""
     if used == WIDTH and score <= scores[WIDTH - 1]:
         return used
     place = used if used < WIDTH else WIDTH - 1
@@ -37,7 +35,7 @@ def _rank(ids: Any, scores: Any, used: Any, new: Any, score: Any) -> Any:
 
 @inlined
 def _total(maxima: Any, best: Any) -> Any:
-    """The sum over all maxima of a row, relative to the best score."""
+    """Return the sum of exp(maximum - best) over the block maxima of a row."""
     total = 0.0
     for at in range(maxima.shape[0]):
         if maxima[at] - best > _FAR:
@@ -47,7 +45,7 @@ def _total(maxima: Any, best: Any) -> Any:
 
 @inlined
 def _entry(token: Any, weight: Any, total: Any) -> Any:
-    """A token with its log-odds, by its share of a total; none where its number is too large."""
+    """Return a token and its quantised log-odds as an entry; the empty entry if its id does not fit."""
     if token >= TOKEN:
         return np.int32(TOKEN)
     odds = math.log(max(weight, TINY) / max(total - weight, TINY))
@@ -57,13 +55,13 @@ def _entry(token: Any, weight: Any, total: Any) -> Any:
 
 @inlined
 def _flipped(bits: Any) -> Any:
-    """Between the bits of a float32 and a whole number of the same order, either way."""
+    """Map float32 bits to an int32 of the same order, or back."""
     return np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
 
 
 @inlined
 def _sortable(bits: Any) -> Any:
-    """The whole number of a logit: what is no number is above all. Compilers compare many at once of such only."""
+    """Map float32 bits to an order-preserving int32; NaN sorts above everything. Integer maxima are vectorised."""
     if bits & np.int32(0x7FFFFFFF) > np.int32(0x7F800000):
         return np.int32(0x7FC00000)
     return _flipped(bits)
@@ -71,26 +69,26 @@ def _sortable(bits: Any) -> Any:
 
 @inlined
 def _find_maxima(bits: Any, maxima: Any) -> None:
-    """Write the maximum of each `BLOCK` logits, as bits."""
+    """Write the maximum of each block of `BLOCK` logits, as float32 bits."""
     for at in range(maxima.shape[0]):
         best = np.int32(-(2**31))
-        for token in range(min(BLOCK, bits.shape[0] - at * BLOCK)):  # counted from 0: else they are compared singly
+        for token in range(min(BLOCK, bits.shape[0] - at * BLOCK)):  # counted from 0, else the loop is not vectorised
             best = max(best, _sortable(bits[at * BLOCK + token]))
         maxima[at] = _flipped(best)
 
 
 @compiled(SCORES)
 def entries_of(logits: Floats) -> tuple[npt.NDArray[np.int64], Ints]:
-    """The argmax of each row, and its likeliest tokens as entries.
+    """Return the argmax of each row, and its `WIDTH` likeliest tokens as entries.
 
-    The `WIDTH` likeliest tokens lie in the `WIDTH` blocks with the highest maxima. Probabilities are relative to the
-    sum over all maxima, which leaves out little: they only weigh guesses.
+    The `WIDTH` likeliest tokens lie in the `WIDTH` blocks with the highest maxima. The normaliser is the sum over the
+    block maxima alone, which is close enough for ranking drafts.
 
     Args:
         logits: `[M, V]`.
 
     Returns:
-        `[M]` and `[M, WIDTH]`, in falling order.
+        `[M]` ids, and `[M, WIDTH]` entries in descending order.
     """
     rows, vocabulary = logits.shape
     picks, entries = np.empty(rows, np.int64), np.full((rows, WIDTH), TOKEN, np.int32)
@@ -101,9 +99,9 @@ def entries_of(logits: Floats) -> tuple[npt.NDArray[np.int64], Ints]:
         kept = 0
         for at in range(maxima.shape[0]):
             kept = _rank(among, scores, kept, at, maxima[at])
-        best, least = scores[0], scores[kept - 1] if kept == WIDTH else -np.inf  # as many tokens are no worse than that
+        best, least = scores[0], scores[kept - 1] if kept == WIDTH else -np.inf  # `WIDTH` tokens score at least this
         total = _total(maxima, best)
-        among[:kept].sort()  # of equal scores the first token counts
+        among[:kept].sort()  # the first of equal scores wins
         used = 0
         for place in range(kept):
             first = among[place] * BLOCK

@@ -1,4 +1,4 @@
-"""The memory's tables: rows by the hash of their contexts, averaged where one comes again."""
+"""Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one."""
 
 from __future__ import annotations
 
@@ -8,32 +8,45 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.compilation import compiled
-from lade.decoding.kernels.array_types import INT, INTS, LONGS, TABLE
-from lade.decoding.kernels.inlined import inlined
-from lade.decoding.kernels.layout import BITS, END, LENGTHS, LOGITS, LONGEST, TEXT, TOKEN, WIDTH, Ints
+from lade.decoding.kernels.layout import (
+    BITS,
+    END,
+    INT,
+    INTS,
+    LENGTHS,
+    LOGITS,
+    LONGEST,
+    LONGS,
+    TABLE,
+    TEXT,
+    TOKEN,
+    WIDTH,
+    Ints,
+    inlined,
+)
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 SEED = np.uint64(0x243F6A8885A308D3)
-"""The hash of a context of no tokens."""
+"""Hash of the empty context."""
 
 
 @inlined
 def lengthened(state: Any, token: Any) -> Any:
-    """The hash of a context one token longer, towards the start of the text."""
+    """Return the hash of a context extended by one token towards the start of the text."""
     state = (state ^ np.uint64(token + 2)) * _MIX
     return state ^ (state >> np.uint64(29))
 
 
 @inlined
 def _key(state: Any, number: Any) -> Any:
-    """Both halves of the key of the context of the order of that number."""
+    """Return both halves of a context's key, given its hash and the index of its order."""
     low = np.int32(((state >> np.uint64(3)) << np.uint64(3) | np.uint64(number + 1)) & np.uint64(0xFFFFFFFF))
     return low, np.int32(state >> np.uint64(32))
 
 
 @inlined
 def _slot(table: Any, low: Any, high: Any) -> Any:
-    """The slot of a key, or the complement of the free one where it would go."""
+    """Return the slot of a key; if it is missing, the bitwise complement of the free slot for it."""
     capacity = np.uint64(table.shape[0])
     slot: Any = np.int64((np.uint64(np.uint32(high)) * capacity) >> np.uint64(32))
     while table[slot, 0] != 0:
@@ -47,7 +60,7 @@ def _slot(table: Any, low: Any, high: Any) -> Any:
 
 @inlined
 def average(best: Any, before: Any, slot: Any, rows: Any, row: Any) -> None:
-    """The mean of a row of a table and a new one, into `best`. A token that one of them lacks counts 0 there."""
+    """Write the mean of a table's row and a new one to `best`. A token missing from one of them counts 0 there."""
     best[:] = TOKEN
     for first in range(2 * WIDTH):
         entry = rows[row, first] if first < WIDTH else before[slot, 2 + first - WIDTH]
@@ -59,7 +72,7 @@ def average(best: Any, before: Any, slot: Any, rows: Any, row: Any) -> None:
             other = before[slot, 2 + second] if first < WIDTH else rows[row, second]
             if other & TOKEN == token:
                 total += other >> BITS
-                known = first >= WIDTH  # has been counted already
+                known = first >= WIDTH  # was counted already
                 break
         if not known:
             _insert(best, np.int32(total >> 1 << BITS | token))
@@ -67,7 +80,7 @@ def average(best: Any, before: Any, slot: Any, rows: Any, row: Any) -> None:
 
 @inlined
 def _insert(best: Any, entry: Any) -> None:
-    """Put an entry where it belongs among the best ones, in falling order; the last one goes."""
+    """Insert an entry into the best ones, in descending order; the last one drops out."""
     place = WIDTH
     while place > 0 and (entry > best[place - 1] or best[place - 1] == TOKEN):
         if place < WIDTH:
@@ -79,7 +92,7 @@ def _insert(best: Any, entry: Any) -> None:
 
 @inlined
 def _take_in(young: Any, old: Any, tail: Any, rows: Any, row: Any, first: Any, end: Any, best: Any) -> Any:
-    """Take one row in under the ends of a context; returns how many more slots are taken now."""
+    """Store one row under several suffixes of a context; return the number of newly occupied slots."""
     state, number, taken = SEED, first, 0
     for place in range(LENGTHS[end - 1]):
         state = lengthened(state, tail[place])
@@ -110,21 +123,21 @@ def _take_in(young: Any, old: Any, tail: Any, rows: Any, row: Any, first: Any, e
 def learn(
     young: Ints, old: Ints, tails: Ints, rows: Ints, first: int, end: int, start: int, taken: int, most: int
 ) -> tuple[int, int]:
-    """Take rows in under the ends of their contexts, averaged with what is there.
+    """Store rows under the suffixes of their contexts, averaged with known ones.
 
     Args:
         young: `[C, 2 + WIDTH]`, the table to write.
-        old: `[C', 2 + WIDTH]`, where a row is looked for that `young` lacks.
-        tails: `[M, LONGEST]`, contexts.
-        rows: `[M, WIDTH]`, entries of each.
-        first: the first kind of rows to write.
-        end: the kind after the last one; all of them are of logits, or all of texts.
-        start: the first context to take in.
-        taken: slots of `young` taken.
-        most: how many may be, at most C - 1.
+        old: `[C', 2 + WIDTH]`, the table to read rows from that `young` lacks.
+        tails: `[M, LONGEST]` contexts.
+        rows: `[M, WIDTH]` entries.
+        first: first kind of rows to write.
+        end: one past the last kind; either all of them are rows of logits, or all are of text.
+        start: index of the first context to store.
+        taken: number of occupied slots of `young`.
+        most: maximum number of occupied slots, at most C - 1.
 
     Returns:
-        The first context not taken in, since there is no room for all of its ends; and how many slots are taken now.
+        Index of the first context that does not fit (M if all do), and the new number of occupied slots.
     """
     best = np.empty(WIDTH, np.int32)
     for row in range(start, tails.shape[0]):
@@ -138,18 +151,18 @@ def learn(
 def learn_step(
     young: Ints, old: Ints, tails: Ints, rows: Ints, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
 ) -> int:
-    """The same for all of a step, and what followed in the text; there has to be room for all of it.
+    """Store the rows of a whole step and the tokens that followed in the text; `young` must have room for all of them.
 
     Args:
-        young: see `learn`.
-        old: likewise.
-        tails: likewise.
-        rows: likewise, of logits.
-        path: `[A]`, which contexts came up in the text.
-        chosen: `[A]`, the token that followed each of them.
+        young: `[C, 2 + WIDTH]`, the table to write.
+        old: `[C', 2 + WIDTH]`, the table to read rows from that `young` lacks.
+        tails: `[M, LONGEST]` contexts.
+        rows: `[M, WIDTH]` entries of logits.
+        path: `[A]`, indices of the contexts that were accepted.
+        chosen: `[A]`, the token that followed each of these.
 
     Returns:
-        How many more slots are taken now.
+        The number of newly occupied slots.
     """
     best, taken, certain_rows = np.empty(WIDTH, np.int32), 0, _certain(chosen)
     for row in range(tails.shape[0]):
@@ -161,7 +174,7 @@ def learn_step(
 
 @compiled(TABLE, TABLE)
 def rehash(table: Ints, into: Ints) -> None:
-    """Enter all slots of a table into a larger one, which lacks them."""
+    """Copy all occupied slots of a table into a larger one that has none of their keys."""
     for row in range(table.shape[0]):
         if table[row, 0] != 0:
             slot = ~_slot(into, table[row, 0], table[row, 1])
@@ -171,7 +184,7 @@ def rehash(table: Ints, into: Ints) -> None:
 
 @compiled(TABLE, TABLE)
 def count_missing(table: Ints, other: Ints) -> int:
-    """How many slots of a table another one lacks."""
+    """Return the number of keys of a table that another one lacks."""
     missing = 0
     for row in range(table.shape[0]):
         if table[row, 0] != 0 and _slot(other, table[row, 0], table[row, 1]) < 0:
@@ -181,7 +194,7 @@ def count_missing(table: Ints, other: Ints) -> int:
 
 @inlined
 def _copy(young: Any, old: Any, state: Any, kind: Any, rows: Any) -> Any:
-    """Copy the row of that kind, if there is one."""
+    """Copy the row of one kind, if it is known; return whether it is."""
     low, high = _key(state, kind)
     table, slot = young, _slot(young, low, high)
     if slot < 0:
@@ -195,27 +208,27 @@ def _copy(young: Any, old: Any, state: Any, kind: Any, rows: Any) -> Any:
 
 @inlined
 def find_rows(young: Any, old: Any, tail: Any, rows: Any) -> Any:
-    """Copy what is known; of either kind a longer end is known only if the shorter ones are."""
-    found, heard, state = LOGITS, TEXT, SEED
+    """Copy all known rows of a context; return the numbers of hits with logits and text. Hits are nested by length."""
+    logit_hits, text_hits, state = LOGITS, TEXT, SEED
     for place in range(LONGEST):
         state = lengthened(state, tail[place])
-        if heard < END and place + 1 == LENGTHS[heard] and _copy(young, old, state, heard, rows):
-            heard += 1
-        if found < TEXT and place + 1 == LENGTHS[found] and _copy(young, old, state, found, rows):
-            found += 1
-    return found - LOGITS, heard - TEXT
+        if text_hits < END and place + 1 == LENGTHS[text_hits] and _copy(young, old, state, text_hits, rows):
+            text_hits += 1
+        if logit_hits < TEXT and place + 1 == LENGTHS[logit_hits] and _copy(young, old, state, logit_hits, rows):
+            logit_hits += 1
+    return logit_hits - LOGITS, text_hits - TEXT
 
 
 @compiled(TABLE, TABLE, INTS, TABLE)
 def look_up(young: Ints, old: Ints, tail: Ints, rows: Ints) -> tuple[int, int]:
-    """Copy what is known about a context into `rows`, `[END, WIDTH]`; returns how many rows of either kind."""
-    found, heard = find_rows(young, old, tail, rows)
-    return found, heard
+    """Copy the known rows of a context to `rows`, `[END, WIDTH]`; return the numbers of hits with logits and text."""
+    logit_hits, text_hits = find_rows(young, old, tail, rows)
+    return logit_hits, text_hits
 
 
 @compiled(LONGS, INT, INT)
 def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
-    """Contexts `[count, LONGEST]` that end with the tokens of a text from number `start` on."""
+    """Return the contexts `[count, LONGEST]` that end with the tokens of a text from index `start` on."""
     tails = np.full((count, LONGEST), -1, np.int32)
     for row in range(count):
         for place in range(min(LONGEST, start + row + 1)):
@@ -225,7 +238,7 @@ def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
 
 @inlined
 def _certain(tokens: Any) -> Any:
-    """Rows that are sure of one token each."""
+    """Return rows that hold one token each, with the highest log-odds."""
     rows = np.full((tokens.shape[0], WIDTH), TOKEN, np.int32)
     for row in range(tokens.shape[0]):
         if tokens[row] < TOKEN:
@@ -235,6 +248,6 @@ def _certain(tokens: Any) -> Any:
 
 @compiled(LONGS)
 def certain(tokens: npt.NDArray[np.int64]) -> Ints:
-    """Rows `[M, WIDTH]` that are sure of one token each; of one that is too large for an entry they say nothing."""
+    """Return rows `[M, WIDTH]` that hold one token each, with the highest log-odds; empty where its id does not fit."""
     rows: Ints = _certain(tokens)
     return rows

@@ -1,8 +1,9 @@
-"""A tree while it grows, in arrays, and how compiled code holds them as one."""
+"""Arrays of a growing tree, held by compiled code as one struct, and the prior weights of copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numba
@@ -13,71 +14,150 @@ from numba.experimental import structref
 from lade.compilation import compiled
 from lade.decoding.kernels.layout import (
     AFTER_COPY,
+    COPY_KINDS,
     END,
     LONGEST,
+    MOST_MATCHES,
     MTP_DEPTHS,
     MTP_INPUTS,
     MTP_SLOTS,
     MTP_WIDTH,
-    NEAR,
+    NOTE_KINDS,
     ORDERS,
-    SPOTS,
-    TOLD,
     WIDTH,
     Doubles,
     Ints,
 )
-from lade.decoding.kernels.told_weights import told_weights
 
-_MOST = (END + NEAR + TOLD) * WIDTH + MTP_WIDTH
-_NOTES = 2048  # slots; a later note takes the place of an earlier one
+_MOST = (END + NOTE_KINDS + COPY_KINDS) * WIDTH + MTP_WIDTH
+_NOTES = 2048  # slots; a later note overwrites an earlier one
 
-# By the kinds that there are notes of, one bit each: the weight of each, and a bias. About what they become.
-_NEAR_WEIGHTS = ((0.0, 0.0, 0.0), (0.05, 0.0, 0.15), (0.0, 0.1, 0.3), (0.05, 0.1, 0.45))
+# By bit set of the kinds of notes present: the weight of each kind, and a bias. Close to what they converge to.
+_NOTE_WEIGHTS = ((0.0, 0.0, 0.0), (0.05, 0.0, 0.15), (0.0, 0.1, 0.3), (0.05, 0.1, 0.45))
+
+
+Row = tuple[float, ...]
+
+# An eighth of the values learned where a text is quoted: text that a model writes by itself needs small weights.
+_CALM = (
+    (0.0, 0.05, 0.02),
+    (0.02, 0.04, 0.0),
+    (0.0, 0.03, 0.01),
+    (0.03, 0.03, 0.0),
+    (0.01, 0.04, 0.0),
+    (0.08, 0.02, 0.02),
+    (0.03, 0.04, 0.0),
+    (0.08, 0.02, 0.02),
+    (0.05, 0.03, 0.02),
+    (0.09, 0.03, 0.03),
+    (0.08, 0.04, 0.02),
+    (0.15, 0.04, 0.03),
+    (0.08, 0.03, 0.02),
+    (0.1, 0.05, 0.02),
+)
+
+# Matches in the prompt, while a text is being quoted.
+_OF_PROMPT = (
+    (0.07, 0.25, -0.01),
+    (0.14, 0.21, -0.03),
+    (0.07, 0.18, 0.02),
+    (0.1, 0.15, -0.02),
+    (0.19, 0.12, 0.02),
+    (0.25, 0.12, 0.03),
+    (0.15, 0.11, 0.01),
+    (0.26, 0.09, 0.05),
+    (0.22, 0.06, 0.03),
+    (0.33, 0.1, 0.06),
+    (0.34, 0.05, 0.04),
+    (0.5, 0.14, 0.09),
+    (0.83, -0.13, 0.13),
+    (0.56, 0.19, 0.08),
+)
+
+# Matches in the answer, in the same state: three fifths of the learned values, as models repeat themselves loosely.
+_OF_ANSWER = (
+    (0.02, 0.33, 0.1),
+    (0.2, 0.18, 0.02),
+    (-0.02, 0.22, 0.02),
+    (0.07, 0.11, -0.01),
+    (0.02, 0.17, -0.01),
+    (0.14, 0.1, 0.01),
+    (-0.03, 0.19, -0.03),
+    (0.11, 0.09, 0.01),
+    (0.09, 0.11, 0.01),
+    (0.15, 0.1, 0.03),
+    (0.06, 0.16, -0.05),
+    (0.16, 0.17, 0.0),
+    (0.18, 0.09, 0.0),
+    (0.27, 0.14, 0.04),
+)
+
+_SHORT = 4  # rows for matches of one or two tokens
+_CAUTION = 0.3  # factor of the learning rate: matches come in many lengths, few of them often
+
+
+@cache
+def copy_priors() -> tuple[Row, ...]:
+    """Return the prior weights of copies, in four sets: for matches in the prompt and answer, before and after a copy.
+
+    By bucket of the match length (see `LENGTH_BUCKETS`) and by whether all matches continue alike: the weight of the
+    token after the latest longest match, that of the tokens after all matches, and a bias. Before the first copy a
+    match of three tokens with the prompt counts half of what it does later, a shorter one next to nothing.
+
+    Returns:
+        `[4 * 14]` rows; the last column is a factor of the learning rate.
+    """
+    calm, of_prompt, of_answer = [(*row, _CAUTION) for row in _CALM], _at_once(_OF_PROMPT), _at_once(_OF_ANSWER)
+    early = [(*(each / 2 for each in row[:-1]), 1.0) for row in of_prompt[_SHORT:]]
+    return (*calm[:_SHORT], *early, *calm, *of_prompt, *of_answer)
+
+
+def _at_once(rows: tuple[Row, ...]) -> list[Row]:
+    return [(*row, 1.0) for row in rows]
 
 
 class Work(NamedTuple):
-    """A tree while it grows, and what is known at each of its nodes; N is how many there is room for.
+    """A growing tree, and the features of its nodes; N is the capacity in nodes.
 
     Attributes:
-        ids, parents, depths: int32 `[N]`, as of a `TokenTree`.
+        ids, parents, depths: int32 `[N]`, as in `TokenTree`.
         scores: float64 `[N]`, the probability that a node is accepted.
         tails: int32 `[N, LONGEST]`, the context of each node.
-        found: int32 `[N]`, how many rows of logits the memory has for it; -1 where it has not been looked up.
-        heard: int32 `[N]`, how many rows of what followed in the text.
-        rows: int32 `[N, END, WIDTH]`, these rows, each where its kind belongs.
-        near: int32 `[N]`, which kinds of notes there are, one bit each.
-        near_rows: int32 `[N, NEAR, WIDTH]`, these notes.
-        notes: int32 `[M, 2 + WIDTH]`, what was said at places of the text, whatever stood before: the place, the token
-            there or -1, the row.
-        near_weights: float64 `[2 ** NEAR, NEAR + 1]`, for each choice of kinds the weight of each, and a bias.
-        offers: int32 `[N]`, how many different tokens rows and notes suggest.
-        tokens, odds: int32 and float64 `[N, _MOST]`, the tokens and their log-odds; as many of the
-            likeliest come first, in order, as have been asked for.
-        keys: float64 `[2 N]`, of a heap: the score that the next child of a node has, or may have.
-        nodes, ranks: int32 `[2 N]`, of the same heap: which node, and which of its children; -1 where the node has not
-            been looked up.
-        used: int64 `[7]`, numbers of what there is, by `NODES`, `HEAP`, `ROOT`, `READ`, `PROMPT`, `COPY`, `PREDICTED`.
-        text, links: int32 `[T]`, the text, and where each of its tokens stood before that, -1 for nowhere.
-        spots: int32 `[N, SPOTS]`, the numbers of the tokens that follow at earlier places, the longest ends first.
-        agreed: int32 `[N, SPOTS]`, how many tokens before each are those at the end of the node's text.
-        spot_counts: int32 `[N]`, how many such places there are.
-        told: int32 `[N]`, which of `told_weights` are in use; -1 where there are no such places.
-        told_rows: int32 `[N, TOLD, WIDTH]`, what followed there.
-        told_weights: float64 `[8 * END_KINDS, TOLD + 2]`, the weight of either row, a bias, and how fast they are
-            learned, see `told_weights`.
-        predicted: int32 `[N]`, the number of the MTP layer's prediction behind each node; -1 without one.
-        memory_odds: float64 `[N, _MOST]`, where there is a prediction the log-odds before the last mixing; NaN for
+        logit_hits: int32 `[N]`, number of rows of logits that the memory has for the node; -1 before the lookup.
+        text_hits: int32 `[N]`, number of rows of text that it has.
+        rows: int32 `[N, END, WIDTH]`, these rows by kind.
+        note_kinds: int32 `[N]`, bit set of the kinds of notes present.
+        note_rows: int32 `[N, NOTE_KINDS, WIDTH]`, these notes.
+        notes: int32 `[M, 2 + WIDTH]`, logits seen at positions, whatever the text before them: position, token there or
+            -1, row.
+        note_weights: float64 `[2 ** NOTE_KINDS, NOTE_KINDS + 1]`, by bit set: the weight of each kind, and a bias.
+        candidates: int32 `[N]`, number of distinct tokens that rows, notes and copies suggest.
+        tokens, odds: int32 and float64 `[N, _MOST]`, these tokens and their log-odds. As many as were asked for are
+            sorted to the front, likeliest first.
+        keys: float64 `[2 N]`, heap keys: score of the next child of a node, or an optimistic estimate.
+        nodes, ranks: int32 `[2 N]`, node and rank of the child of each heap entry; rank -1 before the lookup.
+        used: int64 `[7]`, counters, indexed by `NODES`, `HEAP`, `ROOT`, `READ`, `PROMPT`, `COPY`, `PREDICTED`.
+        text, links: int32 `[T]`, the text, and the index of each token's previous occurrence, -1 for none.
+        matches: int32 `[N, MOST_MATCHES]`, index of the token after each earlier occurrence of the node's suffix,
+            longest match first.
+        match_lengths: int32 `[N, MOST_MATCHES]`, number of matching tokens.
+        match_counts: int32 `[N]`, number of matches.
+        copy_line: int32 `[N]`, row of `copy_weights` in use; -1 without matches.
+        copy_rows: int32 `[N, COPY_KINDS, WIDTH]`, the tokens after the matches.
+        copy_weights: float64 `[8 * LENGTH_BUCKETS, COPY_KINDS + 2]`, weight of each row, a bias, and a factor of the
+            learning rate, see `copy_priors`.
+        predicted: int32 `[N]`, index of the MTP layer's prediction after each node; -1 without one.
+        memory_odds: float64 `[N, _MOST]`, at nodes with a prediction the log-odds before the final mixing; NaN for
             tokens that only the layer suggests.
-        listed: int32 `[N]`, where there is a prediction how many tokens there are with those behind the offers, which
-            only the layer suggests, and too faintly for them to be drafted.
-        bases: float64 `[N]`, log-odds before the last mixing of tokens that only the layer suggests.
+        listed: int32 `[N]`, at nodes with a prediction the number of tokens, including those after the candidates,
+            which only the layer suggests and which are too unlikely to be drafted.
+        bases: float64 `[N]`, log-odds before the final mixing of tokens that only the layer suggests.
         by_mtp: int32 `[N]`, 1 where the layer gives the node higher odds than the memory does, else 0.
-        mtp_parents, mtp_ids, mtp_depths: int32 `[E]`, the node that each prediction follows: the number of its parent's
-            prediction, its token, and its depth from 1, the root's, on. The root's prediction comes first.
-        mtp_tokens, mtp_odds: int32 and float64 `[E, MTP_WIDTH]`, the predicted tokens, -1 for none, and their log-odds.
+        mtp_parents, mtp_ids, mtp_depths: int32 `[E]`, the node that each prediction follows: index of its parent's
+            prediction, token, and depth, counted from 1 at the root. The root's prediction comes first.
+        mtp_tokens, mtp_odds: int32 and float64 `[E, MTP_WIDTH]`, predicted tokens, -1 for none, and their log-odds.
         mtp_weights: float64 `[MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS]`, see `drafting.mtp_tree`; shared by texts.
-        mtp_trust: float64 `[1]`, log-odds of the share that the last mixing has; likewise.
+        mtp_trust: float64 `[1]`, log-odds of the share of the final mixing; shared by texts.
     """
 
     ids: Ints
@@ -85,14 +165,14 @@ class Work(NamedTuple):
     depths: Ints
     scores: Doubles
     tails: Ints
-    found: Ints
-    heard: Ints
+    logit_hits: Ints
+    text_hits: Ints
     rows: Ints
-    near: Ints
-    near_rows: Ints
+    note_kinds: Ints
+    note_rows: Ints
     notes: Ints
-    near_weights: Doubles
-    offers: Ints
+    note_weights: Doubles
+    candidates: Ints
     tokens: Ints
     odds: Doubles
     keys: Doubles
@@ -101,12 +181,12 @@ class Work(NamedTuple):
     used: npt.NDArray[np.int64]
     text: Ints
     links: Ints
-    spots: Ints
-    agreed: Ints
-    spot_counts: Ints
-    told: Ints
-    told_rows: Ints
-    told_weights: Doubles
+    matches: Ints
+    match_lengths: Ints
+    match_counts: Ints
+    copy_line: Ints
+    copy_rows: Ints
+    copy_weights: Doubles
     predicted: Ints
     memory_odds: Doubles
     listed: Ints
@@ -122,23 +202,23 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, room: int) -> Work:
-        """Empty, with room for N nodes."""
+        """Return empty arrays with room for N nodes."""
         ints = [np.empty(room, np.int32) for _ in range(9)]
-        ids, parents, depths, found, heard, near, offers, spot_counts, told = ints
+        ids, parents, depths, logit_hits, text_hits, note_kinds, candidates, match_counts, copy_line = ints
         return cls(
             ids=ids,
             parents=parents,
             depths=depths,
             scores=np.empty(room),
             tails=np.empty((room, LONGEST), np.int32),
-            found=found,
-            heard=heard,
+            logit_hits=logit_hits,
+            text_hits=text_hits,
             rows=np.empty((room, END, WIDTH), np.int32),
-            near=near,
-            near_rows=np.empty((room, NEAR, WIDTH), np.int32),
+            note_kinds=note_kinds,
+            note_rows=np.empty((room, NOTE_KINDS, WIDTH), np.int32),
             notes=np.full((_NOTES, 2 + WIDTH), -2, np.int32),
-            near_weights=np.array(_NEAR_WEIGHTS),
-            offers=offers,
+            note_weights=np.array(_NOTE_WEIGHTS),
+            candidates=candidates,
             tokens=np.empty((room, _MOST), np.int32),
             odds=np.empty((room, _MOST)),
             keys=np.empty(2 * room + 2),
@@ -147,12 +227,12 @@ class Work(NamedTuple):
             used=np.array([0, 0, 0, 0, 0, -AFTER_COPY, 0], np.int64),
             text=np.zeros(1, np.int32),
             links=np.zeros(1, np.int32),
-            spots=np.empty((room, SPOTS), np.int32),
-            agreed=np.empty((room, SPOTS), np.int32),
-            spot_counts=spot_counts,
-            told=told,
-            told_rows=np.empty((room, TOLD, WIDTH), np.int32),
-            told_weights=np.array(told_weights()),
+            matches=np.empty((room, MOST_MATCHES), np.int32),
+            match_lengths=np.empty((room, MOST_MATCHES), np.int32),
+            match_counts=match_counts,
+            copy_line=copy_line,
+            copy_rows=np.empty((room, COPY_KINDS, WIDTH), np.int32),
+            copy_weights=np.array(copy_priors()),
             predicted=np.full(room, -1, np.int32),
             memory_odds=np.empty((room, _MOST)),
             listed=np.zeros(room, np.int32),
@@ -168,7 +248,7 @@ class Work(NamedTuple):
         )
 
     def widened(self, room: int) -> Work:
-        """The same with more room."""
+        """Return a copy with room for more nodes."""
         wider = Work.of(room)._replace(
             text=self.text, links=self.links, mtp_weights=self.mtp_weights, mtp_trust=self.mtp_trust
         )
@@ -182,7 +262,7 @@ _WORK = cast(Any, numba).typeof(Work.of(1))
 
 @structref.register
 class HeldType(numba.types.StructRef):
-    """The type of `Held`."""
+    """numba type of `Held`."""
 
 
 cast(Any, structref).define_boxing(HeldType, structref.StructRefProxy)
@@ -191,16 +271,16 @@ _new: Any = structref.new
 
 
 class Held(NamedTuple):
-    """A `Work` as compiled code holds it, that is as one thing: each call with its arrays would look at all of them.
+    """A `Work` as one struct: passing its arrays one by one would unbox all of them in every call.
 
-    This stands in its place where numba is switched off.
+    This Python type is used if numba's JIT is disabled.
     """
 
     work: Work
 
 
 def hold(work: Work) -> Held:
-    """Have compiled code hold these arrays."""
+    """Return these arrays as compiled code takes them."""
     return Held(work) if cast(Any, numba.config).DISABLE_JIT else _held(work)
 
 

@@ -2,8 +2,8 @@
 
 import { element, iconButton } from "./dom.js";
 
-const MOST_TEXT = 2 ** 20; // bytes
-const MOST_SIDE = 2048; // pixels: models make pictures smaller anyway
+const MAX_TEXT = 2 ** 20; // bytes
+const MAX_SIDE = 2048; // pixels: models make pictures smaller anyway
 const AS_IT_IS = 2 ** 19; // bytes of a PNG that is not made smaller
 const QUALITY = 0.9;
 const PICTURE = /^image\/(?!svg)/; // an SVG is a text
@@ -18,7 +18,7 @@ export async function attached(file, { images }) {
     if (!images) throw new Error(`${name} is a picture, and this model reads only text.`);
     return { name, url: await pictureUrl(file) };
   }
-  if (file.size > MOST_TEXT) throw new Error(`${name} is larger than 1 MB: attach a part of it.`);
+  if (file.size > MAX_TEXT) throw new Error(`${name} is larger than 1 MB: attach a part of it.`);
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return { name, text };
@@ -33,7 +33,7 @@ async function pictureUrl(file) {
   const bitmap = await createImageBitmap(file).catch(() => {
     throw new Error(`${file.name} is no picture that the browser can read.`);
   });
-  const scale = Math.min(1, MOST_SIDE / Math.max(bitmap.width, bitmap.height));
+  const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
   if (file.type === "image/png" && scale === 1 && file.size <= AS_IT_IS) return asUrl(file);
   const canvas = element("canvas", { width: Math.max(1, Math.round(bitmap.width * scale)), height: Math.max(1, Math.round(bitmap.height * scale)) });
   const context = canvas.getContext("2d");

@@ -5,7 +5,7 @@ import DOMPurify from "./vendor/purify.es.mjs";
 import hljs from "./vendor/highlight.min.js";
 import { FORMULAS } from "./maths.js";
 
-const MOST_MS = 500; // for one text: marked is quadratic in some
+const MAX_MS = 500; // for one text: marked is quadratic in some
 const DEEPEST = 40; // tokens within tokens: marked and layout overflow where they go on, and nobody reads them
 const HIGHLIGHT_MS = 50; // for half of a block of code: highlight.js is quadratic in some
 const LONGEST_LINE = 1000; // of highlighted code
@@ -42,7 +42,7 @@ export class Markdown {
    * @throws Error it is nested too deep, or takes too long
    */
   blocks(text) {
-    this.#ends = performance.now() + MOST_MS;
+    this.#ends = performance.now() + MAX_MS;
     const blocks = [];
     let start = 0;
     for (const token of this.#marked.lexer(text)) {
@@ -66,7 +66,7 @@ export class Markdown {
 
   /** @returns false: marked goes on as if it had not been asked */
   #check() {
-    if (performance.now() > this.#ends) throw new RangeError(`not drawn within ${MOST_MS} ms`);
+    if (performance.now() > this.#ends) throw new RangeError(`not drawn within ${MAX_MS} ms`);
     return false;
   }
 }

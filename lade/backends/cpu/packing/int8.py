@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from lade.backends.cpu.kernels import dot_products, tile_code_products
+from lade.backends.cpu.kernels import dot_products, tile_products
 from lade.backends.cpu.kernels.codes import CODES, RowQuantisation, quantise_rows
 from lade.backends.cpu.kernels.dots import DOT_PANEL, FEW, rows_together
 from lade.backends.cpu.kernels.instructions import dtype_code, is_plain, refuse
@@ -24,8 +24,7 @@ from lade.backends.cpu.kernels.panel_products import PanelProduct
 from lade.backends.cpu.kernels.tiles import PANEL, ROWS
 from lade.backends.cpu.packing.integer_products import ZERO_POINT, Codes, input_dtype, multiplied, prepacked, quantised
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import groups, panel_for
-from lade.backends.cpu.packing.tile_products import in_panels, out_of_panels
+from lade.backends.cpu.packing.panel_products import groups, in_panels, out_of_panels, panel_for
 from lade.backends.cpu.packing.weight import ByValue, HugePages, PackedWeight, like
 from lade.backends.cpu.worker_threads import run_on_team
 from lade.errors import UnsupportedModelError
@@ -294,7 +293,7 @@ def int8_panel_product(
         row_group, panel_group = groups(rows, count, blocks)
     else:
         few, together = ROWS, min(rows, ROWS)
-        kernels = tile_code_products.multiply_few_codes, tile_code_products.multiply_many_codes
+        kernels = tile_products.multiply_few_codes, tile_products.multiply_many_codes
         row_group, panel_group = _tile_groups(rows, count, blocks)
     bias = None if bias is None else bias.contiguous()
     fields = PanelProduct(

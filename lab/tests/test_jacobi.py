@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import Stats
-from lade.decoding.drafting.jacobi import JacobiDrafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy, Verdict
 from lade.errors import ConfigError
 from lade.testing import FunctionRunner, ListCache
+from lade_lab.jacobi import JacobiDrafter
 
 VOCABULARY = 12
 
