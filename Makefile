@@ -7,6 +7,8 @@ KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_fami
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
+DEMO := .venv-demo
+WHEEL := .venv-wheel
 FRAMEWORKS := .venv-frameworks
 PAGE := .venv-page
 FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
@@ -14,10 +16,12 @@ CLIENTS := .venv-clients
 SCALE := .venv-scale
 SCHEMA := .venv-schema
 BIN := $(VENV)/bin
+# A demo needs no developers' tools; where they are installed, it runs beside them.
+SHOWN := $(if $(wildcard $(VENV)/.installed),$(VENV),$(DEMO))
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page test-wheel lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,6 +30,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DEMO)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(WHEEL)/.installed: constraints-wheel.txt
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-wheel.txt build twine
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
@@ -44,7 +59,7 @@ $(QUANTISED)/.installed: $(VENV)/.installed
 
 $(DOCS)/.installed: constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt zensical 'mkdocstrings[python]'
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt zensical 'mkdocstrings[python]' ruff
 	@touch $@
 
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.txt
@@ -74,8 +89,8 @@ $(SCHEMA)/.installed: constraints-schema.txt
 	$(SCHEMA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-schema.txt schemathesis
 	@touch $@
 
-demo: $(VENV)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
-	$(BIN)/lade demo
+demo: $(SHOWN)/.installed ## watch a model write Python: plain, prompt lookup and lookahead decoding side by side
+	$(SHOWN)/bin/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs
 
@@ -129,14 +144,23 @@ figures: $(VENV)/.installed ## draw the pictures of README and docs anew
 	$(BIN)/python scripts/draw_window.py docs/images
 	$(BIN)/python scripts/draw_output.py docs/images
 
-docs: $(DOCS)/.installed ## build the documentation into build/site; any warning is an error
+docs: $(DOCS)/.installed ## build the documentation into build/site; any warning is an error (SITE_URL=, REPO_URL=: where it is published)
 	$(DOCS)/bin/zensical build --strict --clean
+	$(DOCS)/bin/python scripts/check_site.py build/site
 
 traces: $(VENV)/.installed ## paste the runs shown in docs/how-it-works.md again
 	$(BIN)/python scripts/paste_output.py docs/how-it-works.md
 
-wheel: $(VENV)/.installed ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+wheel: $(WHEEL)/.installed ## build wheel and source distribution into dist/, and check what an index would show
+	rm -rf dist
+	$(WHEEL)/bin/python -m build --outdir dist .
+	$(WHEEL)/bin/python -m twine check --strict dist/*
+
+test-wheel: ## install the wheel of dist/ into a fresh environment, and generate with it
+	$(PYTHON) -m venv --clear build/wheel-env
+	build/wheel-env/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	build/wheel-env/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && wheel-env/bin/lade generate "def add(a, b):" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(SCHEMA) $(PAGE) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(WHEEL) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(SCHEMA) $(PAGE) $(DOCS) build dist *.egg-info

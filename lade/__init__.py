@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from lade.backends.cuda_graphs.backend import release
     from lade.backends.processes.team import parallel
     from lade.config import LookaheadConfig
+    from lade.drafter import Continuation, Drafter
     from lade.engines.drafter import EngineDraft, EngineDrafter
     from lade.errors import (
         CaptureWarning,
         ClusterError,
         ConfigError,
+        DrafterError,
         EngineClosedError,
         EngineFullError,
         FallbackWarning,
@@ -51,6 +53,9 @@ __all__ = [
     "CaptureWarning",
     "ClusterError",
     "ConfigError",
+    "Continuation",
+    "Drafter",
+    "DrafterError",
     "Engine",
     "EngineClosedError",
     "EngineDraft",
@@ -100,12 +105,14 @@ __all__ = [
 _HOMES = {
     "lade.backends.processes.team": ("parallel",),
     "lade.config": ("LookaheadConfig",),
+    "lade.drafter": ("Continuation", "Drafter"),
     "lade.memory": ("Memory",),
     "lade.engines.drafter": ("EngineDraft", "EngineDrafter"),
     "lade.errors": (
         "CaptureWarning",
         "ClusterError",
         "ConfigError",
+        "DrafterError",
         "EngineClosedError",
         "EngineFullError",
         "FallbackWarning",

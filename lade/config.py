@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lade.drafter import Drafter
 
 MOST_COLUMNS, MOST_NGRAM, MOST_BUDGET = 256, 32, 1024
 """Upper bounds: several times the sizes that pay on any hardware, yet small enough for a step to finish."""
@@ -37,6 +41,8 @@ class LookaheadConfig:
         memory: a `lade.Memory` that the adaptive method reads and fills; None for one that ends with the request.
         mtp: draft with the multi-token prediction (MTP) layers of the checkpoint, too: None where they are found and
             pay; False nowhere; True to raise where they cannot be used.
+        sources: drafters of your own, see `lade.Drafter`. Their drafts are verified beside the method's; with the
+            paper's method they come before those of the pool.
         seed: seeds the private generator of the window's first tokens. It changes the drafts, hence the speed, never
             the output; torch's global generator is not touched.
 
@@ -58,6 +64,7 @@ class LookaheadConfig:
     memory: BaseMemory | None = None
     seed: int = 0
     mtp: bool | None = None
+    sources: Sequence[Drafter] = ()
 
     def __post_init__(self) -> None:
         sizes = {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
@@ -66,6 +73,7 @@ class LookaheadConfig:
             object.__setattr__(self, "adaptive", not given)
         for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
             object.__setattr__(self, name, given.get(name, default))
+        object.__setattr__(self, "sources", _drafters(self.sources))
         self._check_types()
         self._check_method(given)
 
@@ -98,6 +106,27 @@ class LookaheadConfig:
 
 Lookahead = LookaheadConfig | Literal["auto"] | None
 """The argument `lookahead=`: settings, "auto" for the defaults wherever they can be served, None for plain decoding."""
+
+
+STEP_SOURCES = frozenset(
+    ("prefill", "window", "pool", "prompt", "text", "memory", "prediction", "mtp", "grammar", "bonus", "beam")
+)
+"""Names in `Step.sources` that the library uses itself."""
+
+
+def _drafters(sources: object) -> tuple[Drafter, ...]:
+    """Return the drafters of `sources=`; raise `ConfigError` for one that cannot be asked."""
+    if not isinstance(sources, Sequence) or isinstance(sources, str):
+        raise ConfigError("sources", sources, "give a list of lade.Drafter objects")
+    for each in sources:
+        if isinstance(each, type):
+            raise ConfigError("sources", sources, f"give an object, {each.__name__}(...), and not its class")
+        if not all(callable(getattr(each, method, None)) for method in ("begin", "propose", "learn", "end")):
+            raise ConfigError("sources", sources, "give objects of subclasses of lade.Drafter")
+        name = getattr(each, "name", None)
+        if not isinstance(name, str) or not name or name in STEP_SOURCES:
+            raise ConfigError("sources", sources, f"the name {name!r} is not available: give another to the drafter")
+    return tuple(sources)
 
 
 def _require_int(field: str, value: object, least: int, most: int | None = None, note: str = "") -> None:

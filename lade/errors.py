@@ -6,6 +6,7 @@ LadeError
 ├── UnsupportedError        (ValueError)  cannot be served exactly
 │   ├── UnsupportedModelError             because of the model
 │   └── UnsupportedArgumentError          because of an argument of generate()
+├── DrafterError            (RuntimeError) a `lade.Drafter` has failed
 ├── ClusterError            (RuntimeError) processes that decode together have diverged
 ├── EngineFullError         (RuntimeError) the queue of a `lade.Engine` is full
 ├── EngineClosedError       (RuntimeError) a `lade.Engine` takes no more requests
@@ -58,6 +59,14 @@ class UnsupportedModelError(UnsupportedError):
 
 class UnsupportedArgumentError(UnsupportedError):
     """An argument of `generate` that lookahead decoding does not support."""
+
+
+class DrafterError(LadeError, RuntimeError):
+    """A `lade.Drafter` raised an exception, which is the `__cause__`, or proposed what is not a token id."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"the drafter {name} failed: {problem}; mend it, or leave it out of sources=[...]")
+        self.name, self.problem = name, problem
 
 
 class ClusterError(LadeError, RuntimeError):

@@ -1,6 +1,6 @@
 """Ray Serve deployment: `serve run lade.replicas:app model=NAME replicas=2`.
 
-Needs `pip install "lookahead-decoding[scale]"`.
+Needs the extra `[scale]`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 __version__ = "0.1.0"
 
 
-REMEDY = "pip uninstall lade && pip install --force-reinstall --no-deps lookahead-decoding"
+REMEDY = "pip uninstall lade && pip install --force-reinstall --no-deps ."
 
 
 def warn_if_shadowed() -> None:
@@ -18,6 +18,7 @@ def warn_if_shadowed() -> None:
     except PackageNotFoundError:
         return
     warnings.warn(
-        f"the original library lade {old} is installed beside lookahead-decoding and shares its folder: run  {REMEDY}",
+        f"the original library lade {old} is installed beside lookahead-decoding and shares its folder: "
+        f"in the checkout of lookahead-decoding, run  {REMEDY}",
         stacklevel=3,
     )

@@ -47,10 +47,11 @@ def write_checkpoint(larger, folder, *, prefix="mtp", count="num_mtp_layers", se
     """
     larger.save_pretrained(folder)
     file, generator = Path(folder) / "model.safetensors", torch.Generator().manual_seed(seed)
-    weights, config = load_file(file), larger.config
+    weights, config = load_file(file), larger.config.get_text_config()
     last, size = config.num_hidden_layers - 1, config.hidden_size
     dtype = larger.get_input_embeddings().weight.dtype
-    before = f"model.layers.{last}."
+    before = next(name for name in weights if f"layers.{last}." in name and "visual" not in name)
+    before = before[: before.index(f"layers.{last}.")] + f"layers.{last}."
     block = {name.removeprefix(before): weights.pop(name) for name in list(weights) if name.startswith(before)}
     own = {name: (1.0 + 0.1 * torch.randn(size, generator=generator)).to(dtype) for name in NORMS.values()}
     projection = (torch.randn(size, 2 * size, generator=generator) / math.sqrt(2 * size)).to(dtype)
@@ -71,19 +72,22 @@ def write_checkpoint(larger, folder, *, prefix="mtp", count="num_mtp_layers", se
 def _shortened(folder, layers, count):
     """The configuration of a checkpoint with so many layers, and one MTP layer."""
     fields = json.loads((Path(folder) / "config.json").read_text())
-    for name, value in fields.items():
+    text = fields.get("text_config", fields)
+    for name, value in text.items():
         if isinstance(value, list) and len(value) == layers + 1:
-            fields[name] = value[:layers]
-    fields["num_hidden_layers"] = layers
-    return fields if count is None else {**fields, count: 1}
+            text[name] = value[:layers]
+    text["num_hidden_layers"] = layers
+    if count is not None:
+        text[count] = 1
+    return fields
 
 
-def load(folder, dtype=torch.float64, **arguments):
+def load(folder, dtype=torch.float64, loader=AutoModelForCausalLM, **arguments):
     """The model of a checkpoint; transformers says nothing of the weights that it drops."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments).eval()
+        model = loader.from_pretrained(folder, dtype=dtype, **arguments).eval()
     finally:
         logging.set_verbosity(before)
     model.generation_config.eos_token_id = None

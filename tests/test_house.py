@@ -12,18 +12,18 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 259,
-    "lines": 48700,
-    "files under 40 lines of code": 15,
+    "files": 262,
+    "lines": 49200,
+    "files under 40 lines of code": 16,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.2,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
-    "files that generate imports": 66,
-    "lines that generate imports": 13700,
+    "files that generate imports": 67,
+    "lines that generate imports": 13950,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
-    "class names used more than once": 1,
+    "class names used more than once": 2,
     "docstrings that begin with What, Whether or Of": 31,
     "entries of Args that are fragments, per cent": 4.2,
 }

@@ -170,7 +170,7 @@ class Method:
     Attributes:
         name: unique in a run, such as "adaptive" or "lookahead 15,5,15".
         kind: hf, hf-prompt-lookup, hf-assisted, hf-mtp, plain, jacobi, prompt-lookup, suffix, token-recycling, mtp,
-            lookahead, adaptive or adaptive-warm.
+            lookahead, adaptive, adaptive-warm or drafter.
         config: of the method, such as `{"window": 15, "ngram": 5, "guesses": 15}`.
         packed: whether it ran on prepacked weights (`lade.pack`).
         compared: whether its answers are to equal the reference's. Transformers' assisted methods, when sampling, draw

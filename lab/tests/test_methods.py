@@ -62,7 +62,7 @@ def test_commas_between_methods_and_between_sizes():
 
 
 def test_the_default_methods_are_all_but_the_one_that_needs_a_draft_and_those_of_others():
-    known = [kind for kind in KINDS if kind not in PEERS | {"hf-assisted", "hf-mtp"}]
+    known = [kind for kind in KINDS if kind not in PEERS | {"hf-assisted", "hf-mtp", "drafter"}]
     assert [method.name for method in parse_all(DEFAULT)] == known
 
 
@@ -105,3 +105,32 @@ def test_the_reference(texts, sampling, expected):
 def test_a_reference_must_draw_as_the_others_do():
     with pytest.raises(ConfigError, match="add one such as hf or plain"):
         reference_of(parse_all(["hf-prompt-lookup"], sampling=True))
+
+
+DRAFTER = (
+    "from lade import Drafter\nclass Mine(Drafter):\n    def propose(self, request, tokens, most):\n        pass\n"
+)
+
+
+def test_a_drafter_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_bench_drafts.py").write_text(DRAFTER)
+    found = parse_all(["hf", "drafter=my_bench_drafts:Mine=8", "drafter=my_bench_drafts:Mine"])
+    assert [method.name for method in found] == ["hf", "Mine 8", "Mine"]
+    assert found[1].config == {"drafter": "my_bench_drafts:Mine", "budget": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("drafter", "MODULE:CLASS"),
+        ("drafter=nowhere", "MODULE:CLASS"),
+        ("drafter=no_such_module:Mine", "ModuleNotFoundError"),
+        ("drafter=json:loads=8", "TypeError"),
+        ("drafter=json:JSONDecoder=8", "lade.Drafter"),
+        ("drafter=json:JSONDecoder=x", "=B"),
+    ],
+)
+def test_what_is_no_drafter(text, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        parse(text)

@@ -4,8 +4,9 @@ The layer learns from texts that the model writes itself, towards the model's ow
 corpus. It is trained as it drafts: on its own outputs, three levels deep, where level j at a place knows the model's
 true states up to j places before, and the entries of the levels between. It begins as the model's last layer.
 
-The checkpoint that is written has the model's weights and the layer's as `mtp.*`, in the layout of Mellum and Qwen3.5,
-which `transformers.modeling_layers.MtpModel` reads.
+The checkpoint that is written is the model's with a folder `mtp` beside its files. There the layer's weights lie in a
+`model.safetensors` of their own, named as in Mellum and Qwen3.5, which `transformers.modeling_layers.MtpModel` reads.
+Among the model's own weights transformers would report them as unexpected.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 from transformers.modeling_layers import MtpLayer
+
+from lade.backends.mtp.find import SUBFOLDER
 
 LEVEL_WEIGHTS = (1.0, 0.7, 0.5)
 """Weights of the levels' losses."""
 PLACE_SHARES = (0.6, 0.35, 0.25)
 """Shares of the places whose logits are computed, by level: the head is most of the work."""
 TEMPERATURES = (0.5, 0.7, 0.9, 1.0)
+KEEP_SECONDS = 120.0
+"""Seconds between checkpoints: an interrupted run keeps the last one."""
+_WEIGHTS = "model.safetensors"
 _NAMES = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -130,12 +137,23 @@ def written_texts(model: Any, count: int, tokens: int, seed: int = 0) -> torch.T
 
 
 def train_layer(
-    layer: nn.Module, model: Any, texts: torch.Tensor, *, seconds: float, batch: int = 8, rate: float = 2e-3
+    layer: nn.Module,
+    model: Any,
+    texts: torch.Tensor,
+    *,
+    seconds: float,
+    batch: int = 8,
+    rate: float = 2e-3,
+    keep: Callable[[], None] | None = None,
 ) -> list[float]:
-    """Train a layer on texts, [N, T], for so many seconds; the model stays as it is. Returns the loss of each step."""
+    """Train a layer on texts, [N, T], for a time in seconds; return the loss of each step. The model is not changed.
+
+    `keep` is called every `KEEP_SECONDS`, to write a checkpoint.
+    """
     model.requires_grad_(False)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     start, seen, order, history = time.monotonic(), 0, torch.randperm(len(texts)), list[float]()
+    kept = 0.0
     while (passed := time.monotonic() - start) < seconds:
         warmup, cooling = min(1.0, (len(history) + 1) / 50), 0.5 * (1 + math.cos(math.pi * passed / seconds))
         for group in optimizer.param_groups:
@@ -150,21 +168,28 @@ def train_layer(
         torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
         optimizer.step()
         history.append(loss.item())
+        if keep is not None and passed - kept > KEEP_SECONDS:
+            keep()
+            kept = passed
     return history
 
 
 def export_layer(layer: nn.Module, source: Path, folder: Path) -> None:
-    """Write the checkpoint of `source` to `folder` once more, with the layer's weights in the dtype of the others."""
+    """Write the checkpoint of `source` to `folder` with the layer beside it, in the dtype of the model's weights."""
     if folder.resolve() != source.resolve():
         shutil.copytree(source, folder, dirs_exist_ok=True)
-    file, config = folder / "model.safetensors", folder / "config.json"
-    weights = load_file(file)
-    dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+    config = folder / "config.json"
+    with safe_open(folder / _WEIGHTS, framework="pt") as weights:
+        parts = (weights.get_tensor(name) for name in weights.keys())  # noqa: SIM118 - it is no dictionary
+        dtype = next(part.dtype for part in parts if part.is_floating_point())
+    named = dict[str, torch.Tensor]()
     for name, weight in layer.state_dict().items():
         part, _, rest = name.partition(".")
-        named = f"mtp.layers.0.{rest}" if part == "mtp_block" else f"mtp.{_NAMES[part]}.{rest}"
-        weights[named] = weight.detach().to(dtype).contiguous()
-    save_file(weights, file, metadata={"format": "pt"})
+        full = f"mtp.layers.0.{rest}" if part == "mtp_block" else f"mtp.{_NAMES[part]}.{rest}"
+        named[full] = weight.detach().to(dtype).contiguous()
+    (folder / SUBFOLDER).mkdir(exist_ok=True)
+    file = folder / SUBFOLDER / _WEIGHTS
+    save_file(named, file, metadata={"format": "pt"})
     file.chmod(0o644)
     config.write_text(
         json.dumps({**json.loads(config.read_text("utf-8")), "num_mtp_layers": 1}, indent=2) + "\n", "utf-8"
@@ -186,7 +211,7 @@ def main(
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     written = written_texts(base, texts, tokens, seed)
     layer, held = new_layer(base, seed), written[: max(1, texts // 48)]
-    train_layer(layer, base, written[len(held) :], seconds=60 * minutes)
+    train_layer(layer, base, written[len(held) :], seconds=60 * minutes, keep=lambda: export_layer(layer, model, out))
     with torch.no_grad():
         _, agreements = losses(layer.eval(), base, held, shares=None)
     export_layer(layer, model, out)

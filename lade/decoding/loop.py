@@ -217,6 +217,8 @@ class DecodeLoop(Generic[CacheT]):
             self.budget.decide([each.scores for each in candidates])
         for row in self.rows:
             row.steps += 1
+            if row.drafter.problem is not None:
+                row.fail(row.drafter.problem)
         return [RowStep(row, each.draft()) for row, each in zip(self.rows, candidates, strict=True)]
 
     def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor, fed: int) -> None:

@@ -78,7 +78,7 @@ _ROOT = EngineDraft([], [], [])
 
 
 @dataclass(slots=True)
-class _Request:
+class _EngineRequest:
     """The state of a request.
 
     Attributes:
@@ -136,7 +136,7 @@ class EngineDrafter:
         self.vocabulary, self.memory, self._trees = vocabulary, Memory() if memory is None else memory, trees
         self._excluded, self._price = tuple(excluded), TokenPrice(price)
         self._with_rows = 1.0  # share of late steps that came with rows of logits
-        self._requests: dict[Hashable, _Request] = {}
+        self._requests: dict[Hashable, _EngineRequest] = {}
 
     @property
     def requests(self) -> list[Hashable]:
@@ -156,7 +156,7 @@ class EngineDrafter:
         """Begin a request.
 
         Args:
-            request: its name, until `end`.
+            request: the name of the request until `end`.
             prompt: `[T]` token ids, at least one.
             memory: the memory of its tenant. Timing is a side channel: requests that share a memory can find out which
                 texts it has seen. None for the drafter's own.
@@ -169,7 +169,7 @@ class EngineDrafter:
         tokens = self._checked("prompt", prompt)
         grower = TreeGrower(self._excluded, self.vocabulary, _FIRST_ROOM)
         grower.set_prompt(len(tokens))
-        state = _Request(grower, self.memory if memory is None else memory, tokens)
+        state = _EngineRequest(grower, self.memory if memory is None else memory, tokens)
         self._requests[request] = state
         _learn_text(state, 1, is_sure=False)
 
@@ -177,7 +177,7 @@ class EngineDrafter:
         """Draft what may follow the texts of these requests.
 
         Args:
-            requests: `[B]` names.
+            requests: `[B]` names of requests.
             budgets: the most tokens to draft, for all or, `[B]`, for each.
 
         Returns:
@@ -202,7 +202,7 @@ class EngineDrafter:
         """Learn from a pass that verified the last draft of a request, or its first tokens, or none of it.
 
         Args:
-            request: its name.
+            request: the name that `begin` gave it.
             tokens: `[A]` ids that the request got, at least one: accepted ones, and the one the model chose after them.
             rows: `[F, WIDTH]` int32 from `read_rows`, of the logits at each token that was fed: the text's last one,
                 then the draft's first F - 1, accepted or not. None where there are no logits; then tokens are learned
@@ -299,13 +299,13 @@ class EngineDrafter:
         """
         return EngineDrafter.unpack_rows(EngineDrafter.pack_rows(logits))
 
-    def _state(self, request: Hashable) -> _Request:
+    def _state(self, request: Hashable) -> _EngineRequest:
         state = self._requests.get(request)
         if state is None:
             raise InputError(f"request={request!r} is not known: begin it first; {len(self._requests)} are known")
         return state
 
-    def _draft(self, state: _Request, most: int, price: float, news: float) -> EngineDraft:
+    def _draft(self, state: _EngineRequest, most: int, price: float, news: float) -> EngineDraft:
         """Grow a draft of at most that many tokens."""
         grower = state.grower
         grower.read(state.tokens)
@@ -348,7 +348,7 @@ def _check_rows(rows: Any, fed: int, needed: int) -> None:
         )
 
 
-def _learn_step(state: _Request, path: list[int], chosen: list[int], rows: Ints | None) -> None:
+def _learn_step(state: _EngineRequest, path: list[int], chosen: list[int], rows: Ints | None) -> None:
     """Learn from the tree that was fed: `path` `[A]`, the nodes reached, and `chosen` `[A]`, the tokens there."""
     memory, work = state.memory, state.grower.work
     nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
@@ -359,14 +359,14 @@ def _learn_step(state: _Request, path: list[int], chosen: list[int], rows: Ints 
     memory.learn_step(work.tails[nodes], tables.certain(tokens), np.arange(len(nodes)), tokens)
 
 
-def _tails(state: _Request, start: int) -> tuple[Ints, npt.NDArray[np.int64]]:
+def _tails(state: _EngineRequest, start: int) -> tuple[Ints, npt.NDArray[np.int64]]:
     """Return the contexts `[M, LONGEST]` of the text's tokens from number `start` on, and these tokens `[M]`."""
     first = max(0, start - LONGEST)
     text = np.array(state.tokens[first:], dtype=np.int64)
     return tables.tails_of(text, start - first - 1, len(state.tokens) - start), text[start - first :]
 
 
-def _learn_text(state: _Request, start: int, *, is_sure: bool) -> None:
+def _learn_text(state: _EngineRequest, start: int, *, is_sure: bool) -> None:
     """Learn which tokens followed which, from number `start` of the text on, and that the model was sure of them."""
     if start < len(state.tokens):
         tails, following = _tails(state, start)

@@ -112,7 +112,7 @@ def arguments_for_callable(model: Any, inner: PreTrainedModel, arguments: dict[s
     """
     if getattr(type(inner), "generate", None) is not GenerationMixin.generate:
         supports(model).require()  # an overridden `generate` may do anything with our callable, or be missing
-    if needs_synced_passes(inner):  # a callable is not told, and would have to synchronize by itself
+    if needs_synced_passes(inner):  # a callable does not learn of it, and would have to synchronize by itself
         supports(model).require()
     _check_own_generate(inner)
     for name, what in UNFORWARDED.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -238,15 +239,17 @@ class DecodeJob:
             sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
         if self.mtp is not None and spec.config.mtp is not False:
             sizing["mtp"] = self.mtp.weights
-        return drafter_for(
+        own: list[Any] = _user_sources(spec) if config.sources else []
+        drafter = drafter_for(
             config,
             spec.excluded,
             vocabulary=spec.vocabulary,
-            sources=self._sources(spec),
+            sources=[*self._sources(spec), *own],
             constraint=spec.constraint,
             read_logits=alone or reads_logits(spec.config, self.budget),
             **sizing,
         )
+        return _user_module().SourcedDrafter(drafter, own, len(spec.source_text)) if own else drafter
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
         """Return the sources of drafts from text: the prediction, and the row's own text."""
@@ -268,6 +271,21 @@ class DecodeJob:
     def save(self) -> None:
         """Save the step costs that have changed, at the end of a generation."""
         save_refreshed(self._model)
+
+
+def _user_module() -> Any:
+    """Return the module for callers' own drafters, which few calls need."""
+    return import_module("lade.decoding.drafting.user_sources")
+
+
+def _user_sources(spec: DraftSpec) -> list[Any]:
+    """Return a source per drafter of `LookaheadConfig.sources`."""
+    config = spec.config
+    sizes: dict[str, Any] = {"sized": True} if spec.sizes_trees else {}
+    if config.budget is not None:
+        sizes["longest"] = config.budget - 1
+    source = _user_module().UserSource
+    return [source(drafter, spec.vocabulary, spec.excluded, **sizes) for drafter in config.sources]
 
 
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:

@@ -103,6 +103,8 @@ class LockStepSession:
         self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats, streamer: BaseStreamer | None = None
     ) -> None:
         self._prepared, self._streamer = prepared, streamer
+        if config.sources:
+            refuse("sources in a batch in lock-step", "texts of such a batch are drafted beyond tokens not chosen yet")
         plan, texts, images = check(prepared)
         runner = runner_of(prepared, plan, lock_step=True)
         self._runner = runner.for_prompts(images)
@@ -185,8 +187,8 @@ class BeamSession:
     """
 
     def __init__(self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats) -> None:
-        for name in ("budget", "memory", "mtp"):
-            if getattr(config, name) not in (None, False):
+        for name in ("budget", "memory", "mtp", "sources"):
+            if getattr(config, name) not in (None, False, ()):
                 refuse(f"{name} with num_beams", "beams are drafted at fixed sizes, with a memory of their own")
         if prepared.predictions:
             refuse("prediction with num_beams", "beams are drafted from a memory of their own")

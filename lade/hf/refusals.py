@@ -154,7 +154,7 @@ def _refuse_caches(prepared: Prepared) -> None:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
     if prepared.facts.has_encoder:
-        refuse("past_key_values", "a decoder's tree needs a cache of its own beside the encoder's")
+        refuse("past_key_values", "a token tree in a decoder needs its own cache besides the encoder's")
     if user_cache.lacks_indexer(cache, prepared.facts):
         what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
         refuse(what, "it holds no indexer keys; give DynamicCache(config=model.config) or a lade.TreeCache")

@@ -143,6 +143,8 @@ class Session:
         with ExitStack() as stack:
             stack.push(self._end_stream)
             stack.callback(self._job.save)
+            for row in self._rows:
+                stack.callback(row.drafter.close)
             stack.push(self._give_back)
             if self._streamer is not None and not self._prompt_streamed:
                 self._streamer.put(self._prepared.input_ids.cpu())

@@ -80,7 +80,7 @@ def is_media_name(name: str) -> bool:
 
 
 def is_unset(value: Any) -> bool:
-    """Return whether an argument is as good as omitted, such as the `mm_encoder_outputs={}` of a text prompt."""
+    """Return whether an argument has no effect, such as the `mm_encoder_outputs={}` of a text prompt."""
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)
 
 

@@ -58,12 +58,14 @@ ENCODER_DECODERS = frozenset(
 )
 """Tested encoder-decoder families; their decoders alone, such as `BartForCausalLM`, are not tested."""
 
-_SLOTS_OF_ALIBI = "its ALiBi biases go by cache slot, not by position"
+_SLOTS_OF_ALIBI = "its ALiBi biases depend on the cache slot, not on the position"
 REFUSED = {
     "doge": "its attention selects keys by score, and breaks ties by the number of keys",
     "gpt_neo": "its local attention layers mask by cache slot and ignore the mask of a tree",
     "mpt": _SLOTS_OF_ALIBI,
-    **dict.fromkeys(["inkling_text", "inkling2_text"], "its attention's biases go by cache slot, not by position"),
+    **dict.fromkeys(
+        ["inkling_text", "inkling2_text"], "its attention's biases depend on the cache slot, not on the position"
+    ),
     **dict.fromkeys(["qwen4_exp_text", "glm5_next_text"], "its indexer pools keys by cache slot, not by position"),
     "deepseek_v4": "its attention compresses windows that close by cache slot, not by position",
     "zamba": "its recurrent states have a layout of their own, one per head",
@@ -180,6 +182,8 @@ def mtp_search_refusal(facts: ModelFacts) -> str:
     dropped = model._keys_to_ignore_on_load_unexpected or ()
     if 0 in counts or not (counts or any("mtp" in pattern for pattern in dropped)):
         return f"{type(model).__name__} is configured without MTP layers"
+    if (processes := joint.loaded("processes")) is not None and processes.has_parts(model):
+        return "each process of lade.parallel has the hidden states of a part of the tree only"
     return ""
 
 

@@ -61,7 +61,7 @@ class Images:
             raise invalid(place, why) from None
 
 
-OURS = frozenset(
+RESERVED = frozenset(
     """
     add_generation_prompt chat_template continue_final_message conversation max_length messages padding
     return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation
@@ -69,7 +69,7 @@ OURS = frozenset(
 )
 """Arguments of `apply_chat_template` that are not the template's, or that have fields of their own."""
 _LOOPS_OVER_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
-_LONGEST_REASON = 240
+_MAX_REASON = 240
 _INSTRUCTIONS = ("system", "developer")
 
 
@@ -100,7 +100,7 @@ class ChatTemplate:
             why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             raise invalid("messages", why, "no_chat_template")
         arguments = self._arguments(body)
-        if any(_shows_images(each) for each in body.messages):
+        if any(_has_images(each) for each in body.messages):
             with self._image_lock:  # also bounds the memory of decoded images
                 return self._with_images(self._messages(body), arguments)
         messages = self._messages(body)
@@ -111,13 +111,13 @@ class ChatTemplate:
         except Exception as problem:
             merged = _merged(messages)
             if len(merged) == len(messages):
-                raise _refused(problem) from problem
+                raise _rejected(problem) from problem
         try:  # for templates that accept a single, leading system message
             return self._apply(merged, arguments), {}
         except TextTooLongError:
             raise
         except Exception as problem:
-            raise _refused(problem) from problem
+            raise _rejected(problem) from problem
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
         apply = self._model.tokenizer.apply_chat_template
@@ -137,14 +137,14 @@ class ChatTemplate:
         except TextTooLongError:
             raise
         except Exception as problem:
-            raise _refused(problem) from problem
+            raise _rejected(problem) from problem
 
     def _arguments(self, body: ChatRequest) -> dict[str, Any]:
         given = body.chat_template_kwargs or {}
-        for name in sorted(OURS & set(given)):
+        for name in sorted(RESERVED & set(given)):
             raise invalid(f"chat_template_kwargs.{name}", f"{name} is not a template variable: leave it out")
-        goes_on = body.continue_final_message
-        if goes_on and body.messages[-1].role != "assistant":
+        continues = body.continue_final_message
+        if continues and body.messages[-1].role != "assistant":
             why = "only an assistant message at the end can be continued: leave out continue_final_message"
             raise invalid("continue_final_message", why)
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
@@ -153,8 +153,8 @@ class ChatTemplate:
             **effort,
             **given,
             "tools": None if body.tool_choice == "none" else body.tools or None,
-            "add_generation_prompt": body.add_generation_prompt and not goes_on,
-            "continue_final_message": goes_on,
+            "add_generation_prompt": body.add_generation_prompt and not continues,
+            "continue_final_message": continues,
         }
 
     def _messages(self, body: ChatRequest) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ class ChatTemplate:
         return "".join(part["text"] for part in parts)
 
 
-def _shows_images(message: Message) -> bool:
+def _has_images(message: Message) -> bool:
     return isinstance(message.content, list) and any(part.type == "image_url" for part in message.content)
 
 
@@ -220,9 +220,9 @@ def _with_parsed_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _refused(problem: Exception) -> ApiError:
+def _rejected(problem: Exception) -> ApiError:
     if isinstance(problem, ApiError):
         return problem
-    words = " ".join(str(problem).split())[:_LONGEST_REASON] or type(problem).__name__
+    words = " ".join(str(problem).split())[:_MAX_REASON] or type(problem).__name__
     kind = "" if isinstance(problem, jinja2.TemplateError) else f"{type(problem).__name__}: "
     return invalid("messages", f"the chat template rejects this conversation: {kind}{words}", "chat_template_error")

@@ -115,7 +115,7 @@ class Choice:
             new = self.parser.push(text)
             parts.add(new)
             texts.append(new.reasoning + new.content)
-            self.reasoning_tokens += self.parser.thinks
+            self.reasoning_tokens += self.parser.in_reasoning
         return self._added(ChoiceDelta(parts, step, texts))
 
     def finish(self) -> ChoiceDelta:

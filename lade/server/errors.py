@@ -20,7 +20,7 @@ INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_e
 NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
 TOO_LONG = "context_length_exceeded"
 INVALID_SCHEMA = "invalid_schema"
-_LONGEST_VALUE = 60
+_MAX_SHOWN = 60
 
 
 class ApiError(Exception):
@@ -138,7 +138,7 @@ def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     deepest = max(range(len(found)), key=lambda at: (len(places[at][0]), _fit(str(found[at]["type"]))))
     (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
-    number = isinstance(value, bool | int | float) and len(str(value)) < _LONGEST_VALUE
+    number = isinstance(value, bool | int | float) and len(str(value)) < _MAX_SHOWN
     return invalid(param or None, f"{param or 'the body'}: {what}{f' (got {value!r})' if number else ''}")
 
 
@@ -156,7 +156,7 @@ def _place(found: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
             value = value[part]
         elif found["type"] != "missing" or number < len(location):
             continue
-        names.append(part if isinstance(part, int) else part[:_LONGEST_VALUE])
+        names.append(part if isinstance(part, int) else part[:_MAX_SHOWN])
     return names, value
 
 

@@ -133,7 +133,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
     choice, messages = request.tool_choice, messages_of(request)
     if not messages:
         raise invalid("messages", "messages: no message has content: give text")
-    goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return chat_request(
         request,
         messages=messages,
@@ -145,7 +145,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
         else not choice.disable_parallel_tool_use,
         response_format=_form(request),
         chat_template_kwargs={**_thinking(request.thinking), **(request.chat_template_kwargs or {})} or None,
-        continue_final_message=goes_on or None,
+        continue_final_message=continues or None,
         **dropped,
         **_dropped_citations(request.messages),
         **_dropped_options(request.output_config),
@@ -205,25 +205,25 @@ def _assistant(turn: InputMessage, names: dict[str, str], place: str) -> dict[st
 def _add_user(made: Messages, turn: InputMessage, names: dict[str, str], place: str) -> None:
     """Add user text and tool results in the order of the blocks; consecutive user messages are joined."""
     blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
-    said: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         where = f"{place}[{number}]"
         if block.type == "tool_result":
-            _say(made, said)
-            said = []
+            _append_user(made, parts)
+            parts = []
             made.append(_result(block, names, where))
         else:
-            said.append(_part(block, where))
-    _say(made, said)
+            parts.append(_part(block, where))
+    _append_user(made, parts)
 
 
-def _say(made: Messages, said: list[dict[str, Any]]) -> None:
-    if not said:
+def _append_user(made: Messages, parts: list[dict[str, Any]]) -> None:
+    if not parts:
         return
     if made and made[-1]["role"] == "user":
-        made[-1]["content"] += [{"type": "text", "text": "\n\n"}, *said]
+        made[-1]["content"] += [{"type": "text", "text": "\n\n"}, *parts]
     else:
-        made.append({"role": "user", "content": said})
+        made.append({"role": "user", "content": parts})
 
 
 def _result(block: Block, names: dict[str, str], place: str) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class CallParser:
     def __init__(self) -> None:
         self.name: str | None = None
         self.has_arguments = self.ended = self.failed = False
-        self._rest, self._untold = "", ""
+        self._rest, self._unsent = "", ""
         self._reading = self._call()
         next(self._reading)
 
@@ -114,8 +114,8 @@ class CallParser:
             self.failed = True
         if self.name is None:
             return ""
-        told, self._untold = self._untold, ""
-        return told
+        new, self._unsent = self._unsent, ""
+        return new
 
     def _call(self) -> _Reading:
         yield from self._take("{")
@@ -137,17 +137,17 @@ class CallParser:
         """Pass on an object verbatim; arguments written as a JSON string are decoded once complete."""
         if (yield from self._next()) == "{":
             self.has_arguments = True
-            yield from self._value(self._tell)
+            yield from self._value(self._emit)
             return
         pieces = list[str]()
         yield from self._value(pieces.append)
         whole = "".join(pieces)
-        said = json.loads(whole, strict=False)
+        value = json.loads(whole, strict=False)
         self.has_arguments = True
-        self._tell(said if isinstance(said, str) else whole)
+        self._emit(value if isinstance(value, str) else whole)
 
-    def _tell(self, text: str) -> None:
-        self._untold += text
+    def _emit(self, text: str) -> None:
+        self._unsent += text
 
     def _string(self) -> Generator[None, None, str]:
         pieces = list[str]()
@@ -184,21 +184,21 @@ class CallParser:
                 elif not quoted:
                     depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark, 0)
                 if depth <= 0 and not quoted:
-                    self._hand_on(seen, take)
+                    self._consume(seen, take)
                     return
             half = self._rest.endswith("\\") and seen < len(self._rest)  # the escaped character is still to come
-            self._hand_on(len(self._rest) - half, take)
+            self._consume(len(self._rest) - half, take)
             yield
 
     def _scalar(self, take: Callable[[str], None]) -> _Reading:
         while True:
             found = _SCALAR_END.search(self._rest)
-            self._hand_on(found.start() if found else len(self._rest), take)
+            self._consume(found.start() if found else len(self._rest), take)
             if self._rest:
                 return
             yield
 
-    def _hand_on(self, end: int, take: Callable[[str], None]) -> None:
+    def _consume(self, end: int, take: Callable[[str], None]) -> None:
         take(self._rest[:end])
         self._rest = self._rest[end:]
 
@@ -214,7 +214,7 @@ class StreamedCall:
     def __init__(self, index: int, opening: str) -> None:
         self._index, self._text = index, CallParser()
         self._held: str | None = opening
-        """What has not been told; None once a part of it has."""
+        """Text held back; None once any of it was returned."""
         self._is_call = False
 
     def push(self, text: str) -> Parts:
@@ -227,7 +227,7 @@ class StreamedCall:
             )
         self._held += text
         if self._text.failed:
-            return self._as_answer("")
+            return self._as_content("")
         return self._begin(arguments) if self._text.name is not None and self._text.has_arguments else Parts()
 
     def close(self, closing: str, *, cut: bool) -> Parts:
@@ -243,13 +243,13 @@ class StreamedCall:
             return self._begin("{}")
         if cut:
             return Parts() if self._text.name is None else self._begin("")
-        return self._as_answer(closing)
+        return self._as_content(closing)
 
     def _begin(self, arguments: str) -> Parts:
         self._held, self._is_call = None, True
         return Parts(tool_calls=[ToolCall(self._index, arguments, new_id(), self._text.name or "")])
 
-    def _as_answer(self, closing: str) -> Parts:
+    def _as_content(self, closing: str) -> Parts:
         held, self._held = self._held or "", None
         return Parts(held + closing)
 
@@ -257,9 +257,9 @@ class StreamedCall:
 logger = logging.getLogger(__name__)
 
 _CALL_MARKS = ("<tool_call>", "</tool_call>")
-_AS_IT_IS = {"type": "function", "function": "{content}"}
+_JSON_CALL = {"type": "function", "function": "{content}"}
 """Response templates' description of a call written as `{"name": ..., "arguments": ...}`."""
-_SURE = 5
+_MIN_PARTIAL_TAG = 5
 """Minimum length of a partial tag that is nothing else."""
 _SPACES = r"\s{0,64}"
 """Spaces around tags, dropped. The bound keeps the search linear."""
@@ -270,7 +270,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 class PlainParser:
     """Parser of models without markup."""
 
-    thinks = False
+    in_reasoning = False
 
     def push(self, text: str) -> Parts:
         """Return the new parts."""
@@ -296,7 +296,7 @@ class MarkupParser:
         marks: tags around JSON calls, which are streamed; None to emit calls when complete.
 
     Attributes:
-        thinks: True while within reasoning.
+        in_reasoning: True while within reasoning.
     """
 
     def __init__(
@@ -312,10 +312,10 @@ class MarkupParser:
         self._unparsed = ""
         self._calls = 0
         self._written: StreamedCall | None = None
-        self.thinks = False
-        self._note(self._parser.initial_events)
+        self.in_reasoning = False
+        self._track_reasoning(self._parser.initial_events)
         if opening:
-            self._note(self._parser.feed(opening))
+            self._track_reasoning(self._parser.feed(opening))
 
     def push(self, text: str) -> Parts:
         """Return the new parts."""
@@ -345,16 +345,16 @@ class MarkupParser:
 
     def _give_up(self, problem: ValueError) -> Parts:
         logger.info("output does not match the model's markup: %s", problem)
-        self._parser, self.thinks = None, False
+        self._parser, self.in_reasoning = None, False
         return Parts(self._unparsed)
 
     def _parts(self, events: list[dict[str, Any]], *, last: bool = False, cut: bool = False) -> Parts:
-        self._note(events)
+        self._track_reasoning(events)
         made = Parts()
         for event in events:
             name, kind = event["field"], event["type"]
             if name == "tool_calls":
-                made.add(self._of_calls(event, last=last, cut=cut))
+                made.add(self._call_parts(event, last=last, cut=cut))
             elif kind == "region_chunk" and not event["dirty"]:
                 if name in REASONING:
                     made.reasoning += event["text"]
@@ -364,7 +364,7 @@ class MarkupParser:
             self._unparsed = ""
         return made
 
-    def _of_calls(self, event: dict[str, Any], *, last: bool, cut: bool) -> Parts:
+    def _call_parts(self, event: dict[str, Any], *, last: bool, cut: bool) -> Parts:
         if self._marks is None:
             return self._whole_calls(event["value"]) if event["type"] == "region_close" else Parts()
         if self._written is None:
@@ -387,12 +387,12 @@ class MarkupParser:
     def _begins_call(self, text: str) -> bool:
         """Return True if held-back text is an unambiguous beginning of the call's tag."""
         found = text.strip()
-        return self._marks is not None and len(found) >= _SURE and self._marks[0].startswith(found)
+        return self._marks is not None and len(found) >= _MIN_PARTIAL_TAG and self._marks[0].startswith(found)
 
-    def _note(self, events: list[dict[str, Any]]) -> None:
+    def _track_reasoning(self, events: list[dict[str, Any]]) -> None:
         for event in events:
             if event["field"] in REASONING:
-                self.thinks = event["type"] != "region_close"
+                self.in_reasoning = event["type"] != "region_close"
 
 
 def _call(index: int, call: dict[str, Any]) -> ToolCall:
@@ -415,7 +415,7 @@ class Markup:
         self._own_marks: tuple[str, str] | None = None
         if self._own is not None:
             self._own, self._own_marks = _with_calls_as_text(self._own)
-        self._thinks = "<think>" in model.chat_template
+        self._has_reasoning = "<think>" in model.chat_template
         self._calls = "<tool_call>" in model.chat_template
 
     @property
@@ -427,7 +427,7 @@ class Markup:
     def has_other_reasoning(self) -> bool:
         """True if reasoning has a markup of its own, which no grammar covers."""
         fields = (self._own or {}).get("fields", {})
-        return not self._thinks and any(name in fields for name in REASONING)
+        return not self._has_reasoning and any(name in fields for name in REASONING)
 
     def parser(self, prompt: str, tools: list[Any] | None) -> PlainParser | MarkupParser:
         """Return the parser of one answer.
@@ -438,10 +438,10 @@ class Markup:
         """
         if self._own is not None:
             return MarkupParser(self._own, prompt, "", tools, self._own_marks)
-        if not self._thinks and not (self._calls and tools):
+        if not self._has_reasoning and not (self._calls and tools):
             return PlainParser()
         fields: dict[str, Any] = {"content": {"content": "text"}}
-        if self._thinks:
+        if self._has_reasoning:
             thoughts = {
                 "open_pattern": f"{_SPACES}<think>{_SPACES}",
                 "close_pattern": f"{_SPACES}</think>{_SPACES}",
@@ -458,7 +458,7 @@ class Markup:
             }
             fields["tool_calls"] = call
         template = {"start_anchor": "\0", "fields": fields}
-        opening = "<think>" if self._thinks and prompt.rstrip().endswith("<think>") else ""
+        opening = "<think>" if self._has_reasoning and prompt.rstrip().endswith("<think>") else ""
         return MarkupParser(template, "", opening, tools, _CALL_MARKS)
 
 
@@ -466,7 +466,7 @@ def _with_calls_as_text(template: dict[str, Any]) -> tuple[dict[str, Any], tuple
     """Return the template with JSON calls left as text, and their tags; None if calls are not JSON."""
     field = template.get("fields", {}).get("tool_calls", {})
     opening, closing = field.get("open"), field.get("close")
-    plain = field.get("content") == "json" and not field.get("content_args") and field.get("transform") == _AS_IT_IS
+    plain = field.get("content") == "json" and not field.get("content_args") and field.get("transform") == _JSON_CALL
     if not (plain and isinstance(opening, str) and isinstance(closing, str)):
         return template, None
     as_text = {**field, "content": "text"}

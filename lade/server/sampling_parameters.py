@@ -61,7 +61,7 @@ class Penalties(LogitsProcessor):
 GREEDY_BELOW = 1e-5
 """Temperatures below it mean greedy decoding, as division would overflow."""
 _SEEDS, _DRAWN_SEEDS = 2**64, 2**32
-_LOOKAHEAD_FIELDS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory"}
+_LOOKAHEAD_FIELDS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory", "sources"}
 _FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -147,8 +147,8 @@ def sampling_defaults(model: ServedModel) -> dict[str, Any]:
 
 def _sampling(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    asked = {name: value for name, value in given.items() if value is not None}
-    values = {**sampling_defaults(model), **asked}
+    requested = {name: value for name, value in given.items() if value is not None}
+    values = {**sampling_defaults(model), **requested}
     if values["temperature"] < GREEDY_BELOW:
         return {"do_sample": False}
     return {"do_sample": True, **values, "top_k": max(0, values["top_k"] or 0)}
@@ -160,19 +160,19 @@ def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
         raise invalid(name, why)
 
 
-def lookahead_of(asked: str | Mapping[str, Any] | None) -> LookaheadConfig | str | None:
+def lookahead_of(requested: str | Mapping[str, Any] | None) -> LookaheadConfig | str | None:
     """Return the method of a request; "auto" for the server's default.
 
     Raises:
         ApiError: an invalid size.
     """
-    if asked is None or isinstance(asked, str):
-        return asked
-    for name in sorted(set(asked) - _LOOKAHEAD_FIELDS):
+    if requested is None or isinstance(requested, str):
+        return requested
+    for name in sorted(set(requested) - _LOOKAHEAD_FIELDS):
         raise invalid(
             f"lookahead.{name}", f"lookahead.{name}: unknown field: give one of {', '.join(sorted(_LOOKAHEAD_FIELDS))}"
         )
     try:
-        return LookaheadConfig(**asked)
+        return LookaheadConfig(**requested)
     except ConfigError as problem:
         raise invalid(f"lookahead.{problem.field}", f"lookahead: {problem}") from None

@@ -343,13 +343,15 @@ def check(body: BaseRequest, settings: Settings) -> list[str]:
     return unknown + [name for name in REFUSED if extra.get(name) == {}]
 
 
-def without_effect(asked: BaseRequest) -> list[str]:
+def without_effect(requested: BaseRequest) -> list[str]:
     """Return the names of known fields that are set but have no effect.
 
     Args:
-        asked: the request body as its client has sent it.
+        requested: the request body as its client has sent it.
     """
-    return [name for name, anyway in _WITHOUT_EFFECT.items() if (_value(asked, name) or None) not in (None, *anyway)]
+    return [
+        name for name, anyway in _WITHOUT_EFFECT.items() if (_value(requested, name) or None) not in (None, *anyway)
+    ]
 
 
 def unused_by_template(body: ChatRequest, template: str) -> list[str]:
@@ -363,9 +365,9 @@ def header(names: Iterable[str]) -> str:
     return ", ".join(sorted(set(names))[:_MAX_NAMED])
 
 
-def _value(asked: Any, name: str) -> Any:
+def _value(requested: Any, name: str) -> Any:
     """Return the value of a field, or of a nested field; None if it is absent."""
-    return functools.reduce(lambda inner, each: getattr(inner, each, None), name.split("."), asked)
+    return functools.reduce(lambda inner, each: getattr(inner, each, None), name.split("."), requested)
 
 
 def _check_chat(body: ChatRequest) -> None:
@@ -373,19 +375,19 @@ def _check_chat(body: ChatRequest) -> None:
         raise invalid("top_logprobs", "top_logprobs: needs logprobs: true")
 
 
-def chat_request(asked: BaseRequest, **fields: Any) -> ChatRequest:
+def chat_request(requested: BaseRequest, **fields: Any) -> ChatRequest:
     """Convert a request of another API to a chat request.
 
     Args:
-        asked: the request body; shared and unknown fields are copied, to be checked by the same rules.
+        requested: the request body; shared and unknown fields are copied, to be checked by the same rules.
         fields: fields of the chat request; None for absent ones.
 
     Raises:
         ApiError: the chat API does not accept a value.
     """
-    shared = {name: getattr(asked, name) for name in BaseRequest.model_fields if name in asked.model_fields_set}
+    shared = {name: getattr(requested, name) for name in BaseRequest.model_fields if name in requested.model_fields_set}
     given = {name: value for name, value in fields.items() if value is not None}
-    whole = {**(asked.model_extra or {}), **shared, **given}
+    whole = {**(requested.model_extra or {}), **shared, **given}
     try:
         return ChatRequest.model_validate(whole)
     except ValidationError as problem:

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from lade.server.settings import MAX_OBJECTS, MAX_VALUES
 from lade.stats import Step
 
-_PIECE, _LARGE = 2**18, 2**16
+_PIECE, _LARGE_BODY = 2**18, 2**16
 
 
 class TooManyValuesError(ValueError):
@@ -51,7 +51,7 @@ def decoded(raw: bytes | str) -> Any:
     text = raw if isinstance(raw, bytes) else raw.encode(errors="replace")
     if text.count(b"[") + text.count(b"{") > MAX_OBJECTS or text.count(b",") >= MAX_VALUES:
         _check_counts(text)
-    if len(text) > _LARGE:  # json accepts lone surrogates and NaN, which validation reports by field
+    if len(text) > _LARGE_BODY:  # json accepts lone surrogates and NaN, which validation reports by field
         return msgspec.json.decode(raw)  # but holds the interpreter lock for three times as long
     return json.loads(raw)
 
@@ -59,16 +59,16 @@ def decoded(raw: bytes | str) -> Any:
 def _check_counts(text: bytes) -> None:
     """Count values outside of strings: quoted code is one string, whatever its brackets."""
     bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    objects = nexts = within = 0  # `within` is 1 in a string
+    objects = commas = within = 0  # `within` is 1 in a string
     for start in range(0, len(bare), _PIECE):  # in pieces, so that other threads run in between
         parts = bare[start : start + _PIECE].split(b'"')
         outside = b"".join(parts[within::2])
         objects += outside.count(b"[") + outside.count(b"{")
-        nexts += outside.count(b",")
+        commas += outside.count(b",")
         within = (within + len(parts) - 1) % 2
         if objects > MAX_OBJECTS:
             raise TooManyValuesError(f"there are more than {MAX_OBJECTS} lists and objects: send fewer")
-        if nexts >= MAX_VALUES:
+        if commas >= MAX_VALUES:
             raise TooManyValuesError(f"there are more than {MAX_VALUES} values: send fewer")
 
 
@@ -130,14 +130,14 @@ async def interleaved(
     Raises:
         Exception: the exception that ended an answer.
     """
-    come = asyncio.Queue[tuple[int, Step | None] | Exception | None]()
-    tasks = [asyncio.create_task(_pump(number, answer, come)) for number, answer in enumerate(answers)]
-    going, silent = len(tasks), False
+    queue = asyncio.Queue[tuple[int, Step | None] | Exception | None]()
+    tasks = [asyncio.create_task(_pump(number, answer, queue)) for number, answer in enumerate(answers)]
+    open_streams, silent = len(tasks), False
     if silence_s is not None:
-        tasks.append(asyncio.create_task(_beat(silence_s / 2, come)))
+        tasks.append(asyncio.create_task(_tick(silence_s / 2, queue)))
     try:
-        while going:
-            found = await come.get()
+        while open_streams:
+            found = await queue.get()
             if found is None:
                 if silent:
                     yield None
@@ -146,25 +146,25 @@ async def interleaved(
             if isinstance(found, Exception):
                 raise found
             silent = False
-            going -= found[1] is None
+            open_streams -= found[1] is None
             yield found
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _beat(interval_s: float, come: asyncio.Queue[Any]) -> None:
+async def _tick(interval_s: float, queue: asyncio.Queue[Any]) -> None:
     """Put None into the queue periodically; a timer per wait would cost as much as writing an event."""
     while True:
         await asyncio.sleep(interval_s)
-        come.put_nowait(None)
+        queue.put_nowait(None)
 
 
-async def _pump(number: int, answer: AsyncIterator[Step], come: asyncio.Queue[Any]) -> None:
+async def _pump(number: int, answer: AsyncIterator[Step], queue: asyncio.Queue[Any]) -> None:
     """Forward the steps of one answer; a task per step would cost more than its event."""
     try:
         async for step in answer:
-            come.put_nowait((number, step))
-        come.put_nowait((number, None))
+            queue.put_nowait((number, step))
+        queue.put_nowait((number, None))
     except Exception as problem:  # noqa: BLE001 - raised again where it is waited for
-        come.put_nowait(problem)
+        queue.put_nowait(problem)

@@ -64,14 +64,14 @@ class TenantMemories:
             return None
         return f"{'' if self._share == 'all' else key}\0{salt or ''}"
 
-    def lookahead(self, asked: LookaheadConfig | str | None, scope: str | None) -> LookaheadConfig | None:
+    def lookahead(self, requested: LookaheadConfig | str | None, scope: str | None) -> LookaheadConfig | None:
         """Return the method of a request, with the memory of its scope.
 
         Args:
-            asked: the request's method; a text for the server's default, None for plain decoding.
+            requested: the request's method; a text for the server's default, None for plain decoding.
             scope: tenant scope of the request.
         """
-        config = self._default if isinstance(asked, str) else asked
+        config = self._default if isinstance(requested, str) else requested
         if config is None or not config.adaptive or config.memory is not None:
             return config
         if self._default is not None and self._default.memory is not None:

@@ -29,7 +29,7 @@ from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
 T = TypeVar("T")
 _ANY_TEXT = ("text", None)
-_NOTES = frozenset(["description", "title", "$comment", "$schema"])
+_ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Schema keywords whose values are not schemas."""
 
@@ -59,7 +59,7 @@ class GrammarCompiler:
 
     def __init__(self, model: ServedModel) -> None:
         self._missing: MissingExtraError | None = None
-        self._unfit: InputError | None = None
+        self._unusable: InputError | None = None
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
         self._trying = threading.local()
@@ -71,7 +71,7 @@ class GrammarCompiler:
         except MissingExtraError as problem:
             self._missing = problem
         except InputError as problem:
-            self._unfit = problem
+            self._unusable = problem
 
     def trying(self, work: Callable[[], T]) -> T:
         """Run work with trials of unknown grammars and return its result."""
@@ -107,7 +107,7 @@ class GrammarCompiler:
             ApiError: grammars are not available, reported for the field `param`.
         """
         if self._vocabulary is None:
-            raise unsupported(param, f"{param}: {self._missing or self._unfit}")
+            raise unsupported(param, f"{param}: {self._missing or self._unusable}")
         return self._vocabulary
 
     def require(self, grammar: Grammar, param: str) -> None:
@@ -154,38 +154,39 @@ def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tup
         raise unsupported(param, f"{param}: {problem}") from problem
 
 
-_Asked = list[tuple[Callable[[Any], Grammar], Any, str]]
+_Constraints = list[tuple[Callable[[Any], Grammar], Any, str]]
 
 
-def _structured(given: StructuredOutputs | None) -> _Asked:
+def _structured(given: StructuredOutputs | None) -> _Constraints:
     if given is None:
         return []
     where, flexible = "structured_outputs", given.whitespace
-    asked: _Asked = []
+    constraints: _Constraints = []
     if given.json_schema is not None:
-        asked.append((lambda schema: schema_of(schema, flexible), given.json_schema, f"{where}.json"))
+        constraints.append((lambda schema: schema_of(schema, flexible), given.json_schema, f"{where}.json"))
     if given.json_object:
-        asked.append((lambda _: Grammar.json_object(whitespace=flexible), "", f"{where}.json_object"))
-    asked += _texts(where + ".", regex=given.regex, choice=given.choice, grammar=given.grammar)
-    if not asked:
+        constraints.append((lambda _: Grammar.json_object(whitespace=flexible), "", f"{where}.json_object"))
+    constraints += _texts(where + ".", regex=given.regex, choice=given.choice, grammar=given.grammar)
+    if not constraints:
         raise invalid(where, f"{where}: empty: give json, json_object, regex, choice or grammar")
-    return asked
+    return constraints
 
 
-def _guided(body: BaseRequest) -> _Asked:
+def _guided(body: BaseRequest) -> _Constraints:
     """The older names of the same."""
-    asked: _Asked = []
+    constraints: _Constraints = []
     if body.guided_json is not None:
-        asked.append((schema_of, body.guided_json, "guided_json"))
-    return asked + _texts("guided_", regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar)
+        constraints.append((schema_of, body.guided_json, "guided_json"))
+    regex, choice, grammar = body.guided_regex, body.guided_choice, body.guided_grammar
+    return constraints + _texts("guided_", regex=regex, choice=choice, grammar=grammar)
 
 
-def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar: str | None) -> _Asked:
+def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar: str | None) -> _Constraints:
     several = ((Grammar.regex, regex, "regex"), (Grammar.choice, choice, "choice"), (Grammar.lark, grammar, "grammar"))
     return [(make, given, prefix + name) for make, given, name in several if given is not None]
 
 
-def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Asked:
+def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Constraints:
     """Read OpenAI's field, also in the layout of older servers."""
     kind = (given or {}).get("type")
     if given is None or kind in _ANY_TEXT:
@@ -222,19 +223,19 @@ def _check_length(given: Any, param: str) -> None:
 def length_of(given: Any) -> int:
     """Return the length of a text, or of JSON without annotations; `sys.maxsize` if nested too deeply."""
     try:
-        return len(given if isinstance(given, str) else json.dumps(_without_notes(given)))
+        return len(given if isinstance(given, str) else json.dumps(_without_annotations(given)))
     except RecursionError:
         return sys.maxsize
 
 
-def _without_notes(schema: Any) -> Any:
+def _without_annotations(schema: Any) -> Any:
     """Return a schema without annotations, which make up most of what coding agents send and cost nothing."""
     if isinstance(schema, list):
-        return [_without_notes(each) for each in schema]
+        return [_without_annotations(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {name: part for name, part in schema.items() if not (name in _NOTES and isinstance(part, str))}
-    return {name: part if name in _VALUES else _without_notes(part) for name, part in kept.items()}
+    kept = {name: part for name, part in schema.items() if not (name in _ANNOTATIONS and isinstance(part, str))}
+    return {name: part if name in _VALUES else _without_annotations(part) for name, part in kept.items()}
 
 
 def check_ends(body: BaseRequest, param: str) -> None:
@@ -246,7 +247,7 @@ def check_ends(body: BaseRequest, param: str) -> None:
 
 _ANYTHING = "/(?s:.*)/"
 _NAME = re.compile(r"[\w.-]{1,128}")
-_THOUGHTS, _CALLS = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
+_REASONING_TAGS, _CALL_TAGS = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 
 
 @dataclass(frozen=True)
@@ -367,7 +368,7 @@ def message_grammar(
     if form is None and calls is None:
         return None
     rules, parts = list[str](), dict[str, Grammar]()
-    thoughts = _thoughts(template, prompt, rules, vocabulary)
+    thoughts = _reasoning_rule(template, prompt, rules, vocabulary)
     body = _body(form, calls, rules, parts, vocabulary)
     if form is not None and not rules:
         return form
@@ -376,12 +377,12 @@ def message_grammar(
 
 def _has_calls(template: str) -> bool:
     """Return True if tool calls are JSON between tags."""
-    return _CALLS[0] in template and not re.search(r"<function=|<arg_key>|<parameter", template)
+    return _CALL_TAGS[0] in template and not re.search(r"<function=|<arg_key>|<parameter", template)
 
 
-def _thoughts(template: str, prompt: str, rules: list[str], vocabulary: Vocabulary) -> str:
+def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: Vocabulary) -> str:
     """Return the rule of reasoning before the answer, if the prompt has opened it or the model may."""
-    opening, closing = _THOUGHTS
+    opening, closing = _REASONING_TAGS
     before = prompt.rstrip()
     if opening not in template or before.endswith(closing):
         return ""
@@ -396,7 +397,7 @@ def _body(
         parts["form"] = form
     if calls is None:
         return "@form"
-    opening, closing = _CALLS
+    opening, closing = _CALL_TAGS
     for number, tool in enumerate(calls.tools):
         parts[f"tool_{number}"] = tool.arguments
         begin = json.dumps(f'\n{{"name": "{tool.name}", "arguments": ')

@@ -45,63 +45,63 @@ class DetokenizeRequest(Model):
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_DETOKENIZED)]
 
 
-async def tokenize(service: Service, request: Request, asked: TokenizeText | TokenizeChat) -> Response:
+async def tokenize(service: Service, request: Request, body: TokenizeText | TokenizeChat) -> Response:
     """Return the ids of a text or a conversation, in vLLM's format.
 
     Raises:
         ApiError: unknown model, both text and messages, refused by the template, too long, or the queue is full.
     """
-    schemas.check_model(asked.model, service.settings)
-    if (asked.model_extra or {}).keys() & {"prompt", "messages"}:
+    schemas.check_model(body.model, service.settings)
+    if (body.model_extra or {}).keys() & {"prompt", "messages"}:
         raise invalid("prompt", "prompt: contradicts messages: leave out one of them")
     tokenizer = service.model.tokenizer
 
     def encode() -> dict[str, Any]:
-        if isinstance(asked, ChatRequest):
-            ids = service.template.encode(asked)[0]
+        if isinstance(body, ChatRequest):
+            ids = service.template.encode(body)[0]
         else:
-            ids = service.encoder.ids(asked.prompt, add_special_tokens=asked.add_special_tokens)
-        strings = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+            ids = service.encoder.ids(body.prompt, add_special_tokens=body.add_special_tokens)
+        strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": strings}
 
-    return await _answered(service, request, encode, "messages" if isinstance(asked, ChatRequest) else "prompt")
+    return await _answered(service, request, encode, "messages" if isinstance(body, ChatRequest) else "prompt")
 
 
-async def detokenize(service: Service, request: Request, asked: DetokenizeRequest) -> Response:
+async def detokenize(service: Service, request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of ids.
 
     Raises:
         ApiError: unknown model, an id outside the vocabulary, or the queue is full.
     """
-    schemas.check_model(asked.model, service.settings)
+    schemas.check_model(body.model, service.settings)
     model = service.model
 
     def decode() -> dict[str, Any]:
-        greatest = max(asked.tokens, default=0)
+        greatest = max(body.tokens, default=0)
         if greatest >= model.vocabulary:
             why = f"tokens: token id {greatest} is outside the vocabulary: give ids below {model.vocabulary}"
             raise invalid("tokens", why)
-        return {"prompt": str(model.tokenizer.decode(asked.tokens))}
+        return {"prompt": str(model.tokenizer.decode(body.tokens))}
 
     return await _answered(service, request, decode, "tokens")
 
 
-async def count_tokens(service: Service, request: Request, asked: CountRequest) -> Response:
+async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
     """Count the prompt tokens of a `/v1/messages` request; raises like `tokenize`."""
-    schemas.check_model(asked.model, service.settings)
+    schemas.check_model(body.model, service.settings)
 
     def count() -> dict[str, Any]:
-        return {"input_tokens": len(service.template.encode(as_chat(asked))[0])}
+        return {"input_tokens": len(service.template.encode(as_chat(body))[0])}
 
     return await _answered(service, request, count, "messages")
 
 
-async def input_tokens(service: Service, request: Request, asked: ResponsesRequest) -> Response:
+async def input_tokens(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """Count the prompt tokens of a `/v1/responses` request; raises like `tokenize`."""
-    schemas.check_model(asked.model, service.settings)
+    schemas.check_model(body.model, service.settings)
 
     def count() -> dict[str, Any]:
-        ids = service.template.encode(input_as_chat(asked))[0]
+        ids = service.template.encode(input_as_chat(body))[0]
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
     return await _answered(service, request, count, "input")

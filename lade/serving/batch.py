@@ -378,6 +378,8 @@ class EngineBatch:
 
     def _finish_handle(self, active: ActiveRequest, result: Output | BaseException | None) -> None:
         row, reason = active.row, None
+        if row is not None:
+            row.drafter.close()
         if row is not None and result is not None and not isinstance(result, BaseException):
             reason = active.request.reason(row)
         if active.handle.end(result, reason):

@@ -93,7 +93,7 @@ class RequestOptions:
         if stops is None:
             return
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise ConfigError("stop_texts", stops, "give a list of texts, none of them empty; [] to be told the text")
+            raise ConfigError("stop_texts", stops, "give a list of texts, none of them empty; [] to get the text")
         if not callable(getattr(self.tokenizer, "decode", None)):
             raise ConfigError("tokenizer", self.tokenizer, "give the model's tokenizer, which stop_texts needs")
 

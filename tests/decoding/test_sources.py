@@ -6,10 +6,11 @@ import pytest
 import torch
 from made_clock import MadeClock
 
-from lade import LookaheadConfig, Stats
+from lade import Drafter, LookaheadConfig, Stats
 from lade.clock import Duration
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.user_sources import SourcedDrafter, UserSource
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
@@ -103,3 +104,56 @@ def test_a_source_that_is_wrong_changes_nothing(
 @pytest.mark.parametrize(("config", "most"), [(LookaheadConfig(budget=5), 5), (LookaheadConfig(0, 3, 2), 5)])
 def test_sizes_stay_those_of_the_method(config: LookaheadConfig, most: int, runner: TimedRunner):
     assert max(decoded(config, ExpectedText(plain_text()), runner)[2].step_tokens) <= most
+
+
+class Known(Drafter):
+    """Proposes what comes, or what does not, and says nothing about its confidence."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+
+    def propose(self, request: object, tokens: Sequence[int], most: int) -> list[Sequence[int]]:
+        return [self.text[len(tokens) :][:most]]
+
+
+def with_drafter(drafter: Drafter | None, now: Callable[[], float] = lambda: 0.0) -> Stats:
+    """Decode 400 tokens by the default method on a machine where 16 tokens cost what one costs."""
+    runner, stats = TimedRunner(), Stats()
+    sources = [] if drafter is None else [UserSource(drafter, VOCABULARY, sized=True, now=now)]
+    own = drafter_for(ADAPTIVE, vocabulary=VOCABULARY, cost=runner.cost, sources=sources)
+    row = Row(PROMPT, SourcedDrafter(own, sources), Greedy(), lambda tokens: len(tokens) >= 400)
+    for _ in DecodeLoop([row], runner, ListCache(1), stats).run():
+        pass
+    assert row.tokens == text_of(400)
+    return stats
+
+
+def text_of(length: int) -> list[int]:
+    text = list(PROMPT)
+    while len(text) < length:
+        text.append(follow(text))
+    return text
+
+
+def test_a_drafter_without_scores_is_trusted_as_it_is_seen_to_be_right():
+    stats = with_drafter(Known(text_of(480)))
+    assert stats.accepted_tokens / stats.steps > 10
+    assert stats.accepted[2] > 2  # and soon
+
+
+def test_one_that_is_wrong_costs_next_to_nothing():
+    stats, without = with_drafter(Known([(token + 1) % VOCABULARY for token in text_of(480)])), with_drafter(None)
+    assert stats.decode_s < 1.03 * without.decode_s
+
+
+def test_a_slow_drafter_is_asked_now_and_then():
+    asked, clock = [], [0.0]
+
+    class Slow(Known):
+        def propose(self, request: object, tokens: Sequence[int], most: int) -> list[Sequence[int]]:
+            asked.append(len(tokens))
+            clock[0] += 1.0  # a pass takes 1 ms
+            return []
+
+    with_drafter(Slow(()), now=lambda: clock[0])
+    assert 16 <= len(asked) < 60

@@ -1,17 +1,34 @@
 """MTP layers of every family whose checkpoints have some: read, and run as transformers itself would run them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from families import _DELTA_RULE, _EXPERTS, _GROUPED, _KIMI, _LATENT, _SHARED_EXPERT, _WINDOWED, Family
+import transformers
+from families import (
+    _DELTA_RULE,
+    _EXPERTS,
+    _GROUPED,
+    _KIMI,
+    _LATENT,
+    _SHARED_EXPERT,
+    _SIZES,
+    _WINDOWED,
+    RECURRENT_FAMILIES,
+    Family,
+    randomize,
+)
 from mtp_toys import load, write_checkpoint
+from multimodal import OTHERS, Multimodal
+from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import MtpCache
 
 import lade
-from lade import LookaheadConfig, Stats
+from lade import LookaheadConfig, Stats, UnsupportedArgumentError
 from lade.backends.mtp.load import layer_of
 from lade.backends.mtp.runner import MtpRunner
+from lade.decoding.mtp import MtpHabits
 
 _ONE_MORE = {"num_hidden_layers": 5}
 _HYBRID = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
@@ -82,16 +99,45 @@ CASES = {
 }
 
 
-@pytest.fixture(params=sorted(CASES))
+_STEP = {
+    **_SIZES,
+    **_GROUPED,
+    **_EXPERTS,
+    **_WINDOWED,
+    **_ONE_MORE,
+    "n_routed_experts": 4,
+    "share_expert_dim": 16,
+    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2 + ["dense"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+    },
+}
+_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_QWEN = next(case for case in OTHERS if case.kind == "Qwen3_5")
+WITH_IMAGES = {
+    "qwen3_5": (replace(_QWEN, text={**_QWEN.text, **_ONE_MORE, **_HYBRID}), {"count": "mtp_num_hidden_layers"}),
+    "step3p7": (Multimodal("Step3p7", _STEP, _EYES), {"prefix": None, "count": "num_nextn_predict_layers"}),
+}
+
+
+@pytest.fixture(params=sorted(CASES | WITH_IMAGES))
 def made(request, tmp_path):
-    family, layout = CASES[request.param]
-    larger = family.build()
+    case, layout = (CASES | WITH_IMAGES)[request.param]
+    larger = case.build()
     named = write_checkpoint(larger, tmp_path, **layout)
-    chosen = {"attn_implementation": family.backends[0]}
-    if hasattr(larger.config, "num_experts_per_tok"):
+    chosen = {} if request.param in WITH_IMAGES else {"attn_implementation": case.backends[0]}
+    if hasattr(larger.config.get_text_config(), "num_experts_per_tok"):
         chosen["experts_implementation"] = "eager"
-    model = load(tmp_path, family.dtype, **chosen)
-    return SimpleNamespace(model=model, named=named)
+    loader = AutoModelForImageTextToText if request.param in WITH_IMAGES else transformers.AutoModelForCausalLM
+    return SimpleNamespace(model=load(tmp_path, case.dtype, loader=loader, **chosen), named=named)
 
 
 def text(length, seed=1):
@@ -150,3 +196,51 @@ def test_texts_are_plains(made, arguments):
         lade.generate(made.model, ids, max_new_tokens=40, lookahead=config, stats=stats, **arguments), expected
     )
     assert lade.supports(made.model).mtp
+    assert moved(made.model), "no prediction was heard"
+
+
+def moved(model):
+    """Return whether predictions of a model's layer were weighed: verification has taught their weights."""
+    return any(each.weights.trust[0] != MtpHabits().weights.trust[0] for each in layer_of(model).habits.values())
+
+
+def test_engines(made):
+    """Rows join and leave; one of them is sampled."""
+    asked = [(text(6 + 3 * number, number), {"do_sample": True} if number == 1 else {}) for number in range(3)]
+    with lade.Engine(made.model) as engine:
+        handles = [
+            engine.add(ids, lookahead=LookaheadConfig(budget=8), seed=number, max_new_tokens=20 + 5 * number, **own)
+            for number, (ids, own) in enumerate(asked)
+        ]
+        for number, (handle, (ids, own)) in enumerate(zip(handles, asked, strict=True)):
+            torch.manual_seed(number)
+            plain = made.model.generate(ids, max_new_tokens=20 + 5 * number, **own)
+            assert torch.equal(handle.result(120), plain), number
+
+
+def test_nemotron_h_drafts_without_its_blocks(tmp_path):
+    kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe", "full_attention"]
+    case = next(case for case in RECURRENT_FAMILIES if str(case) == "nemotron_h")
+    larger = case.build(num_hidden_layers=7, layers_block_type=kinds)
+    write_checkpoint(larger, tmp_path, count="num_nextn_predict_layers")
+    model = load(tmp_path, case.dtype, experts_implementation="eager")
+    assert "MTP layers of several blocks (full_attention, moe)" in lade.supports(model).mtp.reason
+    ids = text(12)
+    ours = lade.generate(model, ids, max_new_tokens=20, lookahead=LookaheadConfig(budget=8))
+    assert torch.equal(ours, model.generate(ids, max_new_tokens=20))
+    with pytest.raises(UnsupportedArgumentError, match="several blocks"):
+        lade.generate(model, ids, max_new_tokens=20, lookahead=LookaheadConfig(mtp=True))
+
+
+def test_inkling_layers_carry_a_state(tmp_path):
+    """The model itself has attention that goes by cache slot, so it is refused, and its layer with it."""
+    config = transformers.InklingTextConfig(
+        **_SIZES, **_GROUPED, **_EXPERTS, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
+        sliding_window_size=12, d_rel=4, rel_extent=64, n_routed_experts=4, n_shared_experts=1, num_mtp_layers=1,
+        layer_types=["hybrid_sliding", "hybrid"] * 2, mlp_layer_types=["dense"] * 4,
+    )  # fmt: skip
+    larger = transformers.InklingForCausalLM._from_config(config, attn_implementation="eager")
+    write_checkpoint(randomize(larger, 0).double().eval(), tmp_path, prefix="model.mtp")
+    model = load(tmp_path)
+    assert "has an MTP layer that carries a state (hybrid)" in layer_of(model)
+    assert not lade.supports(model) and not lade.supports(model).mtp

@@ -33,9 +33,9 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
-SLOTS_OF_ATTENTION = "attention's biases go by cache slot, not by position"
+SLOTS_OF_ATTENTION = "attention's biases depend on the cache slot, not on the position"
 SCORES = "selects keys by score, and breaks ties by the number of keys"
-SLOTS = "ALiBi biases go by cache slot, not by position"
+SLOTS = "ALiBi biases depend on the cache slot, not on the position"
 CAPACITY = "experts drop tokens of a pass beyond their capacity"
 _ENCODING: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 0}
 REFUSED = {

@@ -16,7 +16,7 @@ from lade.recipe.folder.custom_generate import generate
 from lade.testing import toy_model
 from lade.version import __version__
 
-INSTALL = 'pip install --upgrade "lookahead-decoding>=0.1"'
+INSTALL = "pip install --upgrade .  in a checkout of lookahead-decoding"
 PROMPT = torch.tensor([[1, 2, 3]])
 
 

@@ -17,7 +17,7 @@ def scripted(monkeypatch, said):
         inner, texts = parse(self, prompt), iter(said(prompt) if callable(said) else said)
 
         class Scripted:
-            thinks = False
+            in_reasoning = False
 
             def push(self, text):
                 return inner.push(next(texts, ""))

@@ -1,8 +1,12 @@
 """Chats and completions: the tokens of `model.generate`, whole and streamed."""
 
-import pytest
-from served import MODEL, TOKENIZER, plain, templated, text_of
+import threading
+from pathlib import Path
 
+import pytest
+from served import MODEL, TOKENIZER, plain, running, templated, text_of
+
+from lade.server import app
 from lade.server.serialization import encoded
 from lade.server.served_model import TokenText
 
@@ -308,3 +312,23 @@ def test_a_prediction_is_drafted_from_and_counted(server):
 def test_what_is_no_prediction_is_refused(server, prediction):
     answer = server.chat(prediction=prediction)
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prediction")
+
+
+def test_a_streamed_request_is_followed_in_few_files():
+    """From its first byte to its last event, in all threads."""
+    files, package, begun = set(), str(Path(app.__file__).parent), threading.Event()
+
+    def profile(frame, event, _):
+        if begun.is_set() and event == "call" and frame.f_code.co_filename.startswith(package):
+            files.add(Path(frame.f_code.co_filename).name)
+
+    threading.setprofile(profile)
+    try:
+        with running() as server:
+            begun.set()
+            events = server.events("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}])
+            begun.clear()
+    finally:
+        threading.setprofile(None)
+    assert events[-1] == "[DONE]" and {"routes.py", "answer.py", "chat.py", "choice.py"} < files
+    assert len(files) <= 18, sorted(files)

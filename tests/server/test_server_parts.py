@@ -167,7 +167,7 @@ def test_a_tokenizer_may_bring_a_template_of_its_own():
     tokenizer.response_template = {"start_anchor": "<assistant>", "fields": fields}
     markup = Markup(ServedModel(MODEL, tokenizer))
     parser = markup.parser("<user>hi<assistant>[T]", None)
-    assert markup.has_special_tokens and parser.thinks
+    assert markup.has_special_tokens and parser.in_reasoning
     parts = parser.push("a[/T]b")
     parts.add(parser.finish())
     assert (parts.reasoning, parts.content) == ("a", "b")

@@ -29,6 +29,7 @@ class Runs:
         workload, format, limit: files of prompts, and how many of each.
         methods: as `methods.parse_all` takes them; None: the usual ones.
         draft: the model that hf-assisted drafts with.
+        drafter: drafters of the user's own, as `module:Class` or `module:Class=8`.
     """
 
     workload: Annotated[
@@ -58,11 +59,21 @@ class Runs:
         str | None, _what(metavar="MODEL", help="Folder or hub id of the model that hf-assisted drafts with.")
     ] = None
 
+    drafter: Annotated[
+        list[str] | None,
+        _what(
+            metavar="MODULE:CLASS[=B]",
+            help="A lade.Drafter to run as one more method, beside the memory; with B tokens fed in a step. It keeps "
+            "its state from prompt to prompt. May be given again.",
+        ),
+    ] = None
+
     def parsed(self, *, sampling: bool) -> list[Method]:
         """The methods."""
         from lade_lab.harness.methods import DEFAULT, parse_all
 
         texts = self.methods or [*DEFAULT, *(["hf-assisted"] if self.draft is not None else [])]
+        texts = [*texts, *(f"drafter={place}" for place in self.drafter or ())]
         return parse_all(texts, sampling=sampling, draft=self.draft is not None)
 
     def workloads(self) -> list[Workload]:

@@ -57,6 +57,7 @@ class LoadOptions:
         unused = {
             "--methods": runs.methods,
             "--draft": runs.draft,
+            "--drafter": runs.drafter,
             "--temperature": sampling,
             "--out": files.out,
             "--resume": files.resume,

@@ -28,7 +28,7 @@ from lade.model.supports import supports
 from lade.serving.request import PLAIN
 from lade.stats import Stats, Step, distinct_ngrams
 from lade_lab import results
-from lade_lab.harness.methods import TRANSFORMERS
+from lade_lab.harness.methods import TRANSFORMERS, load_drafter
 from lade_lab.jacobi import JacobiDrafter
 from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
 from lade_lab.results import Method, Sample, Settings
@@ -287,6 +287,7 @@ class OwnArm:
         self.method, self._arguments = method, arguments
         self._model: Any = model
         self.memory: Memory | None = Memory() if method.kind == "adaptive-warm" else None
+        self._sources = [load_drafter(method.config["drafter"])] if method.kind == "drafter" else []
 
     def complete(self, prompt: Sequence[int], seed: int, new_tokens: int) -> Completion:
         """See `Arm`."""
@@ -309,6 +310,8 @@ class OwnArm:
                 return LookaheadConfig(**self.method.config, adaptive=False)
             case "adaptive" | "adaptive-warm":
                 return LookaheadConfig(**self.method.config, adaptive=True, memory=self.memory)
+            case "drafter":
+                return LookaheadConfig(budget=self.method.config["budget"], sources=self._sources)
         return PLAIN
 
     def _drafter(self) -> Drafter | None:

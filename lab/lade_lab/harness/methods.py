@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lade.config import MOST_BUDGET, LookaheadConfig
 from lade.decoding.mtp import MOST_PASSES
+from lade.drafter import Drafter
 from lade.errors import ConfigError, InputError
 from lade_lab.jacobi import GUESSES
 from lade_lab.results import Method, Settings
@@ -71,6 +75,7 @@ KINDS = {
     "lookahead": "the paper's method; lookahead=W,N,G: of these sizes",
     "adaptive": "this library's own method; adaptive=B: with B tokens fed in a step",
     "adaptive-warm": "the same, its memory kept across the prompts of a workload",
+    "drafter": "adaptive with a lade.Drafter beside the memory; drafter=MODULE:CLASS=B: with B tokens fed in a step",
 }
 """Kinds of methods, and what they are."""
 
@@ -107,6 +112,8 @@ def parse(text: str) -> Method:
         ConfigError: there is no such kind, or its sizes are not valid.
     """
     kind, given, sizes = (part.strip() for part in text.partition("="))
+    if kind == "drafter":
+        return _drafter_method(sizes)
     if kind not in KINDS:
         raise ConfigError("methods", text, f"give one of {', '.join(KINDS)}")
     if not given:
@@ -124,6 +131,37 @@ def parse(text: str) -> Method:
         remedy = f"{letter}={problem.value}: {problem.remedy.removesuffix(', or None')}"
         raise ConfigError("methods", text, remedy) from problem
     return Method(f"{kind} {','.join(map(str, values.values()))}", kind, config)
+
+
+def _drafter_method(text: str) -> Method:
+    """Return the method that `MODULE:CLASS` or `MODULE:CLASS=B` names; the class is imported."""
+    place, given, size = (part.strip() for part in text.partition("="))
+    if given and not (size.isascii() and size.isdigit() and len(size) < 10):
+        raise ConfigError("drafter", text, "write MODULE:CLASS or MODULE:CLASS=B with B tokens fed in a step")
+    budget = int(size) if given else None
+    LookaheadConfig(budget=budget, sources=[load_drafter(place)])
+    name = place.rpartition(":")[2]
+    return Method(f"{name} {budget}" if given else name, "drafter", {"drafter": place, "budget": budget})
+
+
+def load_drafter(place: str) -> Drafter:
+    """Import and make the drafter that `MODULE:CLASS` names; the current folder is searched first.
+
+    Raises:
+        ConfigError: it cannot be imported, or made without arguments.
+    """
+    module, _, name = place.partition(":")
+    if not module or not name:
+        raise ConfigError("drafter", place, "write MODULE:CLASS, such as my_drafts:MyDrafter")
+    sys.path.insert(0, os.getcwd())
+    try:
+        made: Drafter = getattr(importlib.import_module(module), name)()
+    except Exception as problem:
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ConfigError("drafter", place, f"give a class that is made without arguments ({reason})") from problem
+    finally:
+        sys.path.pop(0)
+    return made
 
 
 def parse_all(texts: Sequence[str], *, sampling: bool = False, draft: bool = False) -> list[Method]:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mtp_toys import llama, load
+from mtp_toys import llama
+from transformers import LlamaForCausalLM
 
 import lade
 from lade.backends.mtp.load import layer_of
@@ -51,22 +52,31 @@ def test_levels_are_what_drafting_computes(model: torch.nn.Module) -> None:
         torch.testing.assert_close(output, levels[level - 1][0, 10 + level - level], atol=1e-5, rtol=1e-4)
 
 
-def test_training_lowers_the_loss_and_leaves_the_model_alone(model: torch.nn.Module) -> None:
+def test_training_lowers_the_loss_and_leaves_the_model_alone(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     texts = written_texts(model, 16, 24)
     assert texts.shape == (16, 24) and (texts[:, 0] == 1).all()
     layer = new_layer(model)
     first = sum(each.item() for each in losses(layer, model, texts, shares=None)[0])
-    train_layer(layer, model, texts, seconds=2.0)
+    kept: list[int] = []
+    monkeypatch.setattr("training.mtp.KEEP_SECONDS", 0.5)
+    train_layer(layer, model, texts, seconds=2.0, keep=lambda: kept.append(1))
+    assert kept
     assert sum(each.item() for each in losses(layer, model, texts, shares=None)[0]) < first
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-def test_what_is_written_is_found_and_drafts(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_what_is_written_is_found_and_drafts(
+    model: torch.nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model.save_pretrained(tmp_path / "base")
     layer = new_layer(model, seed=3)
     export_layer(layer, tmp_path / "base", tmp_path / "out")
-    loaded = load(tmp_path / "out", torch.float32)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    loaded.generation_config.eos_token_id = None
+    assert "UNEXPECTED" not in caplog.text
     own = dict(layer_of(loaded).mtp.layers[0].named_parameters())
     assert all(torch.equal(own[name], weight) for name, weight in layer.named_parameters())
     ids = torch.tensor([[1, 5, 6]])

@@ -5,6 +5,9 @@ under one of two kinds of names:
 
     mtp.layers.0.*, mtp.fc, mtp.norm ...      Qwen3-Next, Qwen3.5, Mellum; model.mtp.* in MiMo V2
     model.layers.N.*, N = num_hidden_layers   DeepSeek V3, GLM-4 MoE, Bailing, Step 3.7
+
+Models whose class does not ignore such names report them as unexpected when they are loaded. Their checkpoints keep the
+layer apart, in the folder `mtp`, as a `model.safetensors` of its own with names of the first kind.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+SUBFOLDER = "mtp"
+"""Folder of a checkpoint with the weights of its MTP layers, where they are not among the model's."""
 _PREFIXED = re.compile(r"(?:^|\.)mtp\.")
 _NUMBERED = re.compile(r"^(?:model\.(?:language_model\.)?)?layers\.(\d+)\.")
 _FIRST_PREFIXED = r"(?:^|\.)mtp\.(?!layers\.[1-9])"
@@ -35,7 +40,7 @@ class Found:
     """The first MTP layer of a checkpoint, which is the one that is used.
 
     Attributes:
-        folder: where its files lie.
+        folder: folder of its files.
         layers: how many layers the checkpoint has.
         pattern: matches the names of the first one's weights, and of those of all.
         shapes: their shapes, by name.
@@ -69,6 +74,8 @@ def find(model: PreTrainedModel) -> Found:
     """
     config: PretrainedConfig = model.config.get_text_config(decoder=True)
     folder = folder_of(model)
+    if (folder / SUBFOLDER / _SINGLE).is_file():
+        folder = folder / SUBFOLDER
     shapes, numbers = dict[str, tuple[int, ...]](), set[int]()
     for name, shape in _weights(folder):
         number = layer_number(name, config.num_hidden_layers)

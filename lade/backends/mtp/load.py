@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ _MEMORY_SHARE = 0.5  # of the memory that is free: texts need some, too
 Support = TypeVar("Support")
 _COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 _FULL_ATTENTION = "full_attention"
-_RECURRENT = ("linear_attention", "conv", "moe", "mlp")
+_RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
 
 
 @dataclass
@@ -85,12 +85,16 @@ def examine(model: PreTrainedModel, make: Callable[..., Support]) -> Support:
         make: called with `reason`, `layers`, `nbytes` and `loaded`, as far as there is anything to be said.
     """
     known = _known.get(model)
-    if known is not None and isinstance(known[1], Loaded):
-        return make(layers=known[1].found.layers, nbytes=known[1].nbytes, loaded=True)
+    result = None if known is None else known[1]
+    if isinstance(result, str):
+        return make(reason=result)
+    if result is not None:
+        return make(layers=result.found.layers, nbytes=result.nbytes, loaded=True)
     try:
         found = find(model)
         nbytes = found.parameters * model.dtype.itemsize
         check_room(model, found)
+        _stand_in(model, found)
     except NoLayersError as problem:
         return make(reason=f"{type(model).__name__} {problem}")
     return make(layers=found.layers, nbytes=nbytes)
@@ -133,9 +137,6 @@ def load(model: PreTrainedModel, found: Found) -> Any:
         version = transformers.__version__
         raise NoLayersError(f"has MTP layers, and transformers {version} cannot read them: install 5.23 or newer")
     stand_in = _stand_in(model, found)
-    layer_types = stand_in.config.get_mtp_config().get_text_config().layer_types if _typed(stand_in.config) else ()
-    if set(layer_types or ()) & set(_RECURRENT):
-        raise NoLayersError(f"has an MTP layer that carries a state ({', '.join(layer_types)})")
     try:
         mtp: Any = reader.from_pretrained(stand_in, device_map={"": model.device})
     except (RuntimeError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as problem:
@@ -152,23 +153,37 @@ def load(model: PreTrainedModel, found: Found) -> Any:
 
 
 def _stand_in(model: PreTrainedModel, found: Found) -> Any:
-    """The same model with a configuration of its own, as `MtpModel.from_pretrained` wants to find it."""
+    """Return the same model with a configuration of its own, as `MtpModel.from_pretrained` expects it.
+
+    Raises:
+        NoLayersError: the layer is of a kind that no tree can go through.
+    """
     stand_in: Any = copy.copy(model)
     stand_in.config = config = copy.deepcopy(model.config)
     config.name_or_path = str(found.folder)
     stand_in._keys_to_ignore_on_load_unexpected = [found.pattern]
     text: Any = config.get_text_config(decoder=True)
+    if len(blocks := config_field(text, "mtp_layers_block_type") or ()) > 1:
+        raise NoLayersError(f"has MTP layers of several blocks ({', '.join(blocks)}), which transformers cannot read")
     for name in _COUNTS:
         if isinstance(config_field(text, name), int):
             setattr(text, name, 1)
     text.num_mtp_layers = 1
     if _typed(config):
         types = config_field(text, "mtp_layer_types") or [_like_the_last(text.layer_types)]
-        text.mtp_layer_types = list(types)[:1]
+        _set_types(text, "mtp_layer_types", types)
+        if set(types[:1]) & set(_RECURRENT):
+            raise NoLayersError(f"has an MTP layer that carries a state ({types[0]})")
     if config_field(text, "mlp_layer_types"):
         types = config_field(text, "mtp_mlp_layer_types") or ["sparse" if found.experts else "dense"]
-        text.mtp_mlp_layer_types = list(types)[:1]
+        _set_types(text, "mtp_mlp_layer_types", types)
     return stand_in
+
+
+def _set_types(config: Any, name: str, types: Sequence[str]) -> None:
+    """Set the types of the first MTP layer, unless the configuration derives them from the number of layers."""
+    if not isinstance(getattr(type(config), name, None), property):
+        setattr(config, name, list(types)[:1])
 
 
 def _typed(config: PretrainedConfig) -> bool:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lade.cli.options import grouping
-from lade.cli.options import grouping as output_options
-from lade.cli.options import model as model_options
-from lade.cli.options import model as template_options
-from lade.cli.options.grouping import in_panel
+from lade.cli.options.grouping import PANEL as OUTPUT_PANEL
+from lade.cli.options.grouping import Output, grouped, in_panel
+from lade.cli.options.model import PANEL as MODEL_PANEL
+from lade.cli.options.model import Loading, ModelChoice, NamedModel, Template
 from lade.cli.prompts import check_text, read_text
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError
@@ -24,13 +23,8 @@ from lade.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from lade.grammar import Grammar
 
-
-grouped = grouping.grouped
-Loading = model_options.Loading
-ModelChoice = model_options.ModelChoice
-NamedModel = model_options.NamedModel
-Output = output_options.Output
-Template = template_options.Template
+__all__ = ["Loading", "ModelChoice", "NamedModel", "Output", "Template", "grouped"]
+"""Re-exported: commands take all shared options from here."""
 
 METHODS = ("plain", "lookahead", "adaptive", "auto")
 
@@ -68,7 +62,7 @@ Invariant = Annotated[
         help="Batch-invariant kernels: in 16 bits, too, output equals plain decoding's bit for bit.",
     ),
 ]
-_speed = grouping.in_panel("Speed")
+_speed = in_panel("Speed")
 Method = Annotated[
     str | None,
     _speed(
@@ -77,7 +71,7 @@ Method = Annotated[
         help="plain, adaptive, lookahead (the paper's), or auto: adaptive if supported, else plain.",
     ),
 ]
-_sizes = grouping.in_panel("Draft sizes")
+_sizes = in_panel("Draft sizes")
 Window = Annotated[int | None, _sizes(metavar="W", help="Columns of the window. Implies --method lookahead.")]
 Ngram = Annotated[int | None, _sizes(metavar="N", help="Length of the n-grams. Implies --method lookahead.")]
 Guesses = Annotated[int | None, _sizes(metavar="G", help="N-grams verified per step. Implies --method lookahead.")]
@@ -156,7 +150,7 @@ Threads = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        rich_help_panel=model_options.PANEL,
+        rich_help_panel=MODEL_PANEL,
         help="CPU threads. Default: torch's; 1 for the embedded model.",
     ),
 ]
@@ -168,7 +162,7 @@ PredictionFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Expected answer, such as the file to be edited."),
 ]
-Json = Annotated[bool, typer.Option("--json", rich_help_panel=output_options.PANEL, help="JSON instead of text.")]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT_PANEL, help="JSON instead of text.")]
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -207,7 +201,7 @@ def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-_option = grouping.in_panel("Choosing tokens")
+_option = in_panel("Choosing tokens")
 
 
 @dataclass(frozen=True)

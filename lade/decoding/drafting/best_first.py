@@ -189,8 +189,8 @@ class TreeGrower:
         """Add the likeliest child of the last node while it is worth its price; return the number of nodes.
 
         Args:
-            memory: the rows by context.
-            most: nodes, the root included.
+            memory: the memory that is searched.
+            most: maximum number of nodes, root included.
             price: tokens that one more node costs.
             news: tokens saved later by the logits of a second node, times `first + 1`; see `growth.grow_chain`.
             first: nodes at which that has fallen to a half.

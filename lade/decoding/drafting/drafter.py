@@ -128,11 +128,13 @@ class Drafter(ABC):
         wants_prompt_entries: whether `learn_prompt` needs to be called, which takes the logits of the prompt.
         learns_prompts: whether to call it if these logits are known anyway.
         mtp: its tree for the predictions of an MTP layer, made before `candidates`; None if it takes no predictions.
+        problem: error of a caller's own drafter, which ends the row; None if there was none.
     """
 
     wants_prompt_entries: bool = False
     learns_prompts: bool = False
     mtp: PredictedTree | None = None
+    problem: Exception | None = None
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
         """Learn from prefill.
@@ -182,6 +184,59 @@ class Drafter(ABC):
 
     def end(self) -> None:  # noqa: B027
         """End of the row: flush pending observations."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what belongs to the row, which may not have ended: it was cancelled, or another row failed."""
+
+
+class ForwardingDrafter(Drafter):
+    """Forwards every call to another drafter; base class of drafters that add something to one.
+
+    Args:
+        drafter: drafter that does the work.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.wants_prompt_entries, self.learns_prompts = drafter.wants_prompt_entries, drafter.learns_prompts
+        self.mtp = drafter.mtp
+
+    @property
+    def problem(self) -> Exception | None:  # type: ignore[override]
+        """See `Drafter`."""
+        return self._drafter.problem
+
+    def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
+        """See `Drafter`."""
+        self._drafter.learn_prompt(tokens, start, entries)
+
+    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
+        """See `Drafter`."""
+        self._drafter.begin(tokens, prompt_length)
+
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        """See `Drafter`."""
+        return self._drafter.draft(context, max_depth)
+
+    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
+        """See `Drafter`."""
+        return self._drafter.candidates(context, max_depth)
+
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
+        """See `Drafter`."""
+        self._drafter.learn(context, draft, readout, verdict)
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """See `Drafter`."""
+        self._drafter.observe(fed, emitted, seconds, forward_s)
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        self._drafter.end()
+
+    def close(self) -> None:
+        """See `Drafter`."""
+        self._drafter.close()
 
 
 LONGEST_LEAD = 64

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
+from lade.decoding.drafting.drafter import Draft, Drafter, ForwardingDrafter
 from lade.decoding.kernels.layout import WIDTH, Ints
 from lade.decoding.readout import Readout
 from lade.decoding.verify import Verdict
@@ -51,7 +51,7 @@ class CachedLogits:
             yield start, self._entries[start:end]
 
 
-class RecordingDrafter(Drafter):
+class RecordingDrafter(ForwardingDrafter):
     """A drafter that records the logits it learns from.
 
     Args:
@@ -62,38 +62,17 @@ class RecordingDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.said = drafter, CachedLogits()
-        self.wants_prompt_entries, self.learns_prompts = drafter.wants_prompt_entries, drafter.learns_prompts
-        self.mtp = drafter.mtp
+        super().__init__(drafter)
+        self.said = CachedLogits()
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
         self.said.put(start, entries)
-        self._drafter.learn_prompt(tokens, start, entries)
-
-    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
-        """See `Drafter`."""
-        self._drafter.begin(tokens, prompt_length)
-
-    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """See `Drafter`."""
-        return self._drafter.draft(context, max_depth)
-
-    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
-        """See `Drafter`."""
-        return self._drafter.candidates(context, max_depth)
+        super().learn_prompt(tokens, start, entries)
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """See `Drafter`."""
         emitted = len(verdict.tokens)
         if readout.entries is not None and self.learns_prompts:
             self.said.put(len(context) - emitted - 1, readout.entries[verdict.path[:emitted]])
-        self._drafter.learn(context, draft, readout, verdict)
-
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
-        """See `Drafter`."""
-        self._drafter.observe(fed, emitted, seconds, forward_s)
-
-    def end(self) -> None:
-        """See `Drafter`."""
-        self._drafter.end()
+        super().learn(context, draft, readout, verdict)

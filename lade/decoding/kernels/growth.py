@@ -280,13 +280,13 @@ def grow_chain(
         held: a tree that is its root, with room for `most` nodes.
         young: the memory's table that is written.
         old: the memory's other table.
-        weights: of the mixer.
-        excluded: tokens not to add.
-        vocabulary: tokens must be below.
-        most: nodes, the root included.
+        weights: `[LINES, END + 1]`, those of the mixer.
+        excluded: ids that are not added.
+        vocabulary: V; ids from here on are not added.
+        most: maximum number of nodes, root included.
         price: tokens that one more node costs.
-        news: see above, in tokens.
-        first: see above, in nodes.
+        news: tokens that `first` divides, see above.
+        first: number of nodes, see above.
 
     Returns:
         The number of nodes.

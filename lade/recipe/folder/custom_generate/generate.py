@@ -3,7 +3,7 @@
 from typing import Any
 
 PACKAGE, VERSION = "lookahead-decoding", "0.1"
-INSTALL = f'pip install --upgrade "{PACKAGE}>={VERSION}"'
+INSTALL = f"pip install --upgrade .  in a checkout of {PACKAGE}"
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,290 @@
+"""Drafts of `lade.Drafter`s: validation, calibration, and a stop where asking takes longer than it saves.
+
+A proposal is compared with the tokens that come, fed or not, so a drafter that is right is trusted within some twenty
+tokens, and one that is wrong costs nothing soon. Tokens with probabilities are calibrated by what became of tokens of
+about the same probability; tokens without by the number of tokens in a row that the drafter has got right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from operator import index
+from time import perf_counter
+from typing import Any
+
+from lade.decoding.drafting.copy_drafting import LONGEST_CHAIN, Agreement
+from lade.decoding.drafting.drafter import Draft, Drafter, ForwardingDrafter, Guess
+from lade.decoding.readout import Readout
+from lade.decoding.verify import Verdict
+from lade.drafter import Continuation
+from lade.drafter import Drafter as UserDrafter
+from lade.errors import DrafterError
+
+logger = logging.getLogger(__name__)
+
+MOST_CONTINUATIONS = 8
+"""Continuations taken from one proposal."""
+_BINS = 10  # of claimed probabilities
+_PRIOR_WEIGHT = 4.0  # tokens that a claimed probability counts for
+_KEPT = 1 - 1 / 64  # decay per token
+_FAINTEST = 0.02  # less likely tokens are not drafted
+_TRIED = 16  # proposals before their time is compared with what they save
+_RETRIAL = 16  # steps between proposals of a drafter that takes longer than it saves
+_RECENT = 1 / 16  # weight of the last step in means
+
+
+class ClaimCalibration:
+    """Calibrates claimed probabilities by their outcomes, in bins of equal width."""
+
+    def __init__(self) -> None:
+        self._hits = [0.0] * _BINS
+        self._counts = [0.0] * _BINS
+
+    def probability(self, claimed: float) -> float:
+        """Return the calibrated probability, in [0, 1)."""
+        place = _bin(claimed)
+        return (self._hits[place] + _PRIOR_WEIGHT * min(claimed, 0.99)) / (self._counts[place] + _PRIOR_WEIGHT)
+
+    def learn(self, claimed: float, hit: bool) -> None:
+        """Observe whether a token of this claimed probability came."""
+        place = _bin(claimed)
+        self._hits[place] = _KEPT * self._hits[place] + hit
+        self._counts[place] = _KEPT * self._counts[place] + 1
+
+
+def _bin(claimed: float) -> int:
+    return min(int(claimed * _BINS), _BINS - 1)
+
+
+class _Asked:
+    """One continuation that was proposed, with the agreement before each of its tokens."""
+
+    def __init__(self, rank: int, tokens: list[int], claimed: Sequence[float], agreed: int) -> None:
+        self.rank, self.tokens, self.claimed, self.agreed = rank, tokens, claimed, agreed
+
+
+class UserSource:
+    """Asks one drafter on behalf of one row; see `drafter.Source`.
+
+    Args:
+        drafter: the caller's drafter.
+        vocabulary: V; ids below it can be fed.
+        excluded: ids after which nothing is drafted; continuations end before them.
+        longest: maximum length of a continuation.
+        sized: whether to stop asking where that takes longer than it saves.
+        now: returns the time in seconds.
+
+    Attributes:
+        problem: the first error; nothing is proposed after it.
+    """
+
+    def __init__(
+        self,
+        drafter: UserDrafter,
+        vocabulary: int,
+        excluded: Iterable[int] = (),
+        *,
+        longest: int = LONGEST_CHAIN,
+        sized: bool = False,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.problem: Exception | None = None
+        self._drafter, self._request = drafter, object()
+        self._vocabulary, self._excluded, self._longest = vocabulary, frozenset(excluded), longest
+        self._ranks = [Agreement() for _ in range(MOST_CONTINUATIONS)]
+        self._claims = ClaimCalibration()
+        self._asked: list[_Asked] = []
+        self._length = 0  # of the text behind which they were proposed
+        self._agreed = 0  # tokens in a row that came as the first continuation said
+        self._begun = False
+        self._sized, self._now = sized, now
+        self._proposals = self._skipped = 0
+        self._asking_s = self._saved = 0.0  # per proposal: seconds, and accepted tokens
+        self._token_s = 0.0  # recent seconds per token of the row
+
+    @property
+    def name(self) -> str:
+        """Name of the proposed tokens."""
+        return self._drafter.name
+
+    def begin(self, prompt: Sequence[int], new: Sequence[int]) -> None:
+        """Begin the row's text with a prompt and the first tokens of the answer."""
+        self._begun = True
+        self._call("begin", partial(self._drafter.begin, self._request, tuple(prompt)))
+        self.learn(new)
+
+    def learn(self, new: Sequence[int], sources: Sequence[str] = ()) -> None:
+        """Learn tokens of the answer, and who proposed them."""
+        self._call("learn", partial(self._drafter.learn, self._request, tuple(new)))
+        if sources and self._asked:
+            self._saved += _RECENT * (sources.count(self.name) - self._saved)
+
+    def observe(self, emitted: int, seconds: float) -> None:
+        """Learn the duration of a step."""
+        if emitted:
+            each = seconds / emitted
+            self._token_s += (_RECENT if self._token_s else 1.0) * (each - self._token_s)
+
+    def end(self) -> None:
+        """End the text, once."""
+        if not self._begun:
+            return
+        self._begun = False
+        try:
+            self._drafter.end(self._request)
+        except Exception:
+            logger.exception("%s.end failed; the text is complete", self.name)
+
+    def guesses(self, context: Sequence[int]) -> list[Guess]:
+        """See `drafter.Source`."""
+        self._calibrate(context)
+        self._asked, self._length = [], len(context)
+        if self.problem is not None or self._longest < 1 or not self._is_worth_asking():
+            return []
+        start = self._now()
+        self._asked = self._call("propose", partial(self._proposed, tuple(context))) or []
+        self._proposals += 1
+        took = self._now() - start
+        self._asking_s += (_RECENT if self._proposals > 1 else 1.0) * (took - self._asking_s)
+        return [guess for asked in self._asked if (guess := self._guess(asked)).tokens]
+
+    def _is_worth_asking(self) -> bool:
+        """Return False where proposals have lately taken longer than the accepted tokens would without them."""
+        if not self._sized or self._proposals < _TRIED or self._saved * self._token_s >= self._asking_s:
+            return True
+        self._skipped = (self._skipped + 1) % _RETRIAL
+        return not self._skipped
+
+    def _call(self, method: str, call: Callable[[], Any]) -> Any:
+        """Call the drafter; an error is kept as `problem`, and nothing is called after it."""
+        if self.problem is not None:
+            return None
+        try:
+            return call()
+        except DrafterError as problem:
+            self.problem = problem
+        except Exception as problem:  # noqa: BLE001 - ends the row, see `Drafter.problem`
+            self.problem = DrafterError(self.name, f"{method} raised {type(problem).__name__}: {problem}")
+            self.problem.__cause__ = problem
+        return None
+
+    def _proposed(self, context: Sequence[int]) -> list[_Asked]:
+        """Return what the drafter proposes behind `context`, checked."""
+        proposed = self._drafter.propose(self._request, context, self._longest)
+        if proposed is None:
+            return []
+        asked = []
+        for rank, each in enumerate(islice(proposed, MOST_CONTINUATIONS)):
+            tokens, claimed = each if isinstance(each, Continuation) else (each, ())
+            ids = list(self._checked(tokens))
+            asked.append(_Asked(rank, ids, self._checked_claims(claimed, len(ids)), self._agreed))
+        return asked
+
+    def _checked(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Yield the ids of a continuation up to the first excluded one; raise `DrafterError` for one that is no id."""
+        if isinstance(tokens, str | bytes) or not hasattr(tokens, "__iter__"):
+            problem = f"propose returned {tokens!r:.60} as a continuation: return a list of lists of token ids"
+            raise DrafterError(self.name, problem)
+        for token in islice(tokens, self._longest):
+            try:
+                number = index(token)
+            except TypeError:
+                raise DrafterError(self.name, f"propose returned {token!r:.60} as a token id") from None
+            if not 0 <= number < self._vocabulary:
+                problem = f"propose returned the id {number}, outside the model's vocabulary of {self._vocabulary}"
+                raise DrafterError(self.name, problem)
+            if number in self._excluded:
+                return
+            yield number
+
+    def _checked_claims(self, claimed: Sequence[float], length: int) -> Sequence[float]:
+        claims = [float(each) for each in islice(claimed, length)]
+        if claims and (len(claims) < length or not all(0.0 <= each <= 1.0 for each in claims)):
+            problem = f"propose returned {length} tokens with probabilities {claims!r:.60}: give one in [0, 1] for each"
+            raise DrafterError(self.name, problem)
+        return claims
+
+    def _guess(self, asked: _Asked) -> Guess:
+        """Return a continuation with calibrated scores, cut where it becomes too unlikely."""
+        scores, score = list[float](), 1.0
+        for place in range(len(asked.tokens)):
+            score *= self._probability(asked, place)
+            if score < _FAINTEST:
+                break
+            scores.append(score)
+        return Guess(asked.tokens[: len(scores)], self.name, scores)
+
+    def _probability(self, asked: _Asked, place: int) -> float:
+        if asked.claimed:
+            return self._claims.probability(asked.claimed[place])
+        return self._ranks[asked.rank].probability(asked.agreed + place)
+
+    def _calibrate(self, context: Sequence[int]) -> None:
+        """Compare what was proposed with the tokens that came."""
+        new = context[self._length :]
+        for asked in self._asked if new else ():
+            right = self._learned(asked, new)
+            if asked.rank == 0:
+                self._agreed = self._agreed + right if right == len(new) else 0
+
+    def _learned(self, asked: _Asked, new: Sequence[int]) -> int:
+        """Learn from one continuation; return how many of its first tokens came."""
+        for place, (expected, came) in enumerate(zip(asked.tokens, new, strict=False)):
+            hit = expected == came
+            if asked.claimed:
+                self._claims.learn(asked.claimed[place], hit)
+            else:
+                self._ranks[asked.rank].learn(asked.agreed + place, hit)
+            if not hit:
+                return place
+        return min(len(asked.tokens), len(new))
+
+
+class SourcedDrafter(ForwardingDrafter):
+    """A drafter that keeps the sources of its drafts informed about the text.
+
+    Args:
+        drafter: drafter that asks the sources.
+        sources: sources of one row.
+        before: number of tokens before the prompt in the text that `begin` gets: the encoder's input.
+    """
+
+    def __init__(self, drafter: Drafter, sources: Sequence[UserSource], before: int = 0) -> None:
+        super().__init__(drafter)
+        self._own, self._before = sources, before
+
+    @property
+    def problem(self) -> Exception | None:  # type: ignore[override]
+        """See `Drafter`."""
+        return next((source.problem for source in self._own if source.problem is not None), None)
+
+    def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
+        """See `Drafter`."""
+        super().begin(tokens, prompt_length)
+        for source in self._own:
+            source.begin(tokens[self._before : prompt_length], tokens[prompt_length:])
+
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
+        """See `Drafter`."""
+        super().learn(context, draft, readout, verdict)
+        for source in self._own:
+            source.learn(verdict.tokens, verdict.sources)
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """See `Drafter`."""
+        super().observe(fed, emitted, seconds, forward_s)
+        for source in self._own:
+            source.observe(emitted, seconds)
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        super().end()
+        self.close()
+
+    def close(self) -> None:
+        """See `Drafter`."""
+        for source in self._own:
+            source.end()

@@ -1,0 +1,127 @@
+"""MTP layers of models that are packed, invariant or decoded by several processes, and of checkpoints with a folder."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mtp_toys import llama, llama_with_mtp, load, write_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+import lade
+from lade import LookaheadConfig, UnsupportedArgumentError
+from lade.backends.cpu.invariant import make_invariant
+from lade.backends.mtp.load import layer_of
+from lade.decoding.mtp import MtpHabits
+
+sys.path.append(str(Path(__file__).parent.parent / "cluster"))
+
+from processes import in_processes
+
+PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+PROMPTS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+WAYS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.7}}
+BUDGET = LookaheadConfig(budget=8, mtp=True)
+
+
+def packed(folder):
+    return lade.pack(llama_with_mtp(folder, dtype=torch.float32), min_weights=1)
+
+
+def packed_after_loading(folder):
+    model = llama_with_mtp(folder, dtype=torch.float32)
+    assert layer_of(model)
+    return lade.pack(model, min_weights=1)
+
+
+def invariant(folder):
+    return lade.invariant(llama_with_mtp(folder, dtype=torch.bfloat16))
+
+
+def invariant_after_loading(folder):
+    model = llama_with_mtp(folder, dtype=torch.bfloat16)
+    assert layer_of(model)
+    return lade.invariant(model)
+
+
+MAKERS = [packed, packed_after_loading, invariant, invariant_after_loading]
+
+
+@pytest.fixture(scope="module", params=MAKERS, ids=lambda make: make.__name__)
+def model(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_invariant, "TEXTS", (61,))
+        yield request.param(tmp_path_factory.mktemp("mtp"))
+
+
+def heard(model):
+    return any(
+        not np.array_equal(each.weights.trust, MtpHabits().weights.trust) for each in layer_of(model).habits.values()
+    )
+
+
+@pytest.mark.by_processor
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ids", [PROMPT, PROMPTS], ids=["row", "batch"])
+def test_texts_are_plains(model, way, ids):
+    arguments = {"max_new_tokens": 40, "pad_token_id": 0, **WAYS[way]}
+    torch.manual_seed(2)
+    plain = model.generate(ids, **arguments)
+    torch.manual_seed(2)
+    assert torch.equal(lade.generate(model, ids, lookahead=BUDGET, **arguments), plain)
+    assert heard(model)
+
+
+@pytest.mark.by_processor
+@pytest.mark.parametrize("way", WAYS)
+def test_engines(model, way):
+    asked = [(PROMPT[:, : 4 + number], {"max_new_tokens": 15 + 5 * number, **WAYS[way]}) for number in range(4)]
+    with lade.Engine(model) as engine:
+        handles = [
+            engine.add(ids, lookahead=LookaheadConfig(budget=8), seed=number, **arguments)
+            for number, (ids, arguments) in enumerate(asked)
+        ]
+        for number, (handle, (ids, arguments)) in enumerate(zip(handles, asked, strict=True)):
+            torch.manual_seed(number)
+            assert torch.equal(handle.result(60), model.generate(ids, **arguments)), number
+
+
+def in_parts(place):
+    """What a process of two gets: whether the text is plain's, and why there is no layer."""
+    reference, model = load(place), lade.parallel(load(place))
+    expected = reference.generate(PROMPT, max_new_tokens=30)
+    same = torch.equal(lade.generate(model, PROMPT, max_new_tokens=30, lookahead=LookaheadConfig(budget=8)), expected)
+    return [same, lade.supports(model).mtp.reason]
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_processes_with_a_part_of_each_tree_draft_without_the_layer(tmp_path):
+    write_checkpoint(llama(), tmp_path)
+    reason = "each process of lade.parallel has the hidden states of a part of the tree only"
+    assert in_processes(2, lambda rank: in_parts(tmp_path)) == [[True, reason]] * 2
+
+
+def test_a_layer_in_a_folder_of_its_own_is_found_and_not_reported(tmp_path, caplog):
+    """Unlike among the weights of a model whose class ignores no such names."""
+    write_checkpoint(llama(dtype=torch.float32), tmp_path)
+    LlamaForCausalLM.from_pretrained(tmp_path)
+    assert "UNEXPECTED" in caplog.text
+    caplog.clear()
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    own = {name: weight for name, weight in weights.items() if name.startswith("mtp.")}
+    (tmp_path / "mtp").mkdir()
+    save_file(own, tmp_path / "mtp" / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: weights[name] for name in weights.keys() - own.keys()}, file, metadata={"format": "pt"})
+    model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert "UNEXPECTED" not in caplog.text
+    arguments = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
+    ours = lade.generate(model, PROMPT, lookahead=BUDGET, **arguments)
+    assert torch.equal(ours, model.generate(PROMPT, **arguments)) and heard(model)
+    (tmp_path / "mtp" / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedArgumentError, match="has no weights of MTP layers"):
+        lade.generate(LlamaForCausalLM.from_pretrained(tmp_path).eval(), PROMPT, lookahead=BUDGET, **arguments)

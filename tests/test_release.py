@@ -1,0 +1,141 @@
+"""What a user reads before anything is installed, and what is published: install lines, licences, links, versions."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lade
+from scripts import absolute_links, check_site
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SHOWN = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(path for path in (ROOT / "examples").rglob("*") if path.suffix not in {".pyc"} and path.is_file()),
+    *(path for folder in ("lade", "lab/lade_lab") for path in (ROOT / folder).rglob("*.py")),
+    *(path for path in (ROOT / "lade" / "recipe" / "folder").rglob("*.*") if path.suffix in {".md", ".txt"}),
+]
+CONTAINER = ROOT / "examples" / "container"
+
+
+# Install lines
+
+
+def unavailable(text: str) -> list[str]:
+    """Install lines that would ask an index for this package, which is on none yet.
+
+    `pip install "lookahead-decoding[extra]"` is met by an installed package, so errors of it may say that.
+    """
+    lines = re.findall(r"pip install [^\n`#]*lookahead-decoding[^\n]*", text)
+    return [line for line in lines if not re.search(r"\"lookahead-decoding\[\{extra\}\]|in a checkout", line)]
+
+
+def test_every_install_line_works_from_a_checkout():
+    wrong = {str(path.relative_to(ROOT)): unavailable(path.read_text(encoding="utf-8")) for path in SHOWN}
+    assert {path: lines for path, lines in wrong.items() if lines} == {}
+
+
+def test_an_install_line_that_needs_an_index_would_be_noticed():
+    assert unavailable('RUN pip install lookahead-decoding\n$ pip install "lookahead-decoding[serve]"\n') != []
+    assert unavailable("$ pip install '.[serve]'\n") == []
+
+
+def test_the_extras_that_install_lines_name_exist():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SHOWN)
+    named = set(re.findall(r"pip install (?:\S+ )*'[./a-z]*\[(\w+)\]'", text))
+    assert {"serve", "grammar", "scale"} <= named <= set(PROJECT["optional-dependencies"])
+
+
+# Licences
+
+
+def test_every_licence_text_is_shipped_and_every_licence_is_named():
+    files = {path for pattern in PROJECT["license-files"] for path in ROOT.glob(pattern)}
+    texts = [path for path in (ROOT / "lade").rglob("*LICENSE*") if path.is_file()]
+    assert {*texts, ROOT / "LICENSE"} == files
+    assert set(PROJECT["license"].split(" AND ")) == {"Apache-2.0", "BSD-3-Clause", "MIT", "PSF-2.0"}
+
+
+# The README on an index
+
+
+def relative(text: str) -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|#", link)]
+
+
+def test_the_readme_of_an_index_has_no_relative_links():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    moved = absolute_links.absolute(readme, "https://example.org/a/b/", "v1")
+    assert len(relative(readme)) > 10 and relative(moved) == []
+    assert "(https://example.org/a/b/raw/v1/docs/images/output.svg)" in moved
+    assert "(https://example.org/a/b/blob/v1/docs/howto/slower.md)" in moved
+    assert re.findall(r"\]\((http[^)]+)\)", readme) == [
+        link for link in re.findall(r"\]\((http[^)]+)\)", moved) if "example.org" not in link
+    ]
+
+
+# Publishing
+
+
+def test_the_version_is_in_one_place():
+    assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
+    places = [ROOT / "README.md", ROOT / "CITATION.cff", ROOT / "Makefile", ROOT / "pyproject.toml"]
+    assert [path.name for path in places if lade.__version__ in path.read_text(encoding="utf-8")] == []
+    assert f"## [{lade.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_check_of_a_tag_would_find_the_version():
+    publish = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
+    assert r'grep -qxF "__version__ = \"${GITHUB_REF_NAME#v}\"" lade/version.py' in publish
+    assert f'__version__ = "{lade.__version__}"' in (ROOT / "lade" / "version.py").read_text().splitlines()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_actions_are_pinned_to_commits(path):
+    used = re.findall(r"uses: (\S+)", path.read_text(encoding="utf-8"))
+    assert used and all(re.search(r"@[0-9a-f]{40}$", action) for action in used)
+
+
+# The container and the service
+
+
+def test_the_page_shows_the_files_of_the_container():
+    page = (ROOT / "docs" / "howto" / "containers.md").read_text(encoding="utf-8")
+    assert f"```dockerfile\n{(CONTAINER / 'Dockerfile').read_text()}```" in page
+    assert f"```ini\n{(CONTAINER / 'lade.service').read_text()}```" in page
+
+
+def test_the_container_serves_as_a_user_of_its_own_and_is_probed():
+    from lade.server.settings import PROBES
+
+    lines = (CONTAINER / "Dockerfile").read_text()
+    assert "whl/cpu" in lines and "[serve]" in lines and "\nUSER lade\n" in lines
+    (probe,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", lines)
+    assert probe in PROBES and "HEALTHCHECK" in lines
+
+
+# The site
+
+
+def test_examples_that_became_prose_would_be_noticed():
+    nested = "<blockquote>\n<blockquote>\n<blockquote>\n<p>lade.generate(model)</p></blockquote></blockquote>"
+    assert check_site.faults(nested) != [] and check_site.faults("<p>&gt;&gt;&gt; x</p>") != []
+    wide = '<div class="doc-signature highlight"><code><span>f</span>(' + "x, " * 60 + ")</code></div>"
+    assert check_site.faults(wide) == ["a signature of 183 characters on one line"]
+    fine = "<blockquote><p>x</p></blockquote><pre><code>&gt;&gt;&gt; <span>x</span></code></pre>"
+    assert check_site.faults(fine) == []
+
+
+def test_a_site_without_pages_is_no_success(tmp_path, capsys):
+    assert check_site.main(tmp_path) == 1 and "has no pages" in capsys.readouterr().out
+    (tmp_path / "index.html").write_text("<p>fine</p>")
+    assert check_site.main(tmp_path) == 0
+    (tmp_path / "index.html").write_text("<p>&gt;&gt;&gt; x</p>")
+    assert check_site.main(tmp_path) == 1 and "index.html: a prompt" in capsys.readouterr().out
+
+
+def test_the_lab_log_is_not_in_the_navigation():
+    assert "lab/log" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
