@@ -1,7 +1,8 @@
 """Lookahead decoding for any Hugging Face causal language model: fewer forward passes, the same tokens.
 
 >>> import lade
->>> model.generate(**inputs, custom_generate=lade.decode)
+>>> lade.enable(model)
+>>> model.generate(**inputs)
 """
 
 from __future__ import annotations

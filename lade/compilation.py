@@ -24,6 +24,8 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from lade.announcements import announce
+
 
 class KernelCache(FunctionCache):
     """Cache of a function's machine code, invalidated by a change to any source file that it was compiled from.
@@ -214,4 +216,4 @@ def _log_compilation(compiled: Any, seconds: float) -> None:
 
 @cache
 def _log_first_compilation() -> None:
-    logger.info("compiling the kernels, once on this machine: some seconds")
+    announce(logger, "compiling the kernels, once on this machine: some 5 to 20 seconds")

@@ -12,9 +12,9 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 262,
-    "lines": 49200,
-    "files under 40 lines of code": 16,
+    "files": 259,
+    "lines": 49300,
+    "files under 40 lines of code": 12,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.2,
     "lines of a function, p90": 20,
@@ -23,11 +23,11 @@ MOST = {
     "lines that generate imports": 13950,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
-    "class names used more than once": 2,
+    "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 31,
     "entries of Args that are fragments, per cent": 4.2,
 }
-LEAST = {"median lines of a file": 185}
+LEAST = {"median lines of a file": 188}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_greedy_call_stays_near_home():
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
     # Of the steps the one that does least, as it drafts nothing, and the one that does most, which depends on clocks.
-    most = (37, 125, 660, 20, 130, 34, 400)
+    most = (38, 130, 665, 20, 130, 34, 400)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend

@@ -57,7 +57,7 @@ def test_a_fallback_says_why(log, way):
         warnings.simplefilter("ignore", lade.FallbackWarning)
         calls[way]()
     (line,) = of_level(log(), "INFO")
-    assert line.startswith("decoding plainly: use_cache=False") and log()[-1][1] == "lade.hf.refusals"
+    assert line.startswith("running at normal speed: use_cache=False") and log()[-1][1] == "lade.hf.refusals"
 
 
 def test_what_is_served_writes_nothing_at_info(log):
@@ -98,7 +98,7 @@ def test_inner_loops_that_are_compiled(log):
     compilation._log_first_compilation.cache_clear()
     for name in ("learn", "grow"):
         compilation._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={}), __name__=name), 1.25)
-    assert of_level(log(), "INFO") == ["compiling the kernels, once on this machine: some seconds"]
+    assert of_level(log(), "INFO") == ["compiling the kernels, once on this machine: some 5 to 20 seconds"]
     assert of_level(log(), "DEBUG") == ["compiled learn in 1.2 s", "compiled grow in 1.2 s"]
 
 

@@ -1,11 +1,13 @@
 """What a run reports of itself: sums that stay right however long it is, and the share of drafts that were accepted."""
 
+import logging
 import random
 from collections import Counter
 
 import pytest
 
-from lade.stats import KEPT_STEPS, Stats, Step
+from lade.announcements import announce, contention
+from lade.stats import KEPT_STEPS, Stats, Step, Surroundings
 
 
 def step(fed, sources, index=1, seconds=0.5):
@@ -75,3 +77,41 @@ def test_merging_keeps_the_lists_short_too(monkeypatch):
 
 def test_a_repr_has_no_list_of_all_steps():
     assert len(repr(ran([(4, 2)] * 1000))) < 400
+
+
+def test_explain_says_what_drafts_brought_and_what_passes_cost():
+    stats = ran([(8, 3), (1, 1), (8, 2), (8, 2)])
+    assert stats.explain().startswith("Drafted in 3 of 4 steps: drafts brought 1.0 tokens a step.")
+    stats.surroundings = Surroundings({1: 0.5, 8: 0.55})
+    assert "8 tokens takes 1.10 times as long as over one: about 2.0 times" in stats.explain()
+
+
+def test_explain_says_what_stands_in_the_way():
+    poor = ran([(1, 1)] * 10)
+    assert "lade.Memory()" in poor.explain()
+    poor.surroundings = Surroundings(keeps_memory=True, contention="The machine is busy: ...")
+    assert "lade.Memory()" not in poor.explain() and poor.explain().endswith("busy: ...")
+    poor.setup_s = 7.0
+    assert "7.0 s went into compiling" in poor.explain()
+    poor.fallback = "GPTNeoForCausalLM has local attention"
+    assert poor.explain().startswith("Running at normal speed: GPTNeoForCausalLM has local attention.")
+    assert "Nothing to explain" in Stats().explain()
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "load", "busy"),
+    [(2, 2, 0.1, False), (2, 2, 2.0, False), (2, 2, 6.0, True), (1, 2, 9.0, False), (8, 2, 0.0, True)],
+)
+def test_threads_that_compete_for_cores_are_noticed(threads, cores, load, busy):
+    assert bool(contention(threads, cores, load)) == busy
+    assert ("torch.set_num_threads(1)" in contention(threads, cores, load)) == busy
+
+
+@pytest.mark.parametrize(("terminal", "level", "shown"), [(True, 30, 1), (False, 30, 0), (True, 20, 0)])
+def test_an_announcement_is_one_line_where_nobody_sees_the_log(terminal, level, shown, capsys, monkeypatch):
+    logger = logging.getLogger("lade.test")
+    monkeypatch.setattr(logger, "level", level)
+    logger.manager._clear_cache()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    announce(logger, "compiling")
+    assert capsys.readouterr().err.count("lade: compiling\n") == shown

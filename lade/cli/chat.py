@@ -81,7 +81,7 @@ HELP = """\
 /quit           leave, as Ctrl-D does
 A line that ends with a backslash continues on the next one.
 \"\"\" opens a text of several lines, which ends with \"\"\"; in it, a / begins no command.
-Ctrl-C stops an answer; what was said so far stays in the conversation."""
+Ctrl-C stops an answer; the text so far stays in the conversation."""
 _WITH_TEXT = ("/system", "/image", "/save", "/load")
 _ALONE = ("/help", "/retry", "/reset", "/stats", "/quit", "/exit")
 

@@ -56,7 +56,7 @@ def load(path: Path) -> list[dict[str, str]]:
     """Return the messages of a file: an optional system prompt, then pairs of user and assistant.
 
     Raises:
-        InputError: the file cannot be read, or is no conversation.
+        InputError: the file cannot be read, or is not a conversation.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

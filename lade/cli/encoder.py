@@ -36,7 +36,7 @@ def open_image(path: Path) -> Any:
     """Read an image as RGB.
 
     Raises:
-        InputError: Pillow is not installed, or the file is no image.
+        InputError: Pillow is not installed, or the file is not an image.
     """
     if find_spec("PIL") is None:
         raise InputError(f"image {str(path)!r} cannot be read without Pillow: run  pip install pillow")

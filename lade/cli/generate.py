@@ -13,7 +13,7 @@ from lade.cli.batch.files import Batch, BatchOptions
 from lade.cli.options import decoding as options
 from lade.cli.options.decoding import StructuredOutput
 from lade.cli.options.model import Template
-from lade.cli.prompts import Source, read_text
+from lade.cli.prompts import PromptSource, read_text
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
@@ -30,7 +30,7 @@ _LONGEST_ECHO = 2000
 
 @options.grouped
 def generate(
-    source: Source,
+    source: PromptSource,
     max_new_tokens: options.MaxNewTokens = 128,
     image: options.Images = None,
     prediction_file: options.PredictionFile = None,
@@ -100,7 +100,7 @@ def _settled(choices: Choices, batch: Batch | None, images: list[Path] | None) -
     return choices
 
 
-def _read_prompts(source: Source, images: list[Path] | None, template: Template, term: Terminal) -> list[Prompt]:
+def _read_prompts(source: PromptSource, images: list[Path] | None, template: Template, term: Terminal) -> list[Prompt]:
     """Return the prompts; raises `ConfigError` if images do not go with them."""
     if source.piped:
         term.show_status("reading standard input")
@@ -189,6 +189,8 @@ def _as_text(
     if run.interrupted:
         term.say("interrupted", "yellow")
     term.say(run.summary(), ASIDE)
+    if run.config is not None:
+        term.say(run.stats.explain(), ASIDE)
     return run
 
 

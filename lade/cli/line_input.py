@@ -24,7 +24,7 @@ class Entry:
 
     Attributes:
         text: one line or several, without the marks that join them.
-        quoted: the text stood in triple quotes, so that it is no command.
+        quoted: the text stood in triple quotes, so that it is not a command.
     """
 
     text: str

@@ -34,7 +34,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """Options for the prompts of a command.
 
     Attributes:
@@ -116,7 +116,7 @@ def numbered_prompts(path: Path) -> dict[int, Prompt]:
     """Return the prompts of a `.jsonl` file by their line numbers, from 1, skipping empty lines.
 
     Raises:
-        InputError: the file cannot be read, has no lines, or has one without a prompt.
+        InputError: the file cannot be read, has no lines, or a line without a prompt.
     """
     lines = enumerate(read_utf8(path, "prompt file").split("\n"), start=1)
     prompts = {number: _from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()}

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from lade.clock import Clock
+from lade.clock import Clock, Moment
 from lade.decoding.drafting.drafter import Drafter, PredictedTree, Unseen
 from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.kernels.layout import Doubles, Ints
@@ -195,11 +195,12 @@ class MtpPasses:
 
     Attributes:
         fixed: number of passes per step, which may be changed; None for as many as pay.
+        spent_s: seconds that the passes of the last step took; 0.0 if it made none.
     """
 
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
         self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
-        self._tokens = self._seconds = 0.0
+        self._tokens = self._seconds = self.spent_s = 0.0
 
     @property
     def weights(self) -> MtpWeights:
@@ -210,6 +211,14 @@ class MtpPasses:
     def rate(self) -> float:
         """Recent tokens per second of all rows together; 0.0 before the first step."""
         return self._tokens / self._seconds if self._seconds else 0.0
+
+    def expected_s(self, passes: int, nodes: int = NODES) -> float:
+        """Return the seconds that a number of passes will take: the first feeds a node per row, others at most `nodes`.
+
+        0.0 before passes were timed, or for no passes.
+        """
+        cost = self._habits.cost
+        return cost.of(1) + (passes - 1) * cost.of(nodes) if passes else 0.0
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """See `MtpLayer`."""
@@ -240,6 +249,7 @@ class MtpPasses:
             depths: maximum depth of each row's tree; None for no limit.
         """
         self._layer.retain(rows)
+        self.spent_s = 0.0
         growing = []
         for row, depth in zip(rows, depths, strict=True):
             tree = row.drafter.mtp
@@ -281,7 +291,7 @@ class MtpPasses:
         candidates = [each.tree.candidates(0) for each in growing] if self._layer.gathers else [()] * len(growing)
         start = self._clock.start()
         predictions = self._layer.predict([each.row for each in growing], candidates)
-        self._habits.cost.observe(1, self._clock.since(start).undisturbed_s)
+        self._time(1, start)
         for place, each in enumerate(growing):
             each.tree.hear((), *predictions.rows(place, 1))
         more = sum(each.tree.grow() for each in growing)
@@ -294,9 +304,15 @@ class MtpPasses:
         candidates = [tree.candidates(node.node) if self._layer.gathers else () for tree, node in pairs]
         start = self._clock.start()
         predictions = self._layer.look([each.row for each in growing], nodes, candidates)
-        self._habits.cost.observe(count, self._clock.since(start).undisturbed_s)
+        self._time(count, start)
         first = 0
         for each, own in zip(growing, nodes, strict=True):
             each.tree.hear(own, *predictions.rows(first, len(own)))
             first += len(own)
         return sum(each.tree.grow() for each in growing)
+
+    def _time(self, nodes: int, start: Moment) -> None:
+        """Observe what a pass over at most `nodes` nodes per row has taken since `start`."""
+        seconds = self._clock.since(start).undisturbed_s
+        self._habits.cost.observe(nodes, seconds)
+        self.spent_s += seconds

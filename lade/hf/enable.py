@@ -35,9 +35,10 @@ ModelT = TypeVar("ModelT")
 def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None = None) -> ModelT:
     """Accelerate every later `model.generate` of this model, including calls by pipelines, trainers and frameworks.
 
-    The tokens stay those of plain `model.generate`, in 16 bits up to near ties (`lade.PrecisionWarning`). Streamers and
-    `stop_strings` work, which transformers does not forward to `custom_generate=lade.decode`; a streamer is ended even
-    after an error. A single call can override the settings: `model.generate(**inputs, lookahead=None)`.
+    The tokens stay those of plain `model.generate`; in 16-bit, output can diverge where two tokens score almost equally
+    (`lade.PrecisionWarning`). Streamers and `stop_strings` work, which transformers does not forward to
+    `custom_generate=lade.decode`; a streamer is ended even after an error. A single call can override the settings:
+    `model.generate(**inputs, lookahead=None)`.
 
     >>> lade.enable(model)
     >>> transformers.pipeline("text-generation", model, tokenizer=tokenizer)("Once upon a time")

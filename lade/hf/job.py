@@ -11,9 +11,12 @@ that everything learned about a model, its passes and its texts is shared by all
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,7 +24,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from lade.announcements import announce_once, contention_now
+from lade.compilation import compile_all
 from lade.config import LookaheadConfig
+from lade.decoding import kernels
 from lade.decoding.drafting.controller import BatchBudget, ControllerState, most_fed
 from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
@@ -39,6 +45,7 @@ from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids
 from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
+from lade.stats import Stats, Surroundings
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import BatchCost, StepCost
 
@@ -52,6 +59,8 @@ def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
         kind += ", by a grammar"
     return kind if config.memory is None else f"{kind}, with a memory"
 
+
+logger = logging.getLogger(__name__)
 
 Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
@@ -160,6 +169,7 @@ class DecodeJob:
         runner: the runner given.
         budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
         mtp: passes of the checkpoint's MTP layer, once a drafter needs them; None before that or without a layer.
+        setup_s: seconds spent to compile kernels and to measure passes, which each happens once on a machine.
     """
 
     def __init__(
@@ -181,6 +191,7 @@ class DecodeJob:
         self._most = most_fed(runner.parts) if most is None else most
         self._cost: StepCost | BatchCost | None = None
         self._habits: ControllerState | None = None
+        self.setup_s = 0.0
 
     @property
     def reader(self) -> Reader[Any] | None:
@@ -199,11 +210,24 @@ class DecodeJob:
     def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
         """Return one drafter per row; the step cost is looked up or measured if they need it for the first time."""
         if self._cost is None and any(spec.sizes_trees for spec in specs):
+            start = perf_counter()
+            _compile_kernels()
             self._begin_sizing()
+            self.setup_s += perf_counter() - start
         if self._habits is not None:
             self._habits.copies.begin_text()
         self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
+
+    def report_to(self, stats: Stats, config: LookaheadConfig) -> None:
+        """Add the setup time and the circumstances of a generation to its figures."""
+        curve = self._cost.current if isinstance(self._cost, BatchCost) else self._cost
+        pass_s = {} if curve is None else {size: curve.seconds(size) for size in (1, 8)}
+        note = contention_now(torch.get_num_threads()) if self._model.device.type == "cpu" else ""
+        if note:
+            announce_once(logger, note)
+        stats.setup_s += self.setup_s
+        stats.surroundings = Surroundings(pass_s, config.memory is not None, note)
 
     def adopt(self, drafter: Drafter) -> Drafter:
         """Use a caller's own drafter for the only row; an MTP layer predicts for it if it takes predictions."""
@@ -271,6 +295,12 @@ class DecodeJob:
     def save(self) -> None:
         """Save the step costs that have changed, at the end of a generation."""
         save_refreshed(self._model)
+
+
+@cache
+def _compile_kernels() -> None:
+    """Compile or load all kernels of drafting, so that no step has to."""
+    compile_all(kernels)
 
 
 def _user_module() -> Any:

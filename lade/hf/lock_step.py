@@ -113,6 +113,7 @@ class LockStepSession:
         kind = text_kind(prepared, config)
         self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True, without_mtp=_WITHOUT_MTP)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
+        self._job.report_to(stats, config)
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]
         if prepared.facts.recurrent:

@@ -20,6 +20,7 @@ from lade.errors import (
     PrecisionWarning,
     UnsupportedArgumentError,
     UnsupportedError,
+    UnsupportedModelError,
 )
 from lade.locks import ForkSafeLock
 from lade.model import joint
@@ -324,10 +325,12 @@ def fall_back(problem: UnsupportedError, stats: Stats | None, *, allowed: bool =
     """
     if not allowed:
         raise problem
-    logger.info("decoding plainly: %s", problem.reason)
+    subject = "this model is not supported, " if isinstance(problem, UnsupportedModelError) else ""
+    message = f"{subject}running at normal speed: {problem.reason}"
+    logger.info("%s", message)
     if stats is not None:
         stats.fallback = problem.reason
-    warnings.warn(f"decoding plainly: {problem.reason}", FallbackWarning, stacklevel=_user_stacklevel())
+    warnings.warn(message, FallbackWarning, stacklevel=_user_stacklevel())
 
 
 def warn_of_precision(prepared: Prepared) -> None:

@@ -71,6 +71,7 @@ class Session:
         rows, batched = len(self._texts.ids), self._is_batch
         self._job = DecodeJob(prepared.model, runner, kind, rows=rows, batched=batched, without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))
+        self._job.report_to(stats, config)
         self._known = sys.maxsize  # number of tokens that the caller has received
         cache: Any = self._cache  # of the type that the runner needs
         self._loop = DecodeLoop(

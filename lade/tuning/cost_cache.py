@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from lade.announcements import announce
 from lade.decoding.drafting.controller import ControllerState
 from lade.locks import ForkSafeLock
 from lade.model.config import token_embeddings
@@ -139,7 +140,7 @@ def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCo
     None where there is no memory for captured passes. Those of an eager runner are measured then.
     """
     name = type(model).__name__
-    logger.info("measuring the step cost of %s, batch of %d, once on this machine: a second or two", name, batch)
+    announce(logger, f"measuring the step cost of {name}, batch of {batch}, once on this machine: a second or two")
     try:
         cost = measure_step_cost(runner, vocabulary=token_embeddings(model).weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:

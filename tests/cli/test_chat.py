@@ -139,7 +139,7 @@ def test_quit_ends_it_and_a_missing_template_is_said(lade, folder):
 def test_a_model_that_cannot_be_served_chats_plainly(lade, unsupported):
     result = lade("chat", "-m", unsupported, "-n", 10, stdin="hello\nagain\n")
     assert result.exit_code == 0, result.output
-    assert result.stderr.count("decoding plainly") == 1
+    assert result.stderr.count("running at normal speed") == 1
     assert len(result.stdout.splitlines()) == 2
 
 

@@ -140,6 +140,6 @@ def test_a_reader_that_goes_away_is_no_error(lade, monkeypatch):
     def gone(*sources):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr("lade.cli.prompts.Source.read", gone)
+    monkeypatch.setattr("lade.cli.prompts.PromptSource.read", gone)
     result = lade(*GENERATE)
     assert (result.exit_code, result.output) == (1, "")

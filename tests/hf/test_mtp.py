@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LogitsProce
 import lade
 from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.backends.mtp.load import layer_of
-from lade.clock import WallClock
+from lade.clock import Duration, WallClock
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels.layout import MTP_WIDTH
 from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions
@@ -240,6 +240,24 @@ def test_rows_of_a_batch_share_passes_of_a_layer_that_knows_their_texts(drafted_
         lade.generate(MODEL, **PROMPTS, max_new_tokens=120, pad_token_id=0, lookahead=config, stats=stats), plain
     )
     assert stats.tokens_per_step > 3.5
+
+
+class Ticks(WallClock):
+    """Half a second for whatever is timed."""
+
+    def since(self, moment):
+        return Duration(0.5, 0.5, 0)
+
+
+def test_the_seconds_of_passes_are_known(monkeypatch):
+    plain = MODEL.generate(PROMPT, max_new_tokens=80)
+    passes = MtpPasses(KnowsTexts(plain.tolist()), MtpHabits(), Ticks(), 3)
+    monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+    assert passes.spent_s == passes.expected_s(3) == 0.0
+    steps = lade.stream(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4))
+    spent = [passes.spent_s for _ in steps]
+    assert spent.count(1.5) > 5, "three passes of half a second each"
+    assert passes.expected_s(0) == 0.0 and passes.expected_s(1) == 0.5 and passes.expected_s(3) == 1.5
 
 
 @pytest.mark.one_in(3)

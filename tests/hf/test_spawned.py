@@ -54,7 +54,7 @@ def one_thread():
 @pytest.mark.slow
 @pytest.mark.by_processor
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.filterwarnings("ignore:decoding plainly:lade.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*running at normal speed:lade.FallbackWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_started_process_decodes_with_the_model_it_was_given(name):
     model, spawning = MODELS[name](), multiprocessing.get_context("spawn")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from lade.cli.options.grouping import check_out, in_panel
-from lade.cli.prompts import Prompt, Source, numbered_prompts, read_utf8
+from lade.cli.prompts import Prompt, PromptSource, numbered_prompts, read_utf8
 from lade.errors import ConfigError, InputError
 from lade.files import require_same, whole_lines, write_whole
 
@@ -54,7 +54,7 @@ def read_requests(path: Path) -> list[Request]:
     """Return all requests of a file, skipping empty lines.
 
     Raises:
-        InputError: the file cannot be read, a line is no request, or a `custom_id` occurs twice.
+        InputError: the file cannot be read, a line is not a request, or a `custom_id` occurs twice.
     """
     requests = list(_parsed(read_utf8(path, "request file").split("\n"), path))
     if not requests:
@@ -120,7 +120,7 @@ class ResultFile:
 
     Raises:
         ConfigError: the path cannot be written.
-        InputError: the file has lines and `resume` is False, or a line is no JSON object.
+        InputError: the file has lines and `resume` is False, or a line is not a JSON object.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -332,7 +332,7 @@ class BatchOptions:
     resume: Annotated[bool, _option("--resume", help="Continue the run that wrote --out.")] = False
     shard: ShardOption = None
 
-    def batch(self, source: Source) -> Batch | None:
+    def batch(self, source: PromptSource) -> Batch | None:
         """Return the batch that the options describe; None without `--batch-size`.
 
         Raises:

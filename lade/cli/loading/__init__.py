@@ -1,1 +1,1 @@
-"""Models for the shell: where they are, and how they are loaded."""
+"""Resolution and loading of models for the shell."""

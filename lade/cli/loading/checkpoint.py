@@ -92,7 +92,7 @@ def check_choices(values: Mapping[str, Any], name: str) -> None:
 
 
 def why_not_loaded(source: str, problem: Exception) -> str:
-    """Return what in a checkpoint's files kept it from being loaded; empty if that is unknown.
+    """Return the field of a checkpoint's files that prevented loading, as a message; empty if unknown.
 
     Args:
         source: folder of the model, or its hub id.

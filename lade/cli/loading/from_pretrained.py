@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from lade.cli.loading import checkpoint
-from lade.cli.loading.hub import Source, find_adapter, gated
+from lade.cli.loading.hub import ModelSource, find_adapter, gated
 from lade.cli.options.model import Loading
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
@@ -94,7 +94,7 @@ def quantization_config(name: str) -> Any:
         raise ConfigError("quantization", name, f"{problem}; {remedy}") from problem
 
 
-def put_adapter(model: Any, loading: Loading, source: Source) -> None:
+def put_adapter(model: Any, loading: Loading, source: ModelSource) -> None:
     """Load the adapter into a model, its weights unmerged, so that results equal PEFT's.
 
     Args:
@@ -122,7 +122,7 @@ def put_adapter(model: Any, loading: Loading, source: Source) -> None:
         raise ConfigError("adapter", adapter, f"{reason}: {remedy}")
 
 
-def load_processor(source: Source, loading: Loading) -> Any:
+def load_processor(source: ModelSource, loading: Loading) -> Any:
     """Load the processor of a model, which prepares images.
 
     Raises:
@@ -149,7 +149,7 @@ def load_processor(source: Source, loading: Loading) -> Any:
 _UNKNOWN_CLASS = "Unrecognized configuration class"
 
 
-def load_tokenizer(source: Source, loading: Loading) -> Any:
+def load_tokenizer(source: ModelSource, loading: Loading) -> Any:
     """Load the tokenizer of a model.
 
     Raises:
@@ -168,7 +168,7 @@ def load_tokenizer(source: Source, loading: Loading) -> Any:
 
 
 def load_model(
-    source: Source, loading: Loading, target: torch.device | None, images: bool | None, processes: int = 1
+    source: ModelSource, loading: Loading, target: torch.device | None, images: bool | None, processes: int = 1
 ) -> Any:
     """Load a model onto its device, or several.
 
@@ -280,7 +280,7 @@ def _blamed(problem: Exception, loading: Loading) -> ConfigError | None:
     return None
 
 
-def _explain(source: Source, what: str, problem: Exception) -> str:
+def _explain(source: ModelSource, what: str, problem: Exception) -> str:
     """Return a one-line message for an error of transformers or safetensors."""
     reason = str(problem)
     if _UNKNOWN_CLASS in reason:

@@ -59,7 +59,7 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Arguments of `from_pretrained` for a model.
 
     Attributes:
@@ -75,7 +75,7 @@ class Source:
     download: bool = False
 
 
-def find(loading: Loading) -> Source:
+def find(loading: Loading) -> ModelSource:
     """Return where to load a model from.
 
     Raises:
@@ -85,14 +85,14 @@ def find(loading: Loading) -> Source:
     if name is None:
         from lade.embedded.files import model_path
 
-        return Source(EMBEDDED, str(model_path()), local=True)
+        return ModelSource(EMBEDDED, str(model_path()), local=True)
     folder = folder_of(name)
     if folder.is_dir():
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise InputError(f"model folder {name!r} has no config.json: give a folder that save_pretrained wrote")
         if loading.revision is not None:
             raise ConfigError("revision", loading.revision, f"the folder {name!r} has no revisions")
-        return Source(name, str(folder), local=True)
+        return ModelSource(name, str(folder), local=True)
     if folder.exists():
         raise InputError(f"model {name!r} is a file: give its folder")
     if not _HUB_ID.fullmatch(name):
@@ -100,22 +100,24 @@ def find(loading: Loading) -> Source:
     if loading.local_files_only:
         if _cached("config.json", loading) is None:
             raise InputError(f"model {name!r} has not been downloaded yet: leave out --local-files-only")
-        return Source(name, name, local=True)
+        return ModelSource(name, name, local=True)
     commit = _commit(loading)
-    return Source(name, name, local=commit is None, download=commit is not None and not _has_weights(loading, commit))
+    return ModelSource(
+        name, name, local=commit is None, download=commit is not None and not _has_weights(loading, commit)
+    )
 
 
-def find_adapter(loading: Loading) -> Source:
+def find_adapter(loading: Loading) -> ModelSource:
     """Return where to load the adapter from; errors as in `find`."""
     name = loading.adapter or ""
     folder = folder_of(name)
     if folder.is_dir():
-        return Source(name, str(folder), local=True)
+        return ModelSource(name, str(folder), local=True)
     if folder.exists() or not _HUB_ID.fullmatch(name):
         raise ConfigError("adapter", name, "no such folder: check the path, or give a hub id such as org/name")
     if loading.local_files_only:
-        return Source(name, name, local=True)
-    return Source(name, name, local=_commit(loading.for_model(name), file="adapter_config.json") is None)
+        return ModelSource(name, name, local=True)
+    return ModelSource(name, name, local=_commit(loading.for_model(name), file="adapter_config.json") is None)
 
 
 def _cached(file: str, loading: Loading, commit: str | None = None) -> Path | None:

@@ -22,7 +22,7 @@ from lade.backends.processes.team import dismiss, team_of
 from lade.cli.loading import checkpoint
 from lade.cli.loading.checkpoint import greedy, sampling_defaults
 from lade.cli.loading.from_pretrained import load_model, load_processor, load_tokenizer, put_adapter
-from lade.cli.loading.hub import Source, downloading, find, quiet
+from lade.cli.loading.hub import ModelSource, downloading, find, quiet
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
@@ -214,7 +214,7 @@ def _set_up(
         make_invariant.invariant(model)
 
 
-def _load_packed(source: Source, loading: Loading) -> Any:
+def _load_packed(source: ModelSource, loading: Loading) -> Any:
     """Load a model that `lade pack` saved, which fixes dtype, device and quantization."""
     given = {"dtype": loading.dtype != "auto", "quantization": loading.quantization, "device-map": loading.device_map}
     for name, value in given.items():

@@ -171,7 +171,7 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _as_options(options: Mapping[str, Any]) -> str:
-    """As on the command line."""
+    """Return options as typed on the command line, such as `--window 5 --ngram 4`."""
     return " ".join(f"--{_option_name(name)} {value}" for name, value in options.items())
 
 
@@ -192,7 +192,7 @@ def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
     """Parse comma-separated whole numbers of at most nine digits, none below `least`.
 
     Raises:
-        ConfigError: the text is something else.
+        ConfigError: the text has anything else in it.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= least for part in parts):
@@ -301,7 +301,7 @@ def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
 
 
 def _option_name(name: str) -> str:
-    """As on the command line."""
+    """Return the name of an option as typed on the command line, without dashes."""
     return name.replace("_", "-")
 
 
@@ -361,7 +361,7 @@ class StructuredOutput:
             eos_token_id: ids of the tokens that end an answer.
 
         Raises:
-            ConfigError: the tokenizer cannot spell the grammar.
+            ConfigError: the tokenizer cannot encode the grammar.
             MissingExtraError: llguidance is not installed.
         """
         if grammar is not None:

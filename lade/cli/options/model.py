@@ -275,7 +275,7 @@ class Template:
         """Template variables for `apply_chat_template`.
 
         Raises:
-            ConfigError: the text is no JSON object, or names a reserved argument.
+            ConfigError: the text is not a JSON object, or names a reserved argument.
         """
         text, remedy = self.chat_template_kwargs, 'give an object, such as {"enable_thinking": false}'
         if text is None:

@@ -58,7 +58,7 @@ class ServedTemplate:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Template variables; raises `ConfigError` if they are no JSON object."""
+        """Template variables; raises `ConfigError` if they are not a JSON object."""
         return Template(chat_template_kwargs=self.chat_template_kwargs).arguments
 
     def text(self) -> str | None:
@@ -261,7 +261,7 @@ def size_in_bytes(name: str, text: str) -> int:
     """Return a size such as `4MiB` in bytes; `k`, `m`, `g` are powers of 1024.
 
     Raises:
-        ConfigError: the text is no size.
+        ConfigError: the text is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
