@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 259,
-    "lines": 49300,
+    "files": 258,
+    "lines": 49000,
     "files under 40 lines of code": 12,
     "lines of the largest file": 500,
-    "imports, per cent of code": 11.2,
+    "imports, per cent of code": 11.1,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
-    "files that generate imports": 67,
-    "lines that generate imports": 13950,
+    "files that generate imports": 62,
+    "lines that generate imports": 13930,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
-    "docstrings that begin with What, Whether or Of": 31,
+    "docstrings that begin with What, Whether or Of": 20,
     "entries of Args that are fragments, per cent": 4.2,
 }
-LEAST = {"median lines of a file": 188}
+LEAST = {"median lines of a file": 189}
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,8 @@ def test_a_greedy_call_stays_near_home():
     )
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
-    # Of the steps the one that does least, as it drafts nothing, and the one that does most, which depends on clocks.
-    most = (38, 130, 665, 20, 130, 34, 400)
+    # Of the steps the one that does least and the one that does most; how many of them draft depends on clocks.
+    most = (38, 128, 665, 34, 260, 34, 400)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend

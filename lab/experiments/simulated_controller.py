@@ -178,7 +178,7 @@ def priced(machine: str, steps: Sequence[StepLog]) -> float:
     return clock.seconds
 
 
-def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Path | None, limit: int) -> None:
+def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Path | None, skip: int) -> None:
     """Print the default against fixed sizes, and the verdict."""
     known: dict[str, Any] = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     ratios: list[float] = []
@@ -188,7 +188,7 @@ def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Pat
             for kept in (False, True):
                 logs = {1: [StepLog(1, 1.0, False)] * load.steps(1)}
                 for size in FIXED[1:]:
-                    key = f"{load.name} {limit} {load.steps(1)} {temperature} {kept} {size}"
+                    key = f"{load.name} {skip} {load.steps(1)} {temperature} {kept} {size}"
                     if key not in known:
                         known[key] = load.run(Clock("small"), size, kept, temperature)
                     logs[size] = [StepLog(*step) for step in known[key]]
@@ -239,12 +239,19 @@ def compare_batches(loads: Sequence[Workload], temperatures: Sequence[float], ba
     print(f"{'MISSED' if missed else 'PASSED'}: {missed} of {cells} cells")
 
 
+def read_prompts(path: Path) -> list[str]:
+    """Return the field `prompt` of each line."""
+    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True, help="a line of JSON with a field prompt for each")
-    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--code", type=Path, help="likewise, for the built-in model; its own if not given")
+    parser.add_argument("--skip", type=int, default=0, help="openings to leave out: what is tuned on is not evidence")
+    parser.add_argument("--limit", type=int, default=40, help="openings after these")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, action="append", help="0, 0.7 and 1 if not given")
     parser.add_argument("--rows", type=int, action="append", help="of a batch; then batches are compared")
@@ -252,16 +259,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     recorder = Recorder()
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
+    openings = slice(args.skip, args.skip + args.limit)
+    code = prompts() if args.code is None else read_prompts(args.code)
     loads = [
-        Workload("stories", args.model, [json.loads(line)["prompt"] for line in lines], args.tokens, recorder),
-        Workload("code", model_path(), prompts()[: args.limit], args.tokens, recorder),
+        Workload("stories", args.model, read_prompts(args.prompts)[openings], args.tokens, recorder),
+        Workload("code", model_path(), code[openings], args.tokens, recorder),
     ]
     temperatures = args.temperature or [0.0, 0.7, 1.0]
     if args.rows:
         compare_batches(loads, temperatures, args.rows)
     else:
-        compare(loads, temperatures, args.cache, args.limit)
+        compare(loads, temperatures, args.cache, args.skip)
 
 
 if __name__ == "__main__":

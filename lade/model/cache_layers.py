@@ -204,7 +204,11 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append T tokens to every row; return keys and values `[B, H, max(lengths), D]`, views of the buffers."""
+        """Append T tokens to every row; return keys and values `[B, H, max(lengths), D]`, views of the buffers.
+
+        It makes as few operations as possible: a small model's step consists of hundreds, and these recur in every
+        layer.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -212,8 +216,13 @@ class TreeLayer(CacheLayerMixin):
         visible = first + fed
         if visible > self.keys.shape[2]:
             self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
-        self.lengths = [length + fed for length in self.lengths]
-        return _appended(self.keys, rows, first, key_states), _appended(self.values, rows, first, value_states)
+        self.lengths = list(map(fed.__add__, self.lengths))
+        keys, values = self.keys, self.values
+        if keys.shape[0] != rows:
+            keys, values = keys.narrow(0, 0, rows), values.narrow(0, 0, rows)
+        keys.narrow(2, first, fed).copy_(key_states)
+        values.narrow(2, first, fed).copy_(value_states)
+        return keys.narrow(2, 0, visible), values.narrow(2, 0, visible)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Add the indexer's keys of the tokens that `update` has appended; see `transformers.Cache.update_indexer`.
@@ -429,17 +438,6 @@ class JoinedLayers:
         places = ((layer, name) for layer in self.layers for name in layer.buffers)
         for (layer, name), view in zip(places, self._joined_buffers[0].tensor.unbind(), strict=True):
             setattr(layer, name, view)
-
-
-def _appended(buffer: torch.Tensor, rows: int, first: int, states: torch.Tensor) -> torch.Tensor:
-    """Write states `[rows, H, T, D]` into the buffer; return the part in use, a view.
-
-    It makes as few operations as possible: a small model's step consists of hundreds, and these recur in every layer.
-    """
-    used = buffer if buffer.shape[0] == rows else buffer.narrow(0, 0, rows)
-    fed = states.shape[2]
-    used.narrow(2, first, fed).copy_(states)
-    return used.narrow(2, 0, first + fed)
 
 
 def _grown(buffer: torch.Tensor, needed: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def test_nothing_of_a_pass_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -
     output = lade.generate(model, IDS, max_new_tokens=40, do_sample=False, **wanted)
     held = [*held_by(output), *held_by(cache), *held_by([vars(module) for module in model.modules()])]
     assert len(held) > 80 and not any(tensor.is_inference() for tensor in held)
-    assert sum(modes) > 3, "or else this shows nothing"
+    assert sum(modes) > 2, "or else this shows nothing"
 
 
 def test_the_numbers_are_those_of_other_passes(monkeypatch: pytest.MonkeyPatch) -> None:
