@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lade.backends.processes.team import parallel
     from lade.config import LookaheadConfig
     from lade.drafter import Continuation, Drafter
+    from lade.engines.drafter import EngineDraft, EngineDrafter
     from lade.errors import (
         CaptureWarning,
         ClusterError,
@@ -58,6 +59,8 @@ __all__ = [
     "DrafterError",
     "Engine",
     "EngineClosedError",
+    "EngineDraft",
+    "EngineDrafter",
     "EngineFullError",
     "FallbackWarning",
     "Grammar",
@@ -105,6 +108,7 @@ _HOMES = {
     "lade.config": ("LookaheadConfig",),
     "lade.drafter": ("Continuation", "Drafter"),
     "lade.memory": ("Memory",),
+    "lade.engines.drafter": ("EngineDraft", "EngineDrafter"),
     "lade.errors": (
         "CaptureWarning",
         "ClusterError",

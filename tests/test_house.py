@@ -12,15 +12,15 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 255,
-    "lines": 48400,
+    "files": 258,
+    "lines": 49000,
     "files under 40 lines of code": 12,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
     "files that generate imports": 62,
-    "lines that generate imports": 13870,
+    "lines that generate imports": 13930,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,

@@ -17,6 +17,7 @@ LAYERS = [
     "version config drafter announcements errors locks clock stats files compilation",
     "decoding",
     "memory",
+    "engines",
     "model",
     "grammar",
     "backends",

@@ -109,12 +109,13 @@ class TreeGrower:
     Args:
         excluded: ids that are never drafted.
         vocabulary: ids below it can be fed; None for no limit.
+        room: nodes that there is room for at first.
     """
 
-    def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None) -> None:
+    def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None, room: int = _ROOM) -> None:
         self._excluded = np.array(sorted(excluded), dtype=np.int64)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
-        self._use(Work.of(_ROOM))
+        self._use(Work.of(room))
         self._earlier = EarlierText()
 
     @property
@@ -183,6 +184,20 @@ class TreeGrower:
         )
         scores: list[float] = self._work.scores[:count].tolist()
         return scores
+
+    def grow_chain(self, memory: ContextMemory, most: int, price: float, news: float, first: float) -> int:
+        """Add the likeliest child of the last node while it is worth its price; return the number of nodes.
+
+        Args:
+            memory: the memory that is searched.
+            most: maximum number of nodes, root included.
+            price: tokens that one more node costs.
+            news: tokens saved later by the logits of a second node, times `first + 1`; see `growth.grow_chain`.
+            first: nodes at which that has fallen to a half.
+        """
+        self._reserve(most)
+        (young, old), weights, excluded = memory.tables, memory.weights, self._excluded
+        return growth.grow_chain(self._held, young, old, weights, excluded, self._vocabulary, most, price, news, first)
 
     def paths(self, count: int) -> list[tuple[int, ...]]:
         """Return the tokens from below the root to each of the first `count` nodes."""

@@ -258,6 +258,60 @@ def grow(
     return int(work.used[NODES])
 
 
+@compiled(HELD, TABLE, TABLE, MATRIX, LONGS, INT, INT, DOUBLE, DOUBLE, DOUBLE)
+def grow_chain(
+    held: Held,
+    young: Ints,
+    old: Ints,
+    weights: Doubles,
+    excluded: npt.NDArray[np.int64],
+    vocabulary: int,
+    most: int,
+    price: float,
+    news: float,
+    first: float,
+) -> int:
+    """Add the likeliest child of the last node, again and again, while it is worth its price.
+
+    A node's worth is the probability that it is accepted, and `news / (first + size - 1)` for what its logits teach,
+    `size` being the number of nodes with it.
+
+    Args:
+        held: a tree that is its root, with room for `most` nodes.
+        young: the memory's table that is written.
+        old: the memory's other table.
+        weights: `[LINES, END + 1]`, those of the mixer.
+        excluded: ids that are not added.
+        vocabulary: V; ids from here on are not added.
+        most: maximum number of nodes, root included.
+        price: tokens that one more node costs.
+        news: tokens that `first` divides, see above.
+        first: number of nodes, see above.
+
+    Returns:
+        The number of nodes.
+    """
+    work, node = held.work, 0
+    while work.used[NODES] < most:
+        expand(work, node, young, old, weights)
+        rank, token = 0, -1
+        while rank < work.candidates[node] and token < 0:
+            bring_forward(work.tokens[node], work.odds[node], work.memory_odds[node], work.candidates[node], rank)
+            offered = work.tokens[node, rank]
+            if offered < vocabulary and not _is_among(excluded, offered):
+                token = offered
+            else:
+                rank += 1
+        if token < 0:
+            break
+        score = work.scores[node] * probability(work.odds[node, rank])
+        if score + news / (first + work.used[NODES]) <= price:
+            break
+        node = _add(work, node, token)
+        work.scores[node] = score
+    return int(work.used[NODES])
+
+
 @compiled(HELD, INT, LONGS, LONGS)
 def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
     """Keep the first `kept` nodes, and append nodes that were added elsewhere, given their tokens and parents."""

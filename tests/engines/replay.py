@@ -1,0 +1,62 @@
+"""An engine that replays a model's logits: what each request gets is known, and so are the rows of every node."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lade.engines.drafter import EngineDrafter
+
+Logits = Callable[[Sequence[int]], torch.Tensor]
+"""Logits `[V]` after a text, in float32."""
+
+
+@dataclass
+class Replayed:
+    """Counts of one request."""
+
+    tokens: list[int]
+    steps: int = 0
+    fed: int = 0
+
+    @property
+    def per_step(self) -> float:
+        return len(self.tokens) / self.steps
+
+
+def replay(
+    drafter: EngineDrafter,
+    logits: Logits,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    name: str = "request",
+    most: int = 8,
+    fed: int | None = None,
+    with_rows: bool = True,
+    begin: dict[str, object] | None = None,
+) -> Replayed:
+    """Greedy decoding of one request; of each draft the first `fed` tokens are fed, as engines cut them."""
+    drafter.begin(name, prompt, **(begin or {}))
+    text, result = list(prompt), Replayed([])
+    while len(result.tokens) < count:
+        (draft,) = drafter.propose([name], min(most, count - len(result.tokens) - 1))
+        kept = len(draft) if fed is None else min(fed, len(draft))
+        paths = [list[int]()]
+        for token, parent in zip(draft.ids[:kept], draft.parents, strict=False):
+            paths.append([*paths[parent + 1], token])
+        rows = torch.stack([logits([*text, *path]) for path in paths])  # [1 + kept, V]
+        choices, new, node = rows.argmax(-1).tolist(), list[int](), 0
+        while True:
+            new.append(choices[node])
+            following = [*paths[node], choices[node]]
+            if following not in paths:
+                break
+            node = paths.index(following)
+        drafter.learn(name, new, drafter.read_rows(rows) if with_rows else None)
+        text += new
+        result.tokens += new
+        result.steps += 1
+        result.fed += len(paths)
+    drafter.end(name)
+    return result
