@@ -15,13 +15,14 @@ FRAMEWORKS_TESTS := tests/recipe tests/test_snippets.py
 CLIENTS := .venv-clients
 SCALE := .venv-scale
 SCHEMA := .venv-schema
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 # A demo needs no developers' tools; where they are installed, it runs beside them.
 SHOWN := $(if $(wildcard $(VENV)/.installed),$(VENV),$(DEMO))
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-page test-wheel lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -89,6 +90,14 @@ $(SCHEMA)/.installed: constraints-schema.txt
 	$(SCHEMA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-schema.txt schemathesis
 	@touch $@
 
+# The wheel's own requirements pin a build of torch by another name, so they are installed by constraints-vllm.txt.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 demo: $(SHOWN)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
 	$(SHOWN)/bin/lade demo
 
@@ -134,6 +143,9 @@ test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## requests made up from /o
 test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else playwright's own; 150 MB are fetched)
 	PYTHONPATH=$(PAGE) $(BIN)/python -m pytest tests/server/page
 
+test-vllm: $(VLLM)/.installed ## our drafts inside vLLM's CPU build (3 GB are installed; five minutes)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm.py
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -163,4 +175,4 @@ test-wheel: ## install the wheel of dist/ into a fresh environment, and generate
 	cd build && wheel-env/bin/lade generate "def add(a, b):" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(WHEEL) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(SCHEMA) $(PAGE) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(WHEEL) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(SCHEMA) $(VLLM) $(PAGE) $(DOCS) build dist *.egg-info

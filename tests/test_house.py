@@ -12,8 +12,8 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 258,
-    "lines": 49000,
+    "files": 259,
+    "lines": 49_100,
     "files under 40 lines of code": 12,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,

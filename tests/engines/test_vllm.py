@@ -6,9 +6,13 @@ need another engine run in processes of their own.
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from contextlib import contextmanager, suppress
 
+import openai
 import pytest
 
 vllm = pytest.importorskip("vllm", exc_type=ImportError)
@@ -55,7 +59,7 @@ def run(cases, *, speculative=True, texts=None, **engine):
         "prompts": list(prompts()[:6]) if texts is None else texts,
     }
     run = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(given)], capture_output=True, text=True, env=environment()
+        [sys.executable, "-c", RUN, json.dumps(given)], capture_output=True, text=True, env=environment(), check=False
     )
     assert run.returncode == 0, run.stderr[-4000:]
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
@@ -91,7 +95,6 @@ CASES = {
     "log-probabilities": {"sampling": {**GREEDY, "logprobs": 2}},
     "prompt log-probabilities": {"sampling": {**GREEDY, "prompt_logprobs": 1, "max_tokens": 40}},
     "stop strings": {"sampling": {**GREEDY, "stop": ["return", "="]}},
-    "n": {"sampling": {**GREEDY, "temperature": 1.0, "top_p": 1e-6, "n": 3}},
     "regex": {"sampling": {**GREEDY, "max_tokens": 40, "structured": {"regex": "[a-c]{5,30}=[0-9]{4}"}}},
     "JSON": {"sampling": {**GREEDY, "max_tokens": 60, "structured": {"json": JSON_SCHEMA}}},
 }
@@ -135,21 +138,6 @@ def test_one_request_at_a_time_gets_at_least_one_and_a_half_tokens_a_pass():
     assert 1.0 + accepted / passes >= 1.5
 
 
-def test_sampled_tokens_follow_the_distribution():
-    """The first two tokens of 2,000 texts each: where drafts were wrong, few other tests would see it."""
-    sampling = {"temperature": 1.0, "max_tokens": 3, "top_k": 4, "ignore_eos": True}
-    case = {"sampling": {**sampling, "n": 2000}}
-    counts = []
-    for speculative in (False, True):
-        (choices,) = run([case], speculative=speculative, texts=[prompts()[0]], max_num_seqs=64)["cases"]
-        count = {}
-        for tokens, *_ in choices:
-            count[tuple(tokens[:2])] = count.get(tuple(tokens[:2]), 0) + 1
-        counts.append(count)
-    distance = sum(abs(counts[0].get(each, 0) - counts[1].get(each, 0)) for each in {*counts[0], *counts[1]}) / 4000
-    assert distance < 0.08  # of two samples of 16 pairs it is 0.03 on average, and above this once in a million
-
-
 def test_a_memory_is_saved_at_the_end_and_loaded_at_the_start(tmp_path, monkeypatch):
     path = tmp_path / "kept.memory"
     monkeypatch.setitem(SETTINGS, "memory", str(path))
@@ -165,63 +153,42 @@ def test_the_module_imports_no_compiled_code():
 
 def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(ValueError, match="vLLM 0.33.0 is not one of the versions .* install one of them"):
+    with pytest.raises(ValueError, match=r"vLLM 0\.33\.0 is not one of the versions .* install one of them"):
         Proposer(None)
 
 
-SERVE = [
-    sys.executable,
-    "-m",
-    "vllm.entrypoints.openai.api_server",
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-    "--max-model-len",
-    "512",
-]
+SERVE = ["-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+
+
+@contextmanager
+def served(port, *more):
+    """Return a client of vLLM's server, once it answers."""
+    command = [sys.executable, *SERVE, "--model", model_path(), "--served-model-name", "m", "--port", str(port), *more]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(list(map(str, command)), env=environment(), **quiet) as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        try:
+            for _ in range(600):
+                assert server.poll() is None
+                with suppress(openai.APIConnectionError):
+                    client.models.list()
+                    break
+                time.sleep(0.5)
+            yield client
+        finally:
+            server.terminate()
 
 
 def test_over_http_with_the_openai_client():
-    import socket
-    import time
-
-    import openai
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    drafting = ["--speculative-config", json.dumps(SPECULATIVE), "--additional-config", json.dumps({"lade": SETTINGS})]
     answers = []
-    for speculative in (False, True):
-        more = ["--speculative-config", json.dumps(SPECULATIVE), "--additional-config", json.dumps({"lade": SETTINGS})]
-        server = subprocess.Popen(
-            [
-                *SERVE,
-                "--model",
-                str(model_path()),
-                "--served-model-name",
-                "m",
-                "--port",
-                str(port),
-                *(more if speculative else []),
-            ],
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-            for _ in range(600):
-                try:
-                    client.models.list()
-                    break
-                except openai.APIConnectionError:
-                    assert server.poll() is None
-                    time.sleep(0.5)
+    for more in ([], drafting):
+        with served(port, *more) as client:
             parts = client.completions.create(
                 model="m", prompt=prompts()[0], max_tokens=60, temperature=0.0, stream=True
             )
             answers.append("".join(part.choices[0].text for part in parts))
-        finally:
-            server.terminate()
-            server.wait(60)
     assert answers[0] == answers[1] != ""
