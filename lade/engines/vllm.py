@@ -181,7 +181,7 @@ def _check_version() -> None:
         tried = ", ".join(f"{version}.*" for version in VERSIONS)
         raise UnsupportedError(
             f"vLLM {found} is not one of the versions that lade.engines.vllm was tried with ({tried})",
-            "install one of them: pip install 'lookahead-decoding[vllm]'",
+            "install one of them: pip install 'vllm==0.32.*'",
         )
 
 
