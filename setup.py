@@ -14,8 +14,9 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("lade/native")
 SOURCES = runpy.run_path(str(FOLDER / "sources.py"))
-GNU = "-std=c++17 -O3 -ffp-contract=off -fno-exceptions -fno-rtti -fvisibility=hidden -g0 -Wall -Wextra".split()
-MSVC = "/std:c++17 /O2 /fp:precise /W3".split()
+GNU = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0"]
+GNU += ["-Wall", "-Wextra"]
+MSVC = ["/std:c++17", "/O2", "/fp:precise", "/W3"]
 
 
 class BuildLibrary(build_ext):
