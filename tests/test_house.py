@@ -12,9 +12,9 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 259,
-    "lines": 49_100,
-    "files under 40 lines of code": 12,
+    "files": 261,
+    "lines": 49_160,
+    "files under 40 lines of code": 13,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,
     "lines of a function, p90": 20,
