@@ -128,13 +128,24 @@ INLINE void multiply(
 }
 
 // Converts `count` rows of a cache to float32, [count, padded size].
-INLINE void convert(const States& states, const char* address, int64_t count, int64_t size, char* floats) {
-    const int64_t width = ceil_div(size, WIDE) * WIDE, item = item_size(states.kind);
+INLINE void convert(
+    const char* address, int64_t step, int64_t kind, int64_t count, int64_t size, char* floats) {
+    const int64_t width = ceil_div(size, WIDE) * WIDE, item = item_size(kind), whole = size / LANES * LANES;
     for (int64_t key = 0; key < count; key++) {
-        const char* row = address + key * states.step;
-        for (int64_t at = 0; at < size; at += LANES)
-            store(floats + 4 * (width * key + at), load_padded(row + item * at, states.kind, size - at));
+        const char* row = address + key * step;
+        char* to = floats + 4 * width * key;
+        for (int64_t at = 0; at < whole; at += LANES) store(to + 4 * at, load_as(row + item * at, kind));
+        if (whole < size) store(to + 4 * whole, load_padded(row + item * whole, kind, size - whole));
     }
+}
+
+static void convert(const States& states, const char* address, int64_t count, int64_t size, char* floats) {
+    if (states.kind == BFLOAT16)
+        convert(address, states.step, BFLOAT16, count, size, floats);
+    else if (states.kind == FLOAT16)
+        convert(address, states.step, FLOAT16, count, size, floats);
+    else
+        convert(address, states.step, 0, count, size, floats);
 }
 
 INLINE const char* keys_of(const Item& item, const States& states) {

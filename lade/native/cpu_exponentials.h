@@ -51,18 +51,26 @@ struct LogisticProduct {
     int64_t count;         // numbers; each part has at least LANES
 };
 
-// Writes x / (1 + exp(slope * x + cubic * x ** 3)). The last vector of a part may overlap the one before it, and then
-// writes the same bits again.
-static void logistic_product(int64_t* fields) {
-    const auto call = arguments_of<LogisticProduct>(fields);
-    const int64_t parts = fields[1], item = item_size(call.kind);
+// Writes x / (1 + exp(slope * x + cubic * x ** 3)) for the numbers from `first` to before `last`. The last vector may
+// overlap the one before it, and then writes the same bits again.
+INLINE void logistic_products(const LogisticProduct& call, int64_t first, int64_t last, int64_t kind) {
+    const int64_t item = item_size(kind);
     const Floats slope = broadcast(load_one((const char*)&call.slope));
     const Floats cubic = broadcast(load_one((const char*)&call.cubic));
+    for (int64_t begin = first; begin < last; begin += LANES) {
+        const int64_t at = item * smaller(begin, last - LANES);
+        store_as(call.found + at, logistic_quotient(load_as(call.x + at, kind), slope, cubic), kind);
+    }
+}
+
+static void logistic_product(int64_t* fields) {
+    const auto call = arguments_of<LogisticProduct>(fields);
+    const int64_t parts = fields[1];
     for (int64_t part; (part = next_part(fields)) < parts;) {
         const int64_t first = call.count * part / parts, last = call.count * (part + 1) / parts;
-        for (int64_t begin = first; begin < last; begin += LANES) {
-            const int64_t at = item * smaller(begin, last - LANES);
-            store_as(call.found + at, logistic_quotient(load_as(call.x + at, call.kind), slope, cubic), call.kind);
-        }
+        if (call.kind == BFLOAT16)
+            logistic_products(call, first, last, BFLOAT16);
+        else
+            logistic_products(call, first, last, 0);
     }
 }

@@ -14,38 +14,56 @@ struct Norm {
 constexpr int64_t NORM_SUMS = 32;  // partial sums: whatever LANES is, number i is added to sum i % 32
 
 INLINE float sum_of_squares(const char* row, int64_t kind, int64_t columns) {
-    alignas(64) char sums[4 * NORM_SUMS] = {};
-    for (int64_t at = 0; at < columns; at += LANES) {
-        const Floats numbers = load_padded(row + item_size(kind) * at, kind, columns - at);
-        char* partial = sums + 4 * (at % NORM_SUMS);
-        store(partial, fma(numbers, numbers, load(partial)));
+    constexpr int vectors = NORM_SUMS / LANES;
+    Floats sums[vectors] = {};
+    int64_t at = 0;
+    for (; at + NORM_SUMS <= columns; at += NORM_SUMS) {
+        UNROLL for (int part = 0; part < vectors; part++) {
+            const Floats numbers = load_as(row + item_size(kind) * (at + LANES * part), kind);
+            sums[part] = fma(numbers, numbers, sums[part]);
+        }
+    }
+    UNROLL for (int part = 0; part < vectors; part++) {
+        const int64_t begin = at + LANES * part;
+        const Floats numbers = load_padded(row + item_size(kind) * begin, kind, columns - begin);
+        sums[part] = fma(numbers, numbers, sums[part]);
     }
     float total = 0;
-    for (int64_t lane = 0; lane < NORM_SUMS; lane++) total += load_one(sums + 4 * lane);
+    for (int lane = 0; lane < NORM_SUMS; lane++) total += sums[lane / LANES][lane % LANES];
     return total;
+}
+
+// Normalises one row; with `kind` and `rounded` constant, the loop has no branches.
+INLINE void normalise_row(const Norm& call, int64_t row, int64_t kind, bool rounded) {
+    const int64_t item = item_size(kind), start = item * call.columns * row;
+    const float epsilon = load_one((const char*)&call.epsilon);
+    const Floats more = broadcast(load_one((const char*)&call.more));
+    const float mean = sum_of_squares(call.x + start, kind, call.columns) / (float)call.columns;
+    const Floats factor = broadcast(1.0f / __builtin_sqrtf(mean + epsilon));
+    for (int64_t at = 0; at < call.columns; at += LANES) {
+        const int64_t place = item * smaller(at, call.columns - LANES);
+        Floats numbers = load_as(call.x + start + place, kind) * factor + 0.0f;  // a zero is positive
+        if (rounded) {
+            alignas(64) char spare[2 * LANES];
+            store_bfloat16(spare, numbers);
+            numbers = load_bfloat16(spare);
+        }
+        const Floats weights = load_as(call.weight + place, kind) + more;
+        store_as(call.found + start + place, numbers * weights + 0.0f, kind);
+    }
 }
 
 static void normalise(int64_t* fields) {
     const auto call = arguments_of<Norm>(fields);
-    const int64_t parts = fields[1], kind = call.kind, item = item_size(kind);
-    const float epsilon = load_one((const char*)&call.epsilon);
-    const Floats more = broadcast(load_one((const char*)&call.more));
+    const int64_t parts = fields[1];
     for (int64_t part; (part = next_part(fields)) < parts;) {
         for (int64_t row = call.rows * part / parts; row < call.rows * (part + 1) / parts; row++) {
-            const char* x = call.x + item * call.columns * row;
-            char* found = call.found + item * call.columns * row;
-            const float mean = sum_of_squares(x, kind, call.columns) / (float)call.columns;
-            const Floats factor = broadcast(1.0f / __builtin_sqrtf(mean + epsilon));
-            for (int64_t at = 0; at < call.columns; at += LANES) {
-                const int64_t place = item * smaller(at, call.columns - LANES);
-                Floats numbers = load_as(x + place, kind) * factor + 0.0f;  // a zero is positive
-                if (call.rounded && kind == BFLOAT16) {
-                    alignas(64) char spare[2 * LANES];
-                    store_bfloat16(spare, numbers);
-                    numbers = load_bfloat16(spare);
-                }
-                store_as(found + place, numbers * (load_as(call.weight + place, kind) + more) + 0.0f, kind);
-            }
+            if (call.kind != BFLOAT16)
+                normalise_row(call, row, 0, false);
+            else if (call.rounded)
+                normalise_row(call, row, BFLOAT16, true);
+            else
+                normalise_row(call, row, BFLOAT16, false);
         }
     }
 }
