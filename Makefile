@@ -98,7 +98,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-demo: $(SHOWN)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
+demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade side by side, on the embedded model padded to 100 M parameters
 	$(SHOWN)/bin/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs
