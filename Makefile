@@ -22,7 +22,7 @@ SHOWN := $(if $(wildcard $(VENV)/.installed),$(VENV),$(DEMO))
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel native lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -97,6 +97,9 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
+
+native: ## build the compiled kernels in place (a C++17 compiler is needed)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) setup.py --quiet build_ext --inplace
 
 demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade side by side, on the embedded model padded to 100 M parameters
 	$(SHOWN)/bin/lade demo

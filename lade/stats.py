@@ -52,6 +52,11 @@ class Step:
     logprobs: list[TokenLogprobs] | None = None
     texts: list[str] | None = None
 
+    @property
+    def accepted_drafts(self) -> int:
+        """Number of drafted tokens among `tokens`, in a step after prefill."""
+        return len(self.tokens) - self.sources.count("bonus")
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -157,7 +162,7 @@ class Stats:
         self.accepted_tokens += emitted
         if "beam" not in step.sources:
             self.draft_tokens += step.fed - 1
-            self.accepted_draft_tokens += emitted - step.sources.count("bonus")
+            self.accepted_draft_tokens += step.accepted_drafts
         self.step_tokens.append(step.fed)
         self.accepted.append(emitted)
         self._trim()

@@ -14,7 +14,7 @@ import lade
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
 LAYERS = [
-    "version config drafter announcements errors locks clock stats files compilation",
+    "version config drafter announcements errors locks clock stats files compilation native",
     "decoding",
     "memory",
     "engines",
