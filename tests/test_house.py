@@ -12,13 +12,13 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 262,
-    "lines": 49_430,
+    "files": 254,
+    "lines": 47_550,
     "files under 40 lines of code": 14,
     "lines of the largest file": 500,
-    "imports, per cent of code": 11.1,
-    "lines of a function, p90": 20,
-    "lines of the longest function": 56,
+    "imports, per cent of code": 11.0,
+    "lines of a function, p90": 19,
+    "lines of the longest function": 55,
     "files that generate imports": 62,
     "lines that generate imports": 13940,
     "imports of backends by the core": 0,

@@ -3,6 +3,7 @@
     sources.py     name of the library, and a digest of its sources
     library.cpp    identity of the library
     kernels.h      `LADE_KERNEL`, the export of a function
+    cpu.h          kernels of packed layers and invariant models, see there; cpu.cpp selects them
 
 `setup.py` builds the library with the package if there is a C++17 compiler. In a checkout `make native`, or
 `python setup.py build_ext --inplace`, builds it in place; a library of other sources than those beside it is not used.
@@ -10,8 +11,9 @@
 To add a kernel, write a `.cpp` file here: the build takes all of them. Functions are
 `LADE_KERNEL void lade_name(...)` with addresses, `int64_t` and `double` as arguments. They must not throw. Python calls
 them as `library().lade_name(...)` with `argtypes` set once; ctypes releases the GIL during the call. Code for a
-processor's instructions is selected at run time: `__attribute__((target("avx512f")))` on its functions, never a flag of
-the whole build. Floating-point products are not contracted (`-ffp-contract=off`): write `std::fma` where it is meant.
+processor's instructions is selected at run time: `__attribute__((target("avx512f")))` on its functions or a pragma
+around them, never a flag of the whole build. Floating-point products are not contracted (`-ffp-contract=off`): write
+`std::fma` where it is meant.
 """
 
 from __future__ import annotations
