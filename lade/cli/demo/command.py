@@ -169,13 +169,8 @@ class Demo:
         Raises:
             typer.Exit: a text differs, or Ctrl-C was pressed.
         """
-        from lade.compilation import compile_all
-        from lade.decoding import kernels
-
         encoded = [self._loaded.encode(each.text) for each in self._rounds]
         try:
-            self._term.show_status("compiling the inner loops, once on a machine")
-            compile_all(kernels)  # a short text may not reach all of them
             self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
             for each, ids in zip(self._rounds, encoded, strict=True):
                 if each.keeps_memory and self._learned is None:

@@ -1,0 +1,127 @@
+"""Calls of compiled kernels: arrays are checked and passed by address; without the library a Python function runs.
+
+A C function takes an array as `const Array<T>*`, see kernels.h. Arrays that are used in many calls are bound once, as a
+`Struct` of addresses; a call then passes one pointer, without a conversion.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lade.native import library
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+class _Header(ctypes.Structure):
+    """The `Array` of kernels.h."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64))
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Return the address of an array's data; the array must live as long as that is used."""
+    return array.ctypes.data
+
+
+class ArrayType:
+    """Type of an array argument: a C-contiguous array of one dtype, with one or two dimensions.
+
+    Args:
+        dtype: dtype of the elements.
+        dimensions: 1 or 2.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike, dimensions: int) -> None:
+        self._dtype, self._dimensions = np.dtype(dtype), dimensions
+
+    def from_param(self, array: npt.NDArray[Any]) -> Any:
+        """Return the array as ctypes passes it.
+
+        Raises:
+            TypeError: not an array, or one of another dtype, number of dimensions or layout.
+        """
+        return ctypes.byref(_Header(*self.described(array)))
+
+    def described(self, array: npt.NDArray[Any]) -> tuple[int, int, int]:
+        """Return the address, rows and columns of an array; see `from_param` for errors."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{array!r} is no array")
+        if array.dtype != self._dtype or array.ndim != self._dimensions or not array.flags["C_CONTIGUOUS"]:
+            raise TypeError(
+                f"an array of {array.dtype} with {array.ndim} dimensions, {array.flags.c_contiguous=}: a contiguous "
+                f"one of {self._dtype} with {self._dimensions} is needed"
+            )
+        return address_of(array), array.shape[0], array.shape[1] if array.ndim == 2 else 1
+
+
+INTS, TABLE = ArrayType(np.int32, 1), ArrayType(np.int32, 2)
+LONGS, SCORES = ArrayType(np.int64, 1), ArrayType(np.float32, 2)
+FLOATS, MATRIX = ArrayType(np.float32, 1), ArrayType(np.float64, 2)
+INT, DOUBLE, STRUCT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+"""Types of the kernels' arguments."""
+
+
+class Struct:
+    """A C struct of 64-bit fields, addresses among them; it lives as long as this object.
+
+    Args:
+        fields: the fields in their order.
+        arrays: the arrays whose addresses are among them.
+    """
+
+    __slots__ = ("_arrays", "_as_parameter_", "_fields")
+
+    def __init__(self, fields: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
+        self._fields, self._arrays = (ctypes.c_int64 * len(fields))(*fields), arrays
+        self._as_parameter_ = ctypes.addressof(self._fields)
+
+
+class Kernel:
+    """A C function of the library; its Python counterpart where there is none.
+
+    Args:
+        reference: the counterpart; the C function is `lade_` and its name without leading underscores.
+        types: types of the arguments.
+        result: type of the result; None for nothing.
+        keeps_lock: hold the interpreter's lock during a call, so that no thread sees shared arrays half written. For
+            calls of some microseconds: another thread that took the lock might keep it for milliseconds.
+    """
+
+    def __init__(self, reference: Callable[..., Any], types: Sequence[Any], result: Any, *, keeps_lock: bool) -> None:
+        self.__wrapped__, self.__doc__ = reference, reference.__doc__
+        self._types, self._result, self._keeps_lock = types, result, keeps_lock
+        self._run: Callable[..., Any] = self._first_call
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the C function, or the reference."""
+        return self._run(*args)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if calls run the C function."""
+        return library() is not None
+
+    def _first_call(self, *args: Any) -> Any:
+        found = library(keeps_lock=self._keeps_lock)
+        if found is None:
+            self._run = self.__wrapped__
+        else:
+            function = found["lade_" + self.__wrapped__.__name__.lstrip("_")]
+            function.argtypes, function.restype = self._types, self._result
+            self._run = function
+        return self._run(*args)
+
+
+def kernel(*types: Any, result: Any = None, keeps_lock: bool = True) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator that runs the C function of the same name in place of a Python function; see `Kernel`."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        return cast(FunctionT, Kernel(function, types, result, keeps_lock=keeps_lock))
+
+    return decorate
