@@ -35,7 +35,7 @@ def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
     """Return the compiled library; None, with one line that says why, if there is none to use.
 
     Args:
-        keeps_lock: the library whose calls hold the interpreter's lock; see `lade.native.kernel.Kernel`.
+        keeps_lock: the library whose calls hold the interpreter's lock; see `lade.native.kernel.NativeKernel`.
     """
     folder = Path(__file__).parent
     path = folder / library_name()

@@ -19,45 +19,37 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class _Header(ctypes.Structure):
-    """The `Array` of kernels.h."""
+    """The `Array` of kernels.h; an array of one dimension has no columns."""
 
     _fields_ = (("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64))
-
-
-def address_of(array: npt.NDArray[Any]) -> int:
-    """Return the address of an array's data; the array must live as long as that is used."""
-    return array.ctypes.data
 
 
 class ArrayType:
     """Type of an array argument: a C-contiguous array of one dtype, with one or two dimensions.
 
     Args:
-        dtype: dtype of the elements.
-        dimensions: 1 or 2.
+        dtype: dtype of the array's elements.
+        dimensions: number of dimensions, 1 or 2.
     """
 
     def __init__(self, dtype: npt.DTypeLike, dimensions: int) -> None:
-        self._dtype, self._dimensions = np.dtype(dtype), dimensions
+        self.dtype, self.dimensions = np.dtype(dtype), dimensions
 
     def from_param(self, array: npt.NDArray[Any]) -> Any:
         """Return the array as ctypes passes it.
 
         Raises:
-            TypeError: not an array, or one of another dtype, number of dimensions or layout.
+            TypeError: not an array, or one of another dtype, number of dimensions or layout; ctypes makes an
+                `ArgumentError` of it.
         """
-        return ctypes.byref(_Header(*self.described(array)))
-
-    def described(self, array: npt.NDArray[Any]) -> tuple[int, int, int]:
-        """Return the address, rows and columns of an array; see `from_param` for errors."""
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"{array!r} is no array")
-        if array.dtype != self._dtype or array.ndim != self._dimensions or not array.flags["C_CONTIGUOUS"]:
-            raise TypeError(
-                f"an array of {array.dtype} with {array.ndim} dimensions, {array.flags.c_contiguous=}: a contiguous "
-                f"one of {self._dtype} with {self._dimensions} is needed"
-            )
-        return address_of(array), array.shape[0], array.shape[1] if array.ndim == 2 else 1
+        if (
+            not isinstance(array, np.ndarray)
+            or array.dtype != self.dtype
+            or array.ndim != self.dimensions
+            or not array.flags["C_CONTIGUOUS"]
+        ):
+            raise TypeError(f"{array!r} is no contiguous array of {self.dtype} with {self.dimensions} dimensions")
+        return ctypes.byref(_Header(array.ctypes.data, *array.shape))
 
 
 INTS, TABLE = ArrayType(np.int32, 1), ArrayType(np.int32, 2)
@@ -71,7 +63,7 @@ class Struct:
     """A C struct of 64-bit fields, addresses among them; it lives as long as this object.
 
     Args:
-        fields: the fields in their order.
+        fields: values of all fields in their order.
         arrays: the arrays whose addresses are among them.
     """
 
@@ -82,30 +74,25 @@ class Struct:
         self._as_parameter_ = ctypes.addressof(self._fields)
 
 
-class Kernel:
+class NativeKernel:
     """A C function of the library; its Python counterpart where there is none.
 
     Args:
         reference: the counterpart; the C function is `lade_` and its name without leading underscores.
-        types: types of the arguments.
-        result: type of the result; None for nothing.
+        types: types of all arguments in their order.
+        result: type of the result; None if it returns nothing.
         keeps_lock: hold the interpreter's lock during a call, so that no thread sees shared arrays half written. For
             calls of some microseconds: another thread that took the lock might keep it for milliseconds.
     """
 
     def __init__(self, reference: Callable[..., Any], types: Sequence[Any], result: Any, *, keeps_lock: bool) -> None:
         self.__wrapped__, self.__doc__ = reference, reference.__doc__
-        self._types, self._result, self._keeps_lock = types, result, keeps_lock
+        self.types, self._result, self._keeps_lock = types, result, keeps_lock
         self._run: Callable[..., Any] = self._first_call
 
     def __call__(self, *args: Any) -> Any:
         """Call the C function, or the reference."""
         return self._run(*args)
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if calls run the C function."""
-        return library() is not None
 
     def _first_call(self, *args: Any) -> Any:
         found = library(keeps_lock=self._keeps_lock)
@@ -113,15 +100,15 @@ class Kernel:
             self._run = self.__wrapped__
         else:
             function = found["lade_" + self.__wrapped__.__name__.lstrip("_")]
-            function.argtypes, function.restype = self._types, self._result
+            function.argtypes, function.restype = self.types, self._result
             self._run = function
         return self._run(*args)
 
 
 def kernel(*types: Any, result: Any = None, keeps_lock: bool = True) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that runs the C function of the same name in place of a Python function; see `Kernel`."""
+    """Return a decorator that runs the C function of the same name in place of a Python function; see `NativeKernel`."""
 
     def decorate(function: FunctionT) -> FunctionT:
-        return cast(FunctionT, Kernel(function, types, result, keeps_lock=keeps_lock))
+        return cast(FunctionT, NativeKernel(function, types, result, keeps_lock=keeps_lock))
 
     return decorate

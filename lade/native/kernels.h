@@ -18,7 +18,7 @@
 
 namespace lade {
 
-// A contiguous array of one or two dimensions, see `lade.native.kernel`; an array of one has one column.
+// A contiguous array of one or two dimensions, see `lade.native.kernel`; an array of one has no columns.
 template <class T>
 struct Array {
     T* data;

@@ -22,7 +22,7 @@ from lade.decoding.kernels import growth, layout, mixing, reading, tables
 from lade.decoding.kernels.layout import BLOCK, END, LENGTHS, MTP_WIDTH, PREDICTED, TEXT, WIDTH
 from lade.decoding.kernels.work import Held, Tables
 from lade.decoding.tree import TokenTree
-from lade.native.kernel import Kernel
+from lade.native.kernel import NativeKernel
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 
@@ -54,7 +54,7 @@ class Both:
 
     calls = 0
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: NativeKernel) -> None:
         self._kernel = kernel
 
     def __call__(self, *args):
@@ -74,7 +74,7 @@ def both():
     with pytest.MonkeyPatch.context() as patch:
         for module in (growth, tables, reading):
             for name, thing in list(vars(module).items()):
-                if isinstance(thing, Kernel):
+                if isinstance(thing, NativeKernel):
                     patch.setattr(module, name, Both(thing))
         yield
 

@@ -144,6 +144,7 @@ def settings_of(
         host=listening.host,
         names=listening.names(loading),
         metrics=listening.metrics,
+        acceptance=listening.acceptance,
         page=listening.page,
         strict=listening.strict,
         keys=access.keys(),

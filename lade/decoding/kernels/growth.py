@@ -137,7 +137,7 @@ def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: L
 
     Args:
         held: a tree that was fed.
-        tables: the memory's.
+        tables: both tables of the memory, and its weights.
         entries: `[S, WIDTH]` entries of the logits at each node.
         path: `[A]` nodes that verification reached.
         chosen: `[A]` tokens that the model chose there.
@@ -174,7 +174,7 @@ def grow(
 
     Args:
         held: a tree with room for the size of the last stage.
-        tables: the memory's.
+        tables: both tables of the memory, and its weights.
         stages: `[K, 2]`, target sizes, each with the score that a node must exceed to be added up to that size; growth
             ends with the first size that is not reached.
         excluded: ids that are not added.
@@ -225,7 +225,7 @@ def grow_chain(
 
     Args:
         held: a tree that is its root, with room for `most` nodes.
-        tables: the memory's.
+        tables: both tables of the memory, and its weights.
         excluded: ids that are not added.
         vocabulary: V; ids from here on are not added.
         most: maximum number of nodes, root included.

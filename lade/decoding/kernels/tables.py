@@ -134,7 +134,7 @@ def learn_step(
     """Store the rows of a whole step and the tokens that followed in the text; the tables must have room for all.
 
     Args:
-        tables: the memory's.
+        tables: both tables of the memory, and its weights.
         tails: `[M, LONGEST]` contexts.
         rows: `[M, WIDTH]` entries of logits.
         path: `[A]`, indices of the contexts that were accepted.

@@ -25,7 +25,7 @@ from lade.decoding.kernels.layout import (
     Doubles,
     Ints,
 )
-from lade.native.kernel import MATRIX, TABLE, Struct, address_of
+from lade.native.kernel import Struct
 
 _MOST = (END + NOTE_KINDS + COPY_KINDS) * WIDTH + MTP_WIDTH
 _NOTES = 2048  # slots; a later note overwrites an earlier one
@@ -268,8 +268,8 @@ class Tables(Struct):
 
     def __init__(self, young: Ints, old: Ints, weights: Doubles) -> None:
         self.young, self.old, self.weights = young, old, weights
-        fields = (*TABLE.described(young), *TABLE.described(old), *MATRIX.described(weights))
-        super().__init__(fields, (young, old, weights))
+        arrays = young, old, weights
+        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)], arrays)
 
 
 class Held(Struct):
@@ -280,4 +280,4 @@ class Held(Struct):
     def __init__(self, work: Work) -> None:
         self.work = work
         arrays = cast(tuple[npt.NDArray[Any], ...], work)
-        super().__init__([*(address_of(array) for array in arrays), len(work.notes)], arrays)
+        super().__init__([*(array.ctypes.data for array in arrays), len(work.notes)], arrays)
