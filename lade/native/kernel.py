@@ -106,7 +106,7 @@ class NativeKernel:
 
 
 def kernel(*types: Any, result: Any = None, keeps_lock: bool = True) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that runs the C function of the same name in place of a Python function; see `NativeKernel`."""
+    """Return a decorator that runs the C function of a name in place of the Python one; see `NativeKernel`."""
 
     def decorate(function: FunctionT) -> FunctionT:
         return cast(FunctionT, NativeKernel(function, types, result, keeps_lock=keeps_lock))
