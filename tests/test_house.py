@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 263,
-    "lines": 49_430,
+    "lines": 49_450,
     "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,

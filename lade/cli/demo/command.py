@@ -275,7 +275,7 @@ class Demo:
             if term.interactive:
                 term.out.print(footnote())
             if not different:
-                about = f"\n{self._about}" if self._about else ""
+                about = f"\n{self._about}\n" if self._about else ""
                 term.out.print(Text(conclusion(races, self._learned or 0), "bold"))
                 term.out.print(Text(f"{about}\n{NEXT}"))
         if different:
