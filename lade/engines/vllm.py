@@ -11,7 +11,7 @@ vLLM hands a proposer tokens and row numbers. Two things more are taken from its
 - what was scheduled, by wrapping `GPUModelRunner.execute_model`: the names of requests, which of them
   have ended, and how many of each one's drafts were fed, which the scheduler and grammars cut.
 
-Compiled code is imported when a proposer is made: vLLM's CPU worker cannot start where numba was imported before.
+Drafting is imported when a proposer is made, in the worker that needs it.
 """
 
 from __future__ import annotations
