@@ -180,11 +180,6 @@ class Demo:
             pack: option of the command, for the padded model.
             invariant: option of the command, for the padded model.
         """
-        from lade.compilation import compile_all
-        from lade.decoding import kernels
-
-        self._term.show_status("compiling the inner loops, once on a machine")
-        compile_all(kernels)  # a short text may not reach all of them
         if not millions:
             return
         from lade.cli.loading.load import set_up
@@ -280,7 +275,7 @@ class Demo:
             if term.interactive:
                 term.out.print(footnote())
             if not different:
-                about = f"\n{self._about}" if self._about else ""
+                about = f"\n{self._about}\n" if self._about else ""
                 term.out.print(Text(conclusion(races, self._learned or 0), "bold"))
                 term.out.print(Text(f"{about}\n{NEXT}"))
         if different:
