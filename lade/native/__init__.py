@@ -6,6 +6,7 @@
     library.cpp    identity of the library
     drafting.h     constants and structs of the drafting kernels, see `lade.decoding.kernels`
     tables.cpp, mixing.cpp, growth.cpp, reading.cpp
+    cpu.h          kernels of packed layers and invariant models, all other files; cpu.cpp selects them
 
 `setup.py` builds the library with the package if there is a C++17 compiler. In a checkout `make native`, or
 `python setup.py build_ext --inplace`, builds it in place; a library of other sources than those beside it is not used.
@@ -13,8 +14,9 @@
 To add a kernel, write a `.cpp` file here: the build takes all of them. Functions are
 `LADE_KERNEL void lade_name(...)` with addresses, `int64_t` and `double` as arguments. They must not throw. Python calls
 them as `library().lade_name(...)` with `argtypes` set once; ctypes releases the GIL during the call. Code for a
-processor's instructions is selected at run time: `__attribute__((target("avx512f")))` on its functions, never a flag of
-the whole build. Floating-point products are not contracted (`-ffp-contract=off`): write `std::fma` where it is meant.
+processor's instructions is selected at run time: `__attribute__((target("avx512f")))` on its functions or a pragma
+around them, never a flag of the whole build. Floating-point products are not contracted (`-ffp-contract=off`): write
+`std::fma` where it is meant.
 """
 
 from __future__ import annotations

@@ -21,11 +21,12 @@ from lade import native
 from lade.backends.cpu.invariant.activations import InvariantActivation, replace_activations, times_logistic
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
 from lade.backends.cpu.invariant.norms import LLAMA, InvariantNorm, replace_norms, rms_norm
-from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots
-from lade.backends.cpu.packing.int8 import Int8Linear, initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.integer_products import Codes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import in_panels, panel_for, panel_product
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panels import DOT_PANEL, has_dots, in_panels
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth, reading, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
