@@ -167,7 +167,7 @@ def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: L
         entries: `[S, WIDTH]` entries of the logits at each node.
         path: `[A]` nodes that verification reached.
         chosen: `[A]` tokens that the model chose there.
-        rate: learning rate.
+        rate: learning rate of the gradient steps.
     """
     learn_weights(held.work, tables, path, chosen, rate)
     _note(held.work, entries)

@@ -55,7 +55,7 @@ def propose(
         prices: `[4]`, tokens that one more node costs, `news` and `first` of `grow_chain`, and `promise` of `grow`.
         excluded: ids that are not added.
         vocabulary: V; ids from here on are not added.
-        trees: whether drafts are trees; else chains.
+        trees: draft trees; chains if False.
         ids: int32 `[sum of budgets]`, written: the drafts one after the other.
         parents: likewise, the index of each token's parent in its draft; -1 for the text's last token.
         scores: float64, likewise, the probability that each token is accepted.
@@ -107,7 +107,7 @@ def learn_requests(
         token_ends: `[B]`, end of each request's tokens.
         rows: `[F, WIDTH]` entries of the logits at the tokens that were fed, likewise.
         row_ends: `[B]`, end of each request's rows.
-        rate: learning rate.
+        rate: learning rate of the gradient steps.
 
     Returns:
         Index of the first request that was not learned from: its rows do not fit its draft and tokens, or a table or
