@@ -101,7 +101,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 native: ## build the compiled kernels in place (a C++17 compiler is needed)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) setup.py --quiet build_ext --inplace
 
-demo: $(SHOWN)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
+demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade side by side, on the embedded model padded to 100 M parameters
 	$(SHOWN)/bin/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs

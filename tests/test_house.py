@@ -12,9 +12,9 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 261,
-    "lines": 49_300,
-    "files under 40 lines of code": 13,
+    "files": 262,
+    "lines": 49_450,
+    "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,
     "lines of a function, p90": 20,

@@ -169,7 +169,7 @@ class DecodeJob:
         runner: the runner given.
         budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
         mtp: passes of the checkpoint's MTP layer, once a drafter needs them; None before that or without a layer.
-        setup_s: seconds spent to compile kernels and to measure passes, which each happens once on a machine.
+        setup_s: seconds spent to compile kernels and to measure passes, each once on a machine, and not reported yet.
     """
 
     def __init__(
@@ -220,13 +220,14 @@ class DecodeJob:
         return [self._drafter(spec, alone=alone) for spec in specs]
 
     def report_to(self, stats: Stats, config: LookaheadConfig) -> None:
-        """Add the setup time and the circumstances of a generation to its figures."""
+        """Add the setup time, which is reported once, and the circumstances of a generation to its figures."""
         curve = self._cost.current if isinstance(self._cost, BatchCost) else self._cost
         pass_s = {} if curve is None else {size: curve.seconds(size) for size in (1, 8)}
         note = contention_now(torch.get_num_threads()) if self._model.device.type == "cpu" else ""
         if note:
             announce_once(logger, note)
         stats.setup_s += self.setup_s
+        self.setup_s = 0.0
         stats.surroundings = Surroundings(pass_s, config.memory is not None, note)
 
     def adopt(self, drafter: Drafter) -> Drafter:

@@ -118,6 +118,14 @@ def test_stats_that_are_given_are_added_to(engine):
     assert (stats.generations, stats.new_tokens, sum(stats.accepted)) == (3, 30, 27)
 
 
+def test_the_time_to_measure_passes_is_reported_to_the_request_that_took_it(engine):
+    first, second = Stats(), Stats()
+    for stats in (first, second):
+        engine.add([1, 2, 3], max_new_tokens=4, lookahead=lade.LookaheadConfig(), stats=stats).result()
+    assert first.setup_s > 0 and second.setup_s == 0.0
+    assert {1, 8} <= first.surroundings.pass_s.keys() and "A pass over 8 tokens takes" in second.explain()
+
+
 def test_on_step_is_told_every_step(engine):
     steps = []
     handle = engine.add(random_ids(5), on_step=steps.append, max_new_tokens=20)
