@@ -13,14 +13,14 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 262,
-    "lines": 49_450,
+    "lines": 49_500,
     "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 11.1,
     "lines of a function, p90": 20,
     "lines of the longest function": 56,
     "files that generate imports": 62,
-    "lines that generate imports": 13940,
+    "lines that generate imports": 13950,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
