@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import lade
+from lade import native
 from lade.errors import UnsupportedModelError
 from lade.hf import job
 from lade.model import supports as support
@@ -32,6 +35,14 @@ for profile, most, same in (("quick", 25, True), ("thorough", 40, bool(os.enviro
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("quick")
+
+
+def pytest_configure(config):
+    """Build the compiled kernels if those in the checkout are missing or of other sources; without a compiler go on."""
+    if not hasattr(config, "workerinput") and native.library() is None:
+        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=Path(__file__).parent, check=False)
+        native.library.cache_clear()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,10 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 from time import perf_counter
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -193,17 +190,6 @@ def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 def inlined(function: FunctionT) -> FunctionT:
     """Compile a function for use inside other kernels."""
     return cast(FunctionT, numba.njit(function, error_model="numpy"))
-
-
-def compile_all(package: ModuleType) -> None:
-    """Compile all kernels of a package now, except those whose machine code is cached.
-
-    The kernels of `lade.decoding.kernels` take 5 to 12 seconds, once per machine.
-    """
-    for file in iter_modules(package.__path__):
-        for thing in list(vars(import_module(f"{package.__name__}.{file.name}")).values()):
-            if isinstance(thing, Kernel):
-                thing.compile()
 
 
 def _log_compilation(compiled: Any, seconds: float) -> None:

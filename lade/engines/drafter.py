@@ -355,7 +355,7 @@ def _learn_step(state: _EngineRequest, path: list[int], chosen: list[int], rows:
     if rows is not None:
         state.grower.learn(memory, path, chosen, np.ascontiguousarray(rows))
         return
-    growth.learn_tree(state.grower.held, *memory.tables, memory.weights, _NO_ROWS, nodes, tokens, RATE)
+    growth.learn_tree(state.grower.held, memory.bound, _NO_ROWS, nodes, tokens, RATE)
     memory.learn_step(work.tails[nodes], tables.certain(tokens), np.arange(len(nodes)), tokens)
 
 

@@ -6,9 +6,7 @@ import numba
 import pytest
 
 from lade import compilation
-from lade.compilation import Kernel, TeamKernel, compile_all, compiled
-from lade.decoding import kernels
-from lade.decoding.kernels import tables
+from lade.compilation import Kernel, TeamKernel, compiled
 
 
 def without_a_file(returned="2 * x"):
@@ -59,14 +57,10 @@ def test_where_numba_is_switched_off_the_function_itself_is_called(monkeypatch):
     assert Kernel(double, (numba.int64,)).compile() is double
 
 
-def test_kernels_are_compiled_when_they_are_called_or_all_at_once(monkeypatch):
-    compile_all(kernels)
+def test_kernels_are_compiled_when_they_are_called(monkeypatch):
     made = []
     monkeypatch.setattr(Kernel, "_compiled", lambda kernel: made.append(kernel.__wrapped__) or len)
     kernel = compiled(numba.int64)(len)
     assert made == []
     assert kernel("four") == kernel("four") == 4
     assert made == [len], "once"
-    monkeypatch.setattr(tables, "late", compiled(numba.int64)(abs), raising=False)
-    compile_all(kernels)
-    assert made == [len, abs], "all others had been compiled"

@@ -180,11 +180,6 @@ class Demo:
             pack: option of the command, for the padded model.
             invariant: option of the command, for the padded model.
         """
-        from lade.compilation import compile_all
-        from lade.decoding import kernels
-
-        self._term.show_status("compiling the inner loops, once on a machine")
-        compile_all(kernels)  # a short text may not reach all of them
         if not millions:
             return
         from lade.cli.loading.load import set_up

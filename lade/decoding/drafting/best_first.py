@@ -20,7 +20,7 @@ from lade.decoding.drafting.memory import RATE, ContextMemory
 from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels import growth
 from lade.decoding.kernels.layout import LONGEST, NODES, PREDICTED, PROMPT, READ, Doubles, Ints
-from lade.decoding.kernels.work import Held, Work, hold
+from lade.decoding.kernels.work import Held, Work
 from lade.decoding.tree import TokenTree
 
 Tokens = tuple[int, ...]
@@ -174,8 +174,7 @@ class TreeGrower:
         self._reserve(max(thresholds)[0])
         count = growth.grow(
             self._held,
-            *memory.tables,
-            memory.weights,
+            memory.bound,
             np.array(thresholds, dtype=np.float64),
             self._excluded,
             self._vocabulary,
@@ -196,8 +195,8 @@ class TreeGrower:
             first: nodes at which that has fallen to a half.
         """
         self._reserve(most)
-        (young, old), weights, excluded = memory.tables, memory.weights, self._excluded
-        return growth.grow_chain(self._held, young, old, weights, excluded, self._vocabulary, most, price, news, first)
+        limits = self._excluded, self._vocabulary, most
+        return growth.grow_chain(self._held, memory.bound, *limits, price, news, first)
 
     def paths(self, count: int) -> list[tuple[int, ...]]:
         """Return the tokens from below the root to each of the first `count` nodes."""
@@ -243,7 +242,7 @@ class TreeGrower:
             entries: `[S, WIDTH]` entries of the logits at all nodes, see `readout.read`.
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
-        growth.learn_tree(self._held, *memory.tables, memory.weights, entries, nodes, tokens, RATE)
+        growth.learn_tree(self._held, memory.bound, entries, nodes, tokens, RATE)
         memory.learn_step(self._work.tails[: len(entries)], entries, nodes, tokens)
 
     def _reserve(self, nodes: int) -> None:
@@ -255,4 +254,4 @@ class TreeGrower:
 
     def _use(self, work: Work) -> None:
         """Switch to these arrays, here and in compiled code."""
-        self._work, self._held = work, hold(work)
+        self._work, self._held = work, Held(work)

@@ -1,4 +1,4 @@
-"""Arrays of a growing tree, held by compiled code as one struct, and the prior weights of copies."""
+"""Structs of arrays that kernels take: a growing tree, the context memory; and the prior weights of copies."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
-from numba.experimental import structref
 
-from lade.compilation import compiled
 from lade.decoding.kernels.layout import (
     AFTER_COPY,
     COPY_KINDS,
@@ -28,6 +25,7 @@ from lade.decoding.kernels.layout import (
     Doubles,
     Ints,
 )
+from lade.native.kernel import Struct
 
 _MOST = (END + NOTE_KINDS + COPY_KINDS) * WIDTH + MTP_WIDTH
 _NOTES = 2048  # slots; a later note overwrites an earlier one
@@ -257,35 +255,29 @@ class Work(NamedTuple):
         return wider
 
 
-_WORK = cast(Any, numba).typeof(Work.of(1))
+class Tables(Struct):
+    """Both tables of a context memory, and the weights of its mixer.
 
-
-@structref.register
-class HeldType(numba.types.StructRef):
-    """numba type of `Held`."""
-
-
-cast(Any, structref).define_boxing(HeldType, structref.StructRefProxy)
-HELD = cast(Any, HeldType)([("work", _WORK)])
-_new: Any = structref.new
-
-
-class Held(NamedTuple):
-    """A `Work` as one struct: passing its arrays one by one would unbox all of them in every call.
-
-    This Python type is used if numba's JIT is disabled.
+    Args:
+        young: `[C, 2 + WIDTH]`, the table that is written.
+        old: `[C', 2 + WIDTH]`, the former one.
+        weights: `[WEIGHT_SETS, END + 1]`, see `memory.prior_weights`.
     """
 
-    work: Work
+    __slots__ = ("old", "weights", "young")
+
+    def __init__(self, young: Ints, old: Ints, weights: Doubles) -> None:
+        self.young, self.old, self.weights = young, old, weights
+        arrays = young, old, weights
+        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)], arrays)
 
 
-def hold(work: Work) -> Held:
-    """Return these arrays as compiled code takes them."""
-    return Held(work) if cast(Any, numba.config).DISABLE_JIT else _held(work)
+class Held(Struct):
+    """A `Work` as compiled code takes it: the addresses of its arrays, and the number of rows of `notes`."""
 
+    __slots__ = ("work",)
 
-@compiled(_WORK)
-def _held(work: Work) -> Any:
-    held = _new(HELD)
-    held.work = work
-    return held
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        arrays = cast(tuple[npt.NDArray[Any], ...], work)
+        super().__init__([*(array.ctypes.data for array in arrays), len(work.notes)], arrays)
