@@ -12,8 +12,8 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 255,
-    "lines": 47_550,
+    "files": 254,
+    "lines": 47_350,
     "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,

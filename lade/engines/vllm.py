@@ -11,7 +11,7 @@ vLLM hands a proposer tokens and row numbers. Two things more are taken from its
 - what was scheduled, by wrapping `GPUModelRunner.execute_model`: the names of requests, which of them
   have ended, and how many of each one's drafts were fed, which the scheduler and grammars cut.
 
-Compiled code is imported when a proposer is made: vLLM's CPU worker cannot start where numba was imported before.
+Drafting is imported when a proposer is made, in the worker that needs it.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _settings(additional: Any) -> Mapping[str, Any]:
         raise ConfigError("additional_config['lade']", settings, "give an object with memory and price, or neither")
     for name in settings:
         if name not in ("memory", "price"):
-            raise ConfigError("additional_config['lade']", name, "there are the settings memory and price")
+            raise ConfigError("additional_config['lade']", name, "unknown setting: there are memory and price")
     if not isinstance(settings.get("memory", ""), str):
         raise ConfigError("additional_config['lade']['memory']", settings["memory"], "give the path of a file")
     return settings
