@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 KERNEL := .venv-kernel
+SANITIZED_TESTS := tests/decoding/test_compiled_kernels.py tests/decoding/test_kernels.py tests/engines/test_drafter_batch.py tests/model/test_cpu_kernels.py
 KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
@@ -22,7 +23,7 @@ SHOWN := $(if $(wildcard $(VENV)/.installed),$(VENV),$(DEMO))
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel native lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel native sanitize lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,6 +101,14 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 native: ## build the compiled kernels in place (a C++17 compiler is needed)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) setup.py --quiet build_ext --inplace
+
+# The library is built with the sanitizers, and without them at the end. PyTorch is not: leaks are not looked for.
+sanitize: SANITIZERS = -fsanitize=address,undefined -fno-sanitize-recover=undefined
+sanitize: $(VENV)/.installed ## the tests of the compiled kernels under AddressSanitizer and UBSan (gcc; three minutes)
+	CFLAGS="$(SANITIZERS)" CXXFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build_ext --inplace --force
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SANITIZED_TESTS); \
+		failed=$$?; $(BIN)/python setup.py --quiet build_ext --inplace --force; exit $$failed
 
 demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade side by side, on the embedded model padded to 100 M parameters
 	$(SHOWN)/bin/lade demo
