@@ -20,7 +20,7 @@ MOST = {
     "lines of a function, p90": 19,
     "lines of the longest function": 55,
     "files that generate imports": 63,
-    "lines that generate imports": 13800,
+    "lines that generate imports": 13820,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
