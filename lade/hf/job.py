@@ -380,13 +380,13 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     if isinstance(loaded, str):
         _refuse_mtp(wanting, loaded)
         return None
-    layer = joint.load("mtp").runner_of(runner.model, loaded, runner.facts.cache_name or "past_key_values")
+    layer = joint.load("mtp").runner_of(runner, loaded)
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
     return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
 
 
 def _runner_refusal(runner: EagerRunner) -> str:
     """Return why a runner's passes cannot feed MTP layers; empty if they can."""
-    if type(runner) is not EagerRunner:
+    if not runner.exposes_states:
         return f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
     return ""

@@ -61,6 +61,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+#if defined(__GNUC__)  // other compilers lack vectors, and build no kernel of these
 // The next part of a kernel's work, or the number of parts if none is left.
 static inline int64_t next_part(int64_t* fields) {
     int64_t part = __atomic_fetch_add(fields, 1, __ATOMIC_RELAXED);
@@ -74,5 +75,6 @@ template <class Arguments> static inline Arguments arguments_of(const int64_t* f
     memcpy(&arguments, fields + 2, sizeof arguments);
     return arguments;
 }
+#endif
 
 }  // namespace lade

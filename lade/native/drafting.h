@@ -38,9 +38,16 @@ using Doubles = Array<double>;
 struct Tables {
     Ints young, old;
     Doubles weights;
+    int64_t taken, most;  // occupied slots of `young`; the greatest number of them that may be
 };
 
-// The arrays of `Work`, in its order.
+// The text that a tree grows from, see `EarlierText`: ids, the previous occurrence of each, and the last one by token.
+struct Text {
+    int32_t *text, *links, *latest;
+    int64_t room, slots;
+};
+
+// The arrays of `Work`, in its order, and their sizes.
 struct Tree {
     int32_t *ids, *parents, *depths;
     double* scores;
@@ -50,7 +57,7 @@ struct Tree {
     double *odds, *keys;
     int32_t *nodes, *ranks;
     int64_t* used;
-    int32_t *text, *links, *matches, *match_lengths, *match_counts, *copy_line, *copy_rows;
+    int32_t *text, *links, *latest, *matches, *match_lengths, *match_counts, *copy_line, *copy_rows;
     double* copy_weights;
     int32_t* predicted;
     double* memory_odds;
@@ -58,7 +65,7 @@ struct Tree {
     double* bases;
     int32_t *by_mtp, *mtp_parents, *mtp_ids, *mtp_depths, *mtp_tokens;
     double *mtp_odds, *mtp_weights, *mtp_trust;
-    int64_t note_slots;  // number of rows of `notes`
+    int64_t room, note_slots, text_room, text_slots;  // nodes; rows of `notes`; tokens of `text`; rows of `latest`
 
     int32_t* tail(int64_t node) const { return tails + node * LONGEST; }
     int32_t* rows_of(int64_t node) const { return rows + node * END * WIDTH; }
@@ -73,6 +80,7 @@ struct Tree {
     int32_t* copy_rows_of(int64_t node) const { return copy_rows + node * COPY_KINDS * WIDTH; }
     double* copy_weights_of(int64_t line) const { return copy_weights + line * (COPY_KINDS + 2); }
     int32_t* prediction(int64_t number) const { return mtp_tokens + number * MTP_WIDTH; }
+    Text indexed() const { return {text, links, latest, text_room, text_slots}; }
     double* predicted_odds(int64_t number) const { return mtp_odds + number * MTP_WIDTH; }
 };
 
@@ -90,6 +98,18 @@ struct Hits {
 };
 Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t* rows);
 void average(int32_t* best, const int32_t* before, const int32_t* row);
+int64_t learn_step(const Tables& tables, const Ints& tails, const Ints& rows, const Longs& path, const Longs& chosen);
+int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token);
+
+// growth.cpp
+void index_text(const Text& text, const int64_t* tokens, int64_t count, int64_t start);
+void plant(Tree& tree, int64_t root, const Longs& tail, double promise);
+bool grow(Tree& tree, const Tables& tables, double size, double least, const Longs& excluded, int64_t vocabulary,
+          int64_t max_depth, double promise);
+void grow_chain(Tree& tree, const Tables& tables, const Longs& excluded, int64_t vocabulary, int64_t most, double price,
+                double news, double first);
+void learn_tree(Tree& tree, const Tables& tables, const Ints& entries, const Longs& path, const Longs& chosen,
+                double rate);
 
 // mixing.cpp
 int64_t note_slot(const Tree& tree, int64_t place, int64_t token);

@@ -128,20 +128,30 @@ int first_offer(Tree& tree, int64_t node, const Longs& excluded, int64_t vocabul
     return rank;
 }
 
-}  // namespace
-}  // namespace lade
-
-using namespace lade;
-
-LADE_KERNEL void lade_learn_tree(Tree* tree, const Tables* tables, const Ints* entries, const Longs* path,
-                                 const Longs* chosen, double rate) {
-    learn_weights(*tree, *tables, *path, *chosen, rate);
-    note(*tree, *entries);
+// Returns where the last occurrence of a token is kept; a slot that is free has the index -2.
+int32_t* latest_of(const Text& text, int32_t token) {
+    uint64_t home = (static_cast<uint32_t>(token) * 0x9E3779B1u) * static_cast<uint64_t>(text.slots) >> 32;
+    int32_t* slot = text.latest + 2 * home;
+    while (slot[1] != -2 && slot[0] != token)
+        if ((slot += 2) == text.latest + 2 * text.slots) slot = text.latest;
+    return slot;
 }
 
-LADE_KERNEL void lade_plant(Tree* tree, int64_t root, const Longs* tail, double promise) {
-    Tree& t = *tree;
-    t.ids[0] = static_cast<int32_t>((*tail)[tail->rows - 1]);
+}  // namespace
+
+void index_text(const Text& text, const int64_t* tokens, int64_t count, int64_t start) {
+    for (int64_t at = start; at < start + count; ++at) {
+        auto token = static_cast<int32_t>(tokens[at - start]);
+        int32_t* slot = latest_of(text, token);
+        text.text[at] = token;
+        text.links[at] = slot[1] < 0 ? -1 : slot[1];
+        slot[0] = token;
+        slot[1] = static_cast<int32_t>(at);
+    }
+}
+
+void plant(Tree& t, int64_t root, const Longs& tail, double promise) {
+    t.ids[0] = static_cast<int32_t>(tail[tail.rows - 1]);
     t.parents[0] = -1;
     t.depths[0] = 0;
     t.scores[0] = 1.0;
@@ -149,7 +159,7 @@ LADE_KERNEL void lade_plant(Tree* tree, int64_t root, const Longs* tail, double 
     t.by_mtp[0] = 0;
     t.predicted[0] = t.used[PREDICTED] > 0 ? 0 : -1;
     for (int64_t place = 0; place < LONGEST; ++place)
-        t.tail(0)[place] = place < tail->rows ? static_cast<int32_t>((*tail)[tail->rows - 1 - place]) : -1;
+        t.tail(0)[place] = place < tail.rows ? static_cast<int32_t>(tail[tail.rows - 1 - place]) : -1;
     t.used[NODES] = 1;
     t.used[HEAP] = 0;
     t.used[ROOT] = root;
@@ -158,47 +168,74 @@ LADE_KERNEL void lade_plant(Tree* tree, int64_t root, const Longs* tail, double 
     push(t, promise, 0, -1);
 }
 
-LADE_KERNEL int64_t lade_grow(Tree* tree, const Tables* tables, const Doubles* stages, const Longs* excluded,
-                              int64_t vocabulary, int64_t max_depth, double promise) {
-    Tree& t = *tree;
-    for (int64_t stage = 0; stage < stages->rows; ++stage) {
-        double size = stages->row(stage)[0], least = stages->row(stage)[1];
-        while (t.used[HEAP] > 0 && static_cast<double>(t.used[NODES]) < size && t.keys[0] > least) {
-            double score = t.keys[0];
-            int32_t parent = t.nodes[0], rank = t.ranks[0];
-            pop(t);
-            if (rank < 0) expand(t, parent, *tables);
-            int32_t following = rank + 1;
-            if (following < t.candidates[parent] && t.depths[parent] < max_depth) {
-                bring_forward(t, parent, following);
-                push(t, t.scores[parent] * probability(t.odds_of(parent)[following]), parent, following);
-            }
-            if (rank < 0) continue;
-            int32_t token = t.tokens_of(parent)[rank];
-            if (token >= vocabulary || is_among(*excluded, token)) continue;
-            int32_t node = add(t, parent, token);
-            t.scores[node] = score;
-            if (t.predicted[parent] >= 0) t.by_mtp[node] = led_by_mtp(t, parent, rank);
-            push(t, promise * score, node, -1);
+bool grow(Tree& t, const Tables& tables, double size, double least, const Longs& excluded, int64_t vocabulary,
+          int64_t max_depth, double promise) {
+    while (t.used[HEAP] > 0 && static_cast<double>(t.used[NODES]) < size && t.keys[0] > least) {
+        double score = t.keys[0];
+        int32_t parent = t.nodes[0], rank = t.ranks[0];
+        pop(t);
+        if (rank < 0) expand(t, parent, tables);
+        int32_t following = rank + 1;
+        if (following < t.candidates[parent] && t.depths[parent] < max_depth) {
+            bring_forward(t, parent, following);
+            push(t, t.scores[parent] * probability(t.odds_of(parent)[following]), parent, following);
         }
-        if (static_cast<double>(t.used[NODES]) < size) break;
+        if (rank < 0) continue;
+        int32_t token = t.tokens_of(parent)[rank];
+        if (token >= vocabulary || is_among(excluded, token)) continue;
+        int32_t node = add(t, parent, token);
+        t.scores[node] = score;
+        if (t.predicted[parent] >= 0) t.by_mtp[node] = led_by_mtp(t, parent, rank);
+        push(t, promise * score, node, -1);
     }
-    return t.used[NODES];
+    return static_cast<double>(t.used[NODES]) >= size;
 }
 
-LADE_KERNEL int64_t lade_grow_chain(Tree* tree, const Tables* tables, const Longs* excluded, int64_t vocabulary,
-                                    int64_t most, double price, double news, double first) {
-    Tree& t = *tree;
+void grow_chain(Tree& t, const Tables& tables, const Longs& excluded, int64_t vocabulary, int64_t most, double price,
+                double news, double first) {
     for (int64_t node = 0; t.used[NODES] < most;) {
-        expand(t, node, *tables);
-        int rank = first_offer(t, node, *excluded, vocabulary);
+        expand(t, node, tables);
+        int rank = first_offer(t, node, excluded, vocabulary);
         if (rank == t.candidates[node]) break;
         double score = t.scores[node] * probability(t.odds_of(node)[rank]);
         if (score + news / (first + static_cast<double>(t.used[NODES])) <= price) break;
         node = add(t, node, t.tokens_of(node)[rank]);
         t.scores[node] = score;
     }
-    return t.used[NODES];
+}
+
+void learn_tree(Tree& tree, const Tables& tables, const Ints& entries, const Longs& path, const Longs& chosen,
+                double rate) {
+    learn_weights(tree, tables, path, chosen, rate);
+    note(tree, entries);
+}
+
+}  // namespace lade
+
+using namespace lade;
+
+LADE_KERNEL void lade_learn_tree(Tree* tree, const Tables* tables, const Ints* entries, const Longs* path,
+                                 const Longs* chosen, double rate) {
+    learn_tree(*tree, *tables, *entries, *path, *chosen, rate);
+}
+
+LADE_KERNEL void lade_plant(Tree* tree, int64_t root, const Longs* tail, double promise) {
+    plant(*tree, root, *tail, promise);
+}
+
+LADE_KERNEL int64_t lade_grow(Tree* tree, const Tables* tables, const Doubles* stages, const Longs* excluded,
+                              int64_t vocabulary, int64_t max_depth, double promise) {
+    for (int64_t stage = 0; stage < stages->rows; ++stage) {
+        const double* limits = stages->row(stage);
+        if (!grow(*tree, *tables, limits[0], limits[1], *excluded, vocabulary, max_depth, promise)) break;
+    }
+    return tree->used[NODES];
+}
+
+LADE_KERNEL int64_t lade_grow_chain(Tree* tree, const Tables* tables, const Longs* excluded, int64_t vocabulary,
+                                    int64_t most, double price, double news, double first) {
+    grow_chain(*tree, *tables, *excluded, vocabulary, most, price, news, first);
+    return tree->used[NODES];
 }
 
 LADE_KERNEL void lade_follow(Tree* tree, int64_t kept, const Longs* ids, const Longs* parents) {
@@ -209,4 +246,12 @@ LADE_KERNEL void lade_follow(Tree* tree, int64_t kept, const Longs* ids, const L
 LADE_KERNEL int64_t lade_candidates(Tree* tree, const Tables* tables, int64_t node) {
     expand(*tree, node, *tables);
     return tree->candidates[node];
+}
+
+LADE_KERNEL void lade_index_text(const Text* text, const Longs* tokens, int64_t start) {
+    index_text(*text, tokens->data, tokens->rows, start);
+}
+
+LADE_KERNEL void lade_take_back(const Text* text, int64_t kept, int64_t known) {
+    for (int64_t at = known - 1; at >= kept; --at) latest_of(*text, text->text[at])[1] = text->links[at];
 }

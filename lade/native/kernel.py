@@ -54,7 +54,7 @@ class ArrayType:
 
 INTS, TABLE = ArrayType(np.int32, 1), ArrayType(np.int32, 2)
 LONGS, SCORES = ArrayType(np.int64, 1), ArrayType(np.float32, 2)
-FLOATS, MATRIX = ArrayType(np.float32, 1), ArrayType(np.float64, 2)
+FLOATS, DOUBLES, MATRIX = ArrayType(np.float32, 1), ArrayType(np.float64, 1), ArrayType(np.float64, 2)
 INT, DOUBLE, STRUCT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 """Types of the kernels' arguments."""
 
@@ -67,11 +67,16 @@ class Struct:
         arrays: the arrays whose addresses are among them.
     """
 
-    __slots__ = ("_arrays", "_as_parameter_", "_fields")
+    __slots__ = ("_arrays", "_as_parameter_", "fields")
 
     def __init__(self, fields: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
-        self._fields, self._arrays = (ctypes.c_int64 * len(fields))(*fields), arrays
-        self._as_parameter_ = ctypes.addressof(self._fields)
+        self.fields, self._arrays = (ctypes.c_int64 * len(fields))(*fields), arrays
+        self._as_parameter_ = ctypes.addressof(self.fields)
+
+    @property
+    def address(self) -> int:
+        """The address of the struct."""
+        return self._as_parameter_
 
 
 class NativeKernel:

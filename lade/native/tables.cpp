@@ -117,6 +117,20 @@ Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t*
     return {logits - LOGITS, text - TEXT};
 }
 
+int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token) {
+    int32_t certain[WIDTH];
+    write_certain(token, certain);
+    return take_in(tables.young, tables.old, tail, certain, TEXT, END);
+}
+
+int64_t learn_step(const Tables& tables, const Ints& tails, const Ints& rows, const Longs& path, const Longs& chosen) {
+    int64_t taken = 0;
+    for (int64_t row = 0; row < rows.rows; ++row)
+        taken += take_in(tables.young, tables.old, tails.row(row), rows.row(row), LOGITS, TEXT);
+    for (int64_t at = 0; at < path.rows; ++at) taken += learn_token(tables, tails.row(path[at]), chosen[at]);
+    return taken;
+}
+
 }  // namespace lade
 
 using namespace lade;
@@ -131,15 +145,7 @@ LADE_KERNEL int64_t lade_learn(const Ints* young, const Ints* old, const Ints* t
 
 LADE_KERNEL int64_t lade_learn_step(const Tables* tables, const Ints* tails, const Ints* rows, const Longs* path,
                                     const Longs* chosen) {
-    int64_t taken = 0;
-    for (int64_t row = 0; row < rows->rows; ++row)
-        taken += take_in(tables->young, tables->old, tails->row(row), rows->row(row), LOGITS, TEXT);
-    for (int64_t at = 0; at < path->rows; ++at) {
-        int32_t certain[WIDTH];
-        write_certain((*chosen)[at], certain);
-        taken += take_in(tables->young, tables->old, tails->row((*path)[at]), certain, TEXT, END);
-    }
-    return taken;
+    return learn_step(*tables, *tails, *rows, *path, *chosen);
 }
 
 LADE_KERNEL void lade_rehash(const Ints* table, const Ints* into) {

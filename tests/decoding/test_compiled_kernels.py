@@ -15,13 +15,16 @@ from memories import rows_of, tails_of
 
 import lade
 from lade import native
+from lade.decoding.drafting import suffix_index
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.kernels import growth, layout, mixing, reading, tables
 from lade.decoding.kernels.layout import BLOCK, END, LENGTHS, MTP_WIDTH, PREDICTED, TEXT, WIDTH
-from lade.decoding.kernels.work import Held, Tables
+from lade.decoding.kernels.requests import Requests
+from lade.decoding.kernels.work import Held, IndexedText, Tables
 from lade.decoding.tree import TokenTree
+from lade.engines import drafter
 from lade.native.kernel import NativeKernel
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
@@ -29,10 +32,18 @@ compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kern
 
 def clone(argument):
     match argument:
+        case Requests():
+            parts = {id(part): part for pair in argument.pairs for part in pair}  # requests share tables
+            copies = {key: clone(part) for key, part in parts.items()}
+            return Requests([tuple(copies[id(part)] for part in pair) for pair in argument.pairs])
+        case IndexedText():
+            return IndexedText(argument.text.copy(), argument.links.copy(), argument.latest.copy())
         case Held():
             return Held(argument.work._make(array.copy() for array in argument.work))
         case Tables():
-            return Tables(argument.young.copy(), argument.old.copy(), argument.weights.copy())
+            copy = Tables(argument.young.copy(), argument.old.copy(), argument.weights.copy())
+            copy.limit(argument.taken, argument.most)
+            return copy
         case np.ndarray():
             return argument.copy()
     return argument
@@ -40,10 +51,16 @@ def clone(argument):
 
 def arrays_of(argument):
     match argument:
+        case Requests():
+            parts = enumerate(part for pair in argument.pairs for part in pair)
+            return {(at, name): array for at, part in parts for name, array in arrays_of(part).items()}
+        case IndexedText():
+            return {name: getattr(argument, name) for name in IndexedText.__slots__}
         case Held():
             return argument.work._asdict()
         case Tables():
-            return {name: getattr(argument, name) for name in Tables.__slots__}
+            counts = np.array([argument.taken, argument.most])
+            return {"counts": counts, **{name: getattr(argument, name) for name in Tables.__slots__}}
         case np.ndarray():
             return {"array": argument}
     return {}
@@ -72,7 +89,7 @@ class Both:
 @contextlib.contextmanager
 def both():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (growth, tables, reading):
+        for module in (growth, tables, reading, drafter, suffix_index):
             for name, thing in list(vars(module).items()):
                 if isinstance(thing, NativeKernel):
                     patch.setattr(module, name, Both(thing))
@@ -167,6 +184,23 @@ def test_entries_are_the_same(rows, vocabulary, spread, seed):
         logits = np.where(rng.random((rows, vocabulary)) < rng.random(), odd, logits).astype(np.float32)
     with both():
         reading.entries_of(logits)
+
+
+@compiled
+@given(st.integers(0, 2**32), st.booleans())
+def test_requests_are_the_same(seed, trees):
+    rng = np.random.default_rng(seed)
+    memories = [lade.Memory(int(rng.choice([4096, 2**16]))) for _ in range(2)]
+    drafts = drafter.EngineDrafter(12, rng.integers(0, 12, 1).tolist(), trees=trees, price=rng.random() * 0.1)
+    names = list(range(int(rng.integers(1, 5))))
+    with both():
+        for name in names:
+            drafts.begin(name, rng.integers(0, 12, rng.integers(1, 30)).tolist(), memories[rng.integers(0, 2)])
+        for _ in range(3):
+            proposed = drafts.propose(names, rng.integers(0, 30, len(names)).tolist())
+            tokens = [draft.ids[: rng.integers(0, 3)] + rng.integers(0, 12, 1).tolist() for draft in proposed]
+            rows = [some_rows(rng, len(draft) + 1) for draft in proposed]
+            drafts.learn_batch(names, tokens, rows)
 
 
 @compiled

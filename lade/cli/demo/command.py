@@ -194,6 +194,7 @@ class Demo:
         self._about = (
             f"The embedded model has {own / 1e6:.0f} million parameters. Here it is padded to {millions} million with "
             "layers that add zero: the same text at the cost of a real model, in real time."
+            + (" Its weights are packed for the CPU, for all methods alike." if self._loaded.packed else "")
         )
         if self._style != "json":
             self._term.out.print(self._about)

@@ -14,7 +14,8 @@ Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from typing import Self
@@ -137,6 +138,17 @@ class ContextMemory(BaseMemory):
         if bound is None or not all(map(is_, (bound.young, bound.old, bound.weights), arrays)):
             bound = self._bound = Tables(*arrays)
         return bound
+
+    @contextmanager
+    def lent(self) -> Iterator[Tables]:
+        """Lend the tables to a kernel that counts the slots that it takes; others wait meanwhile."""
+        with self._writing:
+            bound = self.bound
+            bound.limit(self._taken, _most_taken(len(self._young)))
+            try:
+                yield bound
+            finally:
+                self._taken = bound.taken
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
         """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.

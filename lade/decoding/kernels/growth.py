@@ -26,7 +26,7 @@ from lade.decoding.kernels.layout import (
 )
 from lade.decoding.kernels.mixing import bring_forward, expand, learn_weights, led_by_mtp, note_slot, probability
 from lade.decoding.kernels.tables import average
-from lade.decoding.kernels.work import Held, Tables, Work
+from lade.decoding.kernels.work import Held, IndexedText, Tables, Work
 from lade.native.kernel import DOUBLE, INT, LONGS, MATRIX, STRUCT, TABLE, kernel
 
 Longs = npt.NDArray[np.int64]
@@ -131,6 +131,32 @@ def _note(work: Work, entries: Ints) -> None:
             note[:2] = place, token
 
 
+@kernel(STRUCT, LONGS, INT)
+def index_text(indexed: IndexedText, tokens: Longs, start: int) -> None:
+    """Write tokens into a text from index `start` on, each with its previous occurrence; see `EarlierText`."""
+    for at, token in enumerate(tokens.tolist(), start=start):
+        latest = _latest_of(indexed, token)
+        indexed.text[at], indexed.links[at] = token, max(int(latest[1]), -1)
+        latest[:] = token, at
+
+
+@kernel(STRUCT, INT, INT)
+def take_back(indexed: IndexedText, kept: int, known: int) -> None:
+    """Forget all tokens of a text but the first `kept` of `known` ones."""
+    for at in range(known - 1, kept - 1, -1):
+        _latest_of(indexed, int(indexed.text[at]))[1] = indexed.links[at]
+
+
+def _latest_of(indexed: IndexedText, token: int) -> Ints:
+    """Return where the last occurrence of a token is kept, a pair; a slot that is free has the index -2."""
+    latest = indexed.latest
+    slot = ((token & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF) * len(latest) >> 32
+    while latest[slot, 1] != -2 and latest[slot, 0] != token:
+        slot = (slot + 1) % len(latest)
+    pair: Ints = latest[slot]
+    return pair
+
+
 @kernel(STRUCT, STRUCT, TABLE, LONGS, LONGS, DOUBLE)
 def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: Longs, rate: float) -> None:
     """Update the mixing weights by the nodes that verification reached, and note the logits at all nodes.
@@ -141,7 +167,7 @@ def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: L
         entries: `[S, WIDTH]` entries of the logits at each node.
         path: `[A]` nodes that verification reached.
         chosen: `[A]` tokens that the model chose there.
-        rate: learning rate.
+        rate: learning rate of the gradient steps.
     """
     learn_weights(held.work, tables, path, chosen, rate)
     _note(held.work, entries)

@@ -135,7 +135,7 @@ class Work(NamedTuple):
         keys: float64 `[2 N]`, heap keys: score of the next child of a node, or an optimistic estimate.
         nodes, ranks: int32 `[2 N]`, node and rank of the child of each heap entry; rank -1 before the lookup.
         used: int64 `[7]`, counters, indexed by `NODES`, `HEAP`, `ROOT`, `READ`, `PROMPT`, `COPY`, `PREDICTED`.
-        text, links: int32 `[T]`, the text, and the index of each token's previous occurrence, -1 for none.
+        text, links, latest: the text, see `EarlierText`.
         matches: int32 `[N, MOST_MATCHES]`, index of the token after each earlier occurrence of the node's suffix,
             longest match first.
         match_lengths: int32 `[N, MOST_MATCHES]`, number of matching tokens.
@@ -179,6 +179,7 @@ class Work(NamedTuple):
     used: npt.NDArray[np.int64]
     text: Ints
     links: Ints
+    latest: Ints
     matches: Ints
     match_lengths: Ints
     match_counts: Ints
@@ -225,6 +226,7 @@ class Work(NamedTuple):
             used=np.array([0, 0, 0, 0, 0, -AFTER_COPY, 0], np.int64),
             text=np.zeros(1, np.int32),
             links=np.zeros(1, np.int32),
+            latest=no_tokens(1),
             matches=np.empty((room, MOST_MATCHES), np.int32),
             match_lengths=np.empty((room, MOST_MATCHES), np.int32),
             match_counts=match_counts,
@@ -248,11 +250,26 @@ class Work(NamedTuple):
     def widened(self, room: int) -> Work:
         """Return a copy with room for more nodes."""
         wider = Work.of(room)._replace(
-            text=self.text, links=self.links, mtp_weights=self.mtp_weights, mtp_trust=self.mtp_trust
+            text=self.text, links=self.links, latest=self.latest, mtp_weights=self.mtp_weights, mtp_trust=self.mtp_trust
         )
         for before, after in zip(cast(Iterable[Any], self), cast(Iterable[Any], wider), strict=True):
             after[: len(before)] = before
         return wider
+
+
+def no_tokens(room: int) -> Ints:
+    """Return an empty `latest` of `EarlierText` for that many tokens."""
+    return np.full((2 * room, 2), -2, np.int32)
+
+
+class IndexedText(Struct):
+    """The arrays of `EarlierText` as kernels take them."""
+
+    __slots__ = ("latest", "links", "text")
+
+    def __init__(self, text: Ints, links: Ints, latest: Ints) -> None:
+        self.text, self.links, self.latest = arrays = text, links, latest
+        super().__init__([*(array.ctypes.data for array in arrays), len(text), len(latest)], arrays)
 
 
 class Tables(Struct):
@@ -269,15 +286,30 @@ class Tables(Struct):
     def __init__(self, young: Ints, old: Ints, weights: Doubles) -> None:
         self.young, self.old, self.weights = young, old, weights
         arrays = young, old, weights
-        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)], arrays)
+        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)] + [0, 0], arrays)
+
+    @property
+    def taken(self) -> int:
+        """Number of occupied slots of `young`, while one call learns from many requests."""
+        return self.fields[-2]
+
+    def limit(self, taken: int, most: int) -> None:
+        """Set the number of occupied slots of `young`, and the greatest that it may become."""
+        self.fields[-2], self.fields[-1] = taken, most
+
+    @property
+    def most(self) -> int:
+        """Greatest number of occupied slots that `young` may have, likewise."""
+        return self.fields[-1]
 
 
 class Held(Struct):
-    """A `Work` as compiled code takes it: the addresses of its arrays, and the number of rows of `notes`."""
+    """A `Work` as kernels take it: the addresses of its arrays, and the sizes of those that differ."""
 
     __slots__ = ("work",)
 
     def __init__(self, work: Work) -> None:
         self.work = work
         arrays = cast(tuple[npt.NDArray[Any], ...], work)
-        super().__init__([*(array.ctypes.data for array in arrays), len(work.notes)], arrays)
+        sizes = len(work.ids), len(work.notes), len(work.text), len(work.latest)
+        super().__init__([*(array.ctypes.data for array in arrays), *sizes], arrays)
