@@ -366,7 +366,7 @@ def test_a_replay_is_in_real_time(race, monkeypatch):
 def test_a_slow_machine_shows_races_only_once(lade, folder, monkeypatch, limit, replays):
     seen = []
     monkeypatch.setattr(command, "_REPLAYS_UNTIL_S", limit)
-    monkeypatch.setattr(LiveView, "replay", lambda self: seen.append(self))
+    monkeypatch.setattr(LiveView, "replay", lambda self: seen.append(self._race))
     monkeypatch.setattr(Terminal, "interactive", True)
     result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 8)
     assert result.exit_code == 0, result.output
