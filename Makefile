@@ -16,7 +16,8 @@ CLIENTS := .venv-clients
 SCALE := .venv-scale
 SCHEMA := .venv-schema
 VLLM := .venv-vllm
-NATIVE_TESTS := tests/model/test_cpu_kernels.py tests/model/test_tile_kernels.py tests/decoding/test_compiled_kernels.py
+NATIVE_TESTS := tests/model/test_cpu_kernels.py tests/model/test_tile_kernels.py tests/decoding/test_compiled_kernels.py tests/decoding/test_kernels.py \
+	tests/engines/test_drafter_batch.py
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZERS = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libubsan.so) $(shell g++ -print-file-name=libstdc++.so)
 BIN := $(VENV)/bin
@@ -118,11 +119,13 @@ test-core: $(VENV)/.installed ## the algorithm and the integration alone: a minu
 test-slow: $(VENV)/.installed ## the full cross products, and more examples of each property (some 30 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough
 
-test-native: $(VENV)/.installed ## the compiled kernels under sanitizers of addresses and undefined behaviour (g++)
+test-native: $(VENV)/.installed ## the compiled kernels under sanitizers of addresses, undefined behaviour and threads (g++)
 	CXX="g++ $(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --inplace --force
-	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest $(NATIVE_TESTS); status=$$?; \
 		$(BIN)/python setup.py --quiet build_ext --inplace --force && exit $$status
+	g++ -std=c++17 -O1 -g -ffp-contract=off -fsanitize=thread tests/model/kernel_threads.cpp lade/native/cpu*.cpp -o build/kernel_threads
+	build/kernel_threads
 
 test-distributed: $(VENV)/.installed ## two and four processes that decode together (gloo, on the CPU)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m 'not gpu'

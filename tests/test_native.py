@@ -1,6 +1,9 @@
 """The compiled library: found, checked against its sources, and done without."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,33 @@ def test_without_a_library_that_fits_one_line_says_so(stale, tmp_path, monkeypat
         assert native.library.__wrapped__() is None
     assert len(caplog.records) == 1
     assert ("not those of their sources" if stale else "install a C++ compiler") in caplog.text
+
+
+FORK = """
+import os, threading
+import numpy as np
+import lade
+
+drafter = lade.EngineDrafter(50, price=0.0)
+drafter.begin("a", [1, 2, 3, 4] * 9)
+before = drafter.propose(["a"], 4)
+child = os.fork()
+if child == 0:
+    after = []
+    threads = [threading.Thread(target=lambda: after.append(drafter.propose(["a"], 4))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0 if after == [before] * 3 and before[0].ids else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_process_that_forks_after_use_drafts_on_in_threads():
+    environment = {**os.environ, "PYTHONPATH": str(Path(native.__file__).parents[2])}
+    run = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    assert run.stdout == "0\n"

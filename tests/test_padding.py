@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mtp_toys import llama_with_mtp
 from transformers import AutoModelForCausalLM
 
 import lade
@@ -53,3 +54,13 @@ def test_a_padded_model_is_served_and_writes_the_text(small, large):
 def test_too_few_parameters_are_refused(small):
     with pytest.raises(ConfigError, match="give at least"):
         pad(small, 4e6)
+
+
+def test_an_mtp_layer_of_the_small_checkpoint_drafts_for_the_padded_model(tmp_path):
+    small = llama_with_mtp(tmp_path)
+    large = pad(small, 1e6)
+    ids = torch.arange(1, 20)[None]
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+    output = lade.generate(large, **arguments, lookahead=lade.LookaheadConfig(mtp=True))
+    assert torch.equal(output, small.generate(**arguments))
+    assert supports(large).mtp.loaded, "mtp=True raises without a layer"

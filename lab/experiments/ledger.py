@@ -38,7 +38,8 @@ from lade_lab.served import ask, ask_streamed, server
 
 TOKENS = 128
 """New tokens of a text."""
-ROWS = 4
+ROWS, BATCH = 4, 16
+"""Rows of engines and servers, and of batches."""
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "n": {"type": "integer"},
           "ok": {"enum": ["yes", "no", "perhaps"]}}, "required": ["name", "n", "ok"]}  # fmt: skip
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -207,8 +208,8 @@ PATHS: dict[str, Callable[[Subject, random.Random], Pairs]] = {
     "greedy, sizes chosen": lambda subject, rng: generated(subject, rng, 1, {}),
     "sampled": lambda subject, rng: generated(subject, rng, 1, {"lookahead": method(rng)}, **sampling(rng)),
     "beams": lambda subject, rng: generated(subject, rng, 1, {}, num_beams=rng.randrange(2, 5)),
-    "batch": lambda subject, rng: generated(subject, rng, ROWS, {"lookahead": method(rng)}),
-    "batch, sampled": lambda subject, rng: generated(subject, rng, ROWS, {"lookahead": method(rng)}, **sampling(rng)),
+    "batch": lambda subject, rng: generated(subject, rng, BATCH, {"lookahead": method(rng)}),
+    "batch, sampled": lambda subject, rng: generated(subject, rng, BATCH, {"lookahead": method(rng)}, **sampling(rng)),
     "prediction": lambda s, rng: generated(s, rng, 1, {"prediction": None, "lookahead": method(rng)}),
     "stream": streamed,
     "engine": by_engine,

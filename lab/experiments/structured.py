@@ -135,6 +135,7 @@ def run_schemas(url: str, plain: Plain, schemas: Sequence[Record], tokens: int, 
         references = [plain.answer(each["schema"], temperature) for each in missing]
         written = [
             {"id": each["id"], "temperature": temperature, "cell": "plain", **asdict(reference)}
+            | {"server": ask(f"{url}/v1/completions", body_of(each["schema"], temperature, tokens, "")).error}
             for each, reference in zip(missing, references, strict=True)
             if reference.error
         ]
@@ -177,9 +178,10 @@ def refusals(records: Sequence[Record]) -> list[Record]:
     """Return how often which cause was given, by plain decoding and by the server."""
     causes = Counter[tuple[str, str]]()
     for each in records:
-        message = each["error"] if each["cell"] == "plain" else each["refused"]
-        if message:
-            causes["both" if each["cell"] == "plain" else "server alone", cause(message)] += 1
+        if each["cell"] == "plain":
+            causes["both" if each["server"] else "plain decoding alone", cause(each["error"])] += 1
+        elif each["refused"]:
+            causes["server alone", cause(each["refused"])] += 1
     return [{"refused by": by, "cause": why, "times": times} for (by, why), times in causes.most_common()]
 
 

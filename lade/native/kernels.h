@@ -9,8 +9,11 @@
 #define LADE_KERNEL extern "C" __attribute__((visibility("default")))
 #endif
 
-// Compiles a function once per instruction set; the loader selects one. Elsewhere the compiler's default serves.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && (!defined(__clang__) || __clang_major__ >= 14)
+// Compiles a function once per instruction set; the loader selects one, which it cannot where a sanitizer is linked.
+// Elsewhere the compiler's default serves.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define LADE_CLONES
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && (!defined(__clang__) || __clang_major__ >= 14)
 #define LADE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define LADE_CLONES

@@ -1,20 +1,22 @@
 import io
 import json
 import signal
+from copy import deepcopy
 
 import pytest
 import torch
 from rich.console import Console
 from rich.text import Text
+from transformers import AutoModelForCausalLM
 
-from lade.cli.demo import rounds
+from lade.cli.demo import command, rounds
 from lade.cli.demo import screen as views
 from lade.cli.demo.race import COLOURS, Lane, Race, Recorder, style_of
 from lade.cli.demo.screen import LiveView, Tail, summary, verdict
 from lade.cli.loading.load import load
 from lade.cli.options.decoding import Choices
 from lade.cli.options.model import Loading
-from lade.cli.terminal import terminal
+from lade.cli.terminal import Terminal, terminal
 from lade.config import LookaheadConfig
 from lade.memory import Memory
 from lade.stats import distinct_ngrams
@@ -36,9 +38,9 @@ def loaded(folder):
 
 @pytest.fixture
 def race(loaded):
-    def make(new=30, **choices):
+    def make(new=30, unpacked=None, **choices):
         config = LookaheadConfig(budget=8)  # what the method chooses by itself depends on the clock
-        return Race(loaded, loaded.encode(PROMPT), config, new, Choices(**choices).settled())
+        return Race(loaded, loaded.encode(PROMPT), config, new, Choices(**choices).settled(), unpacked=unpacked)
 
     return make
 
@@ -159,17 +161,25 @@ def test_the_sentences_at_the_end_are_those_of_the_table(lade, folder):
     assert lines[equal + 2].startswith(f"lade, memory kept: {kept} times as fast (filled from ")
 
 
-def test_the_demo_ends_with_the_lines_for_a_model_of_ones_own(lade, folder, model, tokenizer):
+def test_the_demo_ends_with_the_lines_for_a_model_of_ones_own(lade, folder, tokenizer):
     import lade as library
 
+    model = AutoModelForCausalLM.from_pretrained(folder)
     *_, empty, first, second, third = lade("demo", "-m", folder, "-p", PROMPT, "-n", 4).stdout.splitlines()
     assert empty == "" and all(line.startswith("    ") for line in (first, second, third))
-    names = {"model": model, "inputs": tokenizer(PROMPT, return_tensors="pt")}
-    try:
-        exec("\n".join(line.strip() for line in (first, second, third)), names)
-    finally:
-        library.disable(model)
+    names = {"lade": library, "model": model, "inputs": tokenizer(PROMPT, return_tensors="pt")}
+    exec("\n".join(line.strip() for line in (first, second, third)), names)
     assert names["output"].shape[0] == 1
+
+
+def test_what_packing_alone_brings_has_a_row_of_its_own(loaded, race):
+    run = race(unpacked=deepcopy(loaded.model))
+    run.run(draw=lambda: None)
+    assert [lane.name for lane in run.lanes] == ["model.generate", "prompt lookup", "packed weights alone", "lookahead"]
+    assert len({tuple(lane.token_ids) for lane in run.lanes}) == 1
+    assert [row[1] for row in table([run])] == [lane.name for lane in run.lanes]
+    assert [lane.name for lane in run.at(0.0)] == ["model.generate", "prompt lookup", "lookahead"]
+    assert run.as_dict()["packed"]["steps"] == 29
 
 
 def test_the_embedded_model_is_padded_unless_one_says_no(lade):
@@ -350,3 +360,14 @@ def test_a_replay_is_in_real_time(race, monkeypatch):
     with terminal() as term, LiveView(term, "title", PROMPT, run) as view:
         view.replay()
     assert seen == pytest.approx([run.seconds * share for share in (0, 0.25, 0.5, 0.75)])
+
+
+@pytest.mark.parametrize(("limit", "replays"), [(1e9, 2), (0.0, 0)])
+def test_a_slow_machine_shows_races_only_once(lade, folder, monkeypatch, limit, replays):
+    seen = []
+    monkeypatch.setattr(command, "_REPLAYS_UNTIL_S", limit)
+    monkeypatch.setattr(LiveView, "replay", lambda self: seen.append(self._race))
+    monkeypatch.setattr(Terminal, "interactive", True)
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 8)
+    assert result.exit_code == 0, result.output
+    assert len(seen) == replays

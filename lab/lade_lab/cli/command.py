@@ -30,11 +30,11 @@ def bench(
     weights: Weights,
     output: options.Output,
 ) -> None:
-    """Run ways to decode side by side on the same prompts; outputs are compared first, then speeds are reported.
+    """Compare decoding methods on the same prompts: outputs first, then speeds.
 
     Without options: the embedded model on built-in prompts, offline, in a minute or two.
 
-    DIR gets results.json, from which --resume continues after Ctrl-C, and report.html; figures with --figures.
+    Writes results.json and report.html to --out; --resume continues from them after Ctrl-C.
 
     Exit code 1: a method's output differs from the first's. 2: bad input. 130: interrupted.
     """

@@ -47,9 +47,9 @@ def compare(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Report what got faster or slower from one benchmark run to another, and what is mere noise.
+    """Compare two benchmark runs: what got faster or slower, and what is noise.
 
-    Judged are speed-ups over the reference method, which cancel how fast the machine happened to be.
+    Compares speed-ups over the reference method, so that the speed of the machine cancels out.
 
     Exit code 1: a method got slower, beyond noise and by more than the tolerance. 0: none did. 2: bad input.
     """

@@ -205,9 +205,9 @@ def plan(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Estimate speeds on hardware you do not have yet: a roofline's cost of a step, times tokens per step measured.
+    """Estimate speeds on hardware you do not have, from a roofline model and measured tokens per step.
 
-    Nothing is run. All assumptions are printed; the largest is that your text is as predictable as the one measured.
+    Nothing is run. All assumptions are printed; the main one is that your text is as predictable as the one measured.
     """
     with terminal(output) as term:
         if library_time is not None and not 0.0 <= library_time < math.inf:

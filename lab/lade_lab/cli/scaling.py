@@ -112,11 +112,11 @@ class ScalingResults:
 def scaling(
     wanted: ScalingOptions, *, results: ScalingResults, loading: options.Loading, output: options.Output
 ) -> None:
-    """Measure how tokens per step grow with the tokens fed, for the paper's method at many sizes, and fit its law.
+    """Measure tokens per step by tokens fed for the paper's method at many sizes, and fit its scaling law.
 
     Nothing is timed, so a busy machine changes nothing.
 
-    Each size is saved as soon as it is done; after Ctrl-C the same command with --resume continues.
+    Each size is saved when it is done; --resume continues after Ctrl-C.
 
     Exit code 1: an output differs from plain decoding's. 2: bad input. 130: interrupted.
     """

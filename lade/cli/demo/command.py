@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +29,7 @@ PADDED = 100  # millions of parameters
 _WARMUP_TOKENS = 8
 _PLAIN_S = 4.0  # of plain decoding, for each text
 _FEWEST_TOKENS, _MOST_TOKENS = 40, 120
+_REPLAYS_UNTIL_S = 60.0  # after the start; a slow or busy machine shows later races only once
 _FIRST = 2  # of the built-in prompts: from here on two are in the middle of all in tokens per pass
 
 
@@ -171,6 +174,8 @@ class Demo:
         self._races: list[Race] = []
         self._learned: int | None = None
         self._about = ""
+        self._unpacked: Any = None
+        self._started = perf_counter()
 
     def prepare(self, millions: int, pack: bool | None, *, invariant: bool) -> None:
         """Fill the memory and pad the embedded model.
@@ -189,11 +194,14 @@ class Demo:
         own = self._loaded.model.num_parameters()
         self._term.show_status(f"padding the embedded model to {millions} million parameters")
         model = pad(self._loaded.model, millions * 1e6)
+        unpacked = deepcopy(model)
         set_up(model, self._term, pack=pack, invariant=invariant)
         self._loaded = replace(self._loaded, model=model)
+        self._unpacked = unpacked if self._loaded.packed else None
         self._about = (
             f"The embedded model has {own / 1e6:.0f} million parameters. Here it is padded to {millions} million with "
             "layers that add zero: the same text at the cost of a real model, in real time."
+            + (" lade packs its weights for the CPU, the others use them as loaded." if self._loaded.packed else "")
         )
         if self._style != "json":
             self._term.out.print(self._about)
@@ -229,7 +237,8 @@ class Demo:
         from lade.cli.demo.race import Race
 
         room = self._loaded.room(ids, max_new_tokens, within=True)
-        return Race(self._loaded, ids, each.config, room, each.choices, each.name, earlier=earlier)
+        more: Any = {"earlier": earlier, "unpacked": self._unpacked}
+        return Race(self._loaded, ids, each.config, room, each.choices, each.name, **more)
 
     def _learn(self) -> None:
         from rich.status import Status
@@ -256,7 +265,8 @@ class Demo:
             with LiveView(self._term, title, each.text, race) as view:
                 race.run(view.draw)
                 self._races.append(race)
-                view.replay()
+                if perf_counter() - self._started < _REPLAYS_UNTIL_S:
+                    view.replay()
             return
         race.run(draw=lambda: None)
         self._races.append(race)

@@ -20,7 +20,7 @@ from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import stream
 from lade.stats import Stats, Step, distinct_ngrams
 
-PLAIN, LOOKUP = "model.generate", "prompt lookup"
+PLAIN, LOOKUP, PACKED = "model.generate", "prompt lookup", "packed weights alone"
 _LOOKUP_TOKENS = 10
 """`prompt_lookup_num_tokens` of transformers' own method, as in its documentation."""
 LOOKED_UP = "lookup"
@@ -157,6 +157,8 @@ class Race:
         choices: settled choices without beams; torch's seed is set to theirs before each method.
         name: name of the lookahead lane's method.
         earlier: race of the same prompt and choices that has run, whose other lanes this one takes over.
+        unpacked: the same model without packed weights, for `model.generate` and its prompt lookup; then a further lane
+            shows what packing alone brings. None if all lanes share one model.
     """
 
     def __init__(
@@ -169,10 +171,12 @@ class Race:
         name: str = "lookahead",
         *,
         earlier: Race | None = None,
+        unpacked: Any = None,
     ) -> None:
         self.choices, self.name, self._earlier = choices, name, earlier
-        self._model, self._config = loaded.model, config
+        self._model, self._unpacked, self._config = loaded.model, unpacked, config
         names = [PLAIN] if choices.do_sample or getattr(loaded.model, "_is_stateful", False) else [PLAIN, LOOKUP]
+        names += [] if unpacked is None else [PACKED]
         self.rivals: list[Lane] = (
             earlier.rivals if earlier else [Lane(each, loaded.tokenizer, prompt) for each in names]
         )
@@ -190,7 +194,8 @@ class Race:
         for lane in [] if self._earlier else self.rivals:
             self._seed()
             lookup = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if lane.name == LOOKUP else {}
-            self._model.generate(**self._arguments, **lookup, streamer=Recorder(lane, draw))
+            model = self._model if lane.name == PACKED or self._unpacked is None else self._unpacked
+            model.generate(**self._arguments, **lookup, streamer=Recorder(lane, draw))
             lane.finish()
         self._seed()
         for step in stream(self._model, lookahead=self._config, **self._arguments):
@@ -213,14 +218,19 @@ class Race:
         """All lanes, that of `model.generate` first and that of lookahead decoding last."""
         return [*self.rivals, self.lookahead]
 
+    @property
+    def panels(self) -> list[Lane]:
+        """Lanes that are shown side by side: all but that of packed weights alone."""
+        return [lane for lane in self.lanes if lane.name != PACKED]
+
     def at(self, seconds: float) -> list[Lane]:
-        """Return all lanes at a time on their clocks."""
-        return [lane.at(seconds) for lane in self.lanes]
+        """Return the lanes shown side by side at a time on their clocks."""
+        return [lane.at(seconds) for lane in self.panels]
 
     @property
     def seconds(self) -> float:
-        """Decoding time of the slowest lane, without prefill."""
-        return max(lane.stats.decode_s for lane in self.lanes)
+        """Decoding time of the slowest lane shown side by side, without prefill."""
+        return max(lane.stats.decode_s for lane in self.panels)
 
     @property
     def same(self) -> bool:
@@ -235,7 +245,7 @@ class Race:
 
     def as_dict(self) -> dict[str, Any]:
         """Return statistics and tokens of all lanes."""
-        names = {PLAIN: "plain", LOOKUP: "prompt_lookup", self.name: "lookahead"}
+        names = {PLAIN: "plain", LOOKUP: "prompt_lookup", PACKED: "packed", self.name: "lookahead"}
         return {
             "method": self.name,
             **{names[lane.name]: lane.as_dict() for lane in self.lanes},

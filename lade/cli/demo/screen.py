@@ -17,9 +17,9 @@ from lade.cli.demo.rounds import KEPT
 from lade.cli.options.decoding import Choices
 from lade.cli.terminal import Terminal, count
 
-NEXT = """For a model of your own:
+NEXT = """For a model of your own, after import lade:
 
-    import lade
+    lade.pack(model)      # on a CPU
     lade.enable(model)
     output = model.generate(**inputs, max_new_tokens=200)"""
 _NOTE = "tokens/s: decoding without prefill, each method alone · per pass: tokens per forward pass"
@@ -61,13 +61,13 @@ class LiveView:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        self._live.update(self._panels(self._race.lanes, self._end()), refresh=True)
+        self._live.update(self._panels(self._race.panels, self._end()), refresh=True)
         self._live.stop()
 
     def draw(self) -> None:
         """Draw the current state, at most once per frame."""
         if perf_counter() - self._drawn >= _FRAME_S:
-            self._live.update(self._panels(self._race.lanes, "generating, one method at a time"), refresh=True)
+            self._live.update(self._panels(self._race.panels, "generating, one method at a time"), refresh=True)
             self._drawn = perf_counter()
 
     def replay(self) -> None:
@@ -105,9 +105,9 @@ def describe(term: Terminal, title: str, prompt: str, race: Race) -> None:
     for lane in race.lanes:
         stats = lane.stats
         passes = f"{count(stats.steps, 'pass', 'passes')} · {stats.tokens_per_step:.2f} a pass"
-        term.write(f"{lane.name:>17}: {count(stats.new_tokens, 'token')} · {passes} · {_rate(lane)} tokens/s\n")
+        term.write(f"{lane.name:>20}: {count(stats.new_tokens, 'token')} · {passes} · {_rate(lane)} tokens/s\n")
     if race.speedup is not None:
-        term.write(f"{'':>17}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
+        term.write(f"{'':>20}  {verdict(race)}, {race.speedup:.2f} times as fast\n\n")
 
 
 def sampling_text(choices: Choices) -> str:

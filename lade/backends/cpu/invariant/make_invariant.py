@@ -186,8 +186,6 @@ def _check_model(model: Any, *, compiled: bool) -> None:
         raise UnsupportedModelError(
             _refusal_text(model, "it is compiled, and compilers choose their own kernels"), REMEDY
         )
-    if not kernel("attend").available:
-        raise UnsupportedModelError(_refusal_text(model, "the compiled kernels are missing"), COMPILER_REMEDY)
     elsewhere = sorted({str(tensor.device) for tensor in model.parameters() if tensor.device.type != "cpu"})
     if elsewhere:
         reason = f"it is on {', '.join(elsewhere)}, and only kernels for the CPU keep a fixed order"
@@ -199,6 +197,8 @@ def _check_model(model: Any, *, compiled: bool) -> None:
         raise UnsupportedModelError(_refusal_text(model, reason), "load it in one of these dtypes, or use it unchanged")
     if reason := _refusal_of_architecture(model):
         raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
+    if not kernel("attend").available:
+        raise UnsupportedModelError(_refusal_text(model, "the compiled kernels are missing"), COMPILER_REMEDY)
 
 
 def _refusal_of_architecture(model: PreTrainedModel) -> str:
