@@ -82,7 +82,7 @@ def profile(frame, event, _):
 
 
 def call():
-    lade.generate(model, **inputs, max_new_tokens=24, do_sample=False)
+    lade.generate(model, **inputs, max_new_tokens=24, do_sample=False, lookahead=lade.LookaheadConfig(mtp=False))
 
 
 call()
@@ -116,4 +116,4 @@ def test_a_greedy_call_stays_near_home():
     most = (38, 130, 712, 34, 260, 34, 400)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
-    assert not backends  # an unmodified model on a CPU needs no backend
+    assert not backends  # an unmodified model on a CPU needs no backend; its MTP layer, if it has one, is left out
