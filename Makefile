@@ -16,13 +16,17 @@ CLIENTS := .venv-clients
 SCALE := .venv-scale
 SCHEMA := .venv-schema
 VLLM := .venv-vllm
+NATIVE_TESTS := tests/model/test_cpu_kernels.py tests/model/test_tile_kernels.py tests/decoding/test_compiled_kernels.py tests/decoding/test_kernels.py \
+	tests/engines/test_drafter_batch.py
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZERS = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libubsan.so) $(shell g++ -print-file-name=libstdc++.so)
 BIN := $(VENV)/bin
 # A demo needs no developers' tools; where they are installed, it runs beside them.
 SHOWN := $(if $(wildcard $(VENV)/.installed),$(VENV),$(DEMO))
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel test-native native lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -98,7 +102,10 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-demo: $(SHOWN)/.installed ## watch the embedded model write Python: plain, adaptive, and with its memory kept
+native: ## build the compiled kernels in place (a C++17 compiler is needed)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) setup.py --quiet build_ext --inplace
+
+demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade side by side, on the embedded model padded to 100 M parameters
 	$(SHOWN)/bin/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs
@@ -111,6 +118,14 @@ test-core: $(VENV)/.installed ## the algorithm and the integration alone: a minu
 
 test-slow: $(VENV)/.installed ## the full cross products, and more examples of each property (some 30 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m '(slow or hypothesis) and not gpu' --hypothesis-profile thorough
+
+test-native: $(VENV)/.installed ## the compiled kernels under sanitizers of addresses, undefined behaviour and threads (g++)
+	CXX="g++ $(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --inplace --force
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest $(NATIVE_TESTS); status=$$?; \
+		$(BIN)/python setup.py --quiet build_ext --inplace --force && exit $$status
+	g++ -std=c++17 -O1 -g -ffp-contract=off -fsanitize=thread tests/model/kernel_threads.cpp lade/native/cpu*.cpp -o build/kernel_threads
+	build/kernel_threads
 
 test-distributed: $(VENV)/.installed ## two and four processes that decode together (gloo, on the CPU)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m 'not gpu'

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import lade
+from lade import native
 from lade.errors import UnsupportedModelError
 from lade.hf import job
 from lade.model import supports as support
@@ -32,6 +35,14 @@ for profile, most, same in (("quick", 25, True), ("thorough", 40, bool(os.enviro
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("quick")
+
+
+def pytest_configure(config):
+    """Build the compiled kernels if those in the checkout are missing or of other sources; without a compiler go on."""
+    if not hasattr(config, "workerinput") and native.library() is None:
+        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=Path(__file__).parent, check=False)
+        native.library.cache_clear()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,6 +70,8 @@ TRIAL_SAYS = ("beside other tokens", "is not exact on this processor", "has no i
 
 NO_BFLOAT16 = "no packed bfloat16 kernel here"
 """What packing says where PyTorch multiplies no packed bfloat16: on x86 processors without AVX-512."""
+NO_KERNELS = "the compiled kernel"
+"""How refusals without the compiled library begin."""
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -66,6 +79,7 @@ def pytest_runtest_makereport(item, call):
     """A test may end with a refusal that is the processor's: by PyTorch, or by a trial of ours if `by_processor`.
 
     Wrong bits fail everywhere, and so does a refusal where PyTorch has the kernel, or where trials are known to pass.
+    Where there is no compiler, a test may end because compiled kernels are missing.
     """
     report = (yield).get_result()
     if call.excinfo is None:
@@ -74,7 +88,8 @@ def pytest_runtest_makereport(item, call):
     by_torch = NO_BFLOAT16 in reason and not torch_packs_bfloat16()
     tried = item.get_closest_marker("by_processor") is not None and not on_known_processor()
     by_trial = call.excinfo.errisinstance(UnsupportedModelError) and any(what in reason for what in TRIAL_SAYS)
-    if by_torch or (tried and by_trial):
+    by_installation = NO_KERNELS in reason and native.library() is None
+    if by_torch or by_installation or (tried and by_trial):
         report.outcome = "skipped"
         report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
 

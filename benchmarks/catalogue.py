@@ -44,7 +44,7 @@ class Benchmark:
             prompts: file with its prompts.
             out: folder for the results.
         """
-        subject = ["--model", stories, "--workload", prompts] if self.model == "stories" else []
+        subject = ["--model", stories, "--prompts", prompts] if self.model == "stories" else []
         return [
             *shlex.split(self.command),
             *subject,
@@ -86,7 +86,7 @@ def _sampled(temperature: float) -> Benchmark:
         f"sampling/temperature-{temperature:.1f}",
         "stories",
         f"stories drawn at temperature {temperature:.1f}, three seeds",
-        f"--temperature {temperature} --seeds 0,1,2 --threads 1 --dtype float32 --no-pack "
+        f"--temperature {temperature} --seed 0,1,2 --threads 1 --dtype float32 --no-pack "
         "--methods hf,plain,lookahead,adaptive,adaptive-warm --limit 20 --max-new-tokens 128",
         4,
     )

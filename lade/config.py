@@ -125,7 +125,7 @@ def _drafters(sources: object) -> tuple[Drafter, ...]:
             raise ConfigError("sources", sources, "give objects of subclasses of lade.Drafter")
         name = getattr(each, "name", None)
         if not isinstance(name, str) or not name or name in STEP_SOURCES:
-            raise ConfigError("sources", sources, f"the name {name!r} is not available: give another to the drafter")
+            raise ConfigError("sources", sources, f"the name {name!r} is reserved: give the drafter another name")
     return tuple(sources)
 
 

@@ -65,7 +65,7 @@ class DrafterError(LadeError, RuntimeError):
     """A `lade.Drafter` raised an exception, which is the `__cause__`, or proposed what is not a token id."""
 
     def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"the drafter {name} failed: {problem}; mend it, or leave it out of sources=[...]")
+        super().__init__(f"the drafter {name} failed: {problem}; fix it, or leave it out of sources=[...]")
         self.name, self.problem = name, problem
 
 

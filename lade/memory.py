@@ -107,7 +107,7 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     try:
         if target.exists() and not target.is_file():
-            raise InputError(f"{_named(path)} cannot be written: it is no regular file; give the name of a file")
+            raise InputError(f"{_named(path)} cannot be written: it is not a regular file; give the name of a file")
         yield target
     except OSError as problem:
         reason = problem.strerror or str(problem)

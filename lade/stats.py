@@ -52,6 +52,11 @@ class Step:
     logprobs: list[TokenLogprobs] | None = None
     texts: list[str] | None = None
 
+    @property
+    def accepted_drafts(self) -> int:
+        """Number of drafted tokens among `tokens`, in a step after prefill."""
+        return len(self.tokens) - self.sources.count("bonus")
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -93,7 +98,7 @@ class Stats:
             counted, as several beams share their tree.
         accepted_draft_tokens: the number of `draft_tokens` that were emitted.
         fallback: reason why `lookahead="auto"` last decoded plainly; None if it never did.
-        setup_s: seconds spent once, before decoding, to compile kernels and to measure forward passes. No other figure
+        setup_s: seconds spent once, before decoding, to measure forward passes. No other figure
             contains them.
         surroundings: circumstances of the last generation; None before it.
     """
@@ -157,7 +162,7 @@ class Stats:
         self.accepted_tokens += emitted
         if "beam" not in step.sources:
             self.draft_tokens += step.fed - 1
-            self.accepted_draft_tokens += emitted - step.sources.count("bonus")
+            self.accepted_draft_tokens += step.accepted_drafts
         self.step_tokens.append(step.fed)
         self.accepted.append(emitted)
         self._trim()
@@ -203,7 +208,7 @@ class Stats:
             sentences.append("A memory kept over several texts helps if they resemble each other: lade.Memory().")
         if self.setup_s > _NOTABLE * (self.prefill_s + self.decode_s):
             sentences.append(
-                f"{self.setup_s:.1f} s went into compiling and measuring, which happens once and is in no other figure."
+                f"{self.setup_s:.1f} s went into measuring passes, which happens once and is in no other figure."
             )
         return " ".join([*sentences, *([where.contention] if where.contention else [])])
 

@@ -1,4 +1,4 @@
-"""Check the built documentation: no example of a docstring became prose. Run by `make docs`.
+"""Check the built documentation: examples are code, signatures are broken into lines. Run by `make docs`.
 
 A strict build passes whatever Markdown makes of a text, so the pages themselves are read.
 
@@ -26,6 +26,9 @@ def faults(html: str) -> list[str]:
     found = ["an example rendered as nested quotations"] * len(_NESTED.findall(prose))
     found += ["a prompt >>> outside of code"] * prose.count("&gt;&gt;&gt;")
     signatures = re.findall(r'<div class="doc-signature highlight">(.*?)</div>', html, re.DOTALL)
+    functions = len(re.findall(r'class="doc doc-object doc-function"', html))
+    if len(signatures) < functions:  # one for each overload
+        found += [f"{len(signatures)} signatures in blocks of their own for {functions} functions"]
     for each in signatures:
         lines = re.sub(r"<[^>]+>", "", each).split("\n")
         found += [f"a signature of {len(line)} characters on one line" for line in lines if len(line) > _LONGEST_LINE]

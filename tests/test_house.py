@@ -12,15 +12,15 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 259,
-    "lines": 49_100,
-    "files under 40 lines of code": 12,
+    "files": 254,
+    "lines": 47_620,
+    "files under 40 lines of code": 14,
     "lines of the largest file": 500,
-    "imports, per cent of code": 11.1,
-    "lines of a function, p90": 20,
-    "lines of the longest function": 56,
-    "files that generate imports": 62,
-    "lines that generate imports": 13930,
+    "imports, per cent of code": 10.9,
+    "lines of a function, p90": 19,
+    "lines of the longest function": 55,
+    "files that generate imports": 63,
+    "lines that generate imports": 13820,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
@@ -113,7 +113,7 @@ def test_a_greedy_call_stays_near_home():
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
     # Of the steps the one that does least and the one that does most; how many of them draft depends on clocks.
-    most = (38, 128, 665, 34, 260, 34, 400)
+    most = (38, 130, 712, 34, 260, 34, 400)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend

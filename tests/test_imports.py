@@ -14,7 +14,7 @@ import lade
 PACKAGE = Path(lade.__file__).parent
 # From the ground up: a layer imports from itself and from those below it.
 LAYERS = [
-    "version config drafter announcements errors locks clock stats files compilation",
+    "version config drafter announcements errors locks clock stats files native",
     "decoding",
     "memory",
     "engines",
@@ -159,25 +159,9 @@ def test_files_and_functions_can_be_read_at_once():
         assert not long, f"{path.relative_to(PACKAGE)}: {long}"
 
 
-COMPILED = [path for path in MODULES if path.parent.name == "kernels"]
-
-
-def test_only_the_kernels_know_of_a_compiler():
-    """Who compiles elsewhere could not be sure that kept machine code is up to date.
-
-    Apart from what is compiled, one file says when it is.
-    """
-    users = {path for path in MODULES if re.search(r"^\s*(import|from) numba\b|\bnumba\.", path.read_text(), re.M)}
-    names = {str(path.relative_to(PACKAGE)) for path in users - set(COMPILED)}
-    assert names == {"compilation.py"}
-
-
-@pytest.mark.parametrize("path", COMPILED, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_what_is_compiled_depends_on_files_of_its_own_folder(path):
-    """The others are not looked at for whether kept machine code is up to date."""
-    own = dotted(path.parent / "__init__.py")
-    elsewhere = {name for name in dependencies(path) if not name.startswith(f"{own}.")}
-    assert elsewhere <= {"lade.compilation"}
+def test_nothing_is_compiled_at_run_time():
+    users = {path for path in MODULES if re.search(r"^\s*(import|from) (numba|llvmlite)\b", path.read_text(), re.M)}
+    assert not users
 
 
 def test_only_the_compatibility_module_reads_the_environment():

@@ -4,14 +4,11 @@ import logging
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
 
-import numba
 import pytest
 import torch
 
 import lade
-from lade import compilation
 from lade.backends.trials import tree_check as probe
 from lade.model.supports import supports
 from lade.testing import toy_model
@@ -92,24 +89,3 @@ def test_layers_that_are_packed(log):
     lade.unpack(lade.pack(model))
     (line,) = of_level(log(), "INFO")
     assert line.startswith("packed 1 layers of Sequential in ")
-
-
-def test_inner_loops_that_are_compiled(log):
-    compilation._log_first_compilation.cache_clear()
-    for name in ("learn", "grow"):
-        compilation._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={}), __name__=name), 1.25)
-    assert of_level(log(), "INFO") == ["compiling the kernels, once on this machine: some 5 to 20 seconds"]
-    assert of_level(log(), "DEBUG") == ["compiled learn in 1.2 s", "compiled grow in 1.2 s"]
-
-
-def test_inner_loops_whose_machine_code_was_kept(log):
-    compilation._log_compilation(SimpleNamespace(stats=SimpleNamespace(cache_hits={1: 1}), __name__="learn"), 0.01)
-    compilation._log_compilation(len, 0.01)  # as with numba switched off
-    assert log() == []
-
-
-def test_a_function_that_is_compiled_now(log):
-    names = {}
-    exec(compile("def double(x):\n    return 2 * x", "nowhere", "exec"), names)  # whose machine code cannot be kept
-    assert compilation.compiled(numba.int64)(names["double"])(21) == 42
-    assert of_level(log(), "DEBUG")[-1].startswith("compiled double in ")

@@ -120,11 +120,14 @@ def test_the_container_serves_as_a_user_of_its_own_and_is_probed():
 # The site
 
 
-def test_examples_that_became_prose_would_be_noticed():
+def test_examples_that_became_prose_and_signatures_on_one_line_would_be_noticed():
     nested = "<blockquote>\n<blockquote>\n<blockquote>\n<p>lade.generate(model)</p></blockquote></blockquote>"
     assert check_site.faults(nested) != [] and check_site.faults("<p>&gt;&gt;&gt; x</p>") != []
     wide = '<div class="doc-signature highlight"><code><span>f</span>(' + "x, " * 60 + ")</code></div>"
     assert check_site.faults(wide) == ["a signature of 183 characters on one line"]
+    function = '<div class="doc doc-object doc-function"><h2>f(x, y, z)</h2></div>'
+    assert check_site.faults(function) == ["0 signatures in blocks of their own for 1 functions"]
+    assert check_site.faults(function + '<div class="doc-signature highlight"><code>f(\nx\n)</code></div>') == []
     fine = "<blockquote><p>x</p></blockquote><pre><code>&gt;&gt;&gt; <span>x</span></code></pre>"
     assert check_site.faults(fine) == []
 

@@ -92,7 +92,7 @@ def test_explain_says_what_stands_in_the_way():
     poor.surroundings = Surroundings(keeps_memory=True, contention="The machine is busy: ...")
     assert "lade.Memory()" not in poor.explain() and poor.explain().endswith("busy: ...")
     poor.setup_s = 7.0
-    assert "7.0 s went into compiling" in poor.explain()
+    assert "7.0 s went into measuring" in poor.explain()
     poor.fallback = "GPTNeoForCausalLM has local attention"
     assert poor.explain().startswith("Running at normal speed: GPTNeoForCausalLM has local attention.")
     assert "Nothing to explain" in Stats().explain()

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 import typer
 
-from lade.compilation import compile_all
-from lade.decoding import kernels
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.tree_size import FixedBudget
@@ -84,7 +82,6 @@ def main(
     steps: Annotated[int, typer.Option(help="steps behind each prompt")] = 300,
 ) -> None:
     torch.set_num_threads(1)
-    compile_all(kernels)
     parts = ", ".join(PARTS)
     print(f"{'tokens':>7s} {'learned, ms per 1,024':>22s} {'memory, MiB':>12s}  us a step, median: {parts}; all")
     for length in map(int, lengths.split(",")):

@@ -20,9 +20,10 @@ from typing import Annotated
 import torch
 import typer
 
-from lade.backends.cpu.packing.int8 import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.integer_products import in_form, input_dtype, multiplied, prepacked
-from lade.backends.cpu.packing.panel_products import in_panels, panel_for, panel_product
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panels import in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.errors import UnsupportedModelError
 

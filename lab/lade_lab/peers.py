@@ -8,8 +8,9 @@ nodes of it; below each of them hangs what followed. Of all lengths of the end t
 most.
 
 Source: Oliaro, Jia, Campos, Qiao, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications", NeurIPS
-2025, arXiv 2411.04975, section 4; here with the text of the request itself, which the paper calls its local tree, and
-trees as large as the budget however short the match.
+2025, arXiv 2411.04975, section 4; with the text of the request itself, which the paper calls its local tree, and if
+asked for with the answers to earlier requests, its global tree. Trees are as large as the budget however short the
+match.
 
     matrix      token -> its likeliest successors, of the last row of logits at this token, accepted or not
     template    (0) (1) (2) (0,0) (0,1) (1,0) ...      ranks along each path; fixed, the likeliest paths first
@@ -99,19 +100,31 @@ class SuffixDrafter(Drafter):
 
     Args:
         budget: tokens fed in a step, the root included.
+        earlier: trie of the answers to earlier requests, to which this one's is added at its end; None for none.
     """
 
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
+    def __init__(self, budget: int, earlier: Part | None = None) -> None:
+        self._budget, self._earlier = budget, earlier
         self._ends = [Part()]  # of the text so far, by their length
+        self._others = [] if earlier is None else [earlier]  # the same in the trie of earlier answers
+        self._answer: list[int] = []
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """See `Drafter`."""
         self._read(tokens)
+        self._answer += tokens[prompt_length:]
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        if self._earlier is not None:
+            ends = [self._earlier]
+            for token in self._answer:
+                ends = _counted(ends, token)
 
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         """The tree that promises most tokens; of equal ones that of the longest end."""
-        found = [self._likeliest(end) for end in reversed(self._ends[1:])]
+        ends = [*reversed(self._ends[1:]), *reversed(self._others[1:])]
+        found = [self._likeliest(end) for end in ends if end.followed]
         _, guesses = max(found, key=lambda each: each[0], default=(0.0, []))
         tree, nodes = TokenTree(context[-1], max_depth), list[int | None]([ROOT])
         for parent, token in guesses:
@@ -121,14 +134,14 @@ class SuffixDrafter(Drafter):
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """See `Drafter`."""
         self._read(verdict.tokens)
+        self._answer += verdict.tokens
 
     def _read(self, tokens: Iterable[int]) -> None:
         """Count all parts that end with each of these tokens."""
         for token in tokens:
-            longer = [end.followed.setdefault(token, Part()) for end in self._ends[: LONGEST - 1]]
-            for part in longer:
-                part.occurrences += 1
-            self._ends = [self._ends[0], *longer]
+            self._ends = _counted(self._ends, token)
+            known = [end.followed[token] for end in self._others[: LONGEST - 1] if token in end.followed]
+            self._others = [*self._others[:1], *known]
 
     def _likeliest(self, end: Part) -> tuple[float, list[tuple[int, int]]]:
         """The likeliest continuations: their probabilities' sum, and each one's parent (0 for the root) and token."""
@@ -148,6 +161,14 @@ class SuffixDrafter(Drafter):
             guesses.append((parent, token))
             open_parts.append((chance, next(order), part, len(guesses)))
         return promise, guesses
+
+
+def _counted(ends: list[Part], token: int) -> list[Part]:
+    """Count all parts that end with a token behind these ends of a text; return the longer text's ends."""
+    longer = [end.followed.setdefault(token, Part()) for end in ends[: LONGEST - 1]]
+    for part in longer:
+        part.occurrences += 1
+    return [ends[0], *longer]
 
 
 RIGHT = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02)

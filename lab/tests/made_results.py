@@ -132,7 +132,7 @@ def made_results(
     named = {method.name: method for method in methods}
     return Results(
         created="2026-01-02T03:04:05+00:00",
-        command=["lade", "bench", "--model", "stories3M-hf", "--workload", "my prompts/human eval.jsonl", "--pack"],
+        command=["lade", "bench", "--model", "stories3M-hf", "--prompts", "my prompts/human eval.jsonl", "--pack"],
         environment=Environment(
             device="AMD EPYC 9654 96-Core Processor, 2 cores",
             threads=2,

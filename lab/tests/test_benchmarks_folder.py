@@ -91,7 +91,7 @@ def test_results_become_tables_and_pictures(scripts, copied):
     scripts.summarize.write_pages(copied)
 
     page = (copied / "sampling" / "README.md").read_text("utf-8")
-    assert "Run on 2026-01-02:" in page and "lade bench --model tiny --workload 'my prompts/human eval.jsonl'" in page
+    assert "Run on 2026-01-02:" in page and "lade bench --model tiny --prompts 'my prompts/human eval.jsonl'" in page
     assert "\n| adaptive-warm | equal |" in page and "DIFFER" in page and page.count("Not run yet.") == 1
     assert page.count("![") == page.count("](temperature-0.7/trade.svg)") == 1
 

@@ -74,7 +74,7 @@ def test_it_parses_and_names_every_method_and_workload(text):
     assert len(found.all("h1")) == 1
     for heading in HEADINGS:
         assert heading in found.text
-    assert "lade bench --model stories3M-hf --workload 'my prompts/human eval.jsonl' --pack" in found.text
+    assert "lade bench --model stories3M-hf --prompts 'my prompts/human eval.jsonl' --pack" in found.text
 
 
 @pytest.mark.slow

@@ -314,6 +314,8 @@ class Chat:
         if reason := self._cut_off_mark(prompt, answer, room):
             self._term.say(reason, "yellow")
         self._term.say(answer.summary(), "dim")
+        if answer.config is not None and not self._answers:  # later ones: /stats
+            self._term.say(answer.stats.explain(), "dim")
         return answer
 
     def _cut_off_mark(self, prompt: list[int], answer: Generation, room: int) -> str | None:
@@ -342,6 +344,8 @@ class Chat:
         self._term.say(f"conversation: {self._length()}{of}, {self._conversation.cached} in the cache")
         self._term.say(f"prefill of the last turn: {self._fed} new tokens")
         self._term.say(self._total.summary())
+        if self._total.config is not None:
+            self._term.say(self._total.stats.explain())
 
 
 def _is_command(text: str) -> bool:

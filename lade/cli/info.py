@@ -27,7 +27,7 @@ def info(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Show whether a model is supported exactly, or why not; its sizes, and versions."""
+    """Show whether a model is supported, or why not, its sizes, and versions."""
     with terminal(output) as term:
         from lade.cli.loading.load import load
 

@@ -13,12 +13,14 @@ from lade.cli import chat, generate, info, pack, tune, warm
 from lade.cli.batch import command as batch_file
 from lade.cli.demo import command as demo
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import ShellCommand, ShellGroup
 from lade.cli.serve import command as serve
 from lade.cli.terminal import terminal
 from lade.version import __version__
 
 app = typer.Typer(
     name="lade",
+    cls=ShellGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -76,16 +78,19 @@ def export_recipe(
         term.say(f"use it:  {call}{str(folder)!r}, trust_remote_code=True)")
 
 
-app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
-app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
-app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
-app.command("batch", epilog=batch_file.EXAMPLE)(batch_file.batch)
-app.command("info", epilog=info.EXAMPLE)(info.info)
-app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
-app.command("warm", epilog=warm.EXAMPLE)(warm.warm)
-app.command("pack", epilog=pack.EXAMPLE)(pack.pack)
-app.command("export-recipe", epilog=_RECIPE_EXAMPLE)(export_recipe)
-app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
+for _name, _epilog, _command in (
+    ("generate", generate.EXAMPLE, generate.generate),
+    ("chat", chat.EXAMPLE, chat.chat),
+    ("serve", serve.EXAMPLE, serve.serve),
+    ("batch", batch_file.EXAMPLE, batch_file.batch),
+    ("info", info.EXAMPLE, info.info),
+    ("tune", tune.EXAMPLE, tune.tune),
+    ("warm", warm.EXAMPLE, warm.warm),
+    ("pack", pack.EXAMPLE, pack.pack),
+    ("export-recipe", _RECIPE_EXAMPLE, export_recipe),
+    ("demo", demo.EXAMPLE, demo.demo),
+):
+    app.command(_name, epilog=_epilog, cls=ShellCommand)(_command)
 for _commands in entry_points(group="lade.commands"):  # `lade bench` and `lade plan`, from the package that measures
     _commands.load()(app)
 

@@ -70,7 +70,7 @@ def pack(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Round a model's weights to int8 for the CPU, report what that costs, and save the result.
+    """Round a model's weights to int8 for the CPU, measure the loss in quality, and save the result.
 
     The result is another, slightly worse model; the change of perplexity says by how much.
 

@@ -48,7 +48,10 @@ class PromptSource:
         str | None, typer.Argument(metavar="PROMPT", help="Text of the prompt. Default, and for -: standard input.")
     ] = None
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Same as the PROMPT argument.")
+        str | None,
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="The prompt as an option, for texts that begin with a dash."
+        ),
     ] = None
     prompts: Annotated[
         Path | None,

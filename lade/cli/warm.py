@@ -112,7 +112,7 @@ def warm(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Let a model answer prompts, and save their logits as a draft memory: similar texts then decode faster.
+    """Fill a draft memory by answering prompts; similar texts then decode faster.
 
     The memory is for --memory of other commands and for lade.Memory.load. It is saved every minute, and after Ctrl-C.
     """

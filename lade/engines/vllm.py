@@ -11,7 +11,7 @@ vLLM hands a proposer tokens and row numbers. Two things more are taken from its
 - what was scheduled, by wrapping `GPUModelRunner.execute_model`: the names of requests, which of them
   have ended, and how many of each one's drafts were fed, which the scheduler and grammars cut.
 
-Compiled code is imported when a proposer is made: vLLM's CPU worker cannot start where numba was imported before.
+Drafting is imported when a proposer is made, in the worker that needs it.
 """
 
 from __future__ import annotations
@@ -134,11 +134,15 @@ class Proposer:
         fed = [1 + len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
         rows = self._rows(fed)
         drafting, budgets, drafts = list[int](), list[int](), [list[int]() for _ in sampled_token_ids]
-        for row, tokens in enumerate(sampled_token_ids):
-            if not tokens:
-                continue
+        emitted = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        for row in emitted:
+            before = token_ids_cpu[row, : int(num_tokens_no_spec[row]) - len(sampled_token_ids[row])]
+            if self._begin(names[row], before):
+                rows[row] = None if rows[row] is None else rows[row][:1]
+        tokens = [sampled_token_ids[row] for row in emitted]
+        self.drafter.learn_batch([names[row] for row in emitted], tokens, [rows[row] for row in emitted])
+        for row in emitted:
             length = int(num_tokens_no_spec[row])
-            self._learn(names[row], tokens, token_ids_cpu[row, : length - len(tokens)], rows[row])
             if (most := min(self._most, self._longest - length - 1)) > 0:
                 drafting.append(row)
                 budgets.append(most)
@@ -148,7 +152,7 @@ class Proposer:
             self._last = sum(fed), sum(map(len, sampled_token_ids))
         return drafts
 
-    def _rows(self, fed: Sequence[int]) -> list[npt.NDArray[np.int32] | None]:
+    def _rows(self, fed: Sequence[int]) -> list[Any]:
         """Return the rows of logits of each row of the batch, which were copied from the device at once."""
         packed, self._packed = self._packed, None
         if packed is None or len(packed) != sum(fed):  # another rank of tensor parallelism has them
@@ -159,8 +163,8 @@ class Proposer:
             start += count
         return rows
 
-    def _learn(self, name: str, tokens: Sequence[int], before: npt.NDArray[np.int32], rows: Any) -> None:
-        """Learn what a request got, which begins now if it is new, or another text than the one seen before."""
+    def _begin(self, name: str, before: npt.NDArray[np.int32]) -> bool:
+        """Begin a request that is new, or has another text than the one seen before; return True if it begins now."""
         drafter = self.drafter
         if name in drafter:
             known = drafter.text(name)
@@ -168,8 +172,8 @@ class Proposer:
                 drafter.end(name)
         if name not in drafter:
             drafter.begin(name, before)
-            rows = None if rows is None else rows[:1]
-        drafter.learn(name, tokens, rows)
+            return True
+        return False
 
 
 def _check_version() -> None:
@@ -192,7 +196,7 @@ def _settings(additional: Any) -> Mapping[str, Any]:
         raise ConfigError("additional_config['lade']", settings, "give an object with memory and price, or neither")
     for name in settings:
         if name not in ("memory", "price"):
-            raise ConfigError("additional_config['lade']", name, "there are the settings memory and price")
+            raise ConfigError("additional_config['lade']", name, "unknown setting: there are memory and price")
     if not isinstance(settings.get("memory", ""), str):
         raise ConfigError("additional_config['lade']['memory']", settings["memory"], "give the path of a file")
     return settings

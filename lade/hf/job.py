@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import import_module
 from time import perf_counter
 from typing import Any
@@ -25,9 +24,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lade.announcements import announce_once, contention_now
-from lade.compilation import compile_all
 from lade.config import LookaheadConfig
-from lade.decoding import kernels
 from lade.decoding.drafting.controller import BatchBudget, ControllerState, most_fed
 from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
@@ -169,7 +166,7 @@ class DecodeJob:
         runner: the runner given.
         budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
         mtp: passes of the checkpoint's MTP layer, once a drafter needs them; None before that or without a layer.
-        setup_s: seconds spent to compile kernels and to measure passes, which each happens once on a machine.
+        setup_s: seconds spent to measure passes, once on a machine, and not reported yet.
     """
 
     def __init__(
@@ -211,7 +208,6 @@ class DecodeJob:
         """Return one drafter per row; the step cost is looked up or measured if they need it for the first time."""
         if self._cost is None and any(spec.sizes_trees for spec in specs):
             start = perf_counter()
-            _compile_kernels()
             self._begin_sizing()
             self.setup_s += perf_counter() - start
         if self._habits is not None:
@@ -220,13 +216,14 @@ class DecodeJob:
         return [self._drafter(spec, alone=alone) for spec in specs]
 
     def report_to(self, stats: Stats, config: LookaheadConfig) -> None:
-        """Add the setup time and the circumstances of a generation to its figures."""
+        """Add the setup time, which is reported once, and the circumstances of a generation to its figures."""
         curve = self._cost.current if isinstance(self._cost, BatchCost) else self._cost
         pass_s = {} if curve is None else {size: curve.seconds(size) for size in (1, 8)}
         note = contention_now(torch.get_num_threads()) if self._model.device.type == "cpu" else ""
         if note:
             announce_once(logger, note)
         stats.setup_s += self.setup_s
+        self.setup_s = 0.0
         stats.surroundings = Surroundings(pass_s, config.memory is not None, note)
 
     def adopt(self, drafter: Drafter) -> Drafter:
@@ -295,12 +292,6 @@ class DecodeJob:
     def save(self) -> None:
         """Save the step costs that have changed, at the end of a generation."""
         save_refreshed(self._model)
-
-
-@cache
-def _compile_kernels() -> None:
-    """Compile or load all kernels of drafting, so that no step has to."""
-    compile_all(kernels)
 
 
 def _user_module() -> Any:
@@ -389,13 +380,13 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     if isinstance(loaded, str):
         _refuse_mtp(wanting, loaded)
         return None
-    layer = joint.load("mtp").runner_of(runner.model, loaded, runner.facts.cache_name or "past_key_values")
+    layer = joint.load("mtp").runner_of(runner, loaded)
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
     return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
 
 
 def _runner_refusal(runner: EagerRunner) -> str:
     """Return why a runner's passes cannot feed MTP layers; empty if they can."""
-    if type(runner) is not EagerRunner:
+    if not runner.exposes_states:
         return f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
     return ""

@@ -148,7 +148,7 @@ def save_log(log_dir: str | os.PathLike[str]) -> None:
     It has the last 65,536 generations since `config_lade`; `log_history` adds up all of them.
     """
     if not Path(log_dir).parent.is_dir():
-        raise ConfigError("log_dir", str(log_dir), "its folder does not exist; make it first")
+        raise ConfigError("log_dir", str(log_dir), "its folder does not exist; create it first")
     torch.save(list(_settings.log.entries), log_dir)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.prefill import PASS_TOKENS, PreparedPrompts, PromptPasses, TextPieces, grouped
 from lade.model.prompt_logits import HiddenStates
+from lade.model.thread_patches import hooked
 
 
 class FrequencySwitch:
@@ -99,6 +100,8 @@ class EagerRunner:
     """Buffer sizes of its caches."""
     refeeds = False
     """True if `extend` feeds the held nodes again."""
+    exposes_states = True
+    """True if `watching_states` sees the hidden states of its passes."""
     processes = 1
     """Number of processes that make its passes together."""
     step_sizes: Sequence[int] = ()
@@ -149,6 +152,16 @@ class EagerRunner:
         """Survey the model's modules again, as they may have changed between two requests of an engine."""
         self.facts = ModelFacts.of(self.model)
         self.mode = PassMode(self.facts, self.plan)
+
+    @contextmanager
+    def watching_states(self, watcher: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        """Pass on the hidden states of passes over trees while the context lasts.
+
+        Args:
+            watcher: called after each pass of this thread with `[B, S, H]`, the states after the final norm.
+        """
+        with hooked(self.model.get_decoder(), after=lambda output: watcher(output[0].detach())):
+            yield
 
     def room(self, cached: int) -> int | None:
         """Return how deep a tree may be whose root is at position `cached`; None for no limit."""

@@ -35,7 +35,7 @@ def export_recipe(folder: Path, *, force: bool = False) -> list[Path]:
         foreign = _foreign(folder)
         if foreign is not None and not force:
             raise InputError(
-                f"{foreign} is not of a recipe: name another folder, or give --force to add it to this one"
+                f"{foreign} is not part of a recipe: give another folder, or give --force to add it to this one"
             )
         return [_write(folder, name) for name in (CODE if foreign is not None else (*CODE, CARD))]
     except OSError as problem:

@@ -71,7 +71,7 @@ def _value(text: str) -> Any:
 def _config(given: Mapping[str, Any]) -> LookaheadConfig:
     for name in given:
         if name not in FIELDS:
-            raise ConfigError("lookahead", dict(given), f"there is no field {name!r}, but {', '.join(FIELDS)}")
+            raise ConfigError("lookahead", dict(given), f"unknown field {name!r}: give some of {', '.join(FIELDS)}")
     return LookaheadConfig(**given)
 
 

@@ -147,7 +147,7 @@ class Chunks:
         """Return a whole answer."""
         output = self._output
         own = {"choices": list(choices), "usage": output.usage(), "lade": output.figures()}
-        return {**self._head(self._kind), **own}
+        return {**self._head(self._kind), **own, **output.metrics()}
 
     def chunk(self, choice: dict[str, Any], more: Mapping[str, Any] | None = None) -> bytes:
         """Return the event of a choice's increment."""
@@ -181,7 +181,8 @@ class Chunks:
     def last(self) -> Iterator[bytes]:
         """Yield the usage, if requested, and the end mark."""
         if self._output.body.include_usage:
-            yield serialization.event({**self._chunk_head, "choices": [], "usage": self._output.usage()})
+            end = {"choices": [], "usage": self._output.usage(), **self._output.metrics()}
+            yield serialization.event({**self._chunk_head, **end})
         yield serialization.DONE
 
     @cached_property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lade.server.errors import invalid, overloaded
+from lade.server.metrics import speculative_decoding
 from lade.server.output_parser import MarkupParser, Parts, PlainParser, ToolCall
 from lade.server.sampling_parameters import first_seed
 from lade.server.schemas import BaseRequest
@@ -221,6 +222,15 @@ class RequestOutput:
             return 0, 0
         accepted = sum(min(choice.predicted_tokens, len(self.predicted)) for choice in self.choices)
         return accepted, len(self.predicted) * len(self.choices) - accepted
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the member `metrics` if the server reports acceptance; null in it for several choices, as in vLLM."""
+        level = self.service.settings.acceptance
+        if level == "none":
+            return {}
+        alone = self.choices[0] if len(self.choices) == 1 else None
+        found = None if alone is None else speculative_decoding(alone.steps, detailed=level == "detailed")
+        return {"metrics": {"speculative_decoding": found}}
 
     def figures(self) -> dict[str, Any]:
         """Return the decoding statistics of all choices together."""

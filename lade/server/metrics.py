@@ -1,9 +1,11 @@
-"""Prometheus metrics. Decoding does not touch them: totals come from one snapshot of the engine."""
+"""Prometheus metrics, whose totals come from one snapshot of the engine, and the acceptance metrics of an answer."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from prometheus_client.exposition import generate_latest
 
 from lade.server.request_context import InFlightRequest, RequestContext
 from lade.serving.snapshot import EngineSnapshot
+from lade.stats import Step
 from lade.version import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -52,7 +55,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
 
 _SUMS = (
     "requests", "prompt_tokens", "cached_tokens", "new_tokens", "displacements", "passes", "steps", "fed_tokens",
-    "sources", "prefill_s", "decode_s", "forward_s",
+    "sources", "acceptance", "prefill_s", "decode_s", "forward_s",
 )  # fmt: skip
 
 
@@ -153,6 +156,26 @@ class Metrics:
         for source, tokens in now.sources.items():
             accepted.add_metric([self._model, source], tokens)
         yield accepted
+        yield from self._collect_vllm(now)
+
+    def _collect_vllm(self, now: EngineSnapshot) -> Iterator[Metric]:
+        """Yield the speculative decoding counters under the names and labels that dashboards for vLLM have."""
+        engine = {"model_name": self._model, "engine": "0"}
+        by_position = accepted_by_position(now.acceptance)
+        counters = {
+            "drafts": ("Decoding steps with drafts.", sum(now.acceptance.values())),
+            "draft_tokens": ("Draft tokens.", now.fed_tokens - now.steps),
+            "accepted_tokens": ("Accepted draft tokens.", sum(by_position)),
+        }
+        for name, (what, value) in counters.items():
+            counted = CounterMetricFamily(f"vllm:spec_decode_num_{name}", what, labels=list(engine))
+            counted.add_metric(list(engine.values()), value)
+            yield counted
+        name, what = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."
+        positions = CounterMetricFamily(name, what, labels=[*engine, "position"])
+        for position, tokens in enumerate(by_position):
+            positions.add_metric([*engine.values(), str(position)], tokens)
+        yield positions
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
         made = GaugeMetricFamily(f"lade_{name}", what, labels=["model"])
@@ -192,3 +215,61 @@ class _Collected:
     def describe(self) -> list[Metric]:
         """Return nothing, so that registration does not collect."""
         return []
+
+
+def speculative_decoding(steps: Sequence[Step], *, detailed: bool = False) -> dict[str, Any]:
+    """Return the acceptance metrics of one answer in the shape of vLLM's `metrics.speculative_decoding`.
+
+    Prefill and steps without drafts do not count. A tree drafts all its tokens, of which one path can be accepted, so
+    `draft_acceptance_rate` is lower than that of a chain with the same `mean_acceptance_length`. Sizes adapt, so
+    `num_spec_tokens` is the size of the largest draft. `accepted_by_source` is not among vLLM's members.
+
+    Source: vLLM, docs/features/speculative_decoding/acceptance_metrics.md; AIPerf and SPEED-Bench read it.
+
+    Args:
+        steps: the steps of the answer.
+        detailed: True to add the counts of each step.
+    """
+    sizes = [(step.accepted_drafts, step.fed - 1) for step in steps if step.index > 0 and step.fed > 1]
+    by_length = defaultdict[int, Tally[int]](Tally)
+    for accepted, drafted in sizes:
+        by_length[drafted][accepted] += 1
+    largest = max(by_length, default=0)
+    accepted_tokens, draft_tokens = sum(accepted for accepted, _ in sizes), sum(drafted for _, drafted in sizes)
+    found: dict[str, Any] = {
+        "mean_acceptance_length": 1.0 + accepted_tokens / max(1, len(sizes)),
+        "draft_acceptance_rate": accepted_tokens / max(1, draft_tokens),
+        "acceptance_histogram": _dense(Tally(accepted for accepted, _ in sizes), largest),
+        "acceptance_histogram_by_draft_length": {
+            str(length): _dense(counts, length) for length, counts in sorted(by_length.items())
+        },
+        "num_spec_steps": len(sizes),
+        "num_accepted_draft_tokens": accepted_tokens,
+        "num_draft_tokens": draft_tokens,
+        "num_spec_tokens": largest,
+        "accepted_by_source": _by_source(steps),
+    }
+    if detailed:
+        found["per_step_accepted"] = [accepted for accepted, _ in sizes]
+        found["per_step_drafted"] = [drafted for _, drafted in sizes]
+    return found
+
+
+def accepted_by_position(acceptance: Mapping[int, int]) -> list[int]:
+    """Return how many draft tokens were accepted at each position of a draft, 0 for the first one.
+
+    Args:
+        acceptance: number of steps by accepted draft tokens.
+    """
+    longest = max(acceptance, default=0)
+    return [sum(steps for accepted, steps in acceptance.items() if accepted > position) for position in range(longest)]
+
+
+def _dense(counts: Mapping[int, int], length: int) -> list[int]:
+    return [counts.get(accepted, 0) for accepted in range(length + 1)]
+
+
+def _by_source(steps: Sequence[Step]) -> dict[str, int]:
+    sources = Tally(source for step in steps if step.index > 0 for source in step.sources)
+    del sources["bonus"]
+    return dict(sources)

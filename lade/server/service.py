@@ -15,9 +15,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Literal, TypeVar
 
-from lade.compilation import compile_all
 from lade.config import Lookahead, LookaheadConfig
-from lade.decoding import kernels
 from lade.errors import InputError, LadeError
 from lade.hf.refusals import precision_note
 from lade.memory import Memory
@@ -112,7 +110,6 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
     Raises:
         Exception: the model cannot decode.
     """
-    compile_all(kernels)  # short texts may not reach all compiled kernels
     ids = model.tokenizer("The")["input_ids"] or [0]
     rows = 1
     while rows <= settings.max_rows:

@@ -157,6 +157,7 @@ class Settings:
         shutdown_timeout: time that running answers have after SIGTERM, in seconds.
         ping_s: seconds of silence in a stream after which a ping is sent.
         metrics: True to serve `/metrics`.
+        acceptance: acceptance of drafts in answers: "none", "summary" or "detailed".
         page: True to serve the chat page.
         strict: True to refuse unknown fields.
         replica: replica label of the metrics; "" for a single server.
@@ -181,6 +182,7 @@ class Settings:
     shutdown_timeout: float = 30.0
     ping_s: float = 15.0
     metrics: bool = True
+    acceptance: str = "none"
     page: bool = True
     strict: bool = False
     replica: str = ""

@@ -323,6 +323,7 @@ class EngineBatch:
             active.handle.mark_started()
             self._runner.refresh_facts()
             active.row = active.request.row(self._drafter(active.request))
+            self._job.report_to(active.handle.stats, active.request.config)
         if not active.fed:
             active.cache = self._prefill_runner.tree_cache()
             self._reuse.take(active)

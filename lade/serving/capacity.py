@@ -66,10 +66,10 @@ class Capacity:
         slots = self.slots([need]) + self.state_slots
         if slots > self.max_tokens:
             raise InputError(
-                f"{need.tokens} tokens of prompt and answer need a cache of {slots} with a step's guesses, at "
+                f"{need.tokens} tokens of prompt and answer need a cache of {slots} with a step's drafts, at "
                 f"{self.token_bytes} bytes each {_mebibytes(slots * self.token_bytes)}; there is room for "
                 f"{self.max_tokens} ({_mebibytes(self.max_tokens * self.token_bytes)}): give a smaller max_new_tokens, "
-                "or the engine a greater max_tokens"
+                "or the engine a larger max_tokens"
             )
 
     def fits(self, needs: Sequence[Need]) -> bool:

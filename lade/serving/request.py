@@ -282,7 +282,7 @@ def _as_prompt(input_ids: torch.Tensor | Sequence[int], device: torch.device) ->
         if isinstance(input_ids, str | Mapping) or any(isinstance(token, str) for token in input_ids):
             raise InputError(not_ids_message("input_ids", input_ids))
         if not all(isinstance(token, int) for token in input_ids):
-            raise InputError("input_ids are no whole numbers: give the ids of one prompt, [L] or [1, L]")
+            raise InputError("input_ids are not integers: give the ids of one prompt, [L] or [1, L]")
         input_ids = torch.tensor(input_ids, dtype=torch.long)
     prompt = input_ids if input_ids.ndim > 1 else input_ids[None]
     if prompt.ndim != 2 or prompt.shape[0] != 1:
@@ -296,10 +296,13 @@ def _check_positions(model: PreTrainedModel, most_tokens: int) -> None:
     length = getattr(config, "max_position_embeddings", None)
     if config.model_type in LEARNED_POSITIONS and length and most_tokens > length + 1:  # the last token is not fed
         raise InputError(
-            f"{most_tokens} tokens of prompt and answer are more than {type(model).__name__} has positions for, which "
-            f"are {length}: give a smaller max_new_tokens"
+            f"prompt and answer have {most_tokens} tokens, and {type(model).__name__} has positions for {length}: "
+            "give a smaller max_new_tokens"
         )
     positions = Positions.of(config)
     for wall in (positions.longrope_switch, positions.dynamic):
         if wall is not None and most_tokens > wall:
-            refuse(f"max_length={most_tokens}", f"from {wall} tokens on, a row decides how this model sees the others")
+            refuse(
+                f"max_length={most_tokens}",
+                f"from {wall} tokens on, the length of one row changes how this model attends in the others",
+            )

@@ -132,7 +132,7 @@ class Scheduler:
             blocked = self._blocked and self._waiting
             if held >= self._max_waiting + (0 if blocked else self._capacity.max_rows - len(self._running)):
                 raise EngineFullError(
-                    f"{held} requests wait already: add this one later, or give the engine a greater max_waiting"
+                    f"the queue is full ({held} waiting): add this one later, or give the engine a larger max_waiting"
                 )
             place = QueueSlot(self)
             self._slots.add(place)

@@ -37,6 +37,7 @@ class EngineSnapshot:
         steps: row steps: passes times the rows in each.
         fed_tokens: tokens fed in these steps, roots included.
         sources: tokens emitted by draft source, see `Step.sources`.
+        acceptance: steps with drafts among `steps`, by the number of draft tokens accepted.
         prefill_s: seconds spent in prefill.
         decode_s: seconds spent in decode passes.
         forward_s: seconds of `decode_s` inside the model's forward pass.
@@ -63,6 +64,7 @@ class EngineSnapshot:
     steps: int
     fed_tokens: int
     sources: Mapping[str, int]
+    acceptance: Mapping[int, int]
     prefill_s: float
     decode_s: float
     forward_s: float
@@ -102,6 +104,7 @@ class Tally:
     def __init__(self) -> None:
         self._pending = deque[tuple[Sequence[Step], float]]()
         self._counters, self._requests, self._sources = Counters(), Counter[str](), Counter[str]()
+        self._acceptance = Counter[int]()
         self._lock = ForkSafeLock()  # never held during a pass
 
     def add_end(self, reason: str) -> None:
@@ -143,6 +146,8 @@ class Tally:
             for step in (step for step in steps if step.tokens):  # rows without tokens failed
                 self._counters.steps += 1
                 self._counters.fed_tokens += step.fed
+                if step.fed > 1:
+                    self._acceptance[step.accepted_drafts] += 1
                 self._counters.slots += len(step.tokens)
                 self._add_tokens(step)
 
@@ -161,5 +166,6 @@ class Tally:
         """Return a copy of the counters together with the scheduler's own figures."""
         with self._lock:
             self._count()
-            known |= {"requests": dict(self._requests), "sources": dict(self._sources), **asdict(self._counters)}
+            known |= {"requests": dict(self._requests), "sources": dict(self._sources)}
+            known |= {"acceptance": dict(self._acceptance), **asdict(self._counters)}
         return EngineSnapshot(**known)

@@ -127,6 +127,7 @@ def test_a_session_in_a_pipe(lade, templated, subject):
     assert "0 turns, 0 tokens" in result.stderr and "2 turns, " in result.stderr
     assert "/reset          forget" in result.stderr
     assert "20 tokens in 2 + " in result.stderr
+    assert result.stderr.count("Drafted in ") == 2, "after the first answer, and by /stats once there is an answer"
     assert "no chat template" not in result.stderr
 
 

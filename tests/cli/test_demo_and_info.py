@@ -1,15 +1,18 @@
+import io
 import json
 import signal
+from copy import deepcopy
 
 import pytest
 import torch
 from rich.console import Console
 from rich.text import Text
+from transformers import AutoModelForCausalLM
 
-from lade.cli.demo import rounds
+from lade.cli.demo import command, rounds
 from lade.cli.demo import screen as views
+from lade.cli.demo.race import COLOURS, Lane, Race, Recorder, style_of
 from lade.cli.demo.screen import LiveView, Tail, summary, verdict
-from lade.cli.demo.side_by_side import Noise, Race
 from lade.cli.loading.load import load
 from lade.cli.options.decoding import Choices
 from lade.cli.options.model import Loading
@@ -35,30 +38,43 @@ def loaded(folder):
 
 @pytest.fixture
 def race(loaded):
-    def make(new=30, **choices):
+    def make(new=30, unpacked=None, **choices):
         config = LookaheadConfig(budget=8)  # what the method chooses by itself depends on the clock
-        return Race(loaded, loaded.encode(PROMPT), config, new, Choices(**choices).settled())
+        return Race(loaded, loaded.encode(PROMPT), config, new, Choices(**choices).settled(), unpacked=unpacked)
 
     return make
 
 
-def test_both_lanes_write_what_plain_generate_writes(race, plain, tokenizer):
+def test_all_lanes_write_what_plain_generate_writes(race, plain, tokenizer):
     run = race()
     frames = []
-    run.run(draw=lambda: frames.append((run.plain.stats.new_tokens, run.lookahead.stats.new_tokens)))
+    run.run(draw=lambda: frames.append([lane.stats.new_tokens for lane in run.lanes]))
     expected = plain(tokenizer(PROMPT)["input_ids"], 30)
-    assert run.plain.token_ids == run.lookahead.token_ids == expected
+    assert [lane.name for lane in run.lanes] == ["model.generate", "prompt lookup", "lookahead"]
+    assert all(lane.token_ids == expected and lane.text == tokenizer.decode(expected) for lane in run.lanes)
     assert run.same and verdict(run) == "same text"
-    assert run.plain.text == run.lookahead.text == tokenizer.decode(expected)
     assert (run.plain.stats.steps, run.plain.stats.generations) == (29, 1)
     assert run.lookahead.stats.steps < 29
-    assert frames[-1] == (30, 30)
-    assert any(0 < slow < 30 and 0 < fast < 30 for slow, fast in frames), "the lanes take turns"
+    assert frames[-1] == [30, 30, 30]
+    assert all(frame[0] == 30 for frame in frames if frame[1]), "one method at a time"
 
 
-def test_neither_waiting_nor_drawing_counts(race, monkeypatch):
+def test_a_race_with_a_memory_takes_over_the_other_lanes_of_the_race_without(loaded, race):
+    first = race()
+    first.run(draw=lambda: None)
+    ids, config = loaded.encode(PROMPT), LookaheadConfig(budget=8)
+    second = Race(loaded, ids, config, 30, first.choices, "again", earlier=first)
+    steps = first.plain.stats.steps
+    second.run(draw=lambda: None)
+    assert second.plain is first.plain and first.plain.stats.steps == steps, "generated once"
+    assert second.same and second.lookahead is not first.lookahead
+    shown = table([first, second])
+    assert [row[1] for row in shown] == ["model.generate", "prompt lookup", "lookahead", "again"]
+
+
+def test_drawing_does_not_count(race, monkeypatch):
     """On a clock that only drawing moves, nothing else takes any time."""
-    import lade.cli.demo.side_by_side as module
+    import lade.cli.demo.race as module
 
     now = [0.0]
     monkeypatch.setattr(module, "perf_counter", lambda: now[0])
@@ -68,25 +84,59 @@ def test_neither_waiting_nor_drawing_counts(race, monkeypatch):
         now[0] += 1000.0
 
     run.run(draw)
-    assert run.plain.stats.decode_s == 0.0
+    assert run.plain.stats.decode_s == run.rivals[1].stats.decode_s == 0.0
     assert run.lookahead.stats.decode_s < 100.0
 
 
-def test_a_difference_is_said_loudly(lade, folder, monkeypatch):
-    from lade.cli.demo.side_by_side import Lane
+def test_tokens_are_coloured_by_their_source(tokenizer):
+    lane = Lane("prompt lookup", tokenizer, [1])
+    recorder = Recorder(lane, lambda: None)
+    for ids in (tokenizer("prompt"), tokenizer("a"), tokenizer("bcd"), tokenizer("e")):
+        recorder.put(torch.tensor(ids["input_ids"][-3:]))
+    assert lane.pieces == [("a", ""), ("bc", COLOURS["earlier text"]), ("d", ""), ("e", "")]
+    assert (lane.stats.steps, lane.stats.new_tokens, lane.stats.tokens_per_step) == (2, 5, 2.0)
+    assert style_of("memory") == style_of("window") != style_of("text") == style_of("prompt") != style_of("mtp")
+    assert style_of("bonus") == style_of("prefill") == ""
 
+
+def table(races):
+    """Cells of the summary, without its lines."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(races))
+    rows = [[cell.strip() for cell in line.split("│")] for line in console.export_text().splitlines() if "│" in line]
+    return rows
+
+
+def test_losses_are_shown(race):
+    slow, fast = race(), race()
+    for run, seconds in ((slow, 4.0), (fast, 1.0)):
+        run.run(draw=lambda: None)
+        for lane in run.lanes:
+            lane.stats.decode_s = 2.0
+        run.lookahead.stats.decode_s = seconds
+    rows = table([slow, fast])
+    speeds = [row[4] for row in rows if row[1] == "lookahead"]
+    assert speeds == ["0.50", "2.00", "0.80"], "the last one is for both texts: 4 s against 5 s"
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(summary([slow, fast]))
+    text = console.export_text(styles=True)
+    assert [line for line in text.splitlines() if "\x1b[31m" in line and "0.50" in line]
+    assert views.conclusion([slow, fast], 0).endswith("lookahead: 0.80 times as fast; slower on 1 of 2 prompts")
+
+
+def test_a_difference_is_said_loudly(lade, folder, monkeypatch):
     original = Lane.take
 
     def take(self, step):
         original(self, step)
-        if self.stats.new_tokens > 5 and step.sources != ["bonus"] and step.fed > 1:
+        if self.name == "lookahead" and self.stats.new_tokens > 5:
             self.token_ids[-1] = 999
 
     monkeypatch.setattr(Lane, "take", take)
     result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20, "--window", 4)
     assert result.exit_code == 1
     assert "THE TEXTS DIFFER from token" in result.stdout and "THE TEXTS DIFFER" in result.stderr
-    assert "│ DIFFER │" in result.stdout and "tokens are those of" not in result.stdout
+    assert "│ DIFFERS" in result.stdout and "tokens are those of" not in result.stdout
 
 
 def test_demo_in_a_pipe(lade, folder, plain, tokenizer):
@@ -95,19 +145,68 @@ def test_demo_in_a_pipe(lade, folder, plain, tokenizer):
     assert "\x1b" not in result.stdout
     assert PROMPT + tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], 20)) in result.stdout
     assert result.stdout.count("=== ") == 2 and result.stdout.count("same text") == 2
-    assert "=== 1 of 2 · adaptive · greedy" in result.stdout and "=== 2 of 2 · memory kept · greedy" in result.stdout
-    assert "20 tokens · 19 passes" in result.stdout
+    assert "=== 1 of 2 · lade · greedy" in result.stdout
+    assert "=== 2 of 2 · lade, memory kept · greedy" in result.stdout
+    assert "model.generate: 20 tokens · 19 passes · 1.00 a pass" in result.stdout
+    assert "prompt lookup: 20 tokens · " in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_the_sentences_at_the_end_are_those_of_the_table(lade, folder):
     lines = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20).stdout.splitlines()
-    *_, equal, first, second = lines
-    assert equal == "All 40 tokens are those of transformers' own model.generate."
+    equal = lines.index("All 40 tokens are those of transformers' own model.generate.")
     rows = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
-    (cold, kept) = (next(row for row in rows if row[0] == name)[5] for name in ("adaptive", "memory kept"))
-    assert first == f"adaptive: {cold} times as fast"
-    assert second.startswith(f"memory kept: {kept} times as fast (it had learned from ")
+    (cold, kept) = (next(row for row in rows if row[1] == name)[4] for name in ("lade", "lade, memory kept"))
+    assert lines[equal + 1].startswith(f"lade: {cold} times as fast")
+    assert lines[equal + 2].startswith(f"lade, memory kept: {kept} times as fast (filled from ")
+
+
+def test_the_demo_ends_with_the_lines_for_a_model_of_ones_own(lade, folder, tokenizer):
+    import lade as library
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    *_, empty, first, second, third = lade("demo", "-m", folder, "-p", PROMPT, "-n", 4).stdout.splitlines()
+    assert empty == "" and all(line.startswith("    ") for line in (first, second, third))
+    names = {"lade": library, "model": model, "inputs": tokenizer(PROMPT, return_tensors="pt")}
+    exec("\n".join(line.strip() for line in (first, second, third)), names)
+    assert names["output"].shape[0] == 1
+
+
+def test_what_packing_alone_brings_has_a_row_of_its_own(loaded, race):
+    run = race(unpacked=deepcopy(loaded.model))
+    run.run(draw=lambda: None)
+    assert [lane.name for lane in run.lanes] == ["model.generate", "prompt lookup", "packed weights alone", "lookahead"]
+    assert len({tuple(lane.token_ids) for lane in run.lanes}) == 1
+    assert [row[1] for row in table([run])] == [lane.name for lane in run.lanes]
+    assert [lane.name for lane in run.at(0.0)] == ["model.generate", "prompt lookup", "lookahead"]
+    assert run.as_dict()["packed"]["steps"] == 29
+
+
+def test_the_embedded_model_is_padded_unless_one_says_no(lade):
+    arguments = ["demo", "--limit", 1, "-n", 5]
+    padded = json.loads(lade(*arguments, "--padded", 12, "--json").stdout)
+    own = json.loads(lade(*arguments, "--padded", 0, "--json").stdout)
+    assert padded["parameters"] == pytest.approx(12e6, rel=0.05) and own["parameters"] < 4e6
+    texts = [[race["lookahead"]["token_ids"] for race in found["races"]] for found in (padded, own)]
+    assert texts[0] == texts[1] and padded["memory_texts"] > 0
+    shown = lade(*arguments, "--padded", 12).stdout
+    assert shown.count("padded to 12 million") == 2, "at the beginning and at the end"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--padded", -1], "--padded -1"), (["--padded", 100, "-m", "FOLDER"], "--padded 100: pads the embedded model")],
+)
+def test_padding_has_its_limits(lade, folder, arguments, message):
+    result = lade("demo", *(folder if word == "FOLDER" else word for word in arguments))
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_slow_model_writes_fewer_tokens(lade, folder, monkeypatch):
+    for rate, tokens in ((1.0, 40), (15.0, 60), (1000.0, 120)):
+        monkeypatch.setattr(Lane, "tokens_per_s", rate)
+        found = json.loads(lade("demo", "-m", folder, "-p", PROMPT, "--window", 2, "--json").stdout)
+        assert found["races"][0]["plain"]["new_tokens"] == tokens
 
 
 def test_demo_json(lade, folder, plain, tokenizer):
@@ -117,16 +216,17 @@ def test_demo_json(lade, folder, plain, tokenizer):
     expected = plain(tokenizer(PROMPT)["input_ids"], 20)
     assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == expected
     assert (race["do_sample"], race["temperature"], race["seed"]) == (False, None, None)
+    assert race["prompt_lookup"]["token_ids"] == expected
     assert race["same_tokens"] is True and race["method"] == "lookahead" and found["memory_texts"] == 0
     assert race["speedup"] == pytest.approx(race["plain"]["decode_s"] / race["lookahead"]["decode_s"])
-    assert found["speedups"] == {"lookahead": race["speedup"]}
+    assert found["speedups"] == {"lookahead": pytest.approx(race["speedup"])}
     assert race["plain"]["distinct_4grams"] == distinct_ngrams(expected)
 
 
 def test_the_adaptive_method_is_shown_and_then_with_a_memory_of_other_texts(lade, folder, plain, tokenizer):
     found = json.loads(lade("demo", "-m", folder, "-p", PROMPT, "-n", 40, "--json").stdout)
     cold, kept = found["races"]
-    assert (cold["method"], kept["method"]) == ("adaptive", "memory kept") == tuple(found["speedups"])
+    assert (cold["method"], kept["method"]) == ("lade", "lade, memory kept") == tuple(found["speedups"])
     expected = plain(tokenizer(PROMPT)["input_ids"], 40)
     assert cold["lookahead"]["token_ids"] == kept["lookahead"]["token_ids"] == expected
     assert found["memory_texts"] > 0 and found["same_tokens"] is True
@@ -152,30 +252,11 @@ def sample(model, tokenizer, seed, temperature, new=20):
     return output[0, ids.shape[1] :].tolist()
 
 
-def test_lanes_that_sample_have_a_generator_each(race, model, tokenizer):
+def test_lanes_that_sample_begin_with_the_same_seed(race, model, tokenizer):
     run = race(20, do_sample=True, temperature=2.0, seed=6)
-    before, frames = torch.get_rng_state(), []
-    run.run(draw=lambda: frames.append((run.plain.stats.new_tokens, run.lookahead.stats.new_tokens)))
-    assert torch.equal(torch.get_rng_state(), before)
+    run.run(draw=lambda: None)
     assert run.plain.token_ids == run.lookahead.token_ids == sample(model, tokenizer, 6, 2.0)
-    assert any(0 < slow < 20 and 0 < fast < 20 for slow, fast in frames), "the lanes take turns"
-
-
-def test_noise_kept_aside_goes_on_where_it_was():
-    cpu = torch.device("cpu")
-    first, second = Noise(3, cpu), Noise(3, cpu)
-    torch.manual_seed(3)
-    expected = [torch.rand(()).item() for _ in range(4)]
-    outside = torch.get_rng_state()
-    for noise in (first, second):
-        drawn = []
-        for _ in range(4):
-            with noise.taken():
-                with Noise(8, cpu).taken():
-                    torch.rand(())  # another one's, amid a turn
-                drawn.append(torch.rand(()).item())
-        assert drawn == expected
-    assert torch.equal(torch.get_rng_state(), outside)
+    assert [lane.name for lane in run.lanes] == ["model.generate", "lookahead"], "lookup has other samples"
 
 
 def test_the_demo_samples_if_asked(lade, folder, model, tokenizer):
@@ -184,13 +265,12 @@ def test_the_demo_samples_if_asked(lade, folder, model, tokenizer):
         assert race["plain"]["token_ids"] == race["lookahead"]["token_ids"] == sample(model, tokenizer, 4, 1.5)
         assert (race["do_sample"], race["temperature"], race["seed"]) == (True, 1.5, 4)
     shown = lade(*arguments).stdout
-    assert "=== 2 of 2 · memory kept · sampled, temperature 1.5, seed 4" in shown
-    assert "\n2*          │ same" in shown and "*: sampled, temperature 1.5, seed 4" in shown
+    assert "=== 2 of 2 · lade, memory kept · sampled, temperature 1.5, seed 4" in shown
     assert lade("demo", "--temperature", -1).exit_code == 2
 
 
 def test_the_embedded_model_is_what_the_demo_shows(lade):
-    result = lade("demo", "--limit", 1, "-n", 12, "--json")
+    result = lade("demo", "--limit", 1, "-n", 12, "--json", "--padded", 0)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["same_tokens"] is True
 
@@ -202,17 +282,15 @@ def test_ctrl_c_ends_the_demo(lade, folder, monkeypatch):
     assert "Traceback" not in result.output and "interrupted" in result.stderr
 
 
-def test_the_live_view_shows_both_lanes_in_colour(race):
+def test_the_live_view_shows_all_lanes_in_colour(race):
     run = race(12)
     with terminal() as term:
         term.out = Console(force_terminal=True, color_system="truecolor", width=100, height=20, record=True)
         with LiveView(term, "prompt 1 of 1", PROMPT, run) as view:
             run.run(view.draw)
-        term.out.print(summary([run, run]))
     text = term.out.export_text(clear=False)
-    assert "plain" in text and "lookahead" in text and "12 tokens, 11 passes: 1.00 each" in text
-    assert "as it runs" in text and f"same text, {run.speedup:.2f} times as fast" in text
-    assert "22 / " in text, "the passes of both rounds together"
+    assert "model.generate" in text and "prompt lookup" in text and "lookahead" in text and "12 tokens, " in text
+    assert "one method at a time" in text and f"same text, {run.speedup:.2f} times as fast" in text
 
 
 def test_a_tail_is_the_end_of_a_text():
@@ -262,37 +340,34 @@ def test_info_without_a_model_shows_the_embedded_one(lade):
 def test_a_race_can_be_seen_as_it_stood_at_any_time(race):
     run = race(20)
     run.run(draw=lambda: None)
-    for lane, now in zip((run.plain, run.lookahead), run.at(0.0), strict=True):
-        assert now.token_ids == lane.token_ids[:1] and (now.stats.steps, now.stats.decode_s) == (0, 0.0)
+    for lane, now in zip(run.lanes, run.at(0.0), strict=True):
+        first = 1 if lane.name != "prompt lookup" else len(now.token_ids)  # which guesses in its first pass
+        assert now.token_ids == lane.token_ids[:first] and (now.stats.steps, now.stats.decode_s) == (0, 0.0)
     middle = run.plain.stats.decode_s / 2
-    plain, fast = run.at(middle)
+    plain, _, fast = run.at(middle)
     assert 1 < len(plain.token_ids) < 20 and plain.stats.decode_s <= middle
     assert run.plain.text.startswith(plain.text) and len(plain.text) < len(run.plain.text)
     assert fast.token_ids == run.lookahead.token_ids[: len(fast.token_ids)]
-    assert run.at(run.seconds) == (run.plain, run.lookahead)
+    assert run.at(run.seconds) == run.lanes
 
 
-def test_a_replay_takes_so_many_times_longer(race, monkeypatch):
+def test_a_replay_is_in_real_time(race, monkeypatch):
     run, now, seen = race(20), [0.0], []
     run.run(draw=lambda: None)
     monkeypatch.setattr(views, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(views, "sleep", lambda seconds: now.__setitem__(0, now[0] + run.seconds))
-    monkeypatch.setattr(run, "at", lambda seconds: seen.append(seconds) or (run.plain, run.lookahead))
+    monkeypatch.setattr(views, "sleep", lambda seconds: now.__setitem__(0, now[0] + run.seconds / 4))
+    monkeypatch.setattr(run, "at", lambda seconds: seen.append(seconds) or run.lanes)
     with terminal() as term, LiveView(term, "title", PROMPT, run) as view:
-        view.replay(4.0)
+        view.replay()
     assert seen == pytest.approx([run.seconds * share for share in (0, 0.25, 0.5, 0.75)])
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("arguments", "seconds", "slower"),
-    [([], 0.2, 20.0), ([], 2.0, None), (["--slow-motion", 7], 0.2, 7.0), (["--slow-motion", 1], 0.2, None)],
-)
-def test_what_is_too_fast_to_follow_is_replayed(lade, folder, monkeypatch, arguments, seconds, slower):
-    replayed = []
-    monkeypatch.setattr(Race, "seconds", seconds)
-    monkeypatch.setattr(LiveView, "replay", lambda self, slower: replayed.append(slower))
+@pytest.mark.parametrize(("limit", "replays"), [(1e9, 2), (0.0, 0)])
+def test_a_slow_machine_shows_races_only_once(lade, folder, monkeypatch, limit, replays):
+    seen = []
+    monkeypatch.setattr(command, "_REPLAYS_UNTIL_S", limit)
+    monkeypatch.setattr(LiveView, "replay", lambda self: seen.append(self._race))
     monkeypatch.setattr(Terminal, "interactive", True)
-    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 8, "--window", 2, *arguments)
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 8)
     assert result.exit_code == 0, result.output
-    assert replayed == ([] if slower is None else pytest.approx([slower]))
+    assert len(seen) == replays

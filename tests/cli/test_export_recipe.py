@@ -51,7 +51,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
     (tmp_path / name).write_text("mine\n")
     result = lade("export-recipe", tmp_path)
     assert result.exit_code == 2
-    assert f"{tmp_path / name} is not of a recipe: name another folder, or give --force" in result.stderr
+    assert f"{tmp_path / name} is not part of a recipe: give another folder, or give --force" in result.stderr
     assert files(tmp_path) == {name: "mine\n"}
 
 

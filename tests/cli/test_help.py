@@ -67,9 +67,29 @@ def test_no_option_takes_more_than_a_few_lines_at_80_columns(command):
 
 
 def test_flags_are_shown_alike_without_a_type():
-    for command in ("generate", "chat", "serve", "warm", "demo", "export-recipe"):
-        own = [line for line in shown(command) if "--help" not in line]
-        assert not any("<bool>" in line or "BOOLEAN" in line for line in own), command
+    names = (
+        "generate",
+        "chat",
+        "serve",
+        "batch",
+        "info",
+        "tune",
+        "warm",
+        "pack",
+        "demo",
+        "export-recipe",
+        "bench",
+        "plan",
+    )
+    for command in ([], *([name] for name in names), ["bench", "compare"], ["bench", "scaling"]):
+        assert not any(re.search(r"<[a-z]+>|BOOLEAN", line) for line in shown(*command)), command
+
+
+def test_one_thing_has_one_name():
+    """Prompts, memories and seeds are given in the same way to every command that takes them."""
+    names = {name for _, parameter in every_option() for name in parameter.opts}
+    assert {"--prompts", "--memory", "--seed"} <= names
+    assert not {"--workload", "--seeds", "--prompts-file", "--draft-memory", "--num-prompts"} & names
 
 
 @pytest.mark.parametrize("command", ["demo", "plan"])
@@ -79,15 +99,20 @@ def test_commands_for_a_first_look_have_no_expert_options(command):
     }
 
 
-def test_every_option_has_a_help():
+def every_option():
     def options(command, path):
         for parameter in command.params:
             yield f"{path} --{parameter.name}", parameter
         for name, each in getattr(command, "commands", {}).items():
             yield from options(each, f"{path} {name}")
 
-    for name, parameter in options(typer.main.get_command(app), "lade"):
+    return list(options(typer.main.get_command(app), "lade"))
+
+
+def test_every_option_has_a_help():
+    for name, parameter in every_option():
         assert parameter.help, name
+        assert not re.match("(Same as|Of the|As for|See) ", parameter.help), name
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,24 @@ def started(command, tmp_path):
         process.wait()
 
 
-def killed(process, rank):
-    """Kill a rank, wait for the end of the command: its exit code, and which processes of it are still there."""
+def killed(process, rank, *, survivor_first=False):
+    """Kill a rank, wait for the end of the command: its exit code, and which processes of it are still there.
+
+    With `survivor_first` torchrun, which ends the other rank as soon as it sees the loss, sees it only after that one
+    has ended by itself.
+    """
     pids = descendants(process.pid)
-    os.kill(of_rank(rank, pids), signal.SIGKILL)
+    lost, other = (of_rank(each, pids) for each in (rank, 1 - rank))
+    if survivor_first:
+        os.kill(process.pid, signal.SIGSTOP)
+    os.kill(lost, signal.SIGKILL)
+    if survivor_first:
+        deadline = time.monotonic() + 30
+        while is_there(other) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = not is_there(other)
+        os.kill(process.pid, signal.SIGCONT)
+        assert ended, "the other process goes on without the one that was killed"
     start = time.monotonic()
     code = process.wait(timeout=30)
     time.sleep(max(0.0, 1.0 - (time.monotonic() - start)))
@@ -122,16 +136,18 @@ LOST = ("another process of this job has exited", "a pass of 2 processes failed"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("survivor_first", [True, False], ids=["survivor-first", "either-first"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_killed_ends_the_run_with_an_error(rank, folder, tmp_path):
+def test_a_process_that_is_killed_ends_the_run_with_an_error(rank, survivor_first, folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"text {number}"}) + "\n" for number in range(3000)))
     with started([*TORCHRUN, *generate(folder, "--prompts", prompts)], tmp_path) as (process, said):
         assert json.loads(process.stdout.readline())["token_ids"]
-        code, left = killed(process, rank)
+        code, left = killed(process, rank, survivor_first=survivor_first)
         assert code != 0 and not left, said.read_text()[-3000:]
         text = said.read_text()
-        assert any(words in text for words in LOST) and f"local_rank: {rank}" in text and "SIGKILL" in text
+        assert any(words in text for words in LOST) or not survivor_first, text[-3000:]
+        assert f"local_rank: {rank}" in text and "SIGKILL" in text, text[-3000:]
         assert "Traceback" not in text.partition("torch/distributed/elastic")[0]
 
 

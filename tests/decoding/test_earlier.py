@@ -82,6 +82,16 @@ def test_a_list_that_has_grown_is_read_on(pieces):
         assert earlier.links[: len(text)].tolist() == links_of(text)
 
 
+def test_a_text_whose_end_changes_again_and_again_is_read_as_ever():
+    """Tokens that occur no more must not fill the table of last occurrences."""
+    earlier = EarlierText()
+    for number in range(60):
+        text = [1, 2, 1, *range(100 * number, 100 * number + 99), 2]
+        earlier.read(text)
+        assert earlier.links[: len(text)].tolist() == links_of(text)
+        assert (earlier.latest[:, 1] == -2).any()
+
+
 def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
     growth, text = TreeGrower(), random.Random(0).choices(range(4), k=3000)
     for end in (1000, 3000):

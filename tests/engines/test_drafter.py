@@ -255,5 +255,5 @@ def test_the_example_engine_yields_the_same_tokens_in_fewer_passes(capsys, monke
 
 
 def test_the_drafter_is_loaded_when_it_is_asked_for():
-    code = "import sys, lade; assert not [n for n in sys.modules if n.startswith(('lade.engines', 'numba'))]"
+    code = "import sys, lade; assert not [n for n in sys.modules if n.startswith('lade.engines')]"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,13 +12,13 @@ from transformers.pytorch_utils import Conv1D
 
 import lade
 from lade.backends.cpu.invariant.padded_rows import PaddedRows
-from lade.backends.cpu.kernels.dots import has_dots
-from lade.backends.cpu.kernels.tiles import has_tiles
 from lade.backends.cpu.packing import folder, int8, integer_products
 from lade.backends.cpu.packing.int8 import DOTS, TILES, Int8Linear
 from lade.backends.cpu.packing.integer_products import fewest_rows, multiplied, prepacked
 from lade.backends.cpu.packing.pack import int8_layers, kept_layers, packed_layers
+from lade.backends.cpu.packing.panels import has_dots
 from lade.backends.cpu.packing.quality import perplexity, watched
+from lade.backends.cpu.packing.tile_products import has_tiles
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.testing import toy_model
 

@@ -40,7 +40,8 @@ from lade.backends.cpu.invariant.trials import TokenIndex, first_difference
 from lade.backends.cpu.invariant.weights import _joined
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import in_panels, panel_for, panel_product
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panels import in_panels
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor

@@ -1,8 +1,5 @@
 """`lade_invariant`: right, and each query's bits are the same whatever else is in the pass."""
 
-import os
-import subprocess
-import sys
 from functools import reduce
 
 import pytest
@@ -219,32 +216,6 @@ def exact_attention(query, key, value, softcap, sinks):
     allowed = torch.ones(len(query), step, slots, dtype=torch.bool).tril(slots - step)
     states = (each.double() for each in (query, key, value))
     return attention(*states, allowed, query.shape[-1] ** -0.5, softcap, sinks)
-
-
-BITS = """
-import torch
-from lade.backends.cpu.invariant.norms import LLAMA, rms_norm
-from lade.backends.cpu.invariant.attention import invariant_attention
-from lade.backends.cpu.kernels import vectors
-torch.manual_seed(0)
-query, key = torch.randn(1, 6, 9, 40), torch.randn(1, 2, 150, 40)
-found, _ = invariant_attention(torch.nn.Identity(), query, key, key[..., :24], None, softcap=5.0)
-norms = rms_norm(torch.randn(5, 71), torch.randn(71), 1e-6, LLAMA)
-print(vectors.LANES, found.view(torch.int32).tolist(), norms.view(torch.int32).tolist())
-"""
-
-
-@pytest.mark.slow
-def test_bits_do_not_depend_on_the_size_of_vectors(tmp_path):
-    bits = {}
-    for capability in ("avx2", "avx512"):
-        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "NUMBA_CACHE_DIR": str(tmp_path / capability)}
-        run = subprocess.run([sys.executable, "-c", BITS], env=environment, capture_output=True, text=True, check=True)
-        lanes, _, found = run.stdout.partition(" ")
-        bits[lanes] = found
-    if len(bits) == 1:
-        pytest.skip("this processor has vectors of one size")
-    assert bits["8"] == bits["16"]
 
 
 def test_numbers_that_are_none_stay_with_their_query():

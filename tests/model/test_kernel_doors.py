@@ -1,6 +1,7 @@
 """What compiled kernels are given: they are told addresses, so callers refuse whatever they were not compiled for."""
 
 import copy
+import ctypes
 
 import numpy as np
 import pytest
@@ -16,18 +17,21 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trees import attention
 
 import lade
+from lade import native
 from lade.backends.cpu.invariant.activations import InvariantActivation, replace_activations, times_logistic
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
 from lade.backends.cpu.invariant.norms import LLAMA, InvariantNorm, replace_norms, rms_norm
-from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots
-from lade.backends.cpu.packing.int8 import Int8Linear, initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.integer_products import Codes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import in_panels, panel_for, panel_product
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panels import DOT_PANEL, has_dots, in_panels
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth, reading, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
+from lade.native.kernel import ArrayType
 from lade.testing import toy_model
 
 HALF, FLOATS = torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)
@@ -135,6 +139,7 @@ def outcome(layer, x):
         return None
 
 
+@pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # fake tensors read it
 @settings(max_examples=examples(200))
 @given(
@@ -371,25 +376,28 @@ def test_logits_of_any_dtype_and_layout_are_read(logits):
     assert np.array_equal(found.entries, read(rows).entries)
 
 
-KERNELS = [tables.learn, tables.look_up, tables.certain, reading.entries_of, growth.learn_tree]
+KERNELS = [tables._learn, tables._look_up, tables._certain, reading._entries_of, growth.learn_tree]
 
 
+@pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__wrapped__.__name__)
 def test_kernels_that_draft_take_arrays_of_one_dtype_that_lie_in_one_piece(kernel):
-    """numba checks what it was told, and does not compile anew."""
-    given_arrays = [
-        np.zeros((8,) * kind.ndim, kind.dtype.name) if hasattr(kind, "ndim") else 1 for kind in kernel._types
-    ]
-    for place, kind in enumerate(kernel._types):
-        if not hasattr(kind, "ndim"):
-            continue
-        fitting = given_arrays[place]
+    sizes = {place: kind.dimensions for place, kind in enumerate(kernel.types) if isinstance(kind, ArrayType)}
+    assert sizes
+    for place, dimensions in sizes.items():
+        dtype = kernel.types[place].dtype
+        arguments = [
+            np.zeros((8,) * kind.dimensions, kind.dtype) if isinstance(kind, ArrayType) else 1 for kind in kernel.types
+        ]
         for unfit in (
-            fitting.astype(np.uint8),
-            np.zeros((16,) * kind.ndim, fitting.dtype)[(slice(None, None, 2),) * kind.ndim],
+            arguments[place].astype(np.uint8),
+            np.zeros((16,) * dimensions, dtype)[(slice(None, None, 2),) * dimensions],
+            np.zeros((8,) * (3 - dimensions), dtype),
+            [0] * 8,
         ):
-            with pytest.raises(TypeError, match="No matching definition"):
-                kernel(*given_arrays[:place], unfit, *given_arrays[place + 1 :])
+            arguments[place] = unfit
+            with pytest.raises(ctypes.ArgumentError, match="TypeError"):
+                kernel(*arguments)
 
 
 def test_a_memory_refuses_arrays_that_do_not_belong_together():

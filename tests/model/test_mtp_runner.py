@@ -14,6 +14,8 @@ from lade.backends.mtp.load import check_room, examine, layer_of
 from lade.backends.mtp.prompts import KnownStates
 from lade.backends.mtp.runner import MtpRunner
 from lade.decoding.drafting.drafter import Unseen
+from lade.model.runner import EagerRunner
+from lade.model.supports import supports
 
 VOCABULARY = 48
 
@@ -30,9 +32,13 @@ def model(tmp_path_factory):
     return llama_with_mtp(tmp_path_factory.mktemp("mtp"))
 
 
+def runner_of(model, **options):
+    return MtpRunner(EagerRunner(model, supports(model).plan, model.generation_config), layer_of(model), **options)
+
+
 @pytest.fixture
 def runner(model):
-    return MtpRunner(model, layer_of(model), "past_key_values", gathers=False)
+    return runner_of(model, gathers=False)
 
 
 def random_tokens(count, chance):
@@ -70,7 +76,7 @@ def accept(runner, model, rows, more):
             states_of(model, [*row.tokens[:-1], *([5] * (width - len(tokens)))])[-width:]
             for row, tokens in zip(rows, more, strict=True)
         ]
-        runner._recorder.last = torch.stack(fed)
+        runner._states = torch.stack(fed)
     runner.accept(rows, [range(len(tokens)) for tokens in more], width)
 
 
@@ -120,7 +126,7 @@ def test_the_cache_is_that_of_one_pass_over_each_text(model, runner, seed):
 
 def test_text_taken_in_piece_by_piece_predicts_as_at_once(model):
     tokens = random_tokens(40, random.Random(3))
-    runners = [MtpRunner(model, layer_of(model), "past_key_values") for _ in range(2)]
+    runners = [runner_of(model) for _ in range(2)]
     rows = [Text(tokens[:11]), Text(tokens[:11])]
     for runner, row in zip(runners, rows, strict=True):
         read(runner, model, [row])

@@ -2,30 +2,25 @@
 
 import copy
 import itertools
-import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots, rows_together
-from lade.backends.cpu.kernels.instructions import has_features
-from lade.backends.cpu.kernels.tiles import PANEL, has_tiles
 from lade.backends.cpu.packing import weight
-from lade.backends.cpu.packing.int8 import (
-    DOTS,
-    PANELS,
-    TILES,
-    Int8Linear,
-    initial_sums,
-    int8_panel_product,
-    quantised_in_blocks,
-)
+from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.int8 import DOTS, PANELS, TILES, Int8Linear
 from lade.backends.cpu.packing.integer_products import Codes, quantised
-from lade.backends.cpu.packing.panel_products import in_panels, out_of_panels, panel_for
+from lade.backends.cpu.packing.panel_products import panel_for
+from lade.backends.cpu.packing.panels import (
+    DOT_PANEL,
+    TILE_PANEL,
+    has_dots,
+    in_panels,
+    out_of_panels,
+    row_groups,
+)
+from lade.backends.cpu.packing.tile_products import has_tiles
 from lade.backends.cpu.packing.weight import HugePages
 from lade.errors import UnsupportedModelError
 
@@ -114,9 +109,9 @@ def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, unsigned, threads):
     blocks = -(-inputs // 64)
     for rows in EDGES:
         x = inputs_of(rows, inputs, dtype)
-        codes, scales = quantised_in_blocks(x, DOT_PANEL if unsigned else PANEL)
+        codes, scales = quantised_in_blocks(x, DOT_PANEL if unsigned else TILE_PANEL)
         expected, scale = quantised(x, torch.uint8 if unsigned else torch.int8)
-        together = rows_together(rows) if unsigned else min(rows, 16)
+        together = row_groups().together_for(rows) if unsigned else min(rows, 16)
         laid_out = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]
         laid_out = laid_out.view(expected.dtype)
         assert torch.equal(laid_out[:, :inputs], expected) and (laid_out[:, inputs:] == 128 * unsigned).all()
@@ -136,7 +131,7 @@ def test_what_is_not_finite_does_not_become_so(form):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("panel", [PANEL, DOT_PANEL])
+@pytest.mark.parametrize("panel", [TILE_PANEL, DOT_PANEL])
 def test_panels_hold_the_codes_and_zeros(shape, panel):
     values = torch.randint(-127, 128, shape, dtype=torch.int8)
     packed = in_panels(values, HugePages(), panel)
@@ -176,27 +171,3 @@ def test_memory_is_handed_out_piece_by_piece():
     assert [len(piece) for piece in pieces[:2]] == [64, 128]
     assert pieces[1].data_ptr() - pieces[0].data_ptr() == 64
     assert len(copy.deepcopy(pages)._left) == 0
-
-
-ANY_X86 = ("avx", "avx2", "fma", "f16c", "sse4.2", "popcnt", "bmi", "bmi2")
-OTHERS = {
-    "haswell": ANY_X86,
-    "alderlake": (*ANY_X86, "avxvnni"),
-    "skylake-avx512": (*ANY_X86, "avx512f", "avx512bw", "avx512vl", "avx512dq"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_processors_with_less_have_the_same_bits(name, tmp_path):
-    """This one, as far as its instructions go, compiled for as if it were another."""
-    if not has_features(*OTHERS[name]):
-        pytest.skip(f"this processor cannot stand for {name}")
-    features = ",".join(f"+{each}" for each in OTHERS[name])
-    compiled_for = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
-    tests = "bits_of_exact_sums or largest_sums or same_codes or not_finite"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", tests]
-    done = subprocess.run(command, env={**os.environ, **compiled_for}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) > 50

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from lade.backends.cpu.invariant.padded_rows import _drawn, _order, cancelling
-from lade.backends.cpu.kernels.dots import DOT_PANEL, has_dots
-from lade.backends.cpu.kernels.tiles import PANEL, has_tiles
-from lade.backends.cpu.packing import panel_products
-from lade.backends.cpu.packing.panel_products import out_of_panels, panel_product
+from lade.backends.cpu.packing import panel_products, panels, tile_products
+from lade.backends.cpu.packing.panel_products import panel_product
+from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL, has_dots, out_of_panels
+from lade.backends.cpu.packing.tile_products import has_tiles
 
 HALF = torch.bfloat16
-TILES = pytest.param(PANEL, id="tiles", marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))
+TILES = pytest.param(TILE_PANEL, id="tiles", marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))
 DOTS = pytest.param(DOT_PANEL, id="dots", marks=pytest.mark.skipif(not has_dots(HALF), reason="no AVX512-BF16 here"))
 SHAPES = [(64, 32), (70, 33), (96, 64), (97, 65), (33, 7), (130, 1000), (200, 2500)]
 """Outputs and inputs: of the last there are several chunks."""
@@ -21,7 +21,7 @@ SHAPES = [(64, 32), (70, 33), (96, 64), (97, 65), (33, 7), (130, 1000), (200, 25
 @pytest.fixture(params=[TILES, DOTS])
 def in_panels(request):
     """Lays a weight out for either sort of products."""
-    return partial(panel_products.in_panels, panel=request.param)
+    return partial(panels.in_panels, panel=request.param)
 
 
 def drawn(outputs: int, inputs: int, rows: int = 500) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,9 +44,9 @@ def test_an_output_has_the_same_bits_beside_any_rows(outputs, inputs, biased, in
         for first in (0, 500 - rows):
             found = panel_product(x[first : first + rows], packed, bias, outputs)
             assert torch.equal(found, expected[first : first + rows]), rows
-    monkeypatch.setattr(panel_products, "_MANY", 1)
-    monkeypatch.setattr(panel_products, "_MANY_WEIGHTS", 1)
-    monkeypatch.setattr(panel_products, "_MANY_INPUTS", 1)
+    monkeypatch.setattr(tile_products, "_MANY", 1)
+    monkeypatch.setattr(panels, "_MANY_WEIGHTS", 1)
+    monkeypatch.setattr(panels, "_MANY_INPUTS", 1)
     for threads in (2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for rows in (1, 16, 17, 500):
@@ -95,16 +95,18 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, in_panels):
     out = torch.full((rows * 70 + 2000,), 7.0, dtype=HALF)
     biases = torch.full((70 + 100,), torch.nan, dtype=HALF)
     biases[:70] = bias
-    by_tiles = in_panels.keywords["panel"] == PANEL
-    multiply = panel_products._multiply_by_tiles if by_tiles else panel_products._multiply_by_dots
-    multiply(inner, in_panels(weight), biases[:70], out[1000:-1000].view(rows, 70))
+    arguments = inner, in_panels(weight), biases[:70], out[1000:-1000].view(rows, 70)
+    if in_panels.keywords["panel"] == TILE_PANEL:
+        tile_products._multiply(*arguments, "")
+    else:
+        panel_products._multiply(*arguments)
     assert (out[:1000] == 7).all() and (out[-1000:] == 7).all()
     assert torch.equal(out[1000:-1000].view(rows, 70), panel_product(x, in_panels(weight), bias, 70))
 
 
-@pytest.mark.parametrize(("panel", "shape"), [(PANEL, (2, 2, 4, 16, 32)), (DOT_PANEL, (5, 2, 1, 16, 32))])
+@pytest.mark.parametrize(("panel", "shape"), [(TILE_PANEL, (2, 2, 4, 16, 32)), (DOT_PANEL, (5, 2, 1, 16, 32))])
 def test_what_fills_panels_up_is_zero(panel, shape):
-    packed = panel_products.in_panels(torch.ones(70, 33, dtype=HALF), panel=panel)
+    packed = panels.in_panels(torch.ones(70, 33, dtype=HALF), panel=panel)
     assert packed.shape == shape
     assert packed.sum() == 70 * 33 and packed[0].count_nonzero() == panel * 33
 

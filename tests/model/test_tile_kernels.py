@@ -1,45 +1,116 @@
-"""Products of tiles, instruction by instruction."""
+"""Products by tiles (AMX), by the instructions where a processor has them and by their definition everywhere."""
 
-import numba
 import pytest
 import torch
 
-from lade.backends.cpu.kernels import tiles
-from lade.backends.cpu.kernels.instructions import field
-from lade.backends.cpu.worker_threads import run_on_team
-from lade.compilation import TeamKernel
+from lade.backends.cpu.kernels import kernel
+from lade.backends.cpu.packing import panels, tile_products
+from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.integer_products import Codes, quantised
+from lade.backends.cpu.packing.panels import TILE_PANEL, in_panels
+from lade.backends.cpu.packing.tile_products import has_tiles, tile_product
 
-pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles (AMX)")
-
-
-@numba.njit
-def _multiply(address, whole):
-    tiles.shape_tiles(field(address, 2))
-    tiles.zero_tile(0)
-    tiles.load_tile(4, field(address, 3), 64)
-    tiles.load_tile(5, field(address, 4), 64)
-    if whole:
-        tiles.multiply_int8(0, 4, 5)
-    else:
-        tiles.multiply_bfloat16(0, 4, 5)
-    tiles.store_tile(0, field(address, 5), 64)
-    tiles.release_tiles()
+HALF = torch.bfloat16
+SHAPES = [(1, 64, 64), (1, 33, 7), (7, 3, 33), (16, 300, 64), (17, 64, 300), (33, 130, 777), (70, 40, 2500)]
+"""Rows, outputs and inputs: of the last there are several chunks."""
+pytestmark = pytest.mark.skipif(not kernel("attend").available, reason="the compiled kernels are missing")
 
 
-multiply_int8 = TeamKernel(lambda address: _multiply(address, True))
-multiply_bfloat16 = TeamKernel(lambda address: _multiply(address, False))
+@pytest.fixture(params=["reference", "amx"])
+def instructions(request):
+    if not kernel("multiply_few_by_tiles", request.param).available:
+        pytest.skip("this processor has no tiles (AMX)")
+    return request.param
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16])
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_tile_times_a_tile(rows, whole):
-    inputs, group = (64, 4) if whole else (32, 2)
+@pytest.fixture(params=[1, 3])
+def threads(request, monkeypatch):
+    monkeypatch.setattr(tile_products, "_MANY", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_outputs_are_the_sums(shape, biased, instructions, threads):
+    rows, outputs, inputs = shape
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randint(-128, 128, (each, inputs), generator=generator) for each in (rows, 16))
-    dtype, found = (torch.int8, torch.int32) if whole else (torch.bfloat16, torch.float32)
-    left, out = x.to(dtype), torch.full((17, 16), -1).to(found)
-    right = weight.to(dtype).view(16, inputs // group, group).transpose(0, 1).contiguous()
-    fields = (rows, left.data_ptr(), right.data_ptr(), out.data_ptr())
-    run_on_team(multiply_int8 if whole else multiply_bfloat16, fields, 1)
-    assert torch.equal(out[:rows].long(), x @ weight.t())
-    assert (out[rows:] == -1).all(), "rows that a tile does not have are not written"
+    x, weight = (torch.randn(each, inputs, generator=generator).to(HALF) for each in (rows, outputs))
+    bias = torch.randn(outputs, generator=generator).to(HALF) if biased else None
+    found = tile_product(x, in_panels(weight), bias, outputs, instructions)
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_an_output_has_the_same_bits_beside_any_rows(instructions):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(each, 2100, generator=generator).to(HALF) for each in (70, 70))
+    packed = in_panels(weight)
+    expected = tile_product(x, packed, None, 70, instructions)
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 65):
+        assert torch.equal(tile_product(x[70 - rows :], packed, None, 70, instructions), expected[70 - rows :]), rows
+
+
+@pytest.mark.parametrize("rows", [3, 16, 20, 70])
+def test_nothing_beside_the_rows_is_read_or_written(rows, instructions):
+    x, weight = torch.randn(rows, 33).to(HALF), torch.randn(70, 33).to(HALF)
+    around = torch.full((rows * 33 + 2000,), torch.nan, dtype=HALF)
+    inner = around[1000:-1000].view(rows, 33).copy_(x)
+    out = torch.full((rows * 70 + 2000,), 7.0, dtype=HALF)
+    tile_products._multiply(inner, in_panels(weight), None, out[1000:-1000].view(rows, 70), instructions)
+    assert (out[:1000] == 7).all() and (out[-1000:] == 7).all()
+    assert torch.equal(out[1000:-1000].view(rows, 70), tile_product(x, in_panels(weight), None, 70, instructions))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_of_codes_are_exact(shape, dtype, instructions, threads):
+    rows, outputs, inputs = shape
+    codes, x, bias = Codes.of(torch.randn(outputs, inputs)), torch.randn(rows, inputs).to(dtype), torch.randn(outputs)
+    out = torch.empty(rows, outputs, dtype=dtype)
+    rounded = quantised_in_blocks(x, TILE_PANEL)
+    start = initial_sums(codes.values)
+    int8_panel_product(*rounded, in_panels(codes.values), start, codes.scale, bias, out, instructions)
+    values, scale = quantised(x, torch.int8)
+    sums = (values.double() @ codes.values.double().t()).float()
+    assert torch.equal(out, sums.mul_(codes.scale).mul_(scale).add_(bias).to(dtype))
+
+
+def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypatch, caplog):
+    """A processor with tiles, whose products are made up: of the definition, or with a fault."""
+    assert all(tile_products._products_agree(*shape, "reference") for shape in tile_products._TRIAL)
+    own_product, own_kernel = tile_products.tile_product, tile_products.kernel
+    monkeypatch.setattr(tile_products, "kernel", lambda name, _="": own_kernel(name, "reference"))
+    monkeypatch.setattr(
+        tile_products,
+        "int8_panel_product",
+        lambda *args: int8_panel_product(*args[:-1], "reference"),
+    )
+    assert has_tiles.__wrapped__()
+    assert not caplog.records
+
+    def wrong(x, packed, bias, outputs, instructions):
+        found = own_product(x, packed, bias, outputs, instructions)
+        return found if instructions == "reference" else found.roll(1, -1)
+
+    monkeypatch.setattr(tile_products, "tile_product", wrong)
+    with caplog.at_level("INFO"):
+        assert not has_tiles.__wrapped__()
+    assert "AMX tiles compute something else" in caplog.text
+
+
+def test_in_int8_one_wrong_sum_is_enough(monkeypatch):
+    def wrong(*args):
+        out = int8_panel_product(*args[:-1], "reference")
+        out[0, 0] += args[-1] == "amx"
+        return out
+
+    monkeypatch.setattr(tile_products, "int8_panel_product", wrong)
+    monkeypatch.setattr(tile_products, "tile_product", lambda *args: torch.zeros(args[0].shape[0], args[3]))
+    assert not tile_products._products_agree(3, 5, 70)
+
+
+def test_groups_of_rows_hold_all_rows():
+    for groups in (panels.WIDE, panels.NARROW):
+        for rows in range(1, 100):
+            together = groups.together_for(rows)
+            assert together >= rows if rows <= groups.sizes[-1] else together == groups.together

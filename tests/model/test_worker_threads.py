@@ -1,5 +1,6 @@
 """Threads that compiled functions share their work among."""
 
+import ctypes
 import threading
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 from forked import in_fork
 
 from lade.backends.cpu import worker_threads
-from lade.backends.cpu.kernels.instructions import field, next_part
+from lade.backends.cpu.invariant.activations import times_logistic
 from lade.backends.cpu.worker_threads import run_in_parts, run_on_team
-from lade.compilation import TeamKernel
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +40,25 @@ def test_a_child_has_threads_of_its_own():
     assert in_fork(parts_in_child, seconds=5) == [0, 1, 2]
 
 
-def _count(address):
+LOCK = threading.Lock()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def count(address):
     """Count each part up, in the numbers that the only field points to."""
-    part = next_part(address)
-    while part < field(address, 1):
-        next_part(field(address, 2) + 8 * part)
-        part = next_part(address)
+    fields = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
+    done = ctypes.cast(fields[2], ctypes.POINTER(ctypes.c_int64))
+    while True:
+        with LOCK:
+            part = fields[0]
+            fields[0] += 1
+        if part >= fields[1]:
+            return
+        with LOCK:
+            done[part] += 1
 
 
-count = TeamKernel(_count)
+count.address = ctypes.cast(count, ctypes.c_void_p).value
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 50])
@@ -62,3 +72,10 @@ def test_a_team_does_each_part_once(monkeypatch, parts, openmp):
     for times in (1, 2, 3):
         run_on_team(count, [done.data_ptr()], parts, done)
         assert done.tolist() == [times] * parts
+
+
+def test_a_child_of_a_process_that_used_its_kernels_can_use_them():
+    """OpenMP's pool does not survive a fork: to enter it there would hang."""
+    numbers = torch.linspace(-5, 5, 2**17)
+    expected = times_logistic(numbers)
+    assert in_fork(lambda: torch.equal(times_logistic(numbers), expected), seconds=10)

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from comparing import CONFIGS, PAPER, lookahead, plain, prompt
 from families import CONTEXT, FAMILIES, family, longrope
 from graphed import Graphs, shapes_of
+from mtp_toys import llama_with_mtp, load
 from test_batch_families import batch, build
 from transformers import GenerationConfig
 
@@ -98,6 +100,36 @@ def test_greedy_tokens_are_plain_decodings(each: Any, device: torch.device, grap
     for config in (PAPER, BUDGET):
         assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=30), expected), config
     assert graphs.counted.replayed == stats.steps > graphs.counted.recorded > 1
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_mtp_layers_read_the_states_that_captured_passes_leave(
+    rows: int, sampling: dict[str, Any], device: torch.device, graphs: Graphs, tmp_path: Path
+) -> None:
+    model = llama_with_mtp(tmp_path).to(device)
+    ids = torch.cat([prompt(20, seed) % 47 + 1 for seed in range(rows)]).to(device)
+    config, captured, eager = lade.LookaheadConfig(budget=10, mtp=True), lade.Stats(), lade.Stats()
+    torch.manual_seed(3)
+    expected = plain(model, ids, max_new_tokens=40, **sampling)
+    torch.manual_seed(3)
+    assert torch.equal(lookahead(model, ids, config, stats=captured, max_new_tokens=40, **sampling), expected)
+    assert captured.steps // rows <= graphs.counted.replayed > graphs.counted.recorded > 0
+    with pytest.MonkeyPatch.context() as uncaptured:
+        uncaptured.setattr(job, "runner_for", runner_for)
+        again = load(tmp_path).to(device)  # knows nothing of its layer's predictions yet
+        torch.manual_seed(3)
+        assert torch.equal(lookahead(again, ids, config, stats=eager, max_new_tokens=40, **sampling), expected)
+    assert captured.accepted == eager.accepted and captured.steps == eager.steps
+
+
+def test_passes_with_and_without_states_share_buffers(device: torch.device, graphs: Graphs, tmp_path: Path) -> None:
+    model, ids = llama_with_mtp(tmp_path).to(device), (prompt(20) % 47 + 1).to(device)
+    expected = plain(model, ids, max_new_tokens=30)
+    for mtp in (True, False, True):
+        config = lade.LookaheadConfig(budget=10, mtp=mtp)
+        assert torch.equal(lookahead(model, ids, config, max_new_tokens=30), expected)
+    assert len(graphs.pool(model)._entries) == 1
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from lade import LookaheadConfig, Stats, UnsupportedArgumentError
 from lade.backends.mtp.load import layer_of
 from lade.backends.mtp.runner import MtpRunner
 from lade.decoding.mtp import MtpHabits
+from lade.model.runner import EagerRunner
 
 _ONE_MORE = {"num_hidden_layers": 5}
 _HYBRID = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
@@ -167,7 +168,8 @@ def test_the_first_draft_is_transformers_own(made):
         places = torch.arange(1, 20)[None]
         theirs, logits, _ = loaded.mtp(ids[:, 1:], states, None, places, cache)
     row = SimpleNamespaceRow(ids[0].tolist())
-    runner = MtpRunner(model, loaded, "past_key_values", gathers=False)
+    passes = EagerRunner(model, lade.supports(model).plan, model.generation_config)
+    runner = MtpRunner(passes, loaded, gathers=False)
     with torch.no_grad(), runner.reading([row]):
         model(input_ids=ids[:, :-1])
     assert runner.knows(row)

@@ -38,7 +38,7 @@ def test_a_mapping_may_hold_a_memory() -> None:
         ("", "lookahead='' is not valid: give \"auto\""),
         ('{"window": 7', 'lookahead=\'{"window": 7\' is not valid: give "auto"'),
         (True, 'lookahead=True is not valid: give "auto"'),
-        ("windows=7", "there is no field 'windows', but window, ngram, guesses"),
+        ("windows=7", "unknown field 'windows': give some of window, ngram, guesses"),
         ("window=15;budget=3", "budget=3 is not valid: it belongs to the adaptive method"),
     ],
 )

@@ -266,8 +266,8 @@ def test_a_request_that_is_too_long_is_told_the_numbers():
     assert size == 2 * 2 * 2 * 8 * 8, "layers, keys and values, heads, their size, bytes of float64"
     with pytest.raises(
         InputError,
-        match=rf"^30 tokens of prompt and answer need a cache of 158 with a step's guesses, at {size} bytes each "
-        r"0\.1 MiB; there is room for 140 \(0\.1 MiB\): give a smaller max_new_tokens, or the engine a greater max_",
+        match=rf"^30 tokens of prompt and answer need a cache of 158 with a step's drafts, at {size} bytes each "
+        r"0\.1 MiB; there is room for 140 \(0\.1 MiB\): give a smaller max_new_tokens, or the engine a larger max_",
     ):
         driven.add(random_ids(10), "auto", max_new_tokens=20)
     driven.add(random_ids(10), None, max_new_tokens=20)

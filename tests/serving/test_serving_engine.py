@@ -118,6 +118,14 @@ def test_stats_that_are_given_are_added_to(engine):
     assert (stats.generations, stats.new_tokens, sum(stats.accepted)) == (3, 30, 27)
 
 
+def test_the_time_to_measure_passes_is_reported_to_the_request_that_took_it(engine):
+    first, second = Stats(), Stats()
+    for stats in (first, second):
+        engine.add([1, 2, 3], max_new_tokens=4, lookahead=lade.LookaheadConfig(), stats=stats).result()
+    assert first.setup_s > 0 and second.setup_s == 0.0
+    assert {1, 8} <= first.surroundings.pass_s.keys() and "A pass over 8 tokens takes" in second.explain()
+
+
 def test_on_step_is_told_every_step(engine):
     steps = []
     handle = engine.add(random_ids(5), on_step=steps.append, max_new_tokens=20)
@@ -174,7 +182,7 @@ def test_so_many_requests_wait_and_no_more():
         running = engine.add(random_ids(3), on_step=held, max_new_tokens=4)
         assert held.reached.wait(SOON)
         waiting = [engine.add(random_ids(3, seed), max_new_tokens=4) for seed in (1, 2)]
-        with pytest.raises(EngineFullError, match=r"^2 requests wait already: .*greater max_waiting"):
+        with pytest.raises(EngineFullError, match=r"^the queue is full \(2 waiting\): .*larger max_waiting"):
             engine.add(random_ids(3), max_new_tokens=4)
         assert waiting[0].cancel() and waiting[0].done() and not waiting[0].cancel()
         later = engine.add(random_ids(3, 5), max_new_tokens=4)
@@ -269,8 +277,8 @@ def test_what_cannot_be_served_is_refused_at_once(engine, more, problem, said):
         ("a text", r"input_ids is a text, 'a text': encode it with the tokenizer: tokenizer\("),
         (["a"], "input_ids is a text, 'a'"),
         ({"input_ids": [1]}, r"input_ids is a dict: pass its items as arguments, \*\*input_ids"),
-        ([1.0], "input_ids are no whole numbers"),
-        ([[1, 2]], "input_ids are no whole numbers"),
+        ([1.0], "input_ids are not integers"),
+        ([[1, 2]], "input_ids are not integers"),
     ],
 )
 def test_a_prompt_that_nobody_could_continue(engine, prompt, said):
@@ -355,7 +363,7 @@ DYNAMIC = {
 def test_texts_that_would_change_the_frequencies_of_others(name, fields):
     model = family(name).build(**fields)
     with Engine(model, prefill_tokens=4) as engine:
-        said = rf"max_length={SWITCH + 1} cannot be used .*from {SWITCH} tokens on, a row decides"
+        said = rf"max_length={SWITCH + 1} cannot be used .*from {SWITCH} tokens on, the length of one row"
         with pytest.raises(UnsupportedArgumentError, match=said):
             engine.add(random_ids(10), max_new_tokens=SWITCH - 9)
         handles = [engine.add(random_ids(10, seed), max_new_tokens=SWITCH - 10) for seed in range(2)]
@@ -371,7 +379,7 @@ def test_a_text_longer_than_a_table_of_positions_would_fail_for_all(name):
     model = model or family(name).build(max_position_embeddings=32)
     with Engine(model) as engine:
         with pytest.raises(
-            InputError, match=r"^34 tokens of prompt and answer are more than .* which are 32: give a sm"
+            InputError, match=r"^prompt and answer have 34 tokens, and .* has positions for 32: give a sm"
         ):
             engine.add(random_ids(5), max_new_tokens=29)
         with pytest.raises(InputError, match="input_ids has 33 tokens"):

@@ -34,9 +34,9 @@ def test_a_place_is_a_request_that_waits():
     with Engine(LLAMA, max_rows=1, max_waiting=1) as engine:
         with engine.reserve() as first, engine.reserve() as second:
             assert repr(first) == "QueueSlot(free)" and engine.snapshot().waiting == 2
-            with pytest.raises(EngineFullError, match=r"^2 requests wait already"):
+            with pytest.raises(EngineFullError, match=r"^the queue is full \(2 waiting\)"):
                 engine.reserve()
-            with pytest.raises(EngineFullError, match=r"^2 requests wait already"):
+            with pytest.raises(EngineFullError, match=r"^the queue is full \(2 waiting\)"):
                 engine.add(random_ids(4), max_new_tokens=2)
             second.release()
             handle = engine.add(random_ids(4, 1), place=first, max_new_tokens=9)
@@ -80,7 +80,7 @@ def test_free_rows_are_no_places_where_the_next_one_lacks_room():
         go_on.release(2)
         assert all(reached.acquire(timeout=SOON) for _ in range(2)), "between two steps the second one was looked at"
         try:
-            with pytest.raises(EngineFullError, match=r"^1 requests wait already"):
+            with pytest.raises(EngineFullError, match=r"^the queue is full \(1 waiting\)"):
                 engine.reserve()
         finally:
             go_on.release(100)

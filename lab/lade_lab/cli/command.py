@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import ShellCommand, ShellGroup
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import InputError
 from lade_lab.cli import compare, plan, scaling
@@ -13,7 +14,7 @@ from lade_lab.cli.throughput import LoadOptions, measure
 
 EXAMPLE = "Example:  [bold]lade bench --model gpt2 --prompts HumanEval.jsonl.gz --limit 20[/bold]"
 
-app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", subcommand_metavar="[COMMAND]")
+app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", subcommand_metavar="[COMMAND]", cls=ShellGroup)
 
 
 @app.callback(epilog=EXAMPLE)
@@ -29,11 +30,11 @@ def bench(
     weights: Weights,
     output: options.Output,
 ) -> None:
-    """Run ways to decode side by side on the same prompts; outputs are compared first, then speeds are reported.
+    """Compare decoding methods on the same prompts: outputs first, then speeds.
 
     Without options: the embedded model on built-in prompts, offline, in a minute or two.
 
-    DIR gets results.json, from which --resume continues after Ctrl-C, and report.html; figures with --figures.
+    Writes results.json and report.html to --out; --resume continues from them after Ctrl-C.
 
     Exit code 1: a method's output differs from the first's. 2: bad input. 130: interrupted.
     """
@@ -48,9 +49,9 @@ def bench(
             run(Plan.of(loading, runs, answers, files, weights), term)
 
 
-app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
-app.command("scaling", epilog=scaling.EXAMPLE)(scaling.scaling)
-app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
+app.command("compare", epilog=compare.EXAMPLE, cls=ShellCommand)(compare.compare)
+app.command("scaling", epilog=scaling.EXAMPLE, cls=ShellCommand)(scaling.scaling)
+app.command("plan", epilog=plan.EXAMPLE, cls=ShellCommand)(plan.plan)
 
 
 def run(plan: Plan, term: Terminal) -> None:
@@ -90,4 +91,4 @@ def _refuse_options(context: typer.Context) -> None:
 def register(shell: typer.Typer) -> None:
     """Add `lade bench` and `lade plan` to the shell; an entry point of the group `lade.commands`."""
     shell.add_typer(app, name="bench")
-    shell.command("plan", epilog=plan.EXAMPLE)(plan.plan)
+    shell.command("plan", epilog=plan.EXAMPLE, cls=ShellCommand)(plan.plan)

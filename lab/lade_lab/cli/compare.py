@@ -27,29 +27,29 @@ _CLOCKS = ("decoding", "call")
 
 @options.grouped
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A.json", help="results.json of the run before.")],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="results.json of the run after.")],
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="results.json of the earlier run.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="results.json of the later run.")],
     tolerance: Annotated[
         str, typer.Option(metavar="SHARE", help="How much slower a method may get, such as 3% or 0.03.")
     ] = "3%",
     *,
     absolute: Annotated[
         bool,
-        typer.Option("--absolute", help="Judge tokens per second, also the reference's, instead of speed-ups over it."),
+        typer.Option("--absolute", help="Compare tokens per second instead of speed-ups over the reference method."),
     ] = False,
     clock: Annotated[
         str,
-        typer.Option(metavar="|".join(_CLOCKS), help="What is timed: all after the first token, or the whole call."),
+        typer.Option(metavar="|".join(_CLOCKS), help="Time after the first token, or of the whole call."),
     ] = "decoding",
     force: Annotated[
-        bool, typer.Option("--force", help="Compare runs of different models or settings all the same.")
+        bool, typer.Option("--force", help="Compare runs even if their models or settings differ.")
     ] = False,
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Report what got faster or slower from one benchmark run to another, and what is mere noise.
+    """Compare two benchmark runs: what got faster or slower, and what is noise.
 
-    Judged are speed-ups over the reference method, which cancel how fast the machine happened to be.
+    Compares speed-ups over the reference method, so that the speed of the machine cancels out.
 
     Exit code 1: a method got slower, beyond noise and by more than the tolerance. 0: none did. 2: bad input.
     """

@@ -36,16 +36,15 @@ class Runs:
         list[str] | None,
         _what(
             "--prompts",
-            "--workload",
             "-w",
             metavar="FILE",
             help="Prompts: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K, ClassEval, or JSON lines with the key prompt. "
             "Repeatable. Default: builtin, Python to continue.",
         ),
     ] = None
-    format: Annotated[str | None, _what(metavar="NAME", help="Format of the files. Default: seen by their keys.")] = (
-        None
-    )
+    format: Annotated[
+        str | None, _what(metavar="NAME", help="Format of the files. Default: recognised by their keys.")
+    ] = None
     limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts of each file.")] = None
     methods: Annotated[
         list[str] | None,
@@ -90,17 +89,19 @@ class Answers:
     max_new_tokens: Annotated[int, _answers("--max-new-tokens", "-n", metavar="N", help="Most tokens to generate.")] = (
         128
     )
-    ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Write on after the end of a text.")] = False
+    ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Continue after the end-of-text token.")] = False
     temperature: Annotated[
-        float | None, _answers(metavar="T", help="Above 0: sample at this temperature. Default: greedy.")
+        float | None, _answers(metavar="T", help="Above 0: sample; below 1 is less random. Default: greedy.")
     ] = None
-    top_k: Annotated[int | None, _answers(metavar="K", help="Draw only among the K likeliest.")] = None
-    top_p: Annotated[float | None, _answers(metavar="P", help="Draw only among the likeliest that add up to P.")] = None
+    top_k: Annotated[int | None, _answers(metavar="K", help="Sample from the K most likely tokens.")] = None
+    top_p: Annotated[
+        float | None, _answers(metavar="P", help="Sample from the most likely tokens that add up to P.")
+    ] = None
     seeds: Annotated[
         str,
-        _answers("--seed", "--seeds", metavar="S,S,...", help="Sampling seeds: an answer to each prompt for each."),
+        _answers("--seed", metavar="S,S,...", help="Sampling seeds; each prompt is answered once per seed."),
     ] = "0"
-    repeats: Annotated[int, _answers(metavar="R", help="How often each answer is timed.")] = 1
+    repeats: Annotated[int, _answers(metavar="R", help="Times that each answer is generated.")] = 1
 
     def settings(self) -> Settings:
         """The same for the record.
@@ -113,9 +114,12 @@ class Answers:
 
         options.check_max_new_tokens(self.max_new_tokens)
         options.check_ranges(vars(self))
-        seeds = options.whole_numbers("seeds", self.seeds, 0, "0,1,2")
+        seeds = options.whole_numbers("seed", self.seeds, 0, "0,1,2")
         settings = Settings(**{**vars(self), "temperature": self.temperature or None, "seeds": seeds})
-        check_settings(settings)
+        try:
+            check_settings(settings)
+        except ConfigError as problem:
+            raise ConfigError(problem.field.replace("seeds", "seed"), problem.value, problem.remedy) from problem
         return settings
 
 
@@ -131,13 +135,15 @@ class Files:
         json: whether the summary is printed as JSON.
     """
 
-    out: Annotated[Path | None, _results(metavar="DIR", help="Folder for them. Default: bench-results/MODEL.")] = None
+    out: Annotated[
+        Path | None, _results(metavar="DIR", help="Folder for the results. Default: bench-results/MODEL.")
+    ] = None
     resume: Annotated[
-        bool, _results("--resume", help="Continue where it stopped; a complete run is only reported again.")
+        bool, _results("--resume", help="Continue an interrupted run; a complete one is reported again.")
     ] = False
-    figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False
+    figures: Annotated[bool, _results("--figures", help="Write the figures as SVG and PNG, too.")] = False
     allow_near_ties: Annotated[
-        bool, _results("--allow-near-ties", help="Exit code 0 though texts differ, if rounding explains it.")
+        bool, _results("--allow-near-ties", help="Exit with 0 if rounding explains all differences.")
     ] = False
     json: options.Json = False
 
@@ -155,21 +161,23 @@ class Weights:
 
     inflate: Annotated[
         float | None,
-        _model(metavar="PARAMS", help="Grow it to this many parameters, such as 500e6: same text, its cost."),
+        _model(
+            metavar="PARAMS", help="Pad the model to so many parameters, such as 500e6: the same text at a larger cost."
+        ),
     ] = None
     threads: options.Threads = None
     pack: Annotated[
         bool | None,
         _model(
             "--pack/--no-pack",
-            help="Prepacked weights for this library's methods; hf runs on a plain copy. Default: where it pays.",
+            help="Prepack linear layers for all methods but hf, which gets a copy. Default: if that pays.",
         ),
     ] = None
     invariant: Annotated[
         bool,
         _model(
             "--invariant",
-            help="Make it round alike in every pass: any text that differs is a fault. All methods share the weights.",
+            help="Batch-invariant kernels for all methods: in 16 bits, too, outputs must be equal.",
         ),
     ] = False
 

@@ -62,7 +62,7 @@ class HardwareSpec:
     """
 
     params: Annotated[str, _model(metavar="P", help="Parameters, such as 7e9 or 7B.")]
-    dtype: Annotated[str, _model(metavar="NAME", help="Of the weights: bf16, fp16, fp32, fp8, int8, int4.")] = "bf16"
+    dtype: Annotated[str, _model(metavar="NAME", help="Weight dtype: bf16, fp16, fp32, fp8, int8, int4.")] = "bf16"
     bandwidth: Annotated[
         str | None, _hardware(metavar="B", help="Peak bytes per second, such as 3.35e12 or 3.35TB/s.")
     ] = None
@@ -74,19 +74,26 @@ class HardwareSpec:
         _hardware(metavar="NAME", help="Peaks from a datasheet: a100-80gb, h100-pcie, h100-sxm, h200, l4, l40s."),
     ] = None
     layers: Annotated[int | None, _model(metavar="L", help="With --cached: layers of the model.")] = None
-    kv_heads: Annotated[int | None, _model(metavar="H", help="With --cached: heads with keys and values.")] = None
+    kv_heads: Annotated[int | None, _model(metavar="H", help="With --cached: key-value heads.")] = None
     head_dim: Annotated[int | None, _model(metavar="D", help="With --cached: size of a head.")] = None
     cached: Annotated[int, _model(metavar="P", help="Tokens in the cache, which every pass reads.")] = 0
-    devices: Annotated[int, _hardware(metavar="P", help="2, 4 or 8 that decode one text together; needs --layers.")] = 1
-    interconnect: Annotated[str, _hardware(metavar="NAME", help="Between them: nvlink or pcie.")] = "nvlink"
+    devices: Annotated[
+        int,
+        _hardware(metavar="P", help="Number of devices that decode one text together: 1, 2, 4 or 8. Needs --layers."),
+    ] = 1
+    interconnect: Annotated[str, _hardware(metavar="NAME", help="Link between the devices: nvlink or pcie.")] = "nvlink"
     overhead: Annotated[
-        float, _hardware(metavar="S", help="Seconds of a pass that overlap with nothing: launches, ...")
+        float, _hardware(metavar="S", help="Seconds per pass that overlap with nothing, such as kernel launches.")
     ] = 0.0
     bandwidth_share: Annotated[
-        float, _hardware(metavar="X", show_default=False, help="Of the peak, what passes reach. Default 0.8.")
+        float,
+        _hardware(metavar="X", show_default=False, help="Share of the peak bandwidth that passes reach. Default: 0.8."),
     ] = BANDWIDTH_SHARE
     flops_share: Annotated[
-        float, _hardware(metavar="X", show_default=False, help="Of the peak, what passes reach. Default 0.6.")
+        float,
+        _hardware(
+            metavar="X", show_default=False, help="Share of the peak operations that passes reach. Default: 0.6."
+        ),
     ] = FLOPS_SHARE
 
     def roofline(self) -> Roofline:
@@ -189,7 +196,7 @@ def plan(
         typer.Option(
             metavar="S",
             rich_help_panel="Hardware",
-            help="Seconds of this library in a step. Default: as measured.",
+            help="Seconds per step outside of the passes. Default: as measured.",
         ),
     ] = None,
     out: Annotated[
@@ -198,9 +205,9 @@ def plan(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Estimate speeds on hardware you do not have yet: a roofline's cost of a step, times tokens per step measured.
+    """Estimate speeds on hardware you do not have, from a roofline model and measured tokens per step.
 
-    Nothing is run. All assumptions are printed; the largest is that your text is as predictable as the one measured.
+    Nothing is run. All assumptions are printed; the main one is that your text is as predictable as the one measured.
     """
     with terminal(output) as term:
         if library_time is not None and not 0.0 <= library_time < math.inf:

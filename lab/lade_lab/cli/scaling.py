@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lade_lab.workloads import Workload
 
 
-EXAMPLE = "Example:  [bold]lade bench scaling --model gpt2 --workload HumanEval.jsonl.gz --limit 20 --out law[/bold]"
+EXAMPLE = "Example:  [bold]lade bench scaling --model gpt2 --prompts HumanEval.jsonl.gz --limit 20 --out law[/bold]"
 EXIT_DIFFERENT = 1
 
 _LINE_EVERY_S = 30.0  # where there is no terminal to draw a bar on
@@ -46,19 +46,19 @@ class ScalingOptions:
         threads: of the CPU.
     """
 
-    workload: Annotated[str, _what("--workload", "-w", metavar="FILE", help="Prompts, as for lade bench.")] = "builtin"
-    windows: Annotated[str, _what(metavar="W,W,...", help="Columns of the window, and as many guesses.")] = (
+    workload: Annotated[str, _what("--prompts", "-w", metavar="FILE", help="Prompts, as for lade bench.")] = "builtin"
+    windows: Annotated[str, _what(metavar="W,W,...", help="Window sizes; each is also the number of guesses.")] = (
         "1,2,3,5,7,10,15,20,30,40,60"
     )
-    ngrams: Annotated[str, _what(metavar="N,N,...", help="Lengths of the n-grams.")] = "3,4,5,6,7"
-    format: Annotated[str | None, _what(metavar="NAME", help="Format of the file. Default: seen by its keys.")] = None
+    ngrams: Annotated[str, _what(metavar="N,N,...", help="N-gram lengths.")] = "3,4,5,6,7"
+    format: Annotated[
+        str | None, _what(metavar="NAME", help="Format of the file. Default: recognised by its keys.")
+    ] = None
     limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts.")] = None
-    max_new_tokens: Annotated[int, _what("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.")] = (
-        128
-    )
-    ignore_eos: Annotated[bool, _what("--ignore-eos", help="Write on after the end of a text.")] = False
+    max_new_tokens: Annotated[int, _what("--max-new-tokens", "-n", metavar="N", help="Most tokens to generate.")] = 128
+    ignore_eos: Annotated[bool, _what("--ignore-eos", help="Continue after the end-of-text token.")] = False
     prompt_ngrams: Annotated[
-        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Guess n-grams of prompt and text too.")
+        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Also draft n-grams of the prompt and the text.")
     ] = True
     threads: options.Threads = None
 
@@ -88,11 +88,13 @@ class ScalingResults:
         figures, json: whether to draw pictures, and to print JSON.
     """
 
-    out: Annotated[Path, _results(metavar="DIR", help="Folder for scaling.json, made if need be.")] = Path("scaling")
+    out: Annotated[Path, _results(metavar="DIR", help="Folder for scaling.json; created if it does not exist.")] = Path(
+        "scaling"
+    )
     resume: Annotated[
-        bool, _results("--resume", help="Continue with the sizes that DIR lacks; with none, only report again.")
+        bool, _results("--resume", help="Continue an interrupted run; a complete one is reported again.")
     ] = False
-    figures: Annotated[bool, _results("--figures", help="Draw the pictures into files too, SVG and PNG.")] = False
+    figures: Annotated[bool, _results("--figures", help="Write the figures as SVG and PNG, too.")] = False
     json: options.Json = False
 
     def check(self) -> None:
@@ -110,11 +112,11 @@ class ScalingResults:
 def scaling(
     wanted: ScalingOptions, *, results: ScalingResults, loading: options.Loading, output: options.Output
 ) -> None:
-    """Measure how tokens per step grow with the tokens fed, for the paper's method at many sizes, and fit its law.
+    """Measure tokens per step by tokens fed for the paper's method at many sizes, and fit its scaling law.
 
     Nothing is timed, so a busy machine changes nothing.
 
-    Each size is saved as soon as it is done; after Ctrl-C the same command with --resume continues.
+    Each size is saved when it is done; --resume continues after Ctrl-C.
 
     Exit code 1: an output differs from plain decoding's. 2: bad input. 130: interrupted.
     """

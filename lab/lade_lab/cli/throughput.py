@@ -35,10 +35,11 @@ class LoadOptions:
 
     batch_size: Annotated[
         str | None,
-        _option(metavar="B,B,...", help="Time batches of B prompts, and the engine with B rows, instead of methods."),
+        _option(metavar="B,B,...", help="Instead of methods: time batches of B prompts, and the engine with B rows."),
     ] = None
     arrivals: Annotated[
-        float | None, _option(metavar="RATE", help="Prompts arrive, RATE a second: the engine's latency, and hf's.")
+        float | None,
+        _option(metavar="RATE", help="Latency of the engine and of hf with RATE prompts arriving per second."),
     ] = None
 
     @property

@@ -237,7 +237,7 @@ def test_a_draft_model(bench, out, folder, templated):
 
 
 def test_sampling(bench, out):
-    result = bench("--temperature", 1.2, "--seeds", "3,4", "--top-k", 30, "--top-p", 0.9, methods="hf,plain,adaptive")
+    result = bench("--temperature", 1.2, "--seed", "3,4", "--top-k", 30, "--top-p", 0.9, methods="hf,plain,adaptive")
     assert result.exit_code == 0, result.output
     assert "3 prompts of texts, 2 times each, at most 8 new tokens, at temperature 1.2" in result.stderr
     results = Results.load(out / "results.json")
@@ -268,8 +268,8 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
         (["--methods", "hf,hf"], ["named twice"]),
         (["--methods", "hf,hf-assisted"], ["--draft"]),
         (["--draft", "x"], ["hf-assisted"]),
-        (["--seeds", "1,x"], ["seeds", "0,1,2"]),
-        (["--seeds", "1"], ["--seeds", "temperature"]),
+        (["--seed", "1,x"], ["--seed", "0,1,2"]),
+        (["--seed", "1"], ["--seed", "temperature"]),
         (["--top-k", 3], ["--top-k 3", "temperature"]),
         (["--temperature", -1], ["--temperature -1.0"]),
         (["--temperature", 1, "--top-p", 2], ["--top-p 2", "<= 1"]),

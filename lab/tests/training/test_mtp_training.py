@@ -14,6 +14,7 @@ import lade
 from lade.backends.mtp.load import layer_of
 from lade.backends.mtp.runner import MtpRunner
 from lade.decoding.drafting.drafter import Unseen
+from lade.model.runner import EagerRunner
 from training.mtp import export_layer, losses, new_layer, train_layer, unrolled, written_texts
 
 
@@ -40,7 +41,8 @@ def test_levels_are_what_drafting_computes(model: torch.nn.Module) -> None:
         rotary_emb=model.model.rotary_emb, has_per_layer_rope=False,
         use_shared_post_norm=False, config=model.config, _project_to_logits=model.lm_head,
     )  # fmt: skip
-    runner = MtpRunner(model, SimpleNamespace(mtp=mtp), "past_key_values")
+    passes = EagerRunner(model, lade.supports(model).plan, model.generation_config)
+    runner = MtpRunner(passes, SimpleNamespace(mtp=mtp))
     tokens = ids[0].tolist()
     row = Text(tokens[:12])
     with torch.no_grad(), runner.reading([row]):

@@ -1,8 +1,8 @@
 """Run kernels on several threads: torch's intra-op pool, or a thread pool of Python.
 
 Waking a Python thread takes longer than many products. Torch's OpenMP threads spin for a while before they sleep, so
-work that enters their pool finds them awake between two operators of torch. As with torch itself, a process that is
-forked after such work hangs if it does more of it with several threads.
+work that enters their pool finds them awake between two operators of torch. OpenMP's pool does not survive a fork: in
+a child of the process that imported this, the pool of Python is used instead.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from lade.compilation import TeamKernel
+from lade.backends.cpu.kernels import CpuKernel
 
 
-def run_on_team(kernel: TeamKernel, fields: Sequence[int], parts: int, holds: object = None) -> None:
+def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int, holds: object = None) -> None:
     """Run a kernel on a team of threads, which take the parts of the work one by one.
 
     The kernel gets the address of int64 fields: the index of the next part (an atomic counter), the number of parts,
     and then `fields`.
 
     Args:
-        kernel: a compiled kernel, which loops until all parts are taken.
+        kernel: loops until all parts are taken.
         fields: arguments of the kernel, as integers.
         parts: number of parts, at least one; no more threads are used than parts, or than torch has.
         holds: owner of the memory that `fields` point to, kept alive until the kernel returns.
@@ -52,8 +52,16 @@ def float_bits(number: float) -> int:
     return int.from_bytes(struct.pack("<f", number), "little")
 
 
-@cache
+_OWNER = os.getpid()
+
+
 def _entrance() -> Any:
+    """Return the entrance of torch's pool of threads, see `_openmp_entrance`; None in a forked child."""
+    return _openmp_entrance() if os.getpid() == _OWNER else None
+
+
+@cache
+def _openmp_entrance() -> Any:
     """Return OpenMP's `GOMP_parallel(function, data, threads, flags)` of the runtime that torch uses; None without one.
 
     Global symbols are searched before those of torch's own library, as the dynamic linker does.

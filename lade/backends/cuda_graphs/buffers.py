@@ -58,13 +58,15 @@ Layers = Sequence[tuple[KVShape, KVShape] | StateShape]
 class StepShape:
     """Shape of a forward pass: B rows, S tokens per row, and K cache slots that attention reads.
 
-    If positions differ from slots, `axes` is the number of position axes.
+    If positions differ from slots, `axes` is the number of position axes. With `states`, the pass leaves the hidden
+    states of its nodes.
     """
 
     rows: int
     size: int
     keys: int
     axes: int = 0
+    states: bool = False
 
 
 class Buffers:
@@ -80,11 +82,13 @@ class Buffers:
         groups: `[N, B, H, slots, D]` each, the tensors that N layers' keys or values are views of.
         states: states of recurrent layers.
         passes: captured passes on these addresses, by shape; freed together with the buffers.
+        hidden: memory for the hidden states of a pass, shared by passes of all shapes.
     """
 
     def __init__(self, layers: Layers, rows: int, slots: int) -> None:
         self.layers, self.rows, self.slots = tuple(layers), rows, slots
         self.passes: dict[StepShape, Any] = {}
+        self.hidden = ResultMemory()
         self.states = StateBuffers([each for each in layers if isinstance(each, StateShape)], rows)
         kinds = [kind for each in layers if not isinstance(each, StateShape) for kind in each]
         self.groups: list[torch.Tensor] = []
@@ -179,6 +183,24 @@ class StateBuffers:
         for group in self.groups.values():
             into, rows = upload([np.array(targets), np.array(sources)], group.device)
             group[into] = group[rows]
+
+
+class HiddenBuffer:
+    """Hidden states `[B, S, H]` that a captured pass leaves, at a fixed address.
+
+    Args:
+        memory: memory that they lie in.
+    """
+
+    def __init__(self, memory: ResultMemory) -> None:
+        self._memory = memory
+        self.states = torch.empty(0)
+
+    def take(self, states: torch.Tensor) -> None:
+        """Copy the states into the buffer; part of the captured pass."""
+        if not self.states.numel():
+            self.states = self._memory.like(states)
+        self.states.copy_(states)
 
 
 class NodeBuffers:

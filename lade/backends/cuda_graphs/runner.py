@@ -9,16 +9,16 @@ that has fallen back to a dynamic one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.backends.cuda_graphs.buffers import NodeBuffers, StepShape
+from lade.backends.cuda_graphs.buffers import HiddenBuffer, NodeBuffers, StepShape
 from lade.backends.cuda_graphs.capture import Recording
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.pass_inputs import ClosureAncestry, StaticCacheView, StaticInputs
@@ -35,10 +35,11 @@ from lade.model.runner import EagerRunner
 
 @dataclass(frozen=True)
 class CapturedPass:
-    """A captured pass, the inputs it reads, and the node inputs it leaves for states."""
+    """A captured pass, the inputs it reads, and what it leaves: node inputs for recurrent states, hidden states."""
 
     inputs: StaticInputs
     nodes: NodeBuffers
+    hidden: HiddenBuffer
     recording: Recording
 
 
@@ -74,12 +75,23 @@ class GraphRunner(EagerRunner):
     ) -> None:
         super().__init__(model, plan, generation_config, facts)
         self._pool = pool
+        self._watcher: Callable[[torch.Tensor], None] | None = None
         self._least_step = 1 if self._recurrence is None else 2  # models update their states themselves for one token
         self.step_sizes = [size for size in STEP_SIZES if size >= self._least_step]
 
     def eager(self) -> EagerRunner:
         """See `EagerRunner.eager`."""
         return EagerRunner(self.model, self.plan, self.generation_config, self.facts)
+
+    @contextmanager
+    def watching_states(self, watcher: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        """See `EagerRunner.watching_states`; replayed passes call no hooks, so they leave a copy of their states."""
+        self._watcher = watcher
+        try:
+            with super().watching_states(watcher):
+                yield
+        finally:
+            self._watcher = None
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> FallbackCache:
         """See `EagerRunner.new_cache`; static, unless captures of this model fail."""
@@ -139,7 +151,7 @@ class GraphRunner(EagerRunner):
         """Do everything that may need memory: reserve cache slots, and capture the pass of this shape if it is new."""
         size = max(self._least_step, *map(len, trees))
         cache.make_room(size)
-        shape, buffers = cache.shape(size), cache.buffers
+        shape, buffers = replace(cache.shape(size), states=self._watcher is not None), cache.buffers
         found: CapturedPass | None = buffers.passes.get(shape)
         if found is None:
             inputs = StaticInputs(shape.rows, shape.size, self.device, shape.axes)
@@ -148,30 +160,35 @@ class GraphRunner(EagerRunner):
         return PreparedStep(cache, shape, found)
 
     def _record(self, shape: StepShape, rows: StaticRows, inputs: StaticInputs) -> CapturedPass:
-        buffers, nodes = rows.buffers, NodeBuffers(rows.buffers.states)
+        buffers, nodes, hidden = rows.buffers, NodeBuffers(rows.buffers.states), HiddenBuffer(rows.buffers.hidden)
         recording = self._pool.record(
-            buffers, lambda: self._static_pass(shape, rows, inputs, nodes), [inputs.memory, *buffers.fixed]
+            buffers, lambda: self._static_pass(shape, rows, inputs, nodes, hidden), [inputs.memory, *buffers.fixed]
         )
-        return CapturedPass(inputs, nodes, recording)
+        return CapturedPass(inputs, nodes, hidden, recording)
 
     def _replay(self, step: PreparedStep, trees: Sequence[TokenTree]) -> torch.Tensor:
-        cache, shape, inputs, nodes = step.cache, step.shape, step.captured.inputs, step.captured.nodes
+        cache, shape, captured = step.cache, step.shape, step.captured
+        inputs, nodes, hidden = captured.inputs, captured.nodes, captured.hidden
         size = max(map(len, trees))
         self._stopwatch.start(self.device)
         inputs.fill(trees, cache.lengths, cache.rows.offsets)
-        logits = step.captured.recording.replay(lambda: self._static_pass(shape, cache.rows, inputs, nodes))
+        logits = captured.recording.replay(lambda: self._static_pass(shape, cache.rows, inputs, nodes, hidden))
         self._stopwatch.stop(logits.device)
         cache.rows.fed(size, shape, None if self._recurrence is None else nodes)
+        if self._watcher is not None:
+            self._watcher(hidden.states[: len(trees), :size].clone())  # the next replay overwrites them
         return logits[: len(trees), :size]
 
     def _static_pass(
-        self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers
+        self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers, hidden: HiddenBuffer
     ) -> torch.Tensor:
-        """Run the pass that a graph captures; return logits `[B, S, V]`, and leave its node inputs in `nodes`."""
+        """Run the pass that a graph captures; return logits `[B, S, V]`, and leave the rest in `nodes` and `hidden`."""
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
         view = StaticCacheView(rows.layers, rows.buffers, inputs.slots(), shape)
         arguments = self._arguments(step, view, inputs.offsets)
         with ExitStack() as stack:
+            if shape.states:
+                stack.enter_context(super().watching_states(hidden.take))
             if self._slot_patches:
                 stack.enter_context(self._slot_patches.patched_for(step))
             if self._recurrence is not None:

@@ -131,6 +131,8 @@ class EncoderDecoderRunner(EagerRunner):
         facts: survey of the model, see `EagerRunner`.
     """
 
+    exposes_states = False
+
     def __init__(
         self,
         model: PreTrainedModel,

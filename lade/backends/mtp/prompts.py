@@ -69,7 +69,7 @@ class KnownStates:
 
 
 class StateRecorder:
-    """Sees the passes that this thread makes of a model.
+    """Records the prompts that this thread feeds to a model, and their states.
 
     Args:
         model: a decoder-only model.
@@ -82,7 +82,6 @@ class StateRecorder:
         self._ids: torch.Tensor | None = None
         self._start = 0
         self.passes: list[PromptPass] = []
-        self.last: torch.Tensor | None = None
 
     @contextmanager
     def prompts(self) -> Iterator[list[PromptPass]]:
@@ -92,13 +91,6 @@ class StateRecorder:
         with hooked(self._model, before=self._note_ids), hooked(decoder, after=self._note_states):
             yield self.passes
         self.passes = []
-
-    @contextmanager
-    def trees(self) -> Iterator[None]:
-        """A block with a pass over trees, whose states `[B, S, H]` then are `last`."""
-        self.last = None
-        with hooked(self._model.get_decoder(), after=self._note_last):
-            yield
 
     def _note_ids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = kwargs.get(self._cache_name)
@@ -110,9 +102,6 @@ class StateRecorder:
         ids, self._ids = self._ids, None
         if ids is not None and ids.shape == states.shape[:2]:
             self.passes.append(PromptPass(ids.tolist(), self._start, states.detach()))
-
-    def _note_last(self, output: Any) -> None:
-        self.last = output[0].detach()
 
 
 def states_in(passes: Sequence[PromptPass], row: RowText, known: KnownStates | None) -> KnownStates | None:

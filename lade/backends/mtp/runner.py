@@ -13,7 +13,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
 
 from lade.backends.mtp.head import Head
 from lade.backends.mtp.load import Loaded
@@ -23,6 +22,7 @@ from lade.decoding.mtp import Predictions, RowText
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import plan_for
+from lade.model.runner import EagerRunner
 
 
 @dataclass
@@ -53,18 +53,19 @@ class MtpRunner:
     """See `lade.decoding.mtp.MtpLayer`.
 
     Args:
-        model: the model whose passes are watched.
-        loaded: its MTP layer.
-        cache_name: under which name its forward takes the cache.
+        runner: runner of the model's passes, which are watched; it `exposes_states`.
+        loaded: the model's MTP layer.
         gathers: see `Head`.
     """
 
-    def __init__(self, model: PreTrainedModel, loaded: Loaded, cache_name: str, gathers: bool | None = None) -> None:
+    def __init__(self, runner: EagerRunner, loaded: Loaded, gathers: bool | None = None) -> None:
         self._mtp = mtp = loaded.mtp
         self._head = Head(mtp, gathers)
-        self._recorder = StateRecorder(model, cache_name)
+        self._runner = runner
+        self._recorder = StateRecorder(runner.model, runner.facts.cache_name or "past_key_values")
+        self._states: torch.Tensor | None = None  # [B, S, H], of the last pass over trees
         self._plan = plan_for(mtp.config, by_layer_type=False)
-        self._device, self._dtype = model.device, model.dtype
+        self._device, self._dtype = runner.model.device, runner.model.dtype
         self._none = torch.empty(0, device=self._device)  # states of a row that is fed nothing
         self._known: WeakKeyDictionary[RowText, KnownStates] = WeakKeyDictionary()  # of rows that may never draft, too
         self._held: dict[RowText, _Held] = {}
@@ -87,11 +88,15 @@ class MtpRunner:
 
     def watching(self) -> Any:
         """See `MtpLayer`."""
-        return self._recorder.trees()
+        self._states = None
+        return self._runner.watching_states(self._note_states)
+
+    def _note_states(self, states: torch.Tensor) -> None:
+        self._states = states
 
     def accept(self, rows: Sequence[RowText], paths: Sequence[Sequence[int]], fed: int) -> None:
         """See `MtpLayer`."""
-        states, self._recorder.last = self._recorder.last, None
+        states, self._states = self._states, None
         if states is None:
             return
         states = states[:, -fed:]  # a pass that fed the whole text anew ends with the root

@@ -173,6 +173,7 @@ class LeadingRunner(EagerRunner):
         facts: survey of the model, see `EagerRunner`.
     """
 
+    exposes_states = False
     shares_head = True
     """True if the language model head is split as well, so that all processes run it over prompts."""
 

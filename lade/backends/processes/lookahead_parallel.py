@@ -308,6 +308,8 @@ def _fed_prefix(path: Sequence[int], nodes: Sequence[int]) -> int:
 class PartRunner(EagerRunner):
     """Feeds this process's part of each tree."""
 
+    exposes_states = False
+
     def tree_cache(self) -> TreeCache:
         """See `EagerRunner`."""
         return PartialCache()

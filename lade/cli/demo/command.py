@@ -1,9 +1,11 @@
-"""`lade demo`: plain and adaptive decoding of the same texts side by side, then with a draft memory."""
+"""`lade demo`: `model.generate`, prompt lookup and lookahead decoding side by side, then with a draft memory."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,35 +19,18 @@ from lade.config import LookaheadConfig
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.demo.side_by_side import Race
+    from lade.cli.demo.race import Race
     from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
 
-EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 200[/bold]'
+EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 100[/bold]'
 EXIT_DIFFERENT = 1
+PADDED = 100  # millions of parameters
 _WARMUP_TOKENS = 8
-_REPLAY_S = 4.0  # the embedded model is too fast to follow
-_MIN_SLOWDOWN = 3.0  # a race that would be slowed down less can be followed as it is
-
-
-@dataclass(frozen=True)
-class _Show:
-    """Display settings of a race.
-
-    Attributes:
-        style: "live" panels, "text", or "json" at the end.
-        slow_motion: slow-down factor of the replay; 1 for no replay; None chooses one.
-    """
-
-    style: str
-    slow_motion: float | None
-
-    def slower(self, seconds: float) -> float:
-        """Return the slow-down factor for a race of this many seconds; 1 for no replay."""
-        if self.slow_motion is not None:
-            return self.slow_motion
-        factor = _REPLAY_S / seconds if seconds else 1.0
-        return factor if factor >= _MIN_SLOWDOWN else 1.0
+_PLAIN_S = 4.0  # of plain decoding, for each text
+_FEWEST_TOKENS, _MOST_TOKENS = 40, 120
+_REPLAYS_UNTIL_S = 60.0  # after the start; a slow or busy machine shows later races only once
+_FIRST = 2  # of the built-in prompts: from here on two are in the middle of all in tokens per pass
 
 
 @dataclass(frozen=True)
@@ -55,63 +40,87 @@ class DemoOptions:
     Attributes:
         prompt: text in place of the built-in prompts.
         limit: number of built-in prompts, if there is no `prompt`.
-        max_new_tokens: limit for each text.
-        temperature, seed: sampling of both sides; temperature 0 is greedy.
+        max_new_tokens: limit for each text; None chooses one by the model's speed.
+        temperature, seed: sampling of all methods; temperature 0 is greedy.
         window, ngram, guesses: W, N and G of the paper's method, which replaces the adaptive one.
-        slow_motion, plain_text, json: display settings.
+        padded: million parameters of the padded embedded model; 0 leaves it as it is, None is the default.
+        plain_text, json: display settings.
     """
 
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Text in place of the built-in prompts.")
     ] = None
-    limit: Annotated[int, typer.Option(metavar="N", help="Only the first N of the built-in prompts.")] = 3
-    max_new_tokens: options.MaxNewTokens = 120
+    limit: Annotated[int, typer.Option(metavar="N", help="Only the first N of the built-in prompts.")] = 2
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", "-n", metavar="N", help="Most tokens to generate. Default: 40 to 120, by speed."
+        ),
+    ] = None
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="Above 0: sample, with the same noise on both sides.")
+        float, typer.Option(metavar="T", help="Above 0: sample, with the same seed for each method.")
     ] = 0.0
-    seed: Annotated[int, typer.Option(metavar="S", help="Sampling seed of both sides.")] = 0
+    seed: Annotated[int, typer.Option(metavar="S", help="Sampling seed of each method.")] = 0
     window: options.Window = None
     ngram: options.Ngram = None
     guesses: options.Guesses = None
-    slow_motion: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Replay X times slower; 1: no replay. Default: so that it takes 4 seconds."),
+    padded: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M",
+            help=f"Pad the embedded model to M million parameters; 0: do not. Default: {PADDED}.",
+            show_default=False,
+        ),
     ] = None
     plain_text: Annotated[bool, typer.Option("--plain-text", help="Print paragraphs, not moving panels.")] = False
     json: options.Json = False
 
     def choices(self) -> options.Choices:
-        """Return the settled choices of both sides, after checking all options.
+        """Return the settled choices of all methods, after checking all options.
 
         Raises:
             ConfigError, InputError: a value is out of range.
         """
         seed = self.seed if self.temperature else None
         choices = options.Choices(temperature=self.temperature, seed=seed).settled()
-        options.check_max_new_tokens(self.max_new_tokens)
-        if self.slow_motion is not None and self.slow_motion < 1:
-            raise ConfigError("slow-motion", self.slow_motion, "give a number >= 1")
+        if self.max_new_tokens is not None:
+            options.check_max_new_tokens(self.max_new_tokens)
         if self.limit < 1:
             raise ConfigError("limit", self.limit, "give a whole number >= 1")
         if self.prompt is not None:
             check_text(self.prompt, "the prompt")
         return choices
 
+    def millions(self, choice: options.ModelChoice) -> int:
+        """Return the million parameters to pad to; 0 for no padding.
+
+        Raises:
+            ConfigError: the value is negative, or given for a model other than the embedded one.
+        """
+        if self.padded is None:
+            return PADDED if choice.model is None else 0
+        if self.padded < 0:
+            raise ConfigError("padded", self.padded, "give a number of millions, or 0 for no padding")
+        if self.padded and choice.model is not None:
+            raise ConfigError("padded", self.padded, "pads the embedded model alone: leave it out, or --model")
+        return self.padded
+
     def rounds(self, memory: Memory) -> list[Round]:
         """Return the rounds: adaptive without and with a memory, or the paper's method if sizes are given."""
         from lade.embedded import files as embedded
 
-        texts = [self.prompt] if self.prompt is not None else embedded.prompts()[: self.limit]
+        builtin = embedded.prompts()
+        builtin = (builtin[_FIRST:] + builtin[:_FIRST])[: self.limit]
+        texts = builtin if self.prompt is None else [self.prompt]
         choices = self.choices()
         sizes = options.Speed(window=self.window, ngram=self.ngram, guesses=self.guesses).lookahead()
         if isinstance(sizes, LookaheadConfig):
             return fixed_rounds(texts, choices, sizes, "lookahead")
         return adaptive_rounds(texts, choices, memory)
 
-    def show(self, term: Terminal) -> _Show:
-        """Return the display settings for this terminal."""
-        style = "json" if self.json else "text" if self.plain_text or not term.interactive else "live"
-        return _Show(style, self.slow_motion)
+    def style(self, term: Terminal) -> str:
+        """Return the kind of display: "live" panels, "text", or "json" at the end."""
+        return "json" if self.json else "text" if self.plain_text or not term.interactive else "live"
 
 
 @options.grouped
@@ -123,24 +132,27 @@ def demo(
     invariant: options.Invariant = False,
     output: options.Output,
 ) -> None:
-    """Show plain and adaptive decoding side by side: the same text, fewer passes, less time.
+    """Show model.generate, prompt lookup and lade side by side: same text, less time.
 
-    Then the same texts with a draft memory filled from others. Each round runs live and is replayed.
+    Then with a draft memory filled from other texts. The embedded model is padded to the cost of a larger one.
 
     Exit code 1: a text differs.
     """
     with terminal(output) as term:
         loading = options.Loading(**vars(choice))
         wanted.choices()  # check before torch is imported
+        millions = wanted.millions(choice)
         from lade.cli.loading.load import load
         from lade.cli.run import check_served
         from lade.memory import Memory
 
         memory = Memory()
         rounds = wanted.rounds(memory)
-        loaded = load(loading, term=term, pack=pack, invariant=invariant)
+        loaded = load(loading, term=term, pack=False if millions else pack, invariant=invariant and not millions)
         check_served(loaded, rounds[0].config, rounds[0].choices)
-        Demo(loaded, rounds, memory, wanted.max_new_tokens, term, wanted.show(term)).run()
+        show = Demo(loaded, rounds, memory, wanted, term)
+        show.prepare(millions, pack, invariant=invariant)
+        show.run()
 
 
 class Demo:
@@ -150,18 +162,49 @@ class Demo:
         loaded: model to generate with, and its tokenizer.
         rounds: at least one round.
         memory: draft memory of the rounds that keep one.
-        max_new_tokens: token limit of each text.
+        wanted: options of the command.
         term: terminal to write to.
-        show: how the races are displayed.
     """
 
     def __init__(
-        self, loaded: LoadedModel, rounds: list[Round], memory: Memory, max_new_tokens: int, term: Terminal, show: _Show
+        self, loaded: LoadedModel, rounds: list[Round], memory: Memory, wanted: DemoOptions, term: Terminal
     ) -> None:
-        self._loaded, self._rounds, self._memory = loaded, rounds, memory
-        self._max_new_tokens, self._term, self._show = max_new_tokens, term, show
+        self._loaded, self._rounds, self._memory, self._term = loaded, rounds, memory, term
+        self._max_new_tokens, self._style = wanted.max_new_tokens, wanted.style(term)
         self._races: list[Race] = []
         self._learned: int | None = None
+        self._about = ""
+        self._unpacked: Any = None
+        self._started = perf_counter()
+
+    def prepare(self, millions: int, pack: bool | None, *, invariant: bool) -> None:
+        """Fill the memory and pad the embedded model.
+
+        Args:
+            millions: million parameters to pad to; 0 for no padding.
+            pack: option of the command, for the padded model.
+            invariant: option of the command, for the padded model.
+        """
+        if not millions:
+            return
+        from lade.cli.loading.load import set_up
+        from lade.embedded.padding import pad
+
+        self._learn()  # the padded model predicts the same, and takes longer
+        own = self._loaded.model.num_parameters()
+        self._term.show_status(f"padding the embedded model to {millions} million parameters")
+        model = pad(self._loaded.model, millions * 1e6)
+        unpacked = deepcopy(model)
+        set_up(model, self._term, pack=pack, invariant=invariant)
+        self._loaded = replace(self._loaded, model=model)
+        self._unpacked = unpacked if self._loaded.packed else None
+        self._about = (
+            f"The embedded model has {own / 1e6:.0f} million parameters. Here it is padded to {millions} million with "
+            "layers that add zero: the same text at the cost of a real model, in real time."
+            + (" lade packs its weights for the CPU, the others use them as loaded." if self._loaded.packed else "")
+        )
+        if self._style != "json":
+            self._term.out.print(self._about)
 
     def run(self) -> None:
         """Run all rounds.
@@ -169,69 +212,82 @@ class Demo:
         Raises:
             typer.Exit: a text differs, or Ctrl-C was pressed.
         """
-        from lade.compilation import compile_all
-        from lade.decoding import kernels
-
         encoded = [self._loaded.encode(each.text) for each in self._rounds]
         try:
-            self._term.show_status("compiling the inner loops, once on a machine")
-            compile_all(kernels)  # a short text may not reach all of them
-            self._race(self._rounds[0], encoded[0], _WARMUP_TOKENS).run(draw=lambda: None)
+            self._warm_up(encoded[0])
             for each, ids in zip(self._rounds, encoded, strict=True):
-                if each.keeps_memory and self._learned is None:
-                    self._learn()
-                self._run(each, self._race(each, ids, self._max_new_tokens))
+                self._run(each, ids)
         except KeyboardInterrupt:
-            if self._races and self._show.style != "json":
+            if self._races and self._style != "json":
                 self._conclude()
             self._term.say("interrupted", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         self._conclude()
 
-    def _race(self, each: Round, ids: list[int], max_new_tokens: int) -> Race:
-        from lade.cli.demo.side_by_side import Race
+    def _warm_up(self, ids: list[int]) -> None:
+        """Run a short race, which measures what passes take, and choose the number of tokens by its speed."""
+        self._term.show_status("warming up")
+        race = self._race(self._rounds[0], ids, _WARMUP_TOKENS)
+        race.run(draw=lambda: None)
+        if self._max_new_tokens is None:
+            rate = race.plain.tokens_per_s or 0.0
+            self._max_new_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, round(rate * _PLAIN_S)))
+
+    def _race(self, each: Round, ids: list[int], max_new_tokens: int, earlier: Race | None = None) -> Race:
+        from lade.cli.demo.race import Race
 
         room = self._loaded.room(ids, max_new_tokens, within=True)
-        return Race(self._loaded, ids, each.config, room, each.choices, each.name)
+        more: Any = {"earlier": earlier, "unpacked": self._unpacked}
+        return Race(self._loaded, ids, each.config, room, each.choices, each.name, **more)
 
     def _learn(self) -> None:
         from rich.status import Status
 
+        if self._learned is not None or not any(each.keeps_memory for each in self._rounds):
+            return
         shown = [each.text for each in self._rounds]
         status = "filling the memory from other texts"
         with Status(status, console=self._term.err) if self._term.err.is_terminal else nullcontext():
-            self._learned = learn(self._loaded, self._memory, shown, self._max_new_tokens)
+            self._learned = learn(self._loaded, self._memory, shown, self._max_new_tokens or _MOST_TOKENS)
 
-    def _run(self, each: Round, race: Race) -> None:
+    def _run(self, each: Round, ids: list[int]) -> None:
         from lade.cli.demo.screen import LiveView, describe, sampling_text
 
-        title = f"{len(self._races) + 1} of {len(self._rounds)} · {each.name} · {sampling_text(each.choices)}"
-        if self._show.style == "live":
+        if each.keeps_memory:
+            self._learn()
+        assert self._max_new_tokens is not None, "_warm_up chose it"
+        index = len(self._races)
+        cold = [text.text for text in self._rounds[:index]]
+        earlier = self._races[cold.index(each.text)] if each.text in cold else None
+        race = self._race(each, ids, self._max_new_tokens, earlier)
+        title = f"{index + 1} of {len(self._rounds)} · {each.name} · {sampling_text(each.choices)}"
+        if self._style == "live":
             with LiveView(self._term, title, each.text, race) as view:
                 race.run(view.draw)
                 self._races.append(race)
-                slower = self._show.slower(race.seconds)
-                if slower > 1:
-                    view.replay(slower)
+                if perf_counter() - self._started < _REPLAYS_UNTIL_S:
+                    view.replay()
             return
         race.run(draw=lambda: None)
         self._races.append(race)
-        if self._show.style == "text":
+        if self._style == "text":
             describe(self._term, title, each.text, race)
 
     def _conclude(self) -> None:
-        from lade.cli.demo.screen import conclusion, footnote, summary, verdict
+        from lade.cli.demo.screen import NEXT, conclusion, footnote, summary, verdict
 
         races, term = self._races, self._term
         different = [race for race in races if not race.same]
-        if self._show.style == "json":
+        if self._style == "json":
             term.write_json(self._as_dict())
         else:
             term.out.print(summary(races))
             if term.interactive:
                 term.out.print(footnote())
             if not different:
+                about = f"\n{self._about}\n" if self._about else ""
                 term.out.print(Text(conclusion(races, self._learned or 0), "bold"))
+                term.out.print(Text(f"{about}\n{NEXT}"))
         if different:
             term.fail(f"{verdict(different[0])}; with --dtype float32 they must be equal: please report this")
             raise typer.Exit(EXIT_DIFFERENT)
@@ -246,5 +302,6 @@ class Demo:
             "speedups": {name: total_speedup(group) for name, group in groups.items()},
             "memory_texts": self._learned or 0,
             "same_tokens": all(race.same for race in self._races),
+            "parameters": self._loaded.model.num_parameters(),
             **self._loaded.facts,
         }

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from lade.cli.loading.load import LoadedModel
     from lade.memory import Memory
 
-ADAPTIVE, KEPT = "adaptive", "memory kept"
+ADAPTIVE, KEPT = "lade", "lade, memory kept"
 _LEARNING_S = 6.0
 
 
 @dataclass(frozen=True)
 class Round:
-    """A text that is decoded twice, plainly and with another method.
+    """A text that is decoded by `model.generate` and by lookahead decoding.
 
     Attributes:
         text: text of the prompt.
-        choices: settled choices of both.
-        config: configuration of the other method.
-        name: name of the other method.
+        choices: settled choices of all methods.
+        config: configuration of lookahead decoding.
+        name: name of lookahead decoding with this configuration.
     """
 
     text: str

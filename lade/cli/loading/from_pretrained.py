@@ -254,7 +254,7 @@ def _device_map(text: str) -> Any:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise ConfigError("device-map", one_line(text, 60), f"no JSON ({one_line(problem, 120)})") from problem
+        raise ConfigError("device-map", one_line(text, 60), f"not JSON ({one_line(problem, 120)})") from problem
     if not found:
         raise ConfigError("device-map", text, 'give auto, or an object such as {"": "cpu"}')
     return found

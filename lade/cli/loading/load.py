@@ -207,7 +207,15 @@ def _set_up(
     if loading.weights is not None and not is_packed:
         term.show_status("packing the weights")
         packing.pack(model, weights=loading.weights)
-    elif pack or (pack is None and loading.model is not None and model.device.type == "cpu"):
+        pack = False
+    elif pack is None and loading.model is None:
+        pack = False
+    set_up(model, term, pack=pack, invariant=invariant)
+
+
+def set_up(model: Any, term: Terminal, *, pack: bool | None, invariant: bool) -> None:
+    """Pack the model in place, if it pays for None, and make it invariant."""
+    if pack or (pack is None and model.device.type == "cpu"):
         _pack(model, term, wanted=bool(pack))
     if invariant:
         term.show_status("checking batch invariance")

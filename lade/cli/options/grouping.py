@@ -1,4 +1,4 @@
-"""Option groups: a dataclass as one parameter of a command, and the group of output options."""
+"""Option groups: a dataclass as one parameter of a command; help without types; the group of output options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
-from typer.models import OptionInfo
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from lade.errors import ConfigError, MissingExtraError
 
@@ -44,8 +44,6 @@ def grouped(command: Callable[..., T]) -> Callable[..., T]:
     parameters = []
     for each in own:
         parameters += _options_of(each.annotation) if each.name in groups else [_by_keyword(each)]
-    for each in parameters:
-        _hide_flag_type(each.annotation)
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     del run.__dict__["__wrapped__"]  # typer would inspect the original signature
@@ -68,12 +66,29 @@ def _by_keyword(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-def _hide_flag_type(annotation: Any) -> None:
-    """Show boolean options without a type in the help."""
-    kind, *metadata = get_args(annotation) or (annotation,)
-    for info in metadata:
-        if isinstance(info, OptionInfo) and kind in (bool, bool | None):
-            info.metavar = ""
+class ShellCommand(TyperCommand):
+    """Command whose help shows a placeholder such as FILE beside an option, and never a Python type."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return arguments and options, --help included."""
+        return _without_types(super().get_params(ctx))
+
+
+class ShellGroup(TyperGroup):
+    """Group of commands with the help of `ShellCommand`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return arguments and options, --help included."""
+        return _without_types(super().get_params(ctx))
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    for each in parameters:
+        if getattr(each, "is_flag", False):
+            each.metavar = ""
+        elif isinstance(each, TyperArgument):  # its name stands in the first column
+            each.__dict__["display_type_rich"] = lambda ctx: None
+    return parameters
 
 
 PANEL = "Output"

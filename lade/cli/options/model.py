@@ -283,11 +283,11 @@ class Template:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as problem:
-            raise ConfigError("chat-template-kwargs", text[:60], f"no JSON ({problem}): {remedy}") from problem
+            raise ConfigError("chat-template-kwargs", text[:60], f"not JSON ({problem}): {remedy}") from problem
         if not isinstance(found, dict):
-            raise ConfigError("chat-template-kwargs", text[:60], f"no object: {remedy}")
+            raise ConfigError("chat-template-kwargs", text[:60], f"not an object: {remedy}")
         for name in sorted(_RESERVED & set(found)):
-            raise ConfigError("chat-template-kwargs", text[:60], f"{name!r} is no template variable")
+            raise ConfigError("chat-template-kwargs", text[:60], f"{name!r} is not a template variable")
         return found
 
 

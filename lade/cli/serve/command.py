@@ -41,11 +41,11 @@ def serve(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API, to many users at a time, with the same tokens.
+    """Serve a model over HTTP with OpenAI's API, to many users at once, with the same output.
 
-    The port opens at once, and answers come when the model is loaded. Without --model: the embedded one.
+    The port opens at once; requests are answered once the model is loaded. Default: the embedded model.
 
-    SIGTERM and Ctrl-C finish the answers in progress; a second one ends at once.
+    Ctrl-C or SIGTERM drains running requests; a second signal stops at once.
 
     Exit code 1: the engine failed, or the draft memory could not be saved.
     """
@@ -144,6 +144,7 @@ def settings_of(
         host=listening.host,
         names=listening.names(loading),
         metrics=listening.metrics,
+        acceptance=listening.acceptance,
         page=listening.page,
         strict=listening.strict,
         keys=access.keys(),

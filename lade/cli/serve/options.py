@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SHARES = ("key", "all", "none")
 LOG_FORMATS = ("text", "json")
+ACCEPTANCE = ("none", "summary", "detailed")
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_BODY = 2**30
@@ -75,6 +76,7 @@ class Listening:
         name: names by which requests may call the model.
         log_format: format of the log on standard error, "text" or "json".
         metrics: serve `/metrics`.
+        acceptance: level of acceptance metrics in answers, one of `ACCEPTANCE`.
         page: serve the chat page at `/`.
         strict: refuse requests with unknown fields.
         tensor_parallel: number of processes to split the model over; None for as many as torchrun has started.
@@ -91,6 +93,15 @@ class Listening:
         str, _server(metavar="KIND", autocompletion=lambda: list(LOG_FORMATS), help="Log format: text or json.")
     ] = "text"
     metrics: Annotated[bool, _server("--metrics/--no-metrics", help="Serve /metrics to Prometheus.")] = True
+    acceptance: Annotated[
+        str,
+        _server(
+            "--per-request-spec-decode-metrics",
+            metavar="LEVEL",
+            autocompletion=lambda: list(ACCEPTANCE),
+            help="Acceptance of drafts in answers, as in vLLM: none, summary or detailed.",
+        ),
+    ] = "none"
     page: Annotated[bool, _server("--page/--no-page", help="Serve the chat page at /.")] = True
     strict: Annotated[bool, _server("--strict", help="Refuse requests with unknown fields.")] = False
 
@@ -107,6 +118,9 @@ class Listening:
             raise ConfigError("port", self.port, "give a whole number from 0 to 65535")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError("log-format", self.log_format, f"give one of {', '.join(LOG_FORMATS)}")
+        if self.acceptance not in ACCEPTANCE:
+            name = "per-request-spec-decode-metrics"
+            raise ConfigError(name, self.acceptance, f"give one of {', '.join(ACCEPTANCE)}")
         for name in self.name or ():
             if not name.isprintable() or not 0 < len(name) <= 200:
                 raise ConfigError("name", name[:60], "give 1 to 200 characters that can be printed")

@@ -20,7 +20,7 @@ from lade.decoding.drafting.memory import RATE, ContextMemory
 from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels import growth
 from lade.decoding.kernels.layout import LONGEST, NODES, PREDICTED, PROMPT, READ, Doubles, Ints
-from lade.decoding.kernels.work import Held, Work, hold
+from lade.decoding.kernels.work import Held, Work
 from lade.decoding.tree import TokenTree
 
 Tokens = tuple[int, ...]
@@ -140,8 +140,19 @@ class TreeGrower:
         """Index a text, so that the tree that begins after it gets matches."""
         self._earlier.read(tokens)
         if self._work.text is not self._earlier.text:
-            self._use(self._work._replace(text=self._earlier.text, links=self._earlier.links))
+            text, links, latest = self._earlier.text, self._earlier.links, self._earlier.latest
+            self._use(self._work._replace(text=text, links=links, latest=latest))
         self._work.used[READ] = len(tokens)
+
+    def read_on(self, count: int) -> None:
+        """Note that a kernel has indexed that many more tokens of the text."""
+        self._earlier.length += count
+
+    def reserve(self, nodes: int) -> None:
+        """Grow the capacity to at least that many nodes; present nodes stay."""
+        room = len(self._work.ids)
+        if nodes > room:
+            self._use(self._work.widened(2 * nodes))
 
     def set_prompt(self, length: int) -> None:
         """Set the length of the prompt, which is copied more often than the answer is."""
@@ -149,7 +160,7 @@ class TreeGrower:
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """Start a tree whose root is the last of `tokens`, followed by a chain of forced tokens."""
-        self._reserve(1 + len(lead))
+        self.reserve(1 + len(lead))
         work = self._work
         growth.plant(self._held, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
         if lead:
@@ -171,11 +182,10 @@ class TreeGrower:
         Returns:
             Scores of all nodes, the root's 1.0 first.
         """
-        self._reserve(max(thresholds)[0])
+        self.reserve(max(thresholds)[0])
         count = growth.grow(
             self._held,
-            *memory.tables,
-            memory.weights,
+            memory.bound,
             np.array(thresholds, dtype=np.float64),
             self._excluded,
             self._vocabulary,
@@ -195,9 +205,9 @@ class TreeGrower:
             news: tokens saved later by the logits of a second node, times `first + 1`; see `growth.grow_chain`.
             first: nodes at which that has fallen to a half.
         """
-        self._reserve(most)
-        (young, old), weights, excluded = memory.tables, memory.weights, self._excluded
-        return growth.grow_chain(self._held, young, old, weights, excluded, self._vocabulary, most, price, news, first)
+        self.reserve(most)
+        limits = self._excluded, self._vocabulary, most
+        return growth.grow_chain(self._held, memory.bound, *limits, price, news, first)
 
     def paths(self, count: int) -> list[tuple[int, ...]]:
         """Return the tokens from below the root to each of the first `count` nodes."""
@@ -229,7 +239,7 @@ class TreeGrower:
         """Take over the nodes that were added to a tree after the `count` nodes of `hang`."""
         if len(tree) == count:
             return
-        self._reserve(len(tree))
+        self.reserve(len(tree))
         others = tree.ids[count:], tree.parents[count:]
         growth.follow(self._held, count, *(np.array(column, dtype=np.int64) for column in others))
 
@@ -243,16 +253,9 @@ class TreeGrower:
             entries: `[S, WIDTH]` entries of the logits at all nodes, see `readout.read`.
         """
         nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
-        growth.learn_tree(self._held, *memory.tables, memory.weights, entries, nodes, tokens, RATE)
+        growth.learn_tree(self._held, memory.bound, entries, nodes, tokens, RATE)
         memory.learn_step(self._work.tails[: len(entries)], entries, nodes, tokens)
-
-    def _reserve(self, nodes: int) -> None:
-        """Grow the capacity to at least `nodes`; present nodes stay."""
-        room = len(self._work.ids)
-        if nodes <= room:
-            return
-        self._use(self._work.widened(2 * nodes))
 
     def _use(self, work: Work) -> None:
         """Switch to these arrays, here and in compiled code."""
-        self._work, self._held = work, hold(work)
+        self._work, self._held = work, Held(work)

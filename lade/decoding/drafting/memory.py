@@ -14,8 +14,10 @@ Source of the idea: Token Recycling (arXiv 2408.08696) keeps the last row under 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Self
 
 import numpy as np
@@ -24,6 +26,7 @@ import numpy.typing as npt
 from lade.config import BaseMemory
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LENGTHS, LOGITS, LONGEST, TEXT, WEIGHT_SETS, WIDTH, Doubles, Ints
+from lade.decoding.kernels.work import Tables
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
 
@@ -101,6 +104,7 @@ class ContextMemory(BaseMemory):
         self._most_slots = max_bytes // (2 * SLOT_BYTES)
         self._young, self._old = _table(min(_FIRST_SLOTS, self._most_slots)), _table(1)
         self._taken = 0
+        self._bound: Tables | None = None
         self._writing = ForkSafeLock()
 
     def __len__(self) -> int:
@@ -112,7 +116,7 @@ class ContextMemory(BaseMemory):
         """Return the state for pickling and copying: the present contents, without the lock."""
         with self._writing:
             copies = {name: vars(self)[name].copy() for name in ("_young", "_old", "weights")}
-            return {**{name: each for name, each in vars(self).items() if name != "_writing"}, **copies}
+            return {**{name: each for name, each in vars(self).items() if name != "_writing"}, **copies, "_bound": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _writing=ForkSafeLock())
@@ -125,6 +129,26 @@ class ContextMemory(BaseMemory):
     def tables(self) -> tuple[Ints, Ints]:
         """The table being written and the previous one; see `layout`."""
         return self._young, self._old
+
+    @property
+    def bound(self) -> Tables:
+        """Both tables and the weights as kernels take them; to be held during a call, as others may replace them."""
+        arrays = self._young, self._old, self.weights
+        bound = self._bound
+        if bound is None or not all(map(is_, (bound.young, bound.old, bound.weights), arrays)):
+            bound = self._bound = Tables(*arrays)
+        return bound
+
+    @contextmanager
+    def lent(self) -> Iterator[Tables]:
+        """Lend the tables to a kernel that counts the slots that it takes; others wait meanwhile."""
+        with self._writing:
+            bound = self.bound
+            bound.limit(self._taken, _most_taken(len(self._young)))
+            try:
+                yield bound
+            finally:
+                self._taken = bound.taken
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
         """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.
@@ -159,7 +183,7 @@ class ContextMemory(BaseMemory):
             self._widen(self._taken + wanted)
             if self._taken + wanted <= _most_taken(len(self._young)):
                 try:
-                    self._taken += tables.learn_step(*self.tables, contexts, entries, path, tokens)
+                    self._taken += tables.learn_step(self.bound, contexts, entries, path, tokens)
                 except BaseException:
                     self._recount()
                     raise
@@ -189,6 +213,7 @@ class ContextMemory(BaseMemory):
         self._widen(self._taken + max(contexts, END))
         slots = len(self._young)
         if _most_taken(slots) < self._taken + END:
+            self._bound = None
             self._old = self._young  # frees the one before, so that there are never three
             self._young, self._taken = _table(slots), 0
 
@@ -200,7 +225,7 @@ class ContextMemory(BaseMemory):
         if slots > len(self._young):
             larger = _table(slots)
             tables.rehash(self._young, larger)
-            self._young = larger
+            self._young, self._bound = larger, None
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the present contents; other threads may learn meanwhile."""

@@ -97,7 +97,7 @@ class MtpTree:
 
     def candidates(self, node: int) -> list[int]:
         """See `PredictedTree`."""
-        offers = growth.look_up(self._grower.held, *self._memory.tables, self._memory.weights, node)
+        offers = growth.candidates(self._grower.held, self._memory.bound, node)
         found: list[int] = self._grower.work.tokens[node, :offers].tolist()
         return found
 

@@ -7,7 +7,9 @@ from itertools import takewhile
 
 import numpy as np
 
+from lade.decoding.kernels.growth import index_text, take_back
 from lade.decoding.kernels.layout import Ints
+from lade.decoding.kernels.work import IndexedText, no_tokens
 
 _TAKEN_BACK = 128
 """Maximum number of tokens at the end of a row that may change between two calls."""
@@ -39,14 +41,16 @@ class EarlierText:
     Attributes:
         text: `[T]` ids; unused capacity comes last.
         links: `[T]`, index of the previous occurrence of each token, -1 for none.
+        latest: `[2 T, 2]` hash table of the index of each token's last occurrence: token and index, which is -1 for a
+            token that occurs no more, and -2 in free slots.
+        length: number of tokens.
     """
 
+    length: int
+
     def __init__(self) -> None:
-        self.text: Ints = np.zeros(_ROOM, np.int32)
-        self.links: Ints = np.zeros(_ROOM, np.int32)
-        self._known: list[int] = []
         self._tokens: Sequence[int] = ()
-        self._latest: dict[int, int] = {}  # index of the last occurrence of each token
+        self._begin_anew(_ROOM)
 
     def read(self, tokens: Sequence[int]) -> None:
         """Index the new tokens of a text that equals the last one but for some tokens at the end of that.
@@ -54,25 +58,29 @@ class EarlierText:
         A list passed before is assumed to have only grown since, and is not compared again.
         """
         if tokens is not self._tokens:
-            self._take_back(same_beginning(self._known, tokens))
+            self._take_back(tokens)
             self._tokens = tokens
-        same = len(self._known)
         if len(tokens) > len(self.text):
-            more = 2 * len(tokens) - len(self.text)
-            self.text, self.links = (
-                np.concatenate([each, np.zeros(more, np.int32)]) for each in (self.text, self.links)
-            )
-        for number, token in enumerate(tokens[same:], start=same):
-            self.text[number], self.links[number] = token, self._latest.get(token, -1)
-            self._latest[token] = number
-        self._known += tokens[same:]
+            self._begin_anew(2 * len(tokens))
+        if len(tokens) > self.length:
+            index_text(self._indexed, np.array(tokens[self.length :], dtype=np.int64), self.length)
+            self.length = len(tokens)
 
-    def _take_back(self, kept: int) -> None:
-        """Remove all tokens after the first `kept`."""
-        for number in range(len(self._known) - 1, kept - 1, -1):
-            before = int(self.links[number])
-            if before < 0:
-                del self._latest[self._known[number]]
-            else:
-                self._latest[self._known[number]] = before
-        del self._known[kept:]
+    def _begin_anew(self, room: int) -> None:
+        """Begin anew with arrays for that many tokens."""
+        self.length = self._removed = 0
+        self.text: Ints = np.zeros(room, np.int32)
+        self.links: Ints = np.zeros(room, np.int32)
+        self.latest: Ints = no_tokens(room)
+        self._indexed: IndexedText = IndexedText(self.text, self.links, self.latest)
+
+    def _take_back(self, tokens: Sequence[int]) -> None:
+        """Remove the last tokens from the first one on that differs from a new text's."""
+        late = max(0, min(self.length, len(tokens)) - _TAKEN_BACK)
+        kept = late + same_beginning(self.text[late : self.length].tolist(), tokens[late:])
+        self._removed += self.length - kept
+        if self._removed >= len(self.text):  # tokens that occur no more still take slots of `latest`
+            self._begin_anew(len(self.text))
+            return
+        take_back(self._indexed, kept, self.length)
+        self.length = kept

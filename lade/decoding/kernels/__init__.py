@@ -1,12 +1,11 @@
-"""Inner loops of the adaptive method, compiled by numba: a *package of kernels*, see `lade.compilation`.
+"""Inner loops of the adaptive method, in C++; plain decoding and the paper's method call none.
 
-Each kernel is compiled on its first call on a machine, some seconds for all of them; plain decoding and the paper's
-method call none. numba caches the machine code in this folder, or in the user's cache folder if this one is read-only,
-until a file of this folder changes. Therefore compiled code calls functions and reads constants of this folder only.
+The functions of this package are the reference implementations: they run where the library of `lade.native` is missing,
+slower, and draft the same bit for bit. The C++ files of the same names are in `lade/native`.
 
-    layout.py     memory layout of entries, contexts and tables; types of kernel arguments
+    layout.py     memory layout of entries, contexts and tables
+    work.py       structs of arrays: a growing tree, the context memory; prior weights of a tree's features
     tables.py     hash tables of the context memory
-    work.py       arrays of a growing tree, and the prior weights of its features
     mixing.py     mixing of a node's features into probabilities, and learning of the weights
     growth.py     best-first growth of trees
     reading.py    top-k entries of logits

@@ -1,48 +1,45 @@
-"""Best-first growth of token trees, earlier occurrences of a suffix, and notes by position."""
+"""Best-first growth of token trees, earlier occurrences of a suffix, and notes by position.
+
+These functions run where the library is missing; `lade/native/growth.cpp` has the same ones.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.compilation import compiled
 from lade.decoding.kernels.layout import (
     AT_TOKEN,
     COPY,
-    DOUBLE,
     HEAP,
-    INT,
     LONGEST,
-    LONGS,
-    MATRIX,
     MOST_MATCHES,
     NODES,
     NOTE_KINDS,
     PREDICTED,
     READ,
     ROOT,
-    TABLE,
-    WIDTH,
     Doubles,
     Ints,
-    inlined,
 )
 from lade.decoding.kernels.mixing import bring_forward, expand, learn_weights, led_by_mtp, note_slot, probability
 from lade.decoding.kernels.tables import average
-from lade.decoding.kernels.work import HELD, Held
+from lade.decoding.kernels.work import Held, IndexedText, Tables, Work
+from lade.native.kernel import DOUBLE, INT, LONGS, MATRIX, STRUCT, TABLE, kernel
+
+Longs = npt.NDArray[np.int64]
 
 _LOOKED_AT = 128  # earlier occurrences of the last token that are examined
 _LONGEST_END = 32  # longest match that is measured
 _COPIED = 16  # length of a match that counts as a copy
 
 
-@inlined
-def _push(keys: Any, nodes: Any, ranks: Any, used: Any, key: Any, node: Any, rank: Any) -> None:
+def _push(work: Work, key: float, node: int, rank: int) -> None:
     """Push an entry onto the heap."""
-    at = used[HEAP]
-    used[HEAP] += 1
+    keys, nodes, ranks, at = work.keys, work.nodes, work.ranks, int(work.used[HEAP])
+    work.used[HEAP] += 1
     while at > 0 and keys[(at - 1) >> 1] < key:
         above = (at - 1) >> 1
         keys[at], nodes[at], ranks[at] = keys[above], nodes[above], ranks[above]
@@ -50,11 +47,12 @@ def _push(keys: Any, nodes: Any, ranks: Any, used: Any, key: Any, node: Any, ran
     keys[at], nodes[at], ranks[at] = key, node, rank
 
 
-@inlined
-def _pop(keys: Any, nodes: Any, ranks: Any, used: Any) -> None:
-    """Pop the entry with the highest key."""
-    used[HEAP] -= 1
-    count = used[HEAP]
+def _pop(work: Work) -> tuple[float, int, int]:
+    """Remove the entry with the highest key, and return it."""
+    keys, nodes, ranks = work.keys, work.nodes, work.ranks
+    first = float(keys[0]), int(nodes[0]), int(ranks[0])
+    work.used[HEAP] -= 1
+    count = int(work.used[HEAP])
     key, node, rank = keys[count], nodes[count], ranks[count]
     at, below = 0, 1
     while below < count:
@@ -65,32 +63,29 @@ def _pop(keys: Any, nodes: Any, ranks: Any, used: Any) -> None:
         keys[at], nodes[at], ranks[at] = keys[below], nodes[below], ranks[below]
         at, below = below, 2 * below + 1
     keys[at], nodes[at], ranks[at] = key, node, rank
+    return first
 
 
-@inlined
-def _prediction_of(work: Any, parent: Any, token: Any) -> Any:
+def _prediction_of(work: Work, parent: int, token: int) -> int:
     """Return the index of the prediction after a child, given that of its parent; -1 for none."""
     if parent >= 0:
-        for number in range(1, work.used[PREDICTED]):
+        for number in range(1, int(work.used[PREDICTED])):
             if work.mtp_parents[number] == parent and work.mtp_ids[number] == token:
                 return number
     return -1
 
 
-@inlined
-def _add(work: Any, parent: Any, token: Any) -> Any:
+def _add(work: Work, parent: int, token: int) -> int:
     """Add a child with its context and matches; return its node."""
-    node = work.used[NODES]
+    node = int(work.used[NODES])
     work.used[NODES] += 1
     work.ids[node], work.parents[node], work.depths[node] = token, parent, work.depths[parent] + 1
     work.logit_hits[node], work.by_mtp[node] = -1, 0
-    work.predicted[node] = _prediction_of(work, work.predicted[parent], token)
-    for place in range(LONGEST - 1):
-        work.tails[node, place + 1] = work.tails[parent, place]
-    work.tails[node, 0] = token
+    work.predicted[node] = _prediction_of(work, int(work.predicted[parent]), token)
+    work.tails[node, 1:], work.tails[node, 0] = work.tails[parent, :-1], token
     count = 0
     for at in range(work.match_counts[parent]):
-        match = work.matches[parent, at]
+        match = int(work.matches[parent, at])
         if work.text[match] == token and match + 1 < work.used[READ]:
             work.matches[node, count], work.match_lengths[node, count] = match + 1, work.match_lengths[parent, at] + 1
             count += 1
@@ -98,129 +93,114 @@ def _add(work: Any, parent: Any, token: Any) -> Any:
     return node
 
 
-@inlined
-def _find_matches(text: Any, links: Any, last: Any, matches: Any, match_lengths: Any) -> Any:
+def _occurrences(work: Work, last: int) -> Iterator[tuple[int, int]]:
+    """Yield the earlier occurrences of the token at index `last`, later ones first, with the length of each match."""
+    number = int(work.links[last])
+    for _ in range(_LOOKED_AT):
+        if number < 0:
+            return
+        end, before = work.text[last - min(_LONGEST_END, last + 1) + 1 : last + 1][::-1], work.text[: number + 1][::-1]
+        size = min(len(end), len(before), _LONGEST_END)
+        different = np.flatnonzero(end[:size] != before[:size])
+        yield number, int(different[0]) if len(different) else size
+        number = int(work.links[number])
+
+
+def _find_matches(work: Work, last: int) -> int:
     """Find the earlier occurrences with the longest matching suffix, later ones first; return their number.
 
     Args:
-        text: the text, see `Work`.
-        links: previous occurrence of each token, see `Work`.
+        work: the tree; its root gets `matches` and `match_lengths`.
         last: index of the last token.
-        matches: `[MOST_MATCHES]`, written: index of the token after each match.
-        match_lengths: `[MOST_MATCHES]`, written: number of matching tokens.
     """
-    count, number, looked_at = 0, links[last], 0
-    while number >= 0 and looked_at < _LOOKED_AT:
-        length = 1
-        while length < _LONGEST_END and length <= number and text[number - length] == text[last - length]:
-            length += 1
-        place = count
-        while place > 0 and length > match_lengths[place - 1]:
-            if place < MOST_MATCHES:
-                matches[place], match_lengths[place] = matches[place - 1], match_lengths[place - 1]
-            place -= 1
-        if place < MOST_MATCHES:
-            matches[place], match_lengths[place] = number + 1, length
-            count = min(count + 1, MOST_MATCHES)
-        number = links[number]
-        looked_at += 1
-    return count
+    found = sorted(_occurrences(work, last), key=lambda match: -match[1])[:MOST_MATCHES]
+    for place, (number, length) in enumerate(found):
+        work.matches[0, place], work.match_lengths[0, place] = number + 1, length
+    return len(found)
 
 
-@inlined
-def _is_among(tokens: Any, token: Any) -> bool:
-    for at in range(tokens.shape[0]):  # noqa: SIM110 - numba compiles no generators
-        if tokens[at] == token:
-            return True
-    return False
-
-
-@inlined
-def _note(work: Any, entries: Any) -> None:
+def _note(work: Work, entries: Ints) -> None:
     """Note the logits at all nodes of a tree by position; rows for the same slot are averaged."""
-    best = np.empty(WIDTH, np.int32)
-    for node in range(entries.shape[0] - 1, -1, -1):  # the last one weighs most: the likeliest node
-        place = work.used[ROOT] + work.depths[node]
+    for node in range(len(entries) - 1, -1, -1):  # the last one weighs most: the likeliest node
+        place, row = int(work.used[ROOT] + work.depths[node]), entries[node].tolist()
         for kind in range(NOTE_KINDS):
-            token = work.ids[node] if kind == AT_TOKEN else -1
-            slot = note_slot(work.notes, place, token)
-            if work.notes[slot, 0] == place and work.notes[slot, 1] == token:
-                average(best, work.notes, slot, entries, node)
-                for entry in range(WIDTH):
-                    work.notes[slot, 2 + entry] = best[entry]
-            else:
-                work.notes[slot, 0], work.notes[slot, 1] = place, token
-                for entry in range(WIDTH):
-                    work.notes[slot, 2 + entry] = entries[node, entry]
+            token = int(work.ids[node]) if kind == AT_TOKEN else -1
+            note = work.notes[note_slot(work, place, token)]
+            known = note[0] == place and note[1] == token
+            note[2:] = average(note[2:].tolist(), row) if known else row
+            note[:2] = place, token
 
 
-@compiled(HELD, TABLE, TABLE, MATRIX, TABLE, LONGS, LONGS, DOUBLE)
-def learn_tree(
-    held: Held,
-    young: Ints,
-    old: Ints,
-    weights: Doubles,
-    entries: Ints,
-    path: npt.NDArray[np.int64],
-    chosen: npt.NDArray[np.int64],
-    rate: float,
-) -> None:
+@kernel(STRUCT, LONGS, INT)
+def index_text(indexed: IndexedText, tokens: Longs, start: int) -> None:
+    """Write tokens into a text from index `start` on, each with its previous occurrence; see `EarlierText`."""
+    for at, token in enumerate(tokens.tolist(), start=start):
+        latest = _latest_of(indexed, token)
+        indexed.text[at], indexed.links[at] = token, max(int(latest[1]), -1)
+        latest[:] = token, at
+
+
+@kernel(STRUCT, INT, INT)
+def take_back(indexed: IndexedText, kept: int, known: int) -> None:
+    """Forget all tokens of a text but the first `kept` of `known` ones."""
+    for at in range(known - 1, kept - 1, -1):
+        _latest_of(indexed, int(indexed.text[at]))[1] = indexed.links[at]
+
+
+def _latest_of(indexed: IndexedText, token: int) -> Ints:
+    """Return where the last occurrence of a token is kept, a pair; a slot that is free has the index -2."""
+    latest = indexed.latest
+    slot = ((token & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF) * len(latest) >> 32
+    while latest[slot, 1] != -2 and latest[slot, 0] != token:
+        slot = (slot + 1) % len(latest)
+    pair: Ints = latest[slot]
+    return pair
+
+
+@kernel(STRUCT, STRUCT, TABLE, LONGS, LONGS, DOUBLE)
+def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: Longs, rate: float) -> None:
     """Update the mixing weights by the nodes that verification reached, and note the logits at all nodes.
 
     Args:
         held: a tree that was fed.
-        young: the memory's current table.
-        old: the memory's former table.
-        weights: `[WEIGHT_SETS, END + 1]`, see `memory.prior_weights`.
+        tables: both tables of the memory, and its weights.
         entries: `[S, WIDTH]` entries of the logits at each node.
         path: `[A]` nodes that verification reached.
         chosen: `[A]` tokens that the model chose there.
-        rate: learning rate.
+        rate: learning rate of the gradient steps.
     """
-    learn_weights(held.work, young, old, weights, path, chosen, rate)
+    learn_weights(held.work, tables, path, chosen, rate)
     _note(held.work, entries)
 
 
-@compiled(HELD, INT, LONGS, DOUBLE)
-def plant(held: Held, root: int, tail: npt.NDArray[np.int64], promise: float) -> None:
+@kernel(STRUCT, INT, LONGS, DOUBLE)
+def plant(held: Held, root: int, tail: Longs, promise: float) -> None:
     """Start a new tree, whose root is the token at index `root` of the text, the last one of `tail`.
 
     Matches are found only if the text has been read up to the root. The root's heap key is `promise`.
     """
     work = held.work
-    work.ids[0], work.parents[0], work.depths[0] = tail[tail.shape[0] - 1], -1, 0
+    work.ids[0], work.parents[0], work.depths[0] = tail[-1], -1, 0
     work.scores[0], work.logit_hits[0], work.by_mtp[0] = 1.0, -1, 0
     work.predicted[0] = 0 if work.used[PREDICTED] > 0 else -1
-    for place in range(LONGEST):
-        work.tails[0, place] = tail[tail.shape[0] - 1 - place] if place < tail.shape[0] else -1
+    last = tail[::-1][:LONGEST]
+    work.tails[0], work.tails[0, : len(last)] = -1, last
     work.used[NODES], work.used[HEAP], work.used[ROOT] = 1, 0, root
-    work.match_counts[0] = 0
-    if work.used[READ] == root + 1:
-        work.match_counts[0] = _find_matches(work.text, work.links, root, work.matches[0], work.match_lengths[0])
+    work.match_counts[0] = _find_matches(work, root) if work.used[READ] == root + 1 else 0
     if work.match_counts[0] > 0 and work.match_lengths[0, 0] >= _COPIED:
         work.used[COPY] = root
-    _push(work.keys, work.nodes, work.ranks, work.used, promise, 0, -1)
+    _push(work, promise, 0, -1)
 
 
-@compiled(HELD, TABLE, TABLE, MATRIX, MATRIX, LONGS, INT, INT, DOUBLE)
+@kernel(STRUCT, STRUCT, MATRIX, LONGS, INT, INT, DOUBLE, result=INT)
 def grow(
-    held: Held,
-    young: Ints,
-    old: Ints,
-    weights: Doubles,
-    stages: Doubles,
-    excluded: npt.NDArray[np.int64],
-    vocabulary: int,
-    max_depth: int,
-    promise: float,
+    held: Held, tables: Tables, stages: Doubles, excluded: Longs, vocabulary: int, max_depth: int, promise: float
 ) -> int:
     """Add the likeliest nodes, best first.
 
     Args:
         held: a tree with room for the size of the last stage.
-        young: the memory's current table.
-        old: the memory's former table.
-        weights: `[WEIGHT_SETS, END + 1]`, weights of the mixer.
+        tables: both tables of the memory, and its weights.
         stages: `[K, 2]`, target sizes, each with the score that a node must exceed to be added up to that size; growth
             ends with the first size that is not reached.
         excluded: ids that are not added.
@@ -232,39 +212,32 @@ def grow(
         The number of nodes.
     """
     work = held.work
-    keys, nodes, ranks, used = work.keys, work.nodes, work.ranks, work.used
-    for stage in range(stages.shape[0]):
-        size, least = stages[stage, 0], stages[stage, 1]
-        while used[HEAP] > 0 and used[NODES] < size and keys[0] > least:
-            score, parent, rank = keys[0], nodes[0], ranks[0]
-            _pop(keys, nodes, ranks, used)
+    for size, least in stages.tolist():
+        while work.used[HEAP] > 0 and work.used[NODES] < size and work.keys[0] > least:
+            score, parent, rank = _pop(work)
             if rank < 0:
-                expand(work, parent, young, old, weights)
-            following = rank + 1
-            if following < work.candidates[parent] and work.depths[parent] < max_depth:
-                odds, memory_odds = work.odds[parent], work.memory_odds[parent]
-                bring_forward(work.tokens[parent], odds, memory_odds, work.candidates[parent], following)
-                key = work.scores[parent] * probability(work.odds[parent, following])
-                _push(keys, nodes, ranks, used, key, parent, following)
-            token = work.tokens[parent, rank] if rank >= 0 else vocabulary
-            if token < vocabulary and not _is_among(excluded, token):
+                expand(work, parent, tables)
+            if rank + 1 < work.candidates[parent] and work.depths[parent] < max_depth:
+                bring_forward(work, parent, rank + 1)
+                key = float(work.scores[parent]) * probability(float(work.odds[parent, rank + 1]))
+                _push(work, key, parent, rank + 1)
+            token = int(work.tokens[parent, rank]) if rank >= 0 else vocabulary
+            if token < vocabulary and token not in excluded:
                 node = _add(work, parent, token)
                 work.scores[node] = score
                 if work.predicted[parent] >= 0:
                     work.by_mtp[node] = led_by_mtp(work, parent, rank)
-                _push(keys, nodes, ranks, used, promise * score, node, -1)
-        if used[NODES] < size:
+                _push(work, promise * score, node, -1)
+        if work.used[NODES] < size:
             break
     return int(work.used[NODES])
 
 
-@compiled(HELD, TABLE, TABLE, MATRIX, LONGS, INT, INT, DOUBLE, DOUBLE, DOUBLE)
+@kernel(STRUCT, STRUCT, LONGS, INT, INT, DOUBLE, DOUBLE, DOUBLE, result=INT)
 def grow_chain(
     held: Held,
-    young: Ints,
-    old: Ints,
-    weights: Doubles,
-    excluded: npt.NDArray[np.int64],
+    tables: Tables,
+    excluded: Longs,
     vocabulary: int,
     most: int,
     price: float,
@@ -278,9 +251,7 @@ def grow_chain(
 
     Args:
         held: a tree that is its root, with room for `most` nodes.
-        young: the memory's table that is written.
-        old: the memory's other table.
-        weights: `[LINES, END + 1]`, those of the mixer.
+        tables: both tables of the memory, and its weights.
         excluded: ids that are not added.
         vocabulary: V; ids from here on are not added.
         most: maximum number of nodes, root included.
@@ -293,36 +264,39 @@ def grow_chain(
     """
     work, node = held.work, 0
     while work.used[NODES] < most:
-        expand(work, node, young, old, weights)
-        rank, token = 0, -1
-        while rank < work.candidates[node] and token < 0:
-            bring_forward(work.tokens[node], work.odds[node], work.memory_odds[node], work.candidates[node], rank)
-            offered = work.tokens[node, rank]
-            if offered < vocabulary and not _is_among(excluded, offered):
-                token = offered
-            else:
-                rank += 1
-        if token < 0:
+        expand(work, node, tables)
+        rank = _first_offer(work, node, excluded, vocabulary)
+        if rank == work.candidates[node]:
             break
-        score = work.scores[node] * probability(work.odds[node, rank])
-        if score + news / (first + work.used[NODES]) <= price:
+        score = float(work.scores[node]) * probability(float(work.odds[node, rank]))
+        if score + news / (first + int(work.used[NODES])) <= price:
             break
-        node = _add(work, node, token)
+        node = _add(work, node, int(work.tokens[node, rank]))
         work.scores[node] = score
     return int(work.used[NODES])
 
 
-@compiled(HELD, INT, LONGS, LONGS)
-def follow(held: Held, kept: int, ids: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]) -> None:
+def _first_offer(work: Work, node: int, excluded: Longs, vocabulary: int) -> int:
+    """Move the likeliest child that may be added to the front; return its rank, or the number of candidates."""
+    for rank in range(work.candidates[node]):
+        bring_forward(work, node, rank)
+        token = work.tokens[node, rank]
+        if token < vocabulary and token not in excluded:
+            return rank
+    return int(work.candidates[node])
+
+
+@kernel(STRUCT, INT, LONGS, LONGS)
+def follow(held: Held, kept: int, ids: Longs, parents: Longs) -> None:
     """Keep the first `kept` nodes, and append nodes that were added elsewhere, given their tokens and parents."""
     work = held.work
     work.used[NODES] = kept
-    for at in range(ids.shape[0]):
-        _add(work, parents[at], ids[at])
+    for token, parent in zip(ids.tolist(), parents.tolist(), strict=True):
+        _add(work, parent, token)
 
 
-@compiled(HELD, TABLE, TABLE, MATRIX, INT)
-def look_up(held: Held, young: Ints, old: Ints, weights: Doubles, node: int) -> int:
+@kernel(STRUCT, STRUCT, INT, result=INT)
+def candidates(held: Held, tables: Tables, node: int) -> int:
     """Expand a node; return the number of its candidates, which are not sorted."""
-    expand(held.work, node, young, old, weights)
+    expand(held.work, node, tables)
     return int(held.work.candidates[node])

@@ -4,28 +4,14 @@ A context, or *tail*, is int32 `[LONGEST]`: the last tokens of a text, latest fi
 int32: a token in the lower `BITS` bits, its quantised log-odds above, so entries sort by log-odds. A table is int32
 `[C, 2 + WIDTH]` with open addressing and linear probing: both halves of a context's hash, then its row of entries. The
 low half of an occupied slot is never 0, since its lowest bits hold the index of the context's order, counted from 1.
+
+The constants stand in lade/native/drafting.h, too; tests compare them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 import numpy.typing as npt
-
-INTS, TABLE, LONGS = numba.int32[::1], numba.int32[:, ::1], numba.int64[::1]
-DOUBLES, MATRIX, SCORES = numba.float64[::1], numba.float64[:, ::1], numba.float32[:, ::1]
-INT, DOUBLE = numba.int64, numba.float64
-"""numba types of the kernels' arguments."""
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def inlined(function: FunctionT) -> FunctionT:
-    """Compile a function for use inside other kernels, with Python's errors: a division by zero raises."""
-    return cast(FunctionT, numba.njit(function))
-
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

@@ -1,11 +1,16 @@
-"""Mix rows of logits, position notes and earlier occurrences into probabilities, and learn the weights."""
+"""Mix rows of logits, position notes and earlier occurrences into probabilities, and learn the weights.
+
+These functions run where the library is missing; `lade/native/mixing.cpp` has the same ones, and gives the same numbers
+bit for bit.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from lade.decoding.kernels.layout import (
     AFTER_COPY,
@@ -20,7 +25,6 @@ from lade.decoding.kernels.layout import (
     LENGTH_BUCKETS,
     MTP_DEPTHS,
     MTP_INPUTS,
-    MTP_WIDTH,
     NOTE_KINDS,
     ORDERS,
     PROMPT,
@@ -30,9 +34,10 @@ from lade.decoding.kernels.layout import (
     TEXT_ORDERS,
     TOKEN,
     WIDTH,
-    inlined,
+    Doubles,
 )
 from lade.decoding.kernels.tables import SEED, find_rows, lengthened
+from lade.decoding.kernels.work import Tables, Work
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; below it only the chosen token takes part in learning
 _MTP_RATE = 1.0  # factor of the learning rate for the final mixing, whose inputs are calibrated already
@@ -40,206 +45,141 @@ _TRUST_RATE = 20.0  # factor for the layer's share, a single number that every n
 _MOST_TRUST = 5.0  # log-odds
 _NOT_SEEN = 0.4  # pseudo-count of an unseen token after the matches
 
+Row = Sequence[int]
+Weighted = tuple[Row, float]
 
-@inlined
-def probability(log_odds: Any) -> Any:
+
+def probability(log_odds: float) -> float:
     """Return the probability of log-odds."""
-    return 1.0 / (1.0 + math.exp(-log_odds))
+    try:
+        return 1.0 / (1.0 + math.exp(-log_odds))
+    except OverflowError:
+        return 0.0
 
 
-@inlined
-def _has_row(logit_hits: Any, text_hits: Any, kind: Any) -> Any:
-    """Return whether a row of this kind was found, given the numbers of hits."""
-    return kind < logit_hits or TEXT <= kind < TEXT + text_hits
-
-
-@inlined
-def _line(logit_hits: Any, text_hits: Any) -> Any:
-    """Return the index of the weight set in use, given the numbers of hits."""
-    return logit_hits * (len(TEXT_ORDERS) + 1) + text_hits
-
-
-@inlined
-def note_slot(notes: Any, place: Any, token: Any) -> Any:
+def note_slot(work: Work, place: int, token: int) -> int:
     """Return the slot of the note for a position, and for a token there or -1."""
-    state = lengthened(lengthened(SEED, place), token)
-    return np.int64((state >> np.uint64(40)) % np.uint64(notes.shape[0]))
+    return (lengthened(lengthened(SEED, place), token) >> 40) % len(work.notes)
 
 
-@inlined
-def _recall(notes: Any, place: Any, token: Any, rows: Any) -> Any:
-    """Copy the notes for a position and for a token there; return the bit set of kinds present."""
-    note_kinds = 0
+def _recall(work: Work, node: int) -> int:
+    """Copy the notes for a node's position and for its token there; return the bit set of kinds present."""
+    note_kinds, place = 0, int(work.used[ROOT] + work.depths[node])
     for kind in range(NOTE_KINDS):
-        of = token if kind == AT_TOKEN else -1
-        slot = note_slot(notes, place, of)
-        if notes[slot, 0] == place and notes[slot, 1] == of:
+        of = int(work.ids[node]) if kind == AT_TOKEN else -1
+        slot = note_slot(work, place, of)
+        if work.notes[slot, 0] == place and work.notes[slot, 1] == of:
             note_kinds |= 1 << kind
-            for entry in range(WIDTH):
-                rows[kind, entry] = notes[slot, 2 + entry]
+            work.note_rows[node, kind] = work.notes[slot, 2:]
     return note_kinds
 
 
-@inlined
-def _add_row(rows: Any, kind: Any, weight: Any, base: Any, tokens: Any, odds: Any, candidates: Any) -> Any:
-    """Add a row's weighted log-odds to its tokens; new tokens start at `base`. Return the number of tokens."""
-    step = weight * SCALE
-    for place in range(WIDTH):
-        token = rows[kind, place] & TOKEN
-        if token == TOKEN:
-            continue
-        at = 0
-        while at < candidates and tokens[at] != token:
-            at += 1
-        if at == candidates:
-            tokens[at], odds[at] = token, base
-            candidates += 1
-        odds[at] += step * (rows[kind, place] >> BITS)
-    return candidates
+def _line(work: Work, node: int) -> int:
+    """Return the index of the weight set in use, given the numbers of hits."""
+    return int(work.logit_hits[node]) * (len(TEXT_ORDERS) + 1) + int(work.text_hits[node])
 
 
-@inlined
-def _mix(
-    rows: Any,
-    logit_hits: Any,
-    text_hits: Any,
-    weights: Any,
-    note_rows: Any,
-    note_kinds: Any,
-    note_weights: Any,
-    copy_rows: Any,
-    copy_line: Any,
-    copy_weights: Any,
-    tokens: Any,
-    odds: Any,
-) -> Any:
-    """Mix rows, notes and copies into log-odds of all tokens that any of them suggests; a missing token counts `FLOOR`.
+def _rows(work: Work, node: int) -> Iterator[tuple[int, Row]]:
+    """Yield a node's rows of logits and text, each with its kind."""
+    for kind in (*range(work.logit_hits[node]), *range(TEXT, TEXT + work.text_hits[node])):
+        yield kind, work.rows[node, kind].tolist()
 
-    Few arrays are passed, here and below: a call with the whole of `Work` takes longer than the work itself.
+
+def _notes(work: Work, node: int) -> Iterator[tuple[int, Row]]:
+    """Yield a node's notes, each with its kind."""
+    for kind in range(NOTE_KINDS):
+        if work.note_kinds[node] >> kind & 1:
+            yield kind, work.note_rows[node, kind].tolist()
+
+
+def _mix(work: Work, node: int, weights: Doubles) -> tuple[dict[int, float], float]:
+    """Mix a node's rows, notes and copies into log-odds; a token that a row misses counts `FLOOR` there.
 
     Returns:
-        The number of tokens, and the log-odds of a token that nothing suggests.
+        The log-odds of all tokens that any row suggests, and those of a token that nothing suggests.
     """
-    line, candidates = _line(logit_hits, text_hits), 0
-    base = weights[line, END] + note_weights[note_kinds, NOTE_KINDS]
-    for kind in range(END):
-        if _has_row(logit_hits, text_hits, kind):
-            base += FLOOR * weights[line, kind]
-    for kind in range(NOTE_KINDS):
-        if note_kinds >> kind & 1:
-            base += FLOOR * note_weights[note_kinds, kind]
-    if copy_line >= 0:
-        base += copy_weights[copy_line, COPY_KINDS]
-        for kind in range(COPY_KINDS):
-            base += FLOOR * copy_weights[copy_line, kind]
-    for kind in range(END):
-        if _has_row(logit_hits, text_hits, kind):
-            candidates = _add_row(rows, kind, weights[line, kind], base, tokens, odds, candidates)
-    for kind in range(NOTE_KINDS):
-        if note_kinds >> kind & 1:
-            candidates = _add_row(note_rows, kind, note_weights[note_kinds, kind], base, tokens, odds, candidates)
-    if copy_line >= 0:
-        for kind in range(COPY_KINDS):
-            candidates = _add_row(copy_rows, kind, copy_weights[copy_line, kind], base, tokens, odds, candidates)
-    return candidates, base
+    line, note_line = weights[_line(work, node)].tolist(), work.note_weights[work.note_kinds[node]].tolist()
+    copies: list[Weighted] = []
+    base = line[END] + note_line[NOTE_KINDS]
+    rows = [(row, line[kind]) for kind, row in _rows(work, node)]
+    notes = [(row, note_line[kind]) for kind, row in _notes(work, node)]
+    for _, weight in (*rows, *notes):
+        base += FLOOR * weight
+    if work.copy_line[node] >= 0:
+        copy_line = work.copy_weights[work.copy_line[node]].tolist()
+        copies = [(work.copy_rows[node, kind].tolist(), copy_line[kind]) for kind in range(COPY_KINDS)]
+        base += copy_line[COPY_KINDS]
+        for _, weight in copies:
+            base += FLOOR * weight
+    odds: dict[int, float] = {}
+    for row, weight in (*rows, *notes, *copies):
+        step = weight * SCALE
+        for entry in row:
+            if (token := entry & TOKEN) != TOKEN:
+                odds[token] = odds.get(token, base) + step * (entry >> BITS)
+    return odds, base
 
 
-@inlined
-def _length_bucket(match_lengths: Any) -> Any:
+def _length_bucket(length: int) -> int:
     """Return the bucket of a match length, see `LENGTH_BUCKETS`."""
-    if match_lengths <= 3:
-        return match_lengths - 1
-    if match_lengths <= 7:
-        return 3 if match_lengths <= 5 else 4
-    return 5 if match_lengths <= 15 else 6
+    if length <= 3:
+        return length - 1
+    if length <= 7:
+        return 3 if length <= 5 else 4
+    return 5 if length <= 15 else 6
 
 
-@inlined
-def _write_copy_rows(text: Any, matches: Any, count: Any, longest: Any, rows: Any) -> Any:
-    """Write the tokens after one or more matches as rows; return the index within a set of copy weights."""
-    for place in range(WIDTH):
-        rows[LATEST, place] = rows[EACH, place] = TOKEN
-    different = 0
-    for at in range(count):
-        token, same, known = text[matches[at]], 0, False
-        for other in range(count):
-            if text[matches[other]] == token:
-                same += 1
-                known = known or other < at
-        if known or token < 0 or token >= TOKEN:
-            continue
-        if different == 0:
-            rows[LATEST, 0] = 255 << BITS | token
+def _write_copy_rows(work: Work, node: int) -> int:
+    """Write the tokens after a node's matches as rows; return the index within a set of copy weights."""
+    count, rows = int(work.match_counts[node]), work.copy_rows[node]
+    tokens = work.text[work.matches[node, :count]].tolist()
+    rows[:] = TOKEN
+    different = [token for token in dict.fromkeys(tokens) if 0 <= token < TOKEN]
+    if different:
+        rows[LATEST, 0] = 255 << BITS | different[0]
+    for place, token in enumerate(different[:WIDTH]):
+        same = tokens.count(token)
         value = (math.log(same / (count - same + _NOT_SEEN)) - FLOOR) / SCALE
-        if different < WIDTH:
-            rows[EACH, different] = np.int32(min(max(value + 0.5, 0.0), 255.0)) << BITS | token
-        different += 1
-    return 2 * _length_bucket(longest) + (1 if different == 1 else 0)
+        rows[EACH, place] = int(min(max(value + 0.5, 0.0), 255.0)) << BITS | token
+    return 2 * _length_bucket(int(work.match_lengths[node, 0])) + (len(different) == 1)
 
 
-@inlined
-def _copy_set(place: Any, used: Any) -> Any:
+def _copy_set(work: Work, place: int) -> int:
     """Return the first index of a set of copy weights: by match in the prompt or answer, and before or after a copy."""
-    of_prompt, copying = place < used[PROMPT], used[ROOT] - used[COPY] < AFTER_COPY
+    of_prompt, copying = place < work.used[PROMPT], work.used[ROOT] - work.used[COPY] < AFTER_COPY
     return 2 * LENGTH_BUCKETS * ((0 if of_prompt else 1) + (2 if copying else 0))
 
 
-@inlined
-def expand(work: Any, node: Any, young: Any, old: Any, weights: Any) -> None:
+def expand(work: Work, node: int, tables: Tables) -> None:
     """Look up memory, notes and matches for a node and mix them; does nothing the second time."""
-    if work.logit_hits[node] < 0:
-        rows, note_rows, note_weights = work.rows[node], work.note_rows[node], work.note_weights
-        logit_hits, text_hits = find_rows(young, old, work.tails[node], rows)
-        note_kinds = _recall(work.notes, work.used[ROOT] + work.depths[node], work.ids[node], note_rows)
-        copy_line, copy_rows, copy_weights = -1, work.copy_rows[node], work.copy_weights
-        if work.match_counts[node] > 0:
-            copy_line = _write_copy_rows(
-                work.text, work.matches[node], work.match_counts[node], work.match_lengths[node, 0], copy_rows
-            )
-            copy_line += _copy_set(work.matches[node, 0], work.used)
-        work.logit_hits[node], work.text_hits[node], work.note_kinds[node], work.copy_line[node] = (
-            logit_hits,
-            text_hits,
-            note_kinds,
-            copy_line,
-        )
-        tokens, odds = work.tokens[node], work.odds[node]
-        work.candidates[node], base = _mix(
-            rows,
-            logit_hits,
-            text_hits,
-            weights,
-            note_rows,
-            note_kinds,
-            note_weights,
-            copy_rows,
-            copy_line,
-            copy_weights,
-            tokens,
-            odds,
-        )
-        if work.predicted[node] >= 0:
-            _mix_prediction(work, node, base)
+    if work.logit_hits[node] >= 0:
+        return
+    hits = find_rows(tables.young, tables.old, work.tails[node].tolist(), work.rows[node])
+    work.note_kinds[node], work.copy_line[node] = _recall(work, node), -1
+    if work.match_counts[node] > 0:
+        work.copy_line[node] = _write_copy_rows(work, node) + _copy_set(work, work.matches[node, 0])
+    work.logit_hits[node], work.text_hits[node] = hits
+    odds, base = _mix(work, node, tables.weights)
+    work.candidates[node] = len(odds)
+    work.tokens[node, : len(odds)], work.odds[node, : len(odds)] = list(odds), list(odds.values())
+    if work.predicted[node] >= 0:
+        _mix_prediction(work, node, base)
 
 
-@inlined
-def _mtp_line(work: Any, node: Any) -> Any:
+def _mtp_line(work: Work, node: int) -> int:
     """Return the index of the final mixing's weights in use."""
-    depth = min(work.mtp_depths[work.predicted[node]], MTP_DEPTHS) - 1
-    return depth * (len(ORDERS) + 1) + work.logit_hits[node]
+    depth = min(int(work.mtp_depths[work.predicted[node]]), MTP_DEPTHS) - 1
+    return depth * (len(ORDERS) + 1) + int(work.logit_hits[node])
 
 
-@inlined
-def _predicted_odds(work: Any, number: Any, token: Any) -> Any:
-    """Return the log-odds of a token in prediction `number`; `FLOOR` if it is not listed."""
-    for place in range(MTP_WIDTH):
-        if work.mtp_tokens[number, place] == token:
-            return max(work.mtp_odds[number, place], FLOOR)
-    return FLOOR
+def _prediction(work: Work, node: int) -> dict[int, float]:
+    """Return the log-odds of the tokens that the layer predicts after a node's parent; the first of equal tokens."""
+    number = work.predicted[node]
+    pairs = zip(work.mtp_tokens[number].tolist(), work.mtp_odds[number].tolist(), strict=True)
+    return {token: max(odds, FLOOR) for token, odds in reversed(list(pairs))}
 
 
-@inlined
-def _mix_prediction(work: Any, node: Any, base: Any) -> None:
+def _mix_prediction(work: Work, node: int, base: float) -> None:
     """Final mixing: combine the candidates' log-odds with the MTP layer's, and add tokens that only the layer suggests.
 
     Args:
@@ -247,152 +187,125 @@ def _mix_prediction(work: Any, node: Any, base: Any) -> None:
         node: a node with a prediction, whose candidates have been mixed.
         base: log-odds before this mixing of tokens that only the layer suggests.
     """
-    number, known = work.predicted[node], work.candidates[node]
-    tokens, odds, memory_odds = work.tokens[node], work.odds[node], work.memory_odds[node]
-    for at in range(known):
-        memory_odds[at] = odds[at]
-    candidates = known
-    for place in range(MTP_WIDTH):
-        token = work.mtp_tokens[number, place]
+    known, layer = int(work.candidates[node]), _prediction(work, node)
+    memory = dict(zip(work.tokens[node, :known].tolist(), work.odds[node, :known].tolist(), strict=True))
+    for token in work.mtp_tokens[work.predicted[node]].tolist():
         if token < 0:
             break
-        at = 0
-        while at < candidates and tokens[at] != token:
-            at += 1
-        if at == candidates:
-            tokens[at], memory_odds[at] = token, math.nan
-            candidates += 1
-    work.listed[node], work.bases[node] = candidates, base
-    line, share = work.mtp_weights[_mtp_line(work, node)], probability(work.mtp_trust[0])
-    for at in range(candidates):
-        mixed = _weighed(line, _before(memory_odds[at], base), _predicted_odds(work, number, tokens[at]))
-        without = _before(memory_odds[at], FLOOR)  # with a share of zero there is no such token
-        odds[at] = without + share * (mixed - without)
-        if at >= known and odds[at] >= _NEGLIGIBLE:  # less likely ones would displace cells of the lookahead window
-            _swap(tokens, odds, memory_odds, known, at)
+        memory.setdefault(token, math.nan)
+    work.listed[node], work.bases[node] = len(memory), base
+    line, share = work.mtp_weights[_mtp_line(work, node)].tolist(), probability(float(work.mtp_trust[0]))
+    for at, (token, log_odds) in enumerate(memory.items()):
+        mixed = _weighed(line, _before(log_odds, base), layer.get(token, FLOOR))
+        without = _before(log_odds, FLOOR)  # with a share of zero there is no such token
+        odds = without + share * (mixed - without)
+        work.tokens[node, at], work.odds[node, at], work.memory_odds[node, at] = token, odds, log_odds
+        if at >= known and odds >= _NEGLIGIBLE:  # less likely ones would displace cells of the lookahead window
+            _swap(work, node, known, at)
             known += 1
     work.candidates[node] = known
 
 
-@inlined
-def _before(log_odds: Any, base: Any) -> Any:
+def _before(log_odds: float, base: float) -> float:
     """Return the log-odds before the final mixing; `base` for NaN, which marks tokens that only the layer suggests."""
     return base if math.isnan(log_odds) else log_odds
 
 
-@inlined
-def _weighed(line: Any, memory: Any, layer: Any) -> Any:
+def _weighed(line: Sequence[float], memory: float, layer: float) -> float:
     """Return the final mixing of the memory's and the layer's log-odds, with one line of weights."""
     return line[0] * memory + line[1] * layer + line[2] * max(memory, 0.0) + line[3]
 
 
-@inlined
-def led_by_mtp(work: Any, parent: Any, rank: Any) -> Any:
-    """Return 1 if the layer gives the child of this rank higher odds than the memory does, else 0."""
-    layer = _predicted_odds(work, work.predicted[parent], work.tokens[parent, rank])
-    return 1 if layer > max(_before(work.memory_odds[parent, rank], work.bases[parent]), FLOOR) else 0
+def led_by_mtp(work: Work, parent: int, rank: int) -> bool:
+    """Return True if the layer gives the child of this rank higher odds than the memory does."""
+    layer = _prediction(work, parent).get(int(work.tokens[parent, rank]), FLOOR)
+    return layer > max(_before(float(work.memory_odds[parent, rank]), float(work.bases[parent])), FLOOR)
 
 
-@inlined
-def _swap(tokens: Any, odds: Any, memory_odds: Any, one: Any, other: Any) -> None:
+def _swap(work: Work, node: int, one: int, other: int) -> None:
     """Swap two candidates."""
-    tokens[one], tokens[other] = tokens[other], tokens[one]
-    odds[one], odds[other] = odds[other], odds[one]
-    memory_odds[one], memory_odds[other] = memory_odds[other], memory_odds[one]
+    for column in (work.tokens[node], work.odds[node], work.memory_odds[node]):
+        column[one], column[other] = column[other], column[one]
 
 
-@inlined
-def bring_forward(tokens: Any, odds: Any, memory_odds: Any, candidates: Any, rank: Any) -> None:
+def bring_forward(work: Work, node: int, rank: int) -> None:
     """One step of a selection sort: move the likeliest candidate from index `rank` on to that index."""
-    best = rank
-    for at in range(rank + 1, candidates):
-        if odds[at] > odds[best]:
-            best = at
-    _swap(tokens, odds, memory_odds, rank, best)
+    odds = work.odds[node, rank : work.candidates[node]].tolist()
+    _swap(work, node, rank, rank + odds.index(max(odds)))
 
 
-@inlined
-def _odds_before(work: Any, node: Any) -> Any:
-    """Return the candidates' log-odds before any final mixing; NaN for tokens that only the layer suggests."""
-    return work.memory_odds[node] if work.predicted[node] >= 0 else work.odds[node]
-
-
-@inlined
-def _value(rows: Any, kind: Any, token: Any) -> Any:
+def _value(row: Row, token: int) -> int:
     """Return the quantised log-odds of a token in a row; 0 if it is not listed."""
-    for place in range(WIDTH):
-        if rows[kind, place] & TOKEN == token:
-            return rows[kind, place] >> BITS
-    return np.int32(0)
+    return next((entry >> BITS for entry in row if entry & TOKEN == token), 0)
 
 
-@inlined
-def _learn_copies(work: Any, node: Any, chosen: Any, rate: Any) -> None:
+def _errors(work: Work, node: int, chosen: int) -> list[tuple[int, float]]:
+    """Return the candidates that take part in learning, each with its error before any final mixing."""
+    column = work.memory_odds if work.predicted[node] >= 0 else work.odds
+    count = work.candidates[node]
+    return [
+        (token, (1.0 if token == chosen else 0.0) - probability(log_odds))
+        for token, log_odds in zip(work.tokens[node, :count].tolist(), column[node, :count].tolist(), strict=True)
+        if not math.isnan(log_odds) and (token == chosen or not log_odds < _NEGLIGIBLE)
+    ]
+
+
+def _learn_copies(work: Work, node: int, errors: Sequence[tuple[int, float]], rate: float) -> None:
     """Update the copy weights of a node by one gradient step."""
-    rows, weights = work.copy_rows[node], work.copy_weights[work.copy_line[node]]
-    odds = _odds_before(work, node)
+    rows, line = work.copy_rows[node].tolist(), work.copy_line[node]
+    weights = work.copy_weights[line].tolist()
     rate *= weights[COPY_KINDS + 1]
-    for at in range(work.candidates[node]):
-        token, log_odds = work.tokens[node, at], odds[at]
-        if math.isnan(log_odds) or (token != chosen and log_odds < _NEGLIGIBLE):
-            continue
-        error = (1.0 if token == chosen else 0.0) - probability(log_odds)
+    for token, error in errors:
         for kind in range(COPY_KINDS):
-            weights[kind] += rate * error * (FLOOR + SCALE * _value(rows, kind, token))
+            weights[kind] += rate * error * (FLOOR + SCALE * _value(rows[kind], token))
         weights[COPY_KINDS] += rate * error
+    work.copy_weights[line] = weights
 
 
-@inlined
-def _learn_mtp(work: Any, node: Any, chosen: Any, rate: Any) -> None:
+def _learn_mtp(work: Work, node: int, chosen: int, rate: float) -> None:
     """Update weights and share of the final mixing by one gradient step on the coding cost."""
-    number, line = work.predicted[node], work.mtp_weights[_mtp_line(work, node)]
-    share, of_share, gradient = probability(work.mtp_trust[0]), 0.0, np.zeros(MTP_INPUTS)
-    for at in range(work.listed[node]):
-        token, log_odds = work.tokens[node, at], work.odds[node, at]
+    place, layer, count = _mtp_line(work, node), _prediction(work, node), work.listed[node]
+    line, trust, base = work.mtp_weights[place].tolist(), float(work.mtp_trust[0]), float(work.bases[node])
+    share, of_share, gradient = probability(trust), 0.0, [0.0] * MTP_INPUTS
+    columns = (column[node, :count].tolist() for column in (work.tokens, work.odds, work.memory_odds))
+    for token, log_odds, memory in zip(*columns, strict=True):
         if token != chosen and log_odds < _NEGLIGIBLE:
             continue
         error = (1.0 if token == chosen else 0.0) - probability(log_odds)
-        before, layer = _before(work.memory_odds[node, at], work.bases[node]), _predicted_odds(work, number, token)
-        gradient[0] += error * before
-        gradient[1] += error * layer
-        gradient[2] += error * max(before, 0.0)
-        gradient[3] += error
-        of_share += error * (_weighed(line, before, layer) - _before(work.memory_odds[node, at], FLOOR))
+        before, predicted = _before(memory, base), layer.get(token, FLOOR)
+        for kind, given in enumerate((before, predicted, max(before, 0.0), 1.0)):
+            gradient[kind] += error * given
+        of_share += error * (_weighed(line, before, predicted) - _before(memory, FLOOR))
     for kind in range(MTP_INPUTS):
-        line[kind] += _MTP_RATE * rate * share * gradient[kind]
-    moved = work.mtp_trust[0] + _TRUST_RATE * rate * share * (1.0 - share) * of_share
+        work.mtp_weights[place, kind] = line[kind] + _MTP_RATE * rate * share * gradient[kind]
+    moved = trust + _TRUST_RATE * rate * share * (1.0 - share) * of_share
     work.mtp_trust[0] = min(max(moved, -_MOST_TRUST), _MOST_TRUST)
 
 
-@inlined
-def learn_weights(work: Any, young: Any, old: Any, weights: Any, path: Any, chosen: Any, rate: Any) -> None:
+def _gradients(rows: Iterator[tuple[int, Row]], errors: Sequence[tuple[int, float]], kinds: int) -> list[float]:
+    """Return the gradient of the coding cost by each kind's weight, and by the bias last."""
+    gradient = [0.0] * (kinds + 1)
+    for kind, row in rows:
+        for token, error in errors:
+            gradient[kind] += error * (FLOOR + SCALE * _value(row, token))
+    for _, error in errors:
+        gradient[kinds] += error
+    return gradient
+
+
+def learn_weights(
+    work: Work, tables: Tables, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], rate: float
+) -> None:
     """Update all weights by gradient steps on the coding cost, one per node that verification reached."""
-    for step in range(path.shape[0]):
-        node = path[step]
-        expand(work, node, young, old, weights)
-        logit_hits, text_hits = work.logit_hits[node], work.text_hits[node]
-        line, gradient, rows = _line(logit_hits, text_hits), np.zeros(END + 1), work.rows[node]
-        note_kinds, note_gradient, note_rows = work.note_kinds[node], np.zeros(NOTE_KINDS), work.note_rows[node]
-        odds = _odds_before(work, node)
-        for at in range(work.candidates[node]):
-            token, log_odds = work.tokens[node, at], odds[at]
-            if math.isnan(log_odds) or (token != chosen[step] and log_odds < _NEGLIGIBLE):
-                continue
-            error = (1.0 if token == chosen[step] else 0.0) - probability(log_odds)
-            for kind in range(END):
-                if _has_row(logit_hits, text_hits, kind):
-                    gradient[kind] += error * (FLOOR + SCALE * _value(rows, kind, token))
-            for kind in range(NOTE_KINDS):
-                if note_kinds >> kind & 1:
-                    note_gradient[kind] += error * (FLOOR + SCALE * _value(note_rows, kind, token))
-            gradient[END] += error
-        for kind in range(END + 1):
-            weights[line, kind] += rate * gradient[kind]
-        if note_kinds:
-            for kind in range(NOTE_KINDS):
-                work.note_weights[note_kinds, kind] += rate * note_gradient[kind]
-            work.note_weights[note_kinds, NOTE_KINDS] += rate * gradient[END]
+    for node, token in zip(path.tolist(), chosen.tolist(), strict=True):
+        expand(work, node, tables)
+        errors, line = _errors(work, node, token), _line(work, node)
+        for kind, each in enumerate(_gradients(_rows(work, node), errors, END)):
+            tables.weights[line, kind] += rate * each
+        if note_kinds := work.note_kinds[node]:
+            for kind, each in enumerate(_gradients(_notes(work, node), errors, NOTE_KINDS)):
+                work.note_weights[note_kinds, kind] += rate * each
         if work.copy_line[node] >= 0:
-            _learn_copies(work, node, chosen[step], rate)
+            _learn_copies(work, node, errors, rate)
         if work.predicted[node] >= 0:
-            _learn_mtp(work, node, chosen[step], rate)
+            _learn_mtp(work, node, token, rate)

@@ -1,83 +1,71 @@
-"""Top-k of logits as entries, see `layout`."""
+"""Top-k of logits as entries, see `layout`.
+
+The function below runs where the library is missing; `lade/native/reading.cpp` has the same one.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.compilation import compiled
-from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, SCORES, TINY, TOKEN, WIDTH, Floats, Ints, inlined
+from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Floats, Ints
+from lade.native.kernel import FLOATS, LONGS, SCORES, TABLE, kernel
 
 _FAR = -12.0  # block maxima this far below the best score are negligible in the sum
 
 
-@inlined
-def _above(score: Any, other: Any) -> Any:
-    """Return whether a score ranks higher; NaN ranks highest, as in argmax."""
+class _Best:
+    """The `WIDTH` ids with the highest scores so far, in descending order; NaN ranks highest, as in argmax."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.scores: list[float] = []
+
+    def rank(self, new: int, score: float) -> None:
+        """Insert an id by its score, after equal ones."""
+        if len(self.ids) == WIDTH:
+            if score <= self.scores[-1]:
+                return
+            self.ids.pop()
+            self.scores.pop()
+        place = len(self.ids)
+        while place > 0 and _above(score, self.scores[place - 1]):
+            place -= 1
+        self.ids.insert(place, new)
+        self.scores.insert(place, score)
+
+
+def _above(score: float, other: float) -> bool:
     return score > other or (math.isnan(score) and not math.isnan(other))
 
 
-@inlined
-def _rank(ids: Any, scores: Any, used: Any, new: Any, score: Any) -> Any:
-    """Insert an id by its score, after equal ones, into the best `WIDTH`; return their new number."""
-    if used == WIDTH and score <= scores[WIDTH - 1]:
-        return used
-    place = used if used < WIDTH else WIDTH - 1
-    while place > 0 and _above(score, scores[place - 1]):
-        ids[place], scores[place] = ids[place - 1], scores[place - 1]
-        place -= 1
-    ids[place], scores[place] = new, score
-    return min(used + 1, WIDTH)
+def _maxima(logits: Floats) -> Floats:
+    """Return the maximum of each block of `BLOCK` logits; NaN is above everything."""
+    bits = logits.view(np.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC00000
+    maxima = np.maximum.reduceat(ordered, np.arange(0, len(logits), BLOCK))
+    found: Floats = (maxima ^ ((maxima >> 31) & 0x7FFFFFFF)).view(np.float32)
+    return found
 
 
-@inlined
-def _total(maxima: Any, best: Any) -> Any:
-    """Return the sum of exp(maximum - best) over the block maxima of a row."""
-    total = 0.0
-    for at in range(maxima.shape[0]):
-        if maxima[at] - best > _FAR:
-            total += math.exp(maxima[at] - best)
-    return total
+def _exponential(score: float, best: float) -> float:
+    """Return `exp(score - best)` in float32; C's `expf` may round a rare tie otherwise."""
+    with np.errstate(invalid="ignore"):
+        return float(np.float32(math.exp(np.float32(score) - np.float32(best))))
 
 
-@inlined
-def _entry(token: Any, weight: Any, total: Any) -> Any:
+def _entry(token: int, weight: float, total: float) -> int:
     """Return a token and its quantised log-odds as an entry; the empty entry if its id does not fit."""
     if token >= TOKEN:
-        return np.int32(TOKEN)
+        return TOKEN
     odds = math.log(max(weight, TINY) / max(total - weight, TINY))
     value = min(max((odds - FLOOR) / SCALE + 0.5, 0.0), 255.0) if not math.isnan(odds) else 0.0
-    return np.int32(value) << BITS | np.int32(token)
+    return int(value) << BITS | token
 
 
-@inlined
-def _flipped(bits: Any) -> Any:
-    """Map float32 bits to an int32 of the same order, or back."""
-    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
-
-
-@inlined
-def _sortable(bits: Any) -> Any:
-    """Map float32 bits to an order-preserving int32; NaN sorts above everything. Integer maxima are vectorised."""
-    if bits & np.int32(0x7FFFFFFF) > np.int32(0x7F800000):
-        return np.int32(0x7FC00000)
-    return _flipped(bits)
-
-
-@inlined
-def _find_maxima(bits: Any, maxima: Any) -> None:
-    """Write the maximum of each block of `BLOCK` logits, as float32 bits."""
-    for at in range(maxima.shape[0]):
-        best = np.int32(-(2**31))
-        for token in range(min(BLOCK, bits.shape[0] - at * BLOCK)):  # counted from 0, else the loop is not vectorised
-            best = max(best, _sortable(bits[at * BLOCK + token]))
-        maxima[at] = _flipped(best)
-
-
-@compiled(SCORES)
 def entries_of(logits: Floats) -> tuple[npt.NDArray[np.int64], Ints]:
     """Return the argmax of each row, and its `WIDTH` likeliest tokens as entries.
 
@@ -91,24 +79,30 @@ def entries_of(logits: Floats) -> tuple[npt.NDArray[np.int64], Ints]:
         `[M]` ids, and `[M, WIDTH]` entries in descending order.
     """
     rows, vocabulary = logits.shape
-    picks, entries = np.empty(rows, np.int64), np.full((rows, WIDTH), TOKEN, np.int32)
-    tokens, scores, among = np.empty(WIDTH, np.int64), np.empty(WIDTH, np.float32), np.empty(WIDTH, np.int64)
-    maxima = np.empty((vocabulary + BLOCK - 1) // BLOCK, np.float32)
-    for row in range(rows):
-        _find_maxima(logits[row].view(np.int32), maxima.view(np.int32))
-        kept = 0
-        for at in range(maxima.shape[0]):
-            kept = _rank(among, scores, kept, at, maxima[at])
-        best, least = scores[0], scores[kept - 1] if kept == WIDTH else -np.inf  # `WIDTH` tokens score at least this
-        total = _total(maxima, best)
-        among[:kept].sort()  # the first of equal scores wins
-        used = 0
-        for place in range(kept):
-            first = among[place] * BLOCK
-            for token in range(first, min(first + BLOCK, vocabulary)):
-                if not logits[row, token] < least:
-                    used = _rank(tokens, scores, used, token, logits[row, token])
-        picks[row] = tokens[0]
-        for place in range(used):
-            entries[row, place] = _entry(tokens[place], math.exp(scores[place] - best), total)
+    picks, entries = np.empty(rows, np.int64), np.empty((rows, WIDTH), np.int32)
+    _entries_of(logits, np.empty((vocabulary + BLOCK - 1) // BLOCK, np.float32), picks, entries)
     return picks, entries
+
+
+@kernel(SCORES, FLOATS, LONGS, TABLE, keeps_lock=False)
+def _entries_of(logits: Floats, maxima: Floats, picks: npt.NDArray[np.int64], entries: Ints) -> None:
+    """See `entries_of`; `maxima`, `[ceil(V / BLOCK)]`, is written."""
+    for row, scores in enumerate(logits):
+        maxima[:] = _maxima(scores)
+        among, tokens, highest = _Best(), _Best(), maxima.tolist()
+        for at, score in enumerate(highest):
+            among.rank(at, score)
+        best = among.scores[0]
+        least = among.scores[-1] if len(among.ids) == WIDTH else -math.inf  # `WIDTH` tokens score at least this
+        with np.errstate(invalid="ignore"):
+            near = maxima[maxima - np.float32(best) > _FAR].tolist()
+        total = 0.0
+        for score in near:
+            total += _exponential(score, best)
+        for at in sorted(among.ids):  # the first of equal scores wins
+            for token, score in enumerate(scores[at * BLOCK : (at + 1) * BLOCK].tolist(), start=at * BLOCK):
+                if not score < least:
+                    tokens.rank(token, score)
+        picks[row], entries[row] = tokens.ids[0], TOKEN
+        for place, (token, score) in enumerate(zip(tokens.ids, tokens.scores, strict=True)):
+            entries[row, place] = _entry(token, _exponential(score, best), total)

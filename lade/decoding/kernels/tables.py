@@ -1,125 +1,99 @@
-"""Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one."""
+"""Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one.
+
+The functions below run where the library is missing; `lade/native/tables.cpp` has the same ones.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.compilation import compiled
-from lade.decoding.kernels.layout import (
-    BITS,
-    END,
-    INT,
-    INTS,
-    LENGTHS,
-    LOGITS,
-    LONGEST,
-    LONGS,
-    TABLE,
-    TEXT,
-    TOKEN,
-    WIDTH,
-    Ints,
-    inlined,
-)
+from lade.decoding.kernels.layout import BITS, END, LENGTHS, LOGITS, LONGEST, TEXT, TOKEN, WIDTH, Ints
+from lade.decoding.kernels.work import Tables
+from lade.native.kernel import INT, INTS, LONGS, STRUCT, TABLE, kernel
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-SEED = np.uint64(0x243F6A8885A308D3)
+_MIX = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+SEED = 0x243F6A8885A308D3
 """Hash of the empty context."""
 
+Key = tuple[int, int]
+Row = Sequence[int]
 
-@inlined
-def lengthened(state: Any, token: Any) -> Any:
+
+def lengthened(state: int, token: int) -> int:
     """Return the hash of a context extended by one token towards the start of the text."""
-    state = (state ^ np.uint64(token + 2)) * _MIX
-    return state ^ (state >> np.uint64(29))
+    state = ((state ^ (token + 2 & _WORD)) * _MIX) & _WORD
+    return state ^ (state >> 29)
 
 
-@inlined
-def _key(state: Any, number: Any) -> Any:
-    """Return both halves of a context's key, given its hash and the index of its order."""
-    low = np.int32(((state >> np.uint64(3)) << np.uint64(3) | np.uint64(number + 1)) & np.uint64(0xFFFFFFFF))
-    return low, np.int32(state >> np.uint64(32))
+def _signed(half: int) -> int:
+    """Return the int32 with these 32 bits."""
+    return half - (1 << 32) if half >> 31 else half
 
 
-@inlined
-def _slot(table: Any, low: Any, high: Any) -> Any:
+def _keys(tail: Row, first: int, end: int) -> Iterator[Key]:
+    """Yield both halves of the keys of a context's suffixes, one for each kind of rows."""
+    state, number = SEED, first
+    for place in range(LENGTHS[end - 1]):
+        state = lengthened(state, tail[place])
+        if place + 1 == LENGTHS[number]:
+            yield _signed((state >> 3 << 3 | number + 1) & 0xFFFFFFFF), _signed(state >> 32)
+            number += 1
+
+
+def _slot(table: Ints, key: Key) -> int:
     """Return the slot of a key; if it is missing, the bitwise complement of the free slot for it."""
-    capacity = np.uint64(table.shape[0])
-    slot: Any = np.int64((np.uint64(np.uint32(high)) * capacity) >> np.uint64(32))
+    low, high = key
+    slot = (high & 0xFFFFFFFF) * len(table) >> 32
     while table[slot, 0] != 0:
         if table[slot, 0] == low and table[slot, 1] == high:
             return slot
         slot += 1
-        if slot == table.shape[0]:
+        if slot == len(table):
             slot = 0
     return ~slot
 
 
-@inlined
-def average(best: Any, before: Any, slot: Any, rows: Any, row: Any) -> None:
-    """Write the mean of a table's row and a new one to `best`. A token missing from one of them counts 0 there."""
-    best[:] = TOKEN
-    for first in range(2 * WIDTH):
-        entry = rows[row, first] if first < WIDTH else before[slot, 2 + first - WIDTH]
-        token = entry & TOKEN
-        if token == TOKEN:
-            continue
-        total, known = entry >> BITS, False
-        for second in range(WIDTH):
-            other = before[slot, 2 + second] if first < WIDTH else rows[row, second]
-            if other & TOKEN == token:
-                total += other >> BITS
-                known = first >= WIDTH  # was counted already
-                break
-        if not known:
-            _insert(best, np.int32(total >> 1 << BITS | token))
+def average(before: Row, row: Row) -> list[int]:
+    """Return the mean of a known row and a new one. A token missing from one of them counts 0 there."""
+    best = [TOKEN] * WIDTH
+    for entries, others, is_new in ((row, before, True), (before, row, False)):
+        for entry in entries:
+            token = entry & TOKEN
+            if token == TOKEN:
+                continue
+            same = [other >> BITS for other in others if other & TOKEN == token]
+            if is_new or not same:  # else it was counted already
+                _insert(best, (entry >> BITS) + sum(same[:1]) >> 1 << BITS | token)
+    return best
 
 
-@inlined
-def _insert(best: Any, entry: Any) -> None:
+def _insert(best: list[int], entry: int) -> None:
     """Insert an entry into the best ones, in descending order; the last one drops out."""
     place = WIDTH
     while place > 0 and (entry > best[place - 1] or best[place - 1] == TOKEN):
-        if place < WIDTH:
-            best[place] = best[place - 1]
         place -= 1
-    if place < WIDTH:
-        best[place] = entry
+    best.insert(place, entry)
+    best.pop()
 
 
-@inlined
-def _take_in(young: Any, old: Any, tail: Any, rows: Any, row: Any, first: Any, end: Any, best: Any) -> Any:
+def _take_in(young: Ints, old: Ints, tail: Row, row: Row, first: int, end: int) -> int:
     """Store one row under several suffixes of a context; return the number of newly occupied slots."""
-    state, number, taken = SEED, first, 0
-    for place in range(LENGTHS[end - 1]):
-        state = lengthened(state, tail[place])
-        if place + 1 != LENGTHS[number]:
-            continue
-        low, high = _key(state, number)
-        number += 1
-        slot = _slot(young, low, high)
+    taken = 0
+    for key in _keys(tail, first, end):
+        slot = at = _slot(young, key)
         before = young
-        at = slot
         if slot < 0:
-            slot = ~slot
-            before = old
-            at = _slot(old, low, high)
-            young[slot, 0], young[slot, 1] = low, high
+            slot, before, at = ~slot, old, _slot(old, key)
+            young[slot, :2] = key
             taken += 1
-        if at >= 0:
-            average(best, before, at, rows, row)
-            for entry in range(WIDTH):
-                young[slot, 2 + entry] = best[entry]
-        else:
-            for entry in range(WIDTH):
-                young[slot, 2 + entry] = rows[row, entry]
+        young[slot, 2:] = average(before[at, 2:].tolist(), row) if at >= 0 else row
     return taken
 
 
-@compiled(TABLE, TABLE, TABLE, TABLE, INT, INT, INT, INT, INT)
 def learn(
     young: Ints, old: Ints, tails: Ints, rows: Ints, first: int, end: int, start: int, taken: int, most: int
 ) -> tuple[int, int]:
@@ -139,23 +113,28 @@ def learn(
     Returns:
         Index of the first context that does not fit (M if all do), and the new number of occupied slots.
     """
-    best = np.empty(WIDTH, np.int32)
-    for row in range(start, tails.shape[0]):
-        if taken + end - first > most:
-            return row, taken
-        taken += _take_in(young, old, tails[row], rows, row, first, end, best)
-    return tails.shape[0], taken
+    return divmod(_learn(young, old, tails, rows, first, end, start, taken, most), 1 << 32)
 
 
-@compiled(TABLE, TABLE, TABLE, TABLE, LONGS, LONGS)
-def learn_step(
-    young: Ints, old: Ints, tails: Ints, rows: Ints, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
+@kernel(TABLE, TABLE, TABLE, TABLE, INT, INT, INT, INT, INT, result=INT)
+def _learn(
+    young: Ints, old: Ints, tails: Ints, rows: Ints, first: int, end: int, start: int, taken: int, most: int
 ) -> int:
-    """Store the rows of a whole step and the tokens that followed in the text; `young` must have room for all of them.
+    row = start
+    while row < len(tails) and taken + end - first <= most:
+        taken += _take_in(young, old, tails[row].tolist(), rows[row].tolist(), first, end)
+        row += 1
+    return row << 32 | taken
+
+
+@kernel(STRUCT, TABLE, TABLE, LONGS, LONGS, result=INT)
+def learn_step(
+    tables: Tables, tails: Ints, rows: Ints, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
+) -> int:
+    """Store the rows of a whole step and the tokens that followed in the text; the tables must have room for all.
 
     Args:
-        young: `[C, 2 + WIDTH]`, the table to write.
-        old: `[C', 2 + WIDTH]`, the table to read rows from that `young` lacks.
+        tables: both tables of the memory, and its weights.
         tails: `[M, LONGEST]` contexts.
         rows: `[M, WIDTH]` entries of logits.
         path: `[A]`, indices of the contexts that were accepted.
@@ -164,90 +143,86 @@ def learn_step(
     Returns:
         The number of newly occupied slots.
     """
-    best, taken, certain_rows = np.empty(WIDTH, np.int32), 0, _certain(chosen)
-    for row in range(tails.shape[0]):
-        taken += _take_in(young, old, tails[row], rows, row, LOGITS, TEXT, best)
-    for row in range(path.shape[0]):
-        taken += _take_in(young, old, tails[path[row]], certain_rows, row, TEXT, END, best)
+    young, old, taken = tables.young, tables.old, 0
+    for tail, row in zip(tails.tolist(), rows.tolist(), strict=True):
+        taken += _take_in(young, old, tail, row, LOGITS, TEXT)
+    for node, token in zip(path.tolist(), chosen.tolist(), strict=True):
+        taken += _take_in(young, old, tails[node].tolist(), _certain_row(token), TEXT, END)
     return taken
 
 
-@compiled(TABLE, TABLE)
+@kernel(TABLE, TABLE)
 def rehash(table: Ints, into: Ints) -> None:
     """Copy all occupied slots of a table into a larger one that has none of their keys."""
-    for row in range(table.shape[0]):
-        if table[row, 0] != 0:
-            slot = ~_slot(into, table[row, 0], table[row, 1])
-            for place in range(table.shape[1]):
-                into[slot, place] = table[row, place]
+    for slot in table[table[:, 0] != 0].tolist():
+        into[~_slot(into, (slot[0], slot[1]))] = slot
 
 
-@compiled(TABLE, TABLE)
+@kernel(TABLE, TABLE, result=INT)
 def count_missing(table: Ints, other: Ints) -> int:
     """Return the number of keys of a table that another one lacks."""
-    missing = 0
-    for row in range(table.shape[0]):
-        if table[row, 0] != 0 and _slot(other, table[row, 0], table[row, 1]) < 0:
-            missing += 1
-    return missing
+    return sum(_slot(other, (low, high)) < 0 for low, high in table[table[:, 0] != 0, :2].tolist())
 
 
-@inlined
-def _copy(young: Any, old: Any, state: Any, kind: Any, rows: Any) -> Any:
-    """Copy the row of one kind, if it is known; return whether it is."""
-    low, high = _key(state, kind)
-    table, slot = young, _slot(young, low, high)
-    if slot < 0:
-        table, slot = old, _slot(old, low, high)
-    if slot < 0:
-        return False
-    for entry in range(WIDTH):
-        rows[kind, entry] = table[slot, 2 + entry]
-    return True
+def _found(young: Ints, old: Ints, tail: Row, first: int, end: int) -> Iterator[list[int]]:
+    """Yield the known rows of a context, shortest suffix first, up to the first one that is missing."""
+    for key in _keys(tail, first, end):
+        table, slot = young, _slot(young, key)
+        if slot < 0:
+            table, slot = old, _slot(old, key)
+        if slot < 0:
+            return
+        yield table[slot, 2:].tolist()
 
 
-@inlined
-def find_rows(young: Any, old: Any, tail: Any, rows: Any) -> Any:
+def find_rows(young: Ints, old: Ints, tail: Row, rows: Ints) -> tuple[int, int]:
     """Copy all known rows of a context; return the numbers of hits with logits and text. Hits are nested by length."""
-    logit_hits, text_hits, state = LOGITS, TEXT, SEED
-    for place in range(LONGEST):
-        state = lengthened(state, tail[place])
-        if text_hits < END and place + 1 == LENGTHS[text_hits] and _copy(young, old, state, text_hits, rows):
-            text_hits += 1
-        if logit_hits < TEXT and place + 1 == LENGTHS[logit_hits] and _copy(young, old, state, logit_hits, rows):
-            logit_hits += 1
-    return logit_hits - LOGITS, text_hits - TEXT
+    hits = []
+    for first, end in ((LOGITS, TEXT), (TEXT, END)):
+        found = list(_found(young, old, tail, first, end))
+        if found:
+            rows[first : first + len(found)] = found
+        hits.append(len(found))
+    return hits[0], hits[1]
 
 
-@compiled(TABLE, TABLE, INTS, TABLE)
 def look_up(young: Ints, old: Ints, tail: Ints, rows: Ints) -> tuple[int, int]:
     """Copy the known rows of a context to `rows`, `[END, WIDTH]`; return the numbers of hits with logits and text."""
-    logit_hits, text_hits = find_rows(young, old, tail, rows)
-    return logit_hits, text_hits
+    return divmod(_look_up(young, old, tail, rows), 1 << 32)
 
 
-@compiled(LONGS, INT, INT)
+@kernel(TABLE, TABLE, INTS, TABLE, result=INT)
+def _look_up(young: Ints, old: Ints, tail: Ints, rows: Ints) -> int:
+    logit_hits, text_hits = find_rows(young, old, tail.tolist(), rows)
+    return logit_hits << 32 | text_hits
+
+
 def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
     """Return the contexts `[count, LONGEST]` that end with the tokens of a text from index `start` on."""
-    tails = np.full((count, LONGEST), -1, np.int32)
-    for row in range(count):
-        for place in range(min(LONGEST, start + row + 1)):
-            tails[row, place] = text[start + row - place]
+    tails = np.empty((count, LONGEST), np.int32)
+    _tails_of(text, start, tails)
     return tails
 
 
-@inlined
-def _certain(tokens: Any) -> Any:
-    """Return rows that hold one token each, with the highest log-odds."""
-    rows = np.full((tokens.shape[0], WIDTH), TOKEN, np.int32)
-    for row in range(tokens.shape[0]):
-        if tokens[row] < TOKEN:
-            rows[row, 0] = 255 << BITS | tokens[row]
-    return rows
+@kernel(LONGS, INT, TABLE)
+def _tails_of(text: npt.NDArray[np.int64], start: int, tails: Ints) -> None:
+    before = np.concatenate([np.full(LONGEST, -1, np.int64), text])
+    for row in range(len(tails)):
+        tails[row] = before[start + row + 1 : start + row + 1 + LONGEST][::-1]
 
 
-@compiled(LONGS)
 def certain(tokens: npt.NDArray[np.int64]) -> Ints:
     """Return rows `[M, WIDTH]` that hold one token each, with the highest log-odds; empty where its id does not fit."""
-    rows: Ints = _certain(tokens)
+    rows = np.empty((len(tokens), WIDTH), np.int32)
+    _certain(tokens, rows)
     return rows
+
+
+@kernel(LONGS, TABLE)
+def _certain(tokens: npt.NDArray[np.int64], rows: Ints) -> None:
+    for row, token in zip(rows, tokens.tolist(), strict=True):
+        row[:] = _certain_row(token)
+
+
+def _certain_row(token: int) -> list[int]:
+    return [255 << BITS | token if token < TOKEN else TOKEN, *[TOKEN] * (WIDTH - 1)]

@@ -1,4 +1,4 @@
-"""Arrays of a growing tree, held by compiled code as one struct, and the prior weights of copies."""
+"""Structs of arrays that kernels take: a growing tree, the context memory; and the prior weights of copies."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
-from numba.experimental import structref
 
-from lade.compilation import compiled
 from lade.decoding.kernels.layout import (
     AFTER_COPY,
     COPY_KINDS,
@@ -28,6 +25,7 @@ from lade.decoding.kernels.layout import (
     Doubles,
     Ints,
 )
+from lade.native.kernel import Struct
 
 _MOST = (END + NOTE_KINDS + COPY_KINDS) * WIDTH + MTP_WIDTH
 _NOTES = 2048  # slots; a later note overwrites an earlier one
@@ -137,7 +135,7 @@ class Work(NamedTuple):
         keys: float64 `[2 N]`, heap keys: score of the next child of a node, or an optimistic estimate.
         nodes, ranks: int32 `[2 N]`, node and rank of the child of each heap entry; rank -1 before the lookup.
         used: int64 `[7]`, counters, indexed by `NODES`, `HEAP`, `ROOT`, `READ`, `PROMPT`, `COPY`, `PREDICTED`.
-        text, links: int32 `[T]`, the text, and the index of each token's previous occurrence, -1 for none.
+        text, links, latest: the text, see `EarlierText`.
         matches: int32 `[N, MOST_MATCHES]`, index of the token after each earlier occurrence of the node's suffix,
             longest match first.
         match_lengths: int32 `[N, MOST_MATCHES]`, number of matching tokens.
@@ -181,6 +179,7 @@ class Work(NamedTuple):
     used: npt.NDArray[np.int64]
     text: Ints
     links: Ints
+    latest: Ints
     matches: Ints
     match_lengths: Ints
     match_counts: Ints
@@ -227,6 +226,7 @@ class Work(NamedTuple):
             used=np.array([0, 0, 0, 0, 0, -AFTER_COPY, 0], np.int64),
             text=np.zeros(1, np.int32),
             links=np.zeros(1, np.int32),
+            latest=no_tokens(1),
             matches=np.empty((room, MOST_MATCHES), np.int32),
             match_lengths=np.empty((room, MOST_MATCHES), np.int32),
             match_counts=match_counts,
@@ -250,42 +250,66 @@ class Work(NamedTuple):
     def widened(self, room: int) -> Work:
         """Return a copy with room for more nodes."""
         wider = Work.of(room)._replace(
-            text=self.text, links=self.links, mtp_weights=self.mtp_weights, mtp_trust=self.mtp_trust
+            text=self.text, links=self.links, latest=self.latest, mtp_weights=self.mtp_weights, mtp_trust=self.mtp_trust
         )
         for before, after in zip(cast(Iterable[Any], self), cast(Iterable[Any], wider), strict=True):
             after[: len(before)] = before
         return wider
 
 
-_WORK = cast(Any, numba).typeof(Work.of(1))
+def no_tokens(room: int) -> Ints:
+    """Return an empty `latest` of `EarlierText` for that many tokens."""
+    return np.full((2 * room, 2), -2, np.int32)
 
 
-@structref.register
-class HeldType(numba.types.StructRef):
-    """numba type of `Held`."""
+class IndexedText(Struct):
+    """The arrays of `EarlierText` as kernels take them."""
+
+    __slots__ = ("latest", "links", "text")
+
+    def __init__(self, text: Ints, links: Ints, latest: Ints) -> None:
+        self.text, self.links, self.latest = arrays = text, links, latest
+        super().__init__([*(array.ctypes.data for array in arrays), len(text), len(latest)], arrays)
 
 
-cast(Any, structref).define_boxing(HeldType, structref.StructRefProxy)
-HELD = cast(Any, HeldType)([("work", _WORK)])
-_new: Any = structref.new
+class Tables(Struct):
+    """Both tables of a context memory, and the weights of its mixer.
 
-
-class Held(NamedTuple):
-    """A `Work` as one struct: passing its arrays one by one would unbox all of them in every call.
-
-    This Python type is used if numba's JIT is disabled.
+    Args:
+        young: `[C, 2 + WIDTH]`, the table that is written.
+        old: `[C', 2 + WIDTH]`, the former one.
+        weights: `[WEIGHT_SETS, END + 1]`, see `memory.prior_weights`.
     """
 
-    work: Work
+    __slots__ = ("old", "weights", "young")
+
+    def __init__(self, young: Ints, old: Ints, weights: Doubles) -> None:
+        self.young, self.old, self.weights = young, old, weights
+        arrays = young, old, weights
+        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)] + [0, 0], arrays)
+
+    @property
+    def taken(self) -> int:
+        """Number of occupied slots of `young`, while one call learns from many requests."""
+        return self.fields[-2]
+
+    def limit(self, taken: int, most: int) -> None:
+        """Set the number of occupied slots of `young`, and the greatest that it may become."""
+        self.fields[-2], self.fields[-1] = taken, most
+
+    @property
+    def most(self) -> int:
+        """Greatest number of occupied slots that `young` may have, likewise."""
+        return self.fields[-1]
 
 
-def hold(work: Work) -> Held:
-    """Return these arrays as compiled code takes them."""
-    return Held(work) if cast(Any, numba.config).DISABLE_JIT else _held(work)
+class Held(Struct):
+    """A `Work` as kernels take it: the addresses of its arrays, and the sizes of those that differ."""
 
+    __slots__ = ("work",)
 
-@compiled(_WORK)
-def _held(work: Work) -> Any:
-    held = _new(HELD)
-    held.work = work
-    return held
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        arrays = cast(tuple[npt.NDArray[Any], ...], work)
+        sizes = len(work.ids), len(work.notes), len(work.text), len(work.latest)
+        super().__init__([*(array.ctypes.data for array in arrays), *sizes], arrays)

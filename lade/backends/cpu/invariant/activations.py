@@ -3,8 +3,8 @@
 PyTorch computes whole vectors by one formula and the remainder by another, which differ in the last bits; how a tensor
 is split depends on its size and on the number of threads. Here every number goes through the same instructions, so its
 bits do not depend on its place. Activations based on the logistic function, tanh included, are compiled
-(`kernels.exponentials`). `erf` masks the remainder of a vector instead: GELU is composed of it in float32, in pieces
-that fit a core's cache.
+(`lade/native/cpu_exponentials.h`). `erf` masks the remainder of a vector instead: GELU is composed of it in float32,
+in pieces that fit a core's cache.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import torch
 from torch import nn
 from transformers import activations
 
-from lade.backends.cpu.kernels.exponentials import logistic_product
-from lade.backends.cpu.kernels.instructions import dtype_code, is_plain, refuse
-from lade.backends.cpu.kernels.vectors import WIDEST
+from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel, refuse
 from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.in_place_subclassing import Changed, change
 
@@ -120,5 +118,6 @@ def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> t
     x = x.contiguous()
     found = torch.empty_like(x)
     fields = x.data_ptr(), found.data_ptr(), dtype_code(x.dtype), float_bits(-slope), float_bits(-cubic), numbers
-    run_on_team(logistic_product, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, found))
+    parts = max(1, min(torch.get_num_threads(), numbers // _MANY))
+    run_on_team(kernel("logistic_product"), fields, parts, holds=(x, found))
     return found

@@ -1,10 +1,10 @@
 """The attention implementation `lade_invariant`: one summation order per query, whatever else is in the batch.
 
 PyTorch's attention rounds differently for one query and for sixteen, and for 64 keys and for 65. Here each query runs
-the same instructions, key by key, whatever its neighbours (`kernels/attention.py`). So a node of a tree gets bit for
-bit what plain decoding gives the same text: the keys that it sees are in the order of their positions, and masked keys
-have weight zero. Results that do not depend on how the work is split are the idea of Thinking Machines' "Defeating
-nondeterminism in LLM inference" (2025).
+the same instructions, key by key, whatever its neighbours (`lade/native/cpu_attention.h`). So a node of a tree gets
+bit for bit what plain decoding gives the same text: the keys that it sees are in the order of their positions, and
+masked keys have weight zero. Results that do not depend on how the work is split are the idea of Thinking Machines'
+"Defeating nondeterminism in LLM inference" (2025).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lade.backends.cpu.kernels.attention import CHUNK, AttentionCall, attend, scratch_size
-from lade.backends.cpu.kernels.instructions import dtype_code, is_plain, refuse
-from lade.backends.cpu.kernels.vectors import QUAD
+from lade.backends.cpu.kernels import WIDEST, address_of, dtype_code, is_plain, kernel, refuse
 from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.masks import INVARIANT_ATTENTION
 
 NAME = INVARIANT_ATTENTION
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _OUT = {torch.bfloat16: torch.bfloat16}
+_QUAD, _CHUNK = 4, 64  # queries that pass through the keys together, and keys converted to float32 at a time
 _ROWS = 64  # queries that share the converted keys and values
 _SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
 _MANY = 2**18  # least multiplications per thread
@@ -223,24 +222,29 @@ def attention_of(
     if not out.numel():
         return out
     group = heads // kv_heads
-    slots = -(-keys // CHUNK) * CHUNK
-    block = min(_ROWS, -(-group * step // QUAD) * QUAD, max(QUAD, _SCORES // slots // QUAD * QUAD))
-    call = AttentionCall(
+    slots = -(-keys // _CHUNK) * _CHUNK
+    block = min(_ROWS, -(-group * step // _QUAD) * _QUAD, max(_QUAD, _SCORES // slots // _QUAD * _QUAD))
+    blocks = -(-group * step // block)
+    parts = max(1, min(torch.get_num_threads(), rows * kv_heads * blocks, query.numel() * slots // _MANY))
+    room = _scratch_size(size, value_size, block, slots)
+    scratch = torch.empty(parts * room)
+    fields = (  # an AttentionCall, see cpu_attention.h
+        *(scratch.data_ptr(), room, float_bits(scale), float_bits(softcap or 0.0)),
         *_addresses(query),
         *_addresses(key),
         *_addresses(value),
         *mask.addresses(rows, step, keys),
-        0 if sinks is None else sinks.data_ptr(),
-        *(out.data_ptr(), dtype_code(out.dtype)),
-        *(rows, kv_heads, group, step, size, value_size, block, -(-group * step // block), slots),
+        *(address_of(sinks), out.data_ptr(), dtype_code(out.dtype)),
+        *(rows, kv_heads, group, step, size, value_size, block, blocks, slots),
     )
-
-    most = min(rows * kv_heads * call.blocks, query.numel() * slots // _MANY)
-    parts, size = max(1, min(torch.get_num_threads(), most)), scratch_size(call)
-    scratch = torch.empty(parts * size)
-    fields = scratch.data_ptr(), size, float_bits(scale), float_bits(softcap or 0.0), *call
-    run_on_team(attend, fields, parts, holds=(query, key, value, mask, sinks, out, scratch))
+    run_on_team(kernel("attend"), fields, parts, holds=(query, key, value, mask, sinks, out, scratch))
     return out
+
+
+def _scratch_size(size: int, value_size: int, block: int, slots: int) -> int:
+    """Return the float32 numbers of scratch memory per thread; an upper bound for every vector width."""
+    wide, wide_values = (-(-each // WIDEST) * WIDEST for each in (size, value_size))
+    return _CHUNK * (max(wide, wide_values) + wide) + block * (size + slots + wide_values + 1)
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> bool:

@@ -32,6 +32,7 @@ from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keep
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, set_invariance
+from lade.backends.cpu.kernels import COMPILER_REMEDY, kernel
 from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
@@ -196,6 +197,8 @@ def _check_model(model: Any, *, compiled: bool) -> None:
         raise UnsupportedModelError(_refusal_text(model, reason), "load it in one of these dtypes, or use it unchanged")
     if reason := _refusal_of_architecture(model):
         raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
+    if not kernel("attend").available:
+        raise UnsupportedModelError(_refusal_text(model, "the compiled kernels are missing"), COMPILER_REMEDY)
 
 
 def _refusal_of_architecture(model: PreTrainedModel) -> str:

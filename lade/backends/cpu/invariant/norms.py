@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lade.backends.cpu.kernels.instructions import dtype_code, is_plain, refuse
-from lade.backends.cpu.kernels.norms import normalise
-from lade.backends.cpu.kernels.vectors import WIDEST
+from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel, refuse
 from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.in_place_subclassing import Changed, change, own_class
 
@@ -73,10 +71,13 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: 
     """Compute `rms_norm` without checks."""
     x = x.contiguous()
     found, columns, numbers = torch.empty_like(x), weight.numel(), x.numel()
-    places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
     norm = float_bits(epsilon), float_bits(formula.more), int(formula.rounded)
-    fields = *places, dtype_code(x.dtype), columns, numbers // columns, *norm
-    run_on_team(normalise, fields, max(1, min(torch.get_num_threads(), numbers // _MANY)), holds=(x, weight, found))
+    fields = (  # a Norm, see cpu_norms.h
+        *(x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype), columns, numbers // columns),
+        *norm,
+    )
+    parts = max(1, min(torch.get_num_threads(), numbers // _MANY))
+    run_on_team(kernel("normalise"), fields, parts, holds=(x, weight, found))
     return found
 
 

@@ -16,32 +16,25 @@ from weakref import ref
 import torch
 from torch import nn
 
-from lade.backends.cpu.kernels import dot_products, tile_products
-from lade.backends.cpu.kernels.codes import CODES, RowQuantisation, quantise_rows
-from lade.backends.cpu.kernels.dots import DOT_PANEL, FEW, rows_together
-from lade.backends.cpu.kernels.instructions import dtype_code, is_plain, refuse
-from lade.backends.cpu.kernels.panel_products import PanelProduct
-from lade.backends.cpu.kernels.tiles import PANEL, ROWS
-from lade.backends.cpu.packing.integer_products import ZERO_POINT, Codes, input_dtype, multiplied, prepacked, quantised
+from lade.backends.cpu.kernels import is_plain
+from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.integer_products import Codes, input_dtype, multiplied, prepacked, quantised
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import groups, in_panels, out_of_panels, panel_for
+from lade.backends.cpu.packing.panel_products import panel_for
+from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL, in_panels, out_of_panels
 from lade.backends.cpu.packing.weight import ByValue, HugePages, PackedWeight, like
-from lade.backends.cpu.worker_threads import run_on_team
 from lade.errors import UnsupportedModelError
 
 TILES: Literal["tiles"] = "tiles"
 DOTS: Literal["dots"] = "dots"
 """Forms of codes for the kernels compiled here; the other forms are input dtypes that oneDNN multiplies."""
 Form = torch.dtype | Literal["tiles", "dots"]
-PANELS: dict[Form, int] = {TILES: PANEL, DOTS: DOT_PANEL}
+PANELS: dict[Form, int] = {TILES: TILE_PANEL, DOTS: DOT_PANEL}
 """Outputs per panel of the weights, by form."""
 MOST_INPUTS = 2**31 // (255 * 127)
 """Most inputs of a layer whose integer sums always fit into 32 bits."""
 MOVE_REMEDY = "give it an ordinary tensor on the CPU"
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
-_NEAR, _GROUP = 2**20, 2**18  # bytes of rows and of weights that stay in a core's cache
-_MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # least weights, and inputs, per thread
-_SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
 
 
 class Int8Linear(PackedLinear):
@@ -216,101 +209,3 @@ def input_form(inputs: int, outputs: int) -> Form:
     panel = panel_for(torch.int8)
     own = next((form for form, outputs_each in PANELS.items() if outputs_each == panel), None)
     return own or input_dtype(inputs, outputs)
-
-
-def quantised_in_blocks(x: torch.Tensor, panel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise inputs like `quantised`, in the blocked layout that panels of weights need.
-
-    Args:
-        x: `[..., in]`, float32, bfloat16 or float16.
-        panel: outputs per panel. For AMX tiles, codes are signed, 16 rows are interleaved, and the number of rows is
-            padded to a multiple of 32 if there are more than 16; for dot products, codes are unsigned.
-
-    Returns:
-        Codes laid out as in `RowQuantisation`, and the rows' scales, `[rows]` float32.
-
-    Raises:
-        ValueError: x has another dtype or device, or no inputs.
-    """
-    if not (is_plain(x) and x.dim() and x.shape[-1]):
-        refuse("rounding to int8", "tensors [..., in] on the CPU", x=x)
-    x, inputs = x.contiguous(), x.shape[-1]
-    rows = x.numel() // inputs
-    if panel == PANEL:
-        together, step, zero = min(rows, ROWS), rows if rows <= ROWS else 2 * ROWS, 0
-    else:
-        together = step = rows_together(rows)
-        zero = ZERO_POINT
-    codes = torch.empty(-(-rows // max(1, step)) * step * -(-inputs // CODES) * CODES, dtype=torch.int8)
-    scales = torch.empty(rows)
-    places = x.data_ptr(), dtype_code(x.dtype), codes.data_ptr(), scales.data_ptr()
-    parts = max(1, min(rows, _SHARES * torch.get_num_threads(), x.numel() // _MANY_INPUTS))
-    run_on_team(quantise_rows, RowQuantisation(*places, rows, inputs, together, zero), parts, (x, codes, scales))
-    return codes, scales
-
-
-def initial_sums(values: torch.Tensor) -> torch.Tensor:
-    """Return the initial sums of weights `[out, in]` for inputs with zero point 128, `[out padded]` int32."""
-    sums = values.sum(-1, dtype=torch.int32).mul_(-ZERO_POINT)
-    return torch.nn.functional.pad(sums, (0, -len(values) % DOT_PANEL))
-
-
-def int8_panel_product(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    panels: torch.Tensor,
-    start: torch.Tensor,
-    steps: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Multiply int8 codes by weights in panels: integer sums, scaled by outputs and rows, plus the bias.
-
-    Args:
-        codes: codes of the rows from `quantised_in_blocks`, for the same panel width.
-        scales: `[rows]` float32, scales of the rows.
-        panels: int8 weights from `in_panels`.
-        start: initial sums from `initial_sums`; unused by tiles.
-        steps: `[out]` float32, scales of the weights.
-        bias: `[out]`, in any dtype that inputs may have; None for none.
-        out: `[..., out]`, contiguous, in any dtype that inputs may have; written in place.
-
-    Returns:
-        The tensor `out`.
-
-    Raises:
-        ValueError: the bias has another dtype, device or shape.
-    """
-    if bias is not None and not (is_plain(bias) and bias.shape == (out.shape[-1],)):
-        refuse("the product of codes", "a bias [out] on the CPU", out=out, bias=bias)
-    rows = scales.numel()
-    if not rows:
-        return out
-    count, blocks, tiles, *_ = panels.shape
-    if tiles == 1:
-        few, together = FEW, rows_together(rows)
-        kernels = dot_products.multiply_few_codes, dot_products.multiply_many_codes
-        row_group, panel_group = groups(rows, count, blocks)
-    else:
-        few, together = ROWS, min(rows, ROWS)
-        kernels = tile_products.multiply_few_codes, tile_products.multiply_many_codes
-        row_group, panel_group = _tile_groups(rows, count, blocks)
-    bias = None if bias is None else bias.contiguous()
-    fields = PanelProduct(
-        *(codes.data_ptr(), scales.data_ptr(), panels.data_ptr(), steps.data_ptr()),
-        *((0, 0) if bias is None else (bias.data_ptr(), dtype_code(bias.dtype))),
-        *(out.data_ptr(), dtype_code(out.dtype), rows, blocks, out.shape[-1], row_group, panel_group),
-        *(together, start.data_ptr()),
-    )
-    parts = -(-rows // row_group) * -(-count // panel_group)
-    run_on_team(kernels[rows > few], fields, parts, (codes, scales, panels, start, steps, bias, out))
-    return out
-
-
-def _tile_groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
-    """Return the rows and panels per part of the work, for tiles."""
-    size, threads = blocks * CODES * PANEL, torch.get_num_threads()
-    if rows <= ROWS:
-        return rows, max(-(-panels // (_SHARES * threads)), -(-_MANY_WEIGHTS // size))
-    step = 2 * ROWS
-    return max(step, _NEAR // (blocks * CODES) // step * step), max(1, _GROUP // size)

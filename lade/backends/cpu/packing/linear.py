@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lade.backends.cpu.kernels.instructions import is_plain
-from lade.backends.cpu.packing.panel_products import in_panels, out_of_panels, panel_for, panel_product
+from lade.backends.cpu.kernels import is_plain
+from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panels import in_panels, out_of_panels
 from lade.backends.cpu.packing.weight import (
     UNPACK_REMEDY,
     ByValue,

@@ -1,0 +1,175 @@
+"""Recorded runs of agents, replayed turn by turn: tokens per step by turn, and how much of each prompt is reused.
+
+    python lab/experiments/agents.py --tau FILE.json --swe FOLDER [--runs 30] [--sizes 8,16] [--json FILE]
+
+FILE is a file of recorded runs of tau-bench (github.com/sierra-research/tau-bench, `historical_trajectories`), FOLDER
+has trajectories of SWE-agent (`*.traj`). Each answer of the agent, tool calls included, takes the place of the model's
+choices (`lade_lab.replay`). The library's method decodes in an engine with a prefix cache, as `lade serve` does: *kept*
+with one memory for all turns and runs, in order; *cold* with an empty one each turn. Prompt lookup is vLLM's ngram,
+with all places in one tree; *suffix* knows the request, *suffix, kept* the earlier answers too.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from transformers import AutoTokenizer
+
+import lade
+from lade.embedded.files import model_path
+from lade_lab.peers import Part, PromptLookupDrafter, SuffixDrafter
+from lade_lab.replay import recorded, replay, table, windowed
+
+BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 999))
+"""First and last turn of each column."""
+PREFIX_BYTES = 2**30
+METHODS = ("prompt lookup", "suffix", "suffix, kept", "adaptive, cold", "adaptive, kept")
+
+
+class Turn(NamedTuple):
+    """One answer of an agent.
+
+    Attributes:
+        number: number of the answer in its run, from 1.
+        prompt: ids of the conversation so far.
+        answer: ids of the answer.
+    """
+
+    number: int
+    prompt: list[int]
+    answer: list[int]
+
+
+class Counts(NamedTuple):
+    """Figures of one turn by one method."""
+
+    number: int
+    stats: lade.Stats
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, tool calls as JSON."""
+    calls = message.get("tool_calls") or []
+    if isinstance(calls, str):
+        calls = ast.literal_eval(calls)  # SWE-agent writes Python
+    functions = [json.dumps(call["function"], sort_keys=True) for call in calls]
+    content = message.get("content") or ""
+    content = content if isinstance(content, str) else json.dumps(content)
+    return "\n".join([*([content] if content else []), *(f"<tool_call>{each}</tool_call>" for each in functions)])
+
+
+def turns(messages: Sequence[Mapping[str, Any]], encode: Callable[[str], list[int]]) -> Iterator[Turn]:
+    """Yield the agent's turns; each message is encoded alone, so that prompts begin with the one before."""
+    known, number = list[int](), 0
+    for message in messages:
+        known = [*known, *encode(f"<|{message['role']}|>\n")]
+        written = encode(f"{text_of(message)}<|end|>\n")
+        if message["role"] == "assistant":
+            number += 1
+            yield Turn(number, known, written)
+        known = [*known, *written]
+
+
+def tau_runs(path: Path) -> list[list[dict[str, Any]]]:
+    """Return the conversations of a file of tau-bench."""
+    return [run["traj"] for run in json.loads(path.read_text())]
+
+
+def swe_runs(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the conversations of a folder of SWE-agent."""
+    return [json.loads(path.read_text())["history"] for path in sorted(folder.glob("*.traj"))]
+
+
+def by_peer(name: str, size: int, runs: Sequence[Sequence[Turn]], vocabulary: int) -> Iterator[Counts]:
+    """Replay all runs by a method that does not read logits."""
+    earlier = Part()
+    makers: dict[str, Callable[[], Any]] = {
+        "prompt lookup": lambda: PromptLookupDrafter(size),
+        "suffix": lambda: SuffixDrafter(size),
+        "suffix, kept": lambda: SuffixDrafter(size, earlier),
+    }
+    for turn in (turn for run in runs for turn in run):
+        stats = replay(turn.prompt, turn.answer, makers[name](), vocabulary)
+        yield Counts(turn.number, stats, len(turn.prompt), 0)
+
+
+def by_engine(kept: bool, size: int, runs: Sequence[Sequence[Turn]], model: Any) -> Iterator[Counts]:
+    """Replay all runs by the library's method, in an engine with a prefix cache."""
+    memory = lade.Memory()
+    with lade.Engine(model, max_rows=1, max_tokens=2**16, prefix_cache=PREFIX_BYTES) as engine:
+        for turn in (turn for run in runs for turn in run):
+            text = [*turn.prompt, *turn.answer]
+            config = lade.LookaheadConfig(budget=size, memory=memory if kept else lade.Memory())
+            with recorded(model, text):
+                arguments = {"max_new_tokens": len(turn.answer), "do_sample": False}
+                handle = engine.add(turn.prompt, lookahead=config, scope="agent", **arguments)
+                assert handle.result()[0].tolist() == text, "the recorded text is not what was decoded"
+            yield Counts(turn.number, handle.stats, handle.prompt_tokens, handle.cached_tokens)
+
+
+def summary(counts: Sequence[Counts]) -> dict[str, Any]:
+    """Return tokens per step, in all and by turn, tokens fed, and the share of the prompts that was reused."""
+    groups: dict[str, list[Counts]] = defaultdict(list)
+    for each in counts:
+        groups["all"].append(each)
+        groups[next(_name(bucket) for bucket in BUCKETS if bucket[0] <= each.number <= bucket[1])].append(each)
+    row = dict[str, Any]()
+    for name, group in groups.items():
+        steps = sum(each.stats.steps for each in group)
+        row[name] = sum(each.stats.accepted_tokens for each in group) / max(1, steps)
+    total = groups["all"]
+    row["fed"] = sum(each.stats.fed_tokens for each in total) / max(1, sum(each.stats.steps for each in total))
+    if cached := sum(each.cached_tokens for each in total):
+        row["reused, %"] = 100 * cached / sum(each.prompt_tokens for each in total)
+    row["turns"], row["tokens"] = len(total), sum(each.stats.new_tokens for each in total)
+    return row
+
+
+def _name(bucket: tuple[int, int]) -> str:
+    first, last = bucket
+    return f"turn {first}" if first == last else f"{first}+" if last == BUCKETS[-1][1] else f"{first}-{last}"
+
+
+def main(
+    tau: Annotated[Path | None, typer.Option(help="file of recorded runs of tau-bench")] = None,
+    swe: Annotated[Path | None, typer.Option(help="folder of trajectories of SWE-agent")] = None,
+    model: Annotated[str, typer.Option(help="folder of a Llama checkpoint")] = str(model_path()),
+    runs: int = 30,
+    sizes: str = "8,16",
+    methods: str = ";".join(METHODS),
+    output: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
+) -> None:
+    tokenizer, loaded = AutoTokenizer.from_pretrained(model), windowed(model)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    found = {"tau-bench": [] if tau is None else tau_runs(tau), "SWE-agent": [] if swe is None else swe_runs(swe)}
+    rows = list[dict[str, Any]]()
+    for data, conversations in found.items():
+        replayed = [list(turns(messages, encode)) for messages in conversations[:runs]]
+        for size in map(int, sizes.split(",") if replayed else ()):
+            for name in methods.split(";"):
+                if name.startswith("adaptive"):
+                    counts = list(by_engine(name.endswith("kept"), size, replayed, loaded))
+                else:
+                    counts = list(by_peer(name, size, replayed, loaded.config.vocab_size))
+                rows.append({"runs of": data, "size": size, "method": name, **summary(counts)})
+                print(rows[-1], flush=True)
+    columns = ["all", *map(_name, BUCKETS), "fed", "reused, %", "turns", "tokens"]
+    print(table(["runs of", "size", "method", *columns], rows))
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

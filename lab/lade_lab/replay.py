@@ -1,0 +1,149 @@
+"""Replay of given texts: the recorded answer takes the place of the model's choices, so tokens per step can be counted.
+
+    prompt ............ | answer ........     given
+    prefill             | draft, verify, draft, verify, ...
+
+All methods write the same answer, through the library's own loop. Methods that do not read logits need no model:
+`replay` runs them on the recorded text alone. The library's method learns from the logits of a model, rejected nodes
+included: `recorded` lets a real model run, and raises the recorded token above what it would have chosen. Counts do not
+depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import lade
+from lade.clock import Clock, Duration, WallClock
+from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.loop import DecodeLoop, PromptLogitsHook
+from lade.decoding.row import Row
+from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.verify import Greedy
+from lade.testing import ListCache
+
+WINDOW = 512
+"""Tokens that each token of `windowed` attends to."""
+
+
+class RecordedRunner:
+    """A runner that follows a given text, with one-hot logits: a `Runner` on a `ListCache`.
+
+    Args:
+        text: the ids of prompt and answer.
+        vocabulary: V, the vocabulary size.
+    """
+
+    def __init__(self, text: Sequence[int], vocabulary: int) -> None:
+        self._text, self._vocabulary = list(text), vocabulary
+        self.clock: Clock = WallClock()
+        self.pass_time = Duration(0.0, 0.0)
+
+    def room(self, cached: int) -> None:
+        """See `Runner`: no limit."""
+
+    def prefill(
+        self, rows: Sequence[Sequence[int]], cache: ListCache, hook: PromptLogitsHook | None = None
+    ) -> torch.Tensor:
+        """See `Runner`; the prompt is a beginning of the text."""
+        assert hook is None, "methods that learn from logits need a model: use recorded"
+        cache.rows = [list(row) for row in rows]
+        return self._one_hot([self._text[len(row)] for row in rows])
+
+    def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: ListCache) -> torch.Tensor:
+        """See `Runner`."""
+        (tree,), (cached,) = trees, cache.rows
+        start, chosen, numbers = len(cached), list[int](), list[int | None]()  # index in the text; None off it
+        for token, parent in zip(tree.ids, tree.parents, strict=True):
+            above = start - 1 if parent < ROOT else numbers[parent]
+            number = None if above is None or self._at(above + 1) != token else above + 1
+            numbers.append(number)
+            following = None if number is None else self._at(number + 1)
+            chosen.append(0 if following is None else following)
+        cached.extend(tree.ids)
+        return self._one_hot(chosen)[None]
+
+    def _at(self, number: int) -> int | None:
+        return self._text[number] if number < len(self._text) else None
+
+    def _one_hot(self, tokens: Sequence[int]) -> torch.Tensor:
+        logits = torch.zeros(len(tokens), self._vocabulary)
+        logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
+        return logits
+
+
+def replay(prompt: Sequence[int], answer: Sequence[int], drafter: Drafter, vocabulary: int) -> lade.Stats:
+    """Return the figures of decoding a recorded answer by a method that does not read logits.
+
+    Args:
+        prompt: ids of the prompt.
+        answer: ids of the answer, at least one.
+        drafter: the method, for one row.
+        vocabulary: V, the vocabulary size.
+
+    Raises:
+        AssertionError: the method wrote another text.
+    """
+    text = [*prompt, *answer]
+    row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
+    stats = lade.Stats()
+    for _ in DecodeLoop([row], RecordedRunner(text, vocabulary), ListCache(), stats).run():
+        pass
+    assert row.tokens == text, "the recorded text is not what was decoded"
+    return stats
+
+
+@contextmanager
+def recorded(model: Any, text: Sequence[int]) -> Iterator[None]:
+    """Within this context greedy decoding by a model follows a text: the next token's logit is raised above all others.
+
+    At each node that carries the text's token at its position the model's logits are kept otherwise.
+
+    Args:
+        model: a causal language model; one row is decoded at a time.
+        text: ids of prompt and answer.
+    """
+    following = torch.tensor([*text[1:], -1])
+
+    def raise_next(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        logits, ids, places = output.logits, kwargs.get("input_ids"), kwargs.get("position_ids")
+        if ids is None or places is None:
+            return
+        fed = logits.shape[1]
+        own, at = ids[0, -fed:], places[0, -fed:].clamp(max=len(text) - 1)
+        on_text = (torch.tensor(text)[at] == own) & (following[at] >= 0)
+        rows = on_text.nonzero()[:, 0]
+        logits[0, rows, following[at[rows]]] = logits[0, rows].amax(-1) + 1.0
+
+    handle = model.register_forward_hook(raise_next, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def windowed(folder: str) -> Any:
+    """Load a Llama checkpoint in float32; each token sees the last `WINDOW` ones only, so that texts may be long."""
+    llama = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(llama, LlamaForCausalLM), "only Llama has the layers of Mistral"
+    values = {**llama.config.to_dict(), "sliding_window": WINDOW, "max_position_embeddings": 2**17}
+    for name in ("model_type", "architectures", "mlp_bias", "attention_bias", "pretraining_tp"):
+        values.pop(name, None)
+    model = MistralForCausalLM(MistralConfig(**values))
+    model.load_state_dict(llama.state_dict())
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
+
+
+def table(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
+    """Return a table in Markdown; numbers with two decimals, empty where a row lacks a column."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [row.get(column, "") for column in columns]
+        lines.append(f"| {' | '.join(f'{cell:.2f}' if isinstance(cell, float) else str(cell) for cell in cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""Experiments behind docs/evidence.md: what they judge wrong is counted, and runs go on where they ended."""
+
+import importlib
+import json
+import random
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lade.embedded.files import model_path
+from lade.hf import job
+from lade.server import service
+from lade.testing import nearly_flat_cost, toy_model
+from lade_lab.served import Reply
+
+SCHEMAS = [
+    {"id": "a", "schema": {"type": "object", "properties": {"x": {"enum": ["yes", "no"]}}, "required": ["x"]}},
+    {"id": "b", "schema": {"type": "string", "maxLength": 3}},
+    {"id": "refused", "schema": {"not": {"type": "string"}}},
+]
+
+
+def experiment(name, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "experiments")
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def structured(monkeypatch):
+    return experiment("structured", monkeypatch)
+
+
+@pytest.fixture
+def ledger(monkeypatch):
+    return experiment("ledger", monkeypatch)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Neither servers nor engines measure passes first."""
+    monkeypatch.setattr(service, "warm_up", lambda engine, model, settings: None)
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (Reply(text='{"x":"no"}', tokens=[1, 2], finish="stop"), (False, False)),
+        (Reply(text='{"x":"no"}', tokens=[1, 3], finish="stop"), (False, True)),
+        (Reply(text='{"x":"maybe"}', tokens=[1, 2], finish="stop"), (True, True)),
+        (Reply(text='{"x', tokens=[1, 2], finish="stop"), (True, True)),
+        (Reply(text='{"x":"no"}', tokens=[1, 2], finish="length"), (False, False)),
+        (Reply(error="busy"), (False, False)),
+    ],
+)
+def test_answers_are_judged_by_schema_and_by_plain_decoding(structured, reply, found):
+    plain = Reply(text='{"x":"no"}', tokens=[1, 2], finish="stop")
+    verdict = structured.judged(SCHEMAS[0]["schema"], plain, reply)
+    assert (verdict["invalid"], verdict["different"]) == found and verdict["refused"] == reply.error
+
+
+def test_schemas_are_asked_for_in_every_situation_and_a_run_goes_on(structured, quick, tmp_path):
+    out, model = tmp_path / "answers.jsonl", AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    settings = structured.Settings(max_rows=4, max_waiting=64, prefix_cache=2**26)
+    plain = structured.Plain(model.eval(), tokenizer, 12)
+    with structured.server(structured.ServedModel(model, tokenizer, context=1024), settings) as url:
+        structured.run_schemas(url, plain, SCHEMAS[::2], 12, out, 1e18)
+        first = structured.lines(out)
+        structured.run_schemas(url, plain, SCHEMAS, 12, out, 1e18)
+    records = structured.lines(out)
+    assert records[: len(first)] == first and len(records) == 2 * (2 * len(structured.CELLS) + 1)
+    rows = structured.summary(records)
+    assert all(row["answered"] == row["asked"] == 2 for row in rows)
+    assert all(row["invalid"] == row["different"] == 0 for row in rows)
+    assert {row["reused"] for row in rows if row["situation"] == "prefix reused"} != {0}
+    ((refusal, twice),) = [(row["refused by"], row["times"]) for row in structured.refusals(records)]
+    assert (refusal, twice) == ("both", 2)
+
+
+def test_descriptions_of_functions_become_schemas(structured):
+    given = {"type": "dict", "properties": {"at": {"type": "tuple", "items": {"type": "float"}, "default": []},
+             "any": {"type": "any"}}, "required": ["at"]}  # fmt: skip
+    made = {"type": "array", "items": {"type": "number"}}
+    assert structured.converted(given) == {"type": "object", "properties": {"at": made, "any": {}}, "required": ["at"]}
+
+
+def test_forced_calls_are_counted(structured, quick, tmp_path, monkeypatch):
+    function = {
+        "name": "math.add",
+        "parameters": {"type": "dict", "properties": {"up": {"type": "boolean"}}, "required": ["up"]},
+    }
+    line = {"question": [[{"role": "user", "content": "go"}]], "function": [function]}
+    (tmp_path / "BFCL_v4_simple_python.json").write_text(json.dumps(line) + "\n")
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    tokenizer.chat_template = structured.TOOLS
+    served = structured.ServedModel(model, tokenizer, context=1024)
+    with structured.server(served, structured.Settings(max_rows=2)) as url:
+        counts = structured.run_calls(url, tmp_path, 5, 60, 1e18)
+    assert counts["asked"] == counts["calls"] == counts["ended by tool_calls"] == 1
+    assert counts["arguments that do not fit"] == 0 and "arguments that do not parse" not in counts
+
+
+def test_the_ledger_counts_from_the_first_difference_on(ledger):
+    assert ledger.differing([([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, 9, 3]), ([1, 2, 3], [1])]) == 4
+
+
+def test_the_ledger_goes_on_behind_its_end_and_notices_what_differs(ledger, quick, tmp_path, monkeypatch):
+    toy = ledger.Subject("toy", "float64", toy_model("llama"), None, ExitStack())
+    monkeypatch.setattr(ledger, "subjects", lambda folders, stack: [toy])
+    monkeypatch.setattr(ledger, "TOKENS", 12)
+    out = tmp_path / "ledger.jsonl"
+    alone = [path for path in ledger.PATHS if ledger.applies(path, toy)]
+    assert set(ledger.PATHS) - set(alone) == {"server", "grammar", "MTP", "several processes"}
+    with toy.stack:
+        ledger.run(out, alone, [], len(alone), 1e18)
+        ledger.run(out, ["greedy"], [], 2, 1e18)
+        wrong = ledger.PATHS["greedy"](toy, random.Random(0))
+    pieces = ledger.records(out)
+    assert len(pieces) == len(alone) + 2 and [p["seed"] for p in pieces if p["path"] == "greedy"] == [0, 1, 2]
+    total = ledger.summary(pieces)[-1]
+    assert total["different"] == 0 and total["tokens"] == 12 * total["texts"]
+    monkeypatch.setitem(ledger.PATHS, "greedy", lambda s, rng: [(wrong[0][0], [*wrong[0][0][:-2], 0, 1])])
+    ledger.run(out, ["greedy"], [], 1, 1e18)
+    assert ledger.summary(ledger.records(out))[-1]["different"] > 0

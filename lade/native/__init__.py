@@ -1,0 +1,61 @@
+"""Compiled kernels: one shared library with a C interface, built from the C++17 files of this folder.
+
+    sources.py     name of the library, and a digest of its sources
+    kernel.py      calls from Python: checked arrays, structs of arrays, reference implementations
+    kernels.h      `LADE_KERNEL`, the export of a function; arrays as Python passes them
+    library.cpp    identity of the library
+    drafting.h     constants and structs of the drafting kernels, see `lade.decoding.kernels`
+    tables.cpp, mixing.cpp, growth.cpp, reading.cpp
+    cpu.h          kernels of packed layers and invariant models, all other files; cpu.cpp selects them
+
+`setup.py` builds the library with the package if there is a C++17 compiler. In a checkout `make native`, or
+`python setup.py build_ext --inplace`, builds it in place; a library of other sources than those beside it is not used.
+
+To add a kernel, write a `.cpp` file here: the build takes all of them. Functions are
+`LADE_KERNEL void lade_name(...)` with addresses, `int64_t` and `double` as arguments. They must not throw. Python calls
+them as `library().lade_name(...)` with `argtypes` set once; ctypes releases the GIL during the call. Code for a
+processor's instructions is selected at run time: `__attribute__((target("avx512f")))` on its functions or a pragma
+around them, never a flag of the whole build. Floating-point products are not contracted (`-ffp-contract=off`): write
+`std::fma` where it is meant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+from lade.announcements import announce_once
+from lade.native.sources import digest_of, library_name
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
+    """Return the compiled library; None, with one line that says why, if there is none to use.
+
+    Args:
+        keeps_lock: the library whose calls hold the interpreter's lock; see `lade.native.kernel.NativeKernel`.
+    """
+    folder = Path(__file__).parent
+    path = folder / library_name()
+    if not path.exists():
+        announce_once(
+            logger,
+            "the compiled kernels are missing, and slow reference implementations run instead: install a C++ compiler "
+            "(g++ or clang), and install this package again (in a checkout: make native)",
+        )
+        return None
+    loaded: ctypes.CDLL = (ctypes.PyDLL if keeps_lock else ctypes.CDLL)(str(path))
+    loaded.lade_sources.restype = ctypes.c_char_p
+    sources = digest_of(folder)
+    if sources and loaded.lade_sources() != sources.encode():
+        announce_once(
+            logger,
+            "the compiled kernels are not those of their sources, and slow reference implementations run instead: "
+            "run  make native",
+        )
+        return None
+    return loaded

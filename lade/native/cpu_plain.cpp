@@ -1,0 +1,139 @@
+// CPU kernels for any processor, and what products are compared with: their definition, input by input.
+#include "cpu.h"
+
+#if defined(__GNUC__)
+#define LANES 4
+
+namespace lade {
+namespace {
+
+#include "cpu_vectors.h"
+
+#include "cpu_exponentials.h"
+#include "cpu_norms.h"
+#include "cpu_panels.h"
+
+#include "cpu_attention.h"
+#include "cpu_rows.h"
+
+// Flushes numbers below the least normal one to zero, as the instructions for bfloat16 do.
+INLINE float flushed(float number) { return __builtin_fabsf(number) < __FLT_MIN__ ? 0 * number : number; }
+
+// Number `at` of bfloat16 numbers.
+INLINE float half_at(const char* numbers, int64_t at) {
+    const uint32_t bits = (uint32_t)read<uint16_t>(numbers + 2 * at) << 16;
+    return flushed(load_one((const char*)&bits));
+}
+
+INLINE float add_product(float sum, const char* x, const char* y, int64_t at) {
+    return flushed(__builtin_fmaf(half_at(x, at), half_at(y, at), sum));
+}
+
+// What the dot products of bfloat16 add to a sum: two products, each rounded.
+struct HalfDot {
+    using Sum = float;
+    static Sum begin(const char*) { return 0; }
+    static Sum add(Sum sum, const char* x, const char* weight) {
+        return add_product(add_product(sum, x, weight, 1), x, weight, 0);
+    }
+};
+
+// What the dot products of unsigned and signed codes add to a sum: four products, exact.
+struct CodeDot {
+    using Sum = int32_t;
+    static Sum begin(const char* start) { return read<Sum>(start); }
+    static Sum add(Sum sum, const char* x, const char* weight) {
+        for (int at = 0; at < 4; at++) sum += (uint8_t)x[at] * (int8_t)weight[at];
+        return sum;
+    }
+};
+
+// A product with weights in panels of 16 outputs, see cpu_dots.h.
+template <class Dot> void multiply_by_dots(int64_t* fields) {
+    const auto product = arguments_of<PanelProduct>(fields);
+    const int64_t panels = ceil_div(product.outputs, 16), groups = ceil_div(panels, product.panel_group);
+    for (int64_t part; (part = next_part(fields)) < fields[1];) {
+        const int64_t top = part / groups * product.row_group, first = part % groups * product.panel_group;
+        for (int64_t row = top; row < smaller(top + product.row_group, product.rows); row++) {
+            for (int64_t panel = first; panel < smaller(first + product.panel_group, panels); panel++) {
+                typename Dot::Sum sums[16];
+                for (int64_t output = 0; output < 16; output++) {
+                    sums[output] = Dot::begin((const char*)(product.start + LINE * panel + 4 * output));
+                    for (int64_t word = 0; word < 16 * product.blocks; word++) {
+                        const char* x = product.x + block_place(row, word / 16, product.together, product.blocks);
+                        const char* weight = product.weight + LINE * (16 * product.blocks * panel + word);
+                        sums[output] = Dot::add(sums[output], x + 4 * (word % 16), weight + 4 * output);
+                    }
+                }
+                write_results(product, row, 1, 16 * panel, (const char*)sums, 16);
+            }
+        }
+    }
+}
+
+struct Code {};
+struct Half {};
+
+// AMX tiles as they are defined, in memory.
+struct Tiles {
+    static thread_local int rows[8];
+    static thread_local char tiles[8][1024];
+
+    static void configure(int64_t count) {
+        for (int tile = 0; tile < 8; tile++) rows[tile] = tile > 4 ? 16 : (int)count;
+        memset(tiles, 0, sizeof tiles);
+    }
+    static void release() {}
+    template <int tile> static void zero() { memset(tiles[tile], 0, 1024); }
+    template <int tile> static void load(const char* address, int64_t stride) {
+        for (int row = 0; row < rows[tile]; row++) memcpy(tiles[tile] + 64 * row, address + stride * row, 64);
+    }
+    template <int tile> static void store(char* address, int64_t stride) {
+        for (int row = 0; row < rows[tile]; row++) memcpy(address + stride * row, tiles[tile] + 64 * row, 64);
+    }
+    template <class Number, int sums, int x, int weights> static void multiply() {
+        for (int row = 0; row < rows[sums]; row++)
+            for (int output = 0; output < 16; output++)
+                add(Number{}, tiles[sums] + 64 * row + 4 * output, tiles[x] + 64 * row, tiles[weights] + 4 * output);
+    }
+    static void add(Code, char* sum, const char* x, const char* weights) {
+        int32_t found = read<int32_t>(sum);
+        for (int at = 0; at < 64; at++) found += (int8_t)x[at] * (int8_t)weights[64 * (at / 4) + at % 4];
+        write(sum, found);
+    }
+    static void add(Half, char* sum, const char* x, const char* weights) {
+        float even = 0, odd = 0;
+        for (int word = 0; word < 16; word++) {
+            even = add_product(even, x + 4 * word, weights + 64 * word, 0);
+            odd = add_product(odd, x + 4 * word, weights + 64 * word, 1);
+        }
+        store_one(sum, flushed(load_one(sum) + flushed(even + odd)));
+    }
+};
+thread_local int Tiles::rows[8];
+thread_local char Tiles::tiles[8][1024];
+
+#include "cpu_tiles.h"
+
+}  // namespace
+
+const Entry plain_kernels[] = {
+    {"attend", "plain", attend},
+    {"normalise", "plain", normalise},
+    {"logistic_product", "plain", logistic_product},
+    {"quantise_rows", "plain", quantise_rows},
+    {"block_rows", "plain", block_rows},
+    {"multiply_few", REFERENCE, multiply_by_dots<HalfDot>},
+    {"multiply_many", REFERENCE, multiply_by_dots<HalfDot>},
+    {"multiply_few_codes", REFERENCE, multiply_by_dots<CodeDot>},
+    {"multiply_many_codes", REFERENCE, multiply_by_dots<CodeDot>},
+    {"multiply_few_by_tiles", REFERENCE, multiply_few},
+    {"multiply_many_by_tiles", REFERENCE, multiply_many},
+    {"multiply_few_codes_by_tiles", REFERENCE, multiply_few_codes},
+    {"multiply_many_codes_by_tiles", REFERENCE, multiply_many_codes},
+    {},
+};
+
+}  // namespace lade
+
+#endif

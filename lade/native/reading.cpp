@@ -1,0 +1,93 @@
+// Top-k of logits as entries: lade/decoding/kernels/reading.py, which documents it.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "drafting.h"
+
+namespace lade {
+namespace {
+
+constexpr double FAR = -12.0;  // block maxima this far below the best score are negligible in the sum
+
+// Maps float32 bits to an int32 of the same order, or back.
+inline int32_t flipped(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
+
+// Maps float32 bits to an order-preserving int32; NaN sorts above everything. Integer maxima are vectorised.
+inline int32_t sortable(int32_t bits) { return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : flipped(bits); }
+
+// Writes the maximum of each block of `BLOCK` logits.
+LADE_CLONES void find_maxima(const float* logits, int64_t vocabulary, float* maxima) {
+    for (int64_t first = 0; first < vocabulary; first += BLOCK) {
+        int32_t best = std::numeric_limits<int32_t>::min();
+        int64_t count = std::min<int64_t>(BLOCK, vocabulary - first);
+        for (int64_t at = 0; at < count; ++at) {
+            int32_t bits;
+            std::memcpy(&bits, logits + first + at, sizeof bits);
+            int32_t ordered = sortable(bits);
+            best = ordered > best ? ordered : best;
+        }
+        best = flipped(best);
+        std::memcpy(maxima + first / BLOCK, &best, sizeof best);
+    }
+}
+
+// The `WIDTH` ids with the highest scores so far, in descending order; NaN ranks highest, as in argmax.
+struct Best {
+    int64_t ids[WIDTH];
+    float scores[WIDTH];
+    int used = 0;
+
+    static bool above(float score, float other) { return score > other || (std::isnan(score) && !std::isnan(other)); }
+
+    // Inserts an id by its score, after equal ones.
+    void rank(int64_t id, float score) {
+        if (used == WIDTH && score <= scores[WIDTH - 1]) return;
+        int place = used < WIDTH ? used++ : WIDTH - 1;
+        for (; place > 0 && above(score, scores[place - 1]); --place) {
+            ids[place] = ids[place - 1];
+            scores[place] = scores[place - 1];
+        }
+        ids[place] = id;
+        scores[place] = score;
+    }
+};
+
+// Returns a token and its quantised log-odds as an entry; the empty entry if its id does not fit.
+int32_t entry_of(int64_t token, float weight, double total) {
+    if (token >= TOKEN) return TOKEN;
+    double odds = std::log(std::max<double>(weight, TINY) / std::max(total - weight, TINY));
+    double value = std::isnan(odds) ? 0.0 : std::min(std::max((odds - FLOOR) / SCALE + 0.5, 0.0), 255.0);
+    return static_cast<int32_t>(value) << BITS | static_cast<int32_t>(token);
+}
+
+int64_t read_row(const float* logits, int64_t vocabulary, float* maxima, int32_t* entries) {
+    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
+    find_maxima(logits, vocabulary, maxima);
+    Best among, tokens;
+    for (int64_t at = 0; at < blocks; ++at) among.rank(at, maxima[at]);
+    float best = among.scores[0];
+    double least = among.used == WIDTH ? among.scores[WIDTH - 1] : -std::numeric_limits<double>::infinity(), total = 0.0;
+    for (int64_t at = 0; at < blocks; ++at)
+        if (maxima[at] - best > FAR) total += std::exp(maxima[at] - best);
+    std::sort(among.ids, among.ids + among.used);  // the first of equal scores wins
+    for (int place = 0; place < among.used; ++place) {
+        int64_t first = among.ids[place] * BLOCK;
+        for (int64_t token = first; token < std::min(first + BLOCK, vocabulary); ++token)
+            if (!(logits[token] < least)) tokens.rank(token, logits[token]);
+    }
+    for (int place = 0; place < WIDTH; ++place)
+        entries[place] = place < tokens.used ? entry_of(tokens.ids[place], std::exp(tokens.scores[place] - best), total) : TOKEN;
+    return tokens.ids[0];
+}
+
+}  // namespace
+}  // namespace lade
+
+using namespace lade;
+
+LADE_KERNEL void lade_entries_of(const Array<float>* logits, const Array<float>* maxima, const Longs* picks,
+                                 const Ints* entries) {
+    for (int64_t row = 0; row < logits->rows; ++row)
+        (*picks)[row] = read_row(logits->row(row), logits->columns, maxima->data, entries->row(row));
+}

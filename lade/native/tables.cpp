@@ -1,0 +1,180 @@
+// Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one.
+// The functions are those of lade/decoding/kernels/tables.py, which documents them.
+#include <cstring>
+
+#include "drafting.h"
+
+namespace lade {
+namespace {
+
+constexpr size_t ROW_BYTES = WIDTH * sizeof(int32_t);
+
+struct Key {
+    int32_t low, high;
+};
+
+Key key_of(uint64_t state, int kind) {
+    uint64_t low = (state & ~uint64_t{7}) | static_cast<uint64_t>(kind + 1);
+    return {static_cast<int32_t>(static_cast<uint32_t>(low)), static_cast<int32_t>(static_cast<uint32_t>(state >> 32))};
+}
+
+// Returns the slot of a key; if it is missing, the bitwise complement of the free slot for it.
+int64_t slot_of(const Ints& table, Key key) {
+    auto home = static_cast<uint64_t>(static_cast<uint32_t>(key.high)) * static_cast<uint64_t>(table.rows);
+    auto slot = static_cast<int64_t>(home >> 32);
+    for (const int32_t* at = table.row(slot); at[0] != 0; at = table.row(slot)) {
+        if (at[0] == key.low && at[1] == key.high) return slot;
+        if (++slot == table.rows) slot = 0;
+    }
+    return ~slot;
+}
+
+// Inserts an entry into the best ones, in descending order; the last one drops out.
+void insert(int32_t* best, int32_t entry) {
+    int place = WIDTH;
+    while (place > 0 && (entry > best[place - 1] || best[place - 1] == TOKEN)) {
+        if (place < WIDTH) best[place] = best[place - 1];
+        --place;
+    }
+    if (place < WIDTH) best[place] = entry;
+}
+
+// Stores one row under the suffixes of a context; returns the number of newly occupied slots.
+int64_t take_in(const Ints& young, const Ints& old, const int32_t* tail, const int32_t* row, int first, int end) {
+    uint64_t state = SEED;
+    int64_t taken = 0;
+    int kind = first;
+    for (int place = 0; place < LENGTHS[end - 1]; ++place) {
+        state = lengthened(state, tail[place]);
+        if (place + 1 != LENGTHS[kind]) continue;
+        Key key = key_of(state, kind++);
+        int64_t slot = slot_of(young, key);
+        const int32_t* before = nullptr;
+        if (slot >= 0) {
+            before = young.row(slot) + 2;
+        } else {
+            slot = ~slot;
+            if (int64_t at = slot_of(old, key); at >= 0) before = old.row(at) + 2;
+            young.row(slot)[0] = key.low;
+            young.row(slot)[1] = key.high;
+            ++taken;
+        }
+        int32_t best[WIDTH];
+        if (before) average(best, before, row);
+        std::memcpy(young.row(slot) + 2, before ? best : row, ROW_BYTES);
+    }
+    return taken;
+}
+
+bool copy(const Ints& young, const Ints& old, uint64_t state, int kind, int32_t* rows) {
+    Key key = key_of(state, kind);
+    const Ints* table = &young;
+    int64_t slot = slot_of(young, key);
+    if (slot < 0) {
+        table = &old;
+        slot = slot_of(old, key);
+    }
+    if (slot < 0) return false;
+    std::memcpy(rows + kind * WIDTH, table->row(slot) + 2, ROW_BYTES);
+    return true;
+}
+
+void write_certain(int64_t token, int32_t* row) {
+    for (int place = 0; place < WIDTH; ++place) row[place] = TOKEN;
+    if (token < TOKEN) row[0] = 255 << BITS | static_cast<int32_t>(token);
+}
+
+}  // namespace
+
+void average(int32_t* best, const int32_t* before, const int32_t* row) {
+    for (int place = 0; place < WIDTH; ++place) best[place] = TOKEN;
+    for (int first = 0; first < 2 * WIDTH; ++first) {
+        bool is_new = first < WIDTH;
+        int32_t entry = is_new ? row[first] : before[first - WIDTH], token = entry & TOKEN;
+        if (token == TOKEN) continue;
+        int32_t total = entry >> BITS;
+        bool counted = false;
+        for (int second = 0; second < WIDTH; ++second) {
+            int32_t other = is_new ? before[second] : row[second];
+            if ((other & TOKEN) == token) {
+                total += other >> BITS;
+                counted = !is_new;
+                break;
+            }
+        }
+        if (!counted) insert(best, static_cast<int32_t>(static_cast<uint32_t>(total >> 1) << BITS) | token);
+    }
+}
+
+Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t* rows) {
+    int logits = LOGITS, text = TEXT;
+    uint64_t state = SEED;
+    for (int place = 0; place < LONGEST; ++place) {
+        state = lengthened(state, tail[place]);
+        if (text < END && place + 1 == LENGTHS[text] && copy(young, old, state, text, rows)) ++text;
+        if (logits < TEXT && place + 1 == LENGTHS[logits] && copy(young, old, state, logits, rows)) ++logits;
+    }
+    return {logits - LOGITS, text - TEXT};
+}
+
+int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token) {
+    int32_t certain[WIDTH];
+    write_certain(token, certain);
+    return take_in(tables.young, tables.old, tail, certain, TEXT, END);
+}
+
+int64_t learn_step(const Tables& tables, const Ints& tails, const Ints& rows, const Longs& path, const Longs& chosen) {
+    int64_t taken = 0;
+    for (int64_t row = 0; row < rows.rows; ++row)
+        taken += take_in(tables.young, tables.old, tails.row(row), rows.row(row), LOGITS, TEXT);
+    for (int64_t at = 0; at < path.rows; ++at) taken += learn_token(tables, tails.row(path[at]), chosen[at]);
+    return taken;
+}
+
+}  // namespace lade
+
+using namespace lade;
+
+LADE_KERNEL int64_t lade_learn(const Ints* young, const Ints* old, const Ints* tails, const Ints* rows, int64_t first,
+                               int64_t end, int64_t start, int64_t taken, int64_t most) {
+    int64_t row = start;
+    for (; row < tails->rows && taken + end - first <= most; ++row)
+        taken += take_in(*young, *old, tails->row(row), rows->row(row), static_cast<int>(first), static_cast<int>(end));
+    return row << 32 | taken;
+}
+
+LADE_KERNEL int64_t lade_learn_step(const Tables* tables, const Ints* tails, const Ints* rows, const Longs* path,
+                                    const Longs* chosen) {
+    return learn_step(*tables, *tails, *rows, *path, *chosen);
+}
+
+LADE_KERNEL void lade_rehash(const Ints* table, const Ints* into) {
+    for (int64_t row = 0; row < table->rows; ++row) {
+        const int32_t* slot = table->row(row);
+        if (slot[0] != 0) std::memcpy(into->row(~slot_of(*into, {slot[0], slot[1]})), slot, 2 * sizeof(int32_t) + ROW_BYTES);
+    }
+}
+
+LADE_KERNEL int64_t lade_count_missing(const Ints* table, const Ints* other) {
+    int64_t missing = 0;
+    for (int64_t row = 0; row < table->rows; ++row) {
+        const int32_t* slot = table->row(row);
+        missing += slot[0] != 0 && slot_of(*other, {slot[0], slot[1]}) < 0;
+    }
+    return missing;
+}
+
+LADE_KERNEL int64_t lade_look_up(const Ints* young, const Ints* old, const Ints* tail, const Ints* rows) {
+    Hits hits = find_rows(*young, *old, tail->data, rows->data);
+    return int64_t{hits.logits} << 32 | hits.text;
+}
+
+LADE_KERNEL void lade_tails_of(const Longs* text, int64_t start, const Ints* tails) {
+    for (int64_t row = 0; row < tails->rows; ++row)
+        for (int64_t place = 0; place < LONGEST; ++place)
+            tails->row(row)[place] = place <= start + row ? static_cast<int32_t>((*text)[start + row - place]) : -1;
+}
+
+LADE_KERNEL void lade_certain(const Longs* tokens, const Ints* rows) {
+    for (int64_t row = 0; row < rows->rows; ++row) write_certain((*tokens)[row], rows->row(row));
+}

@@ -1,0 +1,266 @@
+"""The compiled kernels against their reference implementations: the same numbers bit for bit, whatever the arrays."""
+
+import contextlib
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memories import rows_of, tails_of
+
+import lade
+from lade import native
+from lade.decoding.drafting import suffix_index
+from lade.decoding.drafting.best_first import TreeGrower
+from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.kernels import growth, layout, mixing, reading, tables
+from lade.decoding.kernels.layout import BLOCK, END, LENGTHS, MTP_WIDTH, PREDICTED, TEXT, WIDTH
+from lade.decoding.kernels.requests import Requests
+from lade.decoding.kernels.work import Held, IndexedText, Tables
+from lade.decoding.tree import TokenTree
+from lade.engines import drafter
+from lade.native.kernel import NativeKernel
+
+compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
+
+
+def clone(argument):
+    match argument:
+        case Requests():
+            parts = {id(part): part for pair in argument.pairs for part in pair}  # requests share tables
+            copies = {key: clone(part) for key, part in parts.items()}
+            return Requests([tuple(copies[id(part)] for part in pair) for pair in argument.pairs])
+        case IndexedText():
+            return IndexedText(argument.text.copy(), argument.links.copy(), argument.latest.copy())
+        case Held():
+            return Held(argument.work._make(array.copy() for array in argument.work))
+        case Tables():
+            copy = Tables(argument.young.copy(), argument.old.copy(), argument.weights.copy())
+            copy.limit(argument.taken, argument.most)
+            return copy
+        case np.ndarray():
+            return argument.copy()
+    return argument
+
+
+def arrays_of(argument):
+    match argument:
+        case Requests():
+            parts = enumerate(part for pair in argument.pairs for part in pair)
+            return {(at, name): array for at, part in parts for name, array in arrays_of(part).items()}
+        case IndexedText():
+            return {name: getattr(argument, name) for name in IndexedText.__slots__}
+        case Held():
+            return argument.work._asdict()
+        case Tables():
+            counts = np.array([argument.taken, argument.most])
+            return {"counts": counts, **{name: getattr(argument, name) for name in Tables.__slots__}}
+        case np.ndarray():
+            return {"array": argument}
+    return {}
+
+
+class Both:
+    """Calls a kernel, and its reference on copies of all arguments."""
+
+    calls = 0
+
+    def __init__(self, kernel: NativeKernel) -> None:
+        self._kernel = kernel
+
+    def __call__(self, *args):
+        copies = [clone(argument) for argument in args]
+        result, name = self._kernel(*args), self._kernel.__wrapped__.__name__
+        assert self._kernel.__wrapped__(*copies) == result, name
+        for own, other in zip(args, copies, strict=True):
+            others = arrays_of(other)
+            for field, array in arrays_of(own).items():
+                assert array.tobytes() == others[field].tobytes(), (name, field)
+        Both.calls += 1
+        return result
+
+
+@contextlib.contextmanager
+def both():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (growth, tables, reading, drafter, suffix_index):
+            for name, thing in list(vars(module).items()):
+                if isinstance(thing, NativeKernel):
+                    patch.setattr(module, name, Both(thing))
+        yield
+
+
+def some_row(rng):
+    tokens = rng.permutation(12)[: rng.integers(0, WIDTH + 1)]
+    return {int(token): int(rng.integers(0, 256)) for token in tokens}
+
+
+def some_rows(rng, count):
+    return rows_of([some_row(rng) for _ in range(count)])
+
+
+def predict(grower, rng):
+    """Predictions of an MTP layer after the root and two of its children."""
+    work, count = grower.work, int(rng.integers(1, 4))
+    work.mtp_tokens[:count] = [rng.permutation(20)[:MTP_WIDTH] for _ in range(count)]
+    work.mtp_tokens[:count, rng.integers(1, MTP_WIDTH) :] = -1
+    work.mtp_odds[:count] = rng.normal(-2, 4, (count, MTP_WIDTH))
+    work.mtp_parents[:count], work.mtp_depths[:count] = [-1, 0, 0][:count], [1, 2, 2][:count]
+    work.mtp_ids[:count] = rng.integers(0, 12, count)
+    work.used[PREDICTED] = count
+
+
+@compiled
+@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_steps_are_the_same(seed, chain, mtp):
+    rng = np.random.default_rng(seed)
+    memory = ContextMemory(int(rng.choice([4096, 2**16])))
+    memory.weights += rng.normal(0, 0.2, memory.weights.shape)
+    grower = TreeGrower(rng.integers(0, 12, 2).tolist(), int(rng.integers(6, 14)), room=int(rng.integers(4, 20)))
+    if mtp:
+        weights = MtpWeights()
+        weights.lines[:] += rng.normal(0, 0.3, weights.lines.shape)
+        weights.trust[:] = rng.normal(0, 3)
+        grower.use_mtp(weights.lines, weights.trust)
+    text = np.tile(rng.integers(0, 12, rng.integers(1, 40)), rng.integers(1, 4)).tolist()
+    grower.set_prompt(int(rng.integers(0, len(text) + 1)))
+    with both():
+        memory.learn(tables.tails_of(np.array(text), 0, len(text)), some_rows(rng, len(text)))
+        memory.learn_text(tables.tails_of(np.array(text), 0, len(text) - 1), text[1:])
+        for _ in range(3):
+            if rng.random() < 0.9:
+                grower.read(text)
+            grower.drop_predictions()
+            if mtp:
+                predict(grower, rng)
+            grower.begin(text, [] if chain else rng.integers(0, 12, rng.integers(0, 3)).tolist())
+            if chain:
+                count = grower.grow_chain(memory, int(rng.integers(1, 12)), rng.random() * 0.3, rng.random(), 8.0)
+            else:
+                stages = [(int(rng.integers(2, 20)), rng.random() * 0.1), (30, 0.01)]
+                depth = None if rng.random() < 0.5 else int(rng.integers(0, 9))
+                count = len(grower.grow(memory, stages, depth))
+            tree = TokenTree(text[-1])
+            grower.hang(tree, count)
+            tree.add_path(rng.integers(0, 12, 3).tolist(), "other")
+            grower.follow(tree, count)
+            path = sorted({0, *rng.integers(0, len(tree), 2).tolist()})
+            chosen = rng.integers(0, 12, len(path)).tolist()
+            grower.learn(memory, path, chosen, some_rows(rng, len(tree)))
+            text += chosen
+
+
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=9)
+
+
+@compiled
+@given(st.lists(tokens, max_size=8), st.lists(tokens, max_size=8), st.integers(0, 2**32))
+def test_tables_are_the_same(some, others, seed):
+    rng, young, old = np.random.default_rng(seed), *(np.zeros((60, 2 + WIDTH), np.int32) for _ in range(2))
+    with both():
+        for table, before, texts in ((old, young.copy(), some), (young, old, others)):
+            for first, end in ((0, TEXT), (TEXT, END)):
+                tables.learn(table, before, tails_of(texts), some_rows(rng, len(texts)), first, end, 0, 0, 59)
+        for text in (*some, *others):
+            tables.look_up(young, old, tails_of([text])[0], np.zeros((END, WIDTH), np.int32))
+        tables.count_missing(young, old)
+        tables.rehash(young, np.zeros((90, 2 + WIDTH), np.int32))
+        tables.certain(rng.integers(0, 2 * layout.TOKEN, 5))
+
+
+@compiled
+@given(st.integers(1, 3), st.integers(1, 9 * BLOCK), st.sampled_from([0.0, 1.0, 9.0, 300.0]), st.integers(0, 2**32))
+def test_entries_are_the_same(rows, vocabulary, spread, seed):
+    rng = np.random.default_rng(seed)
+    logits = (spread * rng.normal(size=(rows, vocabulary))).astype(np.float32)
+    if rng.random() < 0.4:
+        odd = rng.choice([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0], (rows, vocabulary))
+        logits = np.where(rng.random((rows, vocabulary)) < rng.random(), odd, logits).astype(np.float32)
+    with both():
+        reading.entries_of(logits)
+
+
+@compiled
+@given(st.integers(0, 2**32), st.booleans())
+def test_requests_are_the_same(seed, trees):
+    rng = np.random.default_rng(seed)
+    memories = [lade.Memory(int(rng.choice([4096, 2**16]))) for _ in range(2)]
+    drafts = drafter.EngineDrafter(12, rng.integers(0, 12, 1).tolist(), trees=trees, price=rng.random() * 0.1)
+    names = list(range(int(rng.integers(1, 5))))
+    with both():
+        for name in names:
+            drafts.begin(name, rng.integers(0, 12, rng.integers(1, 30)).tolist(), memories[rng.integers(0, 2)])
+        for _ in range(3):
+            proposed = drafts.propose(names, rng.integers(0, 30, len(names)).tolist())
+            tokens = [draft.ids[: rng.integers(0, 3)] + rng.integers(0, 12, 1).tolist() for draft in proposed]
+            rows = [some_rows(rng, len(draft) + 1) for draft in proposed]
+            drafts.learn_batch(names, tokens, rows)
+
+
+@compiled
+def test_the_comparison_sees_a_difference(monkeypatch):
+    """Else the tests above could not fail."""
+    with both(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixing, "_NEGLIGIBLE", -4.0)
+        with pytest.raises(AssertionError, match="learn_tree"):
+            for seed in range(20):
+                test_steps_are_the_same.hypothesis.inner_test(seed, False, False)
+    assert Both.calls > 0
+
+
+def test_constants_are_the_same_in_both_languages():
+    text = (Path(native.__file__).parent / "drafting.h").read_text()
+    scalars = {
+        name: value
+        for names in re.findall(r"constexpr (?:int|int32_t|double) ([^;]*);", text)
+        for name, value in re.findall(r"([A-Z_]+) = (-?[\d.e-]+)(?=,|$)", names)
+    }
+    assert len(scalars) > 15
+    for name, value in scalars.items():
+        assert float(value) == getattr(layout, name, None), name
+    (lengths,) = re.findall(r"LENGTHS\[\] = \{([^}]*)\}", text)
+    assert tuple(map(int, lengths.split(","))) == LENGTHS
+    (counters,) = re.findall(r"enum Counter \{([^}]*)\}", text)
+    assert [getattr(layout, name.strip()) for name in counters.split(",")] == list(range(7))
+
+
+GENERATE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import lade
+import lade.native
+from lade.embedded.files import model_path, prompts
+if {hidden}:
+    lade.native.library_name = lambda: "missing"
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+inputs = AutoTokenizer.from_pretrained(model_path())(prompts()[0], return_tensors="pt", return_token_type_ids=False)
+stats = lade.Stats()
+config = lade.LookaheadConfig(budget=12)
+ours = lade.generate(model, **inputs, max_new_tokens=40, do_sample=False, lookahead=config, stats=stats)
+assert torch.equal(ours, model.generate(**inputs, max_new_tokens=40, do_sample=False))
+assert not {{"numba", "llvmlite"}} & sys.modules.keys()
+print(ours.tolist(), stats.steps)
+"""
+
+
+def test_without_the_library_the_same_is_drafted_and_numba_is_needed_by_neither():
+    """The first call of a new process; with `lade` alone, nothing is compiled."""
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", GENERATE.format(hidden=hidden)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(lade.__file__).parents[1],
+        ).stdout
+        for hidden in (True, False)
+    ]
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,93 @@
+// Kernels entered by four threads at once, for a sanitizer of threads: see `make test-native`.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+extern "C" void* lade_cpu_kernel(const char* name, const char* instructions);
+
+using Fields = std::vector<int64_t>;
+using Floats = std::vector<float>;
+using Halves = std::vector<uint16_t>;
+
+template <class Number> int64_t at(std::vector<Number>& numbers) { return (int64_t)numbers.data(); }
+
+int64_t bits(float number) {
+    int32_t found;
+    memcpy(&found, &number, sizeof found);
+    return found;
+}
+
+Floats drawn(size_t count) {
+    static std::mt19937 generator(0);
+    std::normal_distribution<float> normal;
+    Floats numbers(count);
+    for (float& number : numbers) number = normal(generator);
+    return numbers;
+}
+
+Halves drawn_halves(size_t count) {
+    Halves halves;
+    for (float number : drawn(count)) halves.push_back((uint16_t)(bits(number) >> 16));
+    return halves;
+}
+
+void run(const std::string& name, const std::string& instructions, const Fields& arguments, int64_t parts) {
+    auto kernel = (void (*)(int64_t*))lade_cpu_kernel(name.c_str(), instructions.c_str());
+    if (!kernel) return;
+    Fields fields{0, parts};
+    fields.insert(fields.end(), arguments.begin(), arguments.end());
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 4; number++) threads.emplace_back([&] { kernel(fields.data()); });
+    for (std::thread& thread : threads) thread.join();
+    printf("%s %s\n", name.c_str(), instructions.c_str());
+}
+
+void attend(const std::string& instructions) {
+    const int64_t rows = 2, heads = 2, group = 2, step = 9, size = 40, keys = 100, slots = 128, block = 12;
+    const int64_t room = 64 * (64 + 64) + block * (size + slots + 64 + 1), blocks = (group * step + block - 1) / block;
+    Floats query = drawn(rows * heads * group * step * size), key = drawn(rows * heads * keys * size);
+    Floats out(query.size()), scratch(5 * room);
+    std::vector<uint8_t> allowed(rows * step * keys, 1);
+    Fields spans, fields{at(scratch), room, bits(0.2f), bits(5)};
+    for (int64_t token = 0; token < rows * step; token++) spans.insert(spans.end(), {0, keys});
+    fields.insert(fields.end(), {at(query), heads * group * step * size * 4, step * size * 4, size * 4, 0});
+    for (int states = 0; states < 2; states++)
+        fields.insert(fields.end(), {at(key), heads * keys * size * 4, keys * size * 4, size * 4, 0});
+    fields.insert(fields.end(), {at(allowed), step * keys, keys, at(spans), 0, at(out), 0, rows, heads, group, step});
+    fields.insert(fields.end(), {size, size, block, blocks, slots});
+    run("attend", instructions, fields, 5);
+}
+
+int main() {
+    const int64_t rows = 61, inputs = 200, outputs = 333, blocks = 7, panels = 21;
+    Floats x = drawn(rows * inputs), y(x.size()), weight = drawn(inputs), scales(rows), partial(1024 * 2 * 12);
+    Halves halves = drawn_halves(x.size()), blocked(64 * blocks * 32), rest = drawn_halves(rows * 32);
+    Halves in_panels = drawn_halves(panels * blocks * 512), in_tiles = drawn_halves(6 * blocks * 2048), out(rows * outputs);
+    std::vector<int8_t> codes(64 * 4 * 64);
+    for (const char* instructions : {"", "avx2", "plain"}) {
+        attend(instructions);
+        run("normalise", instructions, {at(x), at(weight), at(y), 0, inputs, rows, bits(1e-5f), 0, 0}, 7);
+        run("logistic_product", instructions, {at(x), at(y), 0, bits(-1), 0, rows * inputs}, 13);
+        run("block_rows", instructions, {at(halves), at(blocked), rows, inputs, 8}, 9);
+        run("quantise_rows", instructions, {at(x), 0, at(codes), at(scales), rows, inputs, 8, 128}, 9);
+    }
+    for (const char* instructions : {"", "reference"}) {
+        Fields product{at(blocked), 0, at(in_panels), 0, 0, 1, at(out), 1};
+        Fields many = product, few = product;
+        many.insert(many.end(), {rows, blocks, outputs, 16, 4, 8, 0});
+        few.insert(few.end(), {7, blocks, outputs, 7, 2, 8, 0});
+        run("multiply_many", instructions, many, 4 * 6);
+        run("multiply_few", instructions, few, 11);
+        Fields tiles{at(halves), at(rest), at(in_tiles), 0, at(out), at(partial)};
+        for (int64_t taken : {rows, (int64_t)13}) {
+            Fields fields = tiles;
+            fields.insert(fields.end(), {taken, inputs, outputs, 3});
+            run(taken > 16 ? "multiply_many_by_tiles" : "multiply_few_by_tiles", instructions, fields, 4);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+"""The compiled library: found, checked against its sources, and done without."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lade import native
+from lade.native import sources
+
+
+def test_the_library_is_that_of_the_sources_beside_it():
+    loaded = native.library()
+    if loaded is None:
+        pytest.skip("no compiled kernels here")
+    assert loaded.lade_sources().decode() == sources.digest_of(Path(native.__file__).parent)
+
+
+def test_the_digest_changes_with_any_source(tmp_path):
+    assert not sources.digest_of(tmp_path)
+    (tmp_path / "one.cpp").write_text("int one;")
+    first = sources.digest_of(tmp_path)
+    (tmp_path / "one.h").write_text("")
+    second = sources.digest_of(tmp_path)
+    (tmp_path / "one.py").write_text("no source of the library")
+    assert first and second and first != second == sources.digest_of(tmp_path)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_without_a_library_that_fits_one_line_says_so(stale, tmp_path, monkeypatch, caplog):
+    if stale and native.library() is None:
+        pytest.skip("no compiled kernels here")
+    if stale:
+        shutil.copy(Path(native.__file__).parent / sources.library_name(), tmp_path)
+        (tmp_path / "one.cpp").write_text("int one;")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    native.announce_once.cache_clear()
+    with caplog.at_level("INFO"):
+        assert native.library.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert ("not those of their sources" if stale else "install a C++ compiler") in caplog.text
+
+
+FORK = """
+import os, threading
+import numpy as np
+import lade
+
+drafter = lade.EngineDrafter(50, price=0.0)
+drafter.begin("a", [1, 2, 3, 4] * 9)
+before = drafter.propose(["a"], 4)
+child = os.fork()
+if child == 0:
+    after = []
+    threads = [threading.Thread(target=lambda: after.append(drafter.propose(["a"], 4))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0 if after == [before] * 3 and before[0].ids else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_process_that_forks_after_use_drafts_on_in_threads():
+    environment = {**os.environ, "PYTHONPATH": str(Path(native.__file__).parents[2])}
+    run = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    assert run.stdout == "0\n"
