@@ -213,7 +213,7 @@ def test_an_attempt_is_saved_up_for(monkeypatch, resumed):
 @pytest.mark.parametrize(("after", "promise"), [(48, 1.0), (96, 1.0), (48, 30.0)])
 def test_a_peek_begins_an_attempt_if_its_guesses_promise_to_win(monkeypatch, score, resumes, after, promise):
     monkeypatch.setattr(controller_module, "TRIAL_AFTER", after)
-    monkeypatch.setattr(controller_module, "PEEK", promise)
+    monkeypatch.setattr(controller_module, "RESUMED", promise)
     seconds = controller_module.REGRET * PLAIN_S
     controller = Controller(FrozenCost(USUAL), ControllerState(spent=True, seconds=seconds, expected=100, brought=30))
     rest = 0

@@ -23,13 +23,10 @@ each 64th is a plain one, to see what plain decoding takes; where none does, fou
 were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 16 plain
 steps and never rises above: gains of one text license no larger losses in the next. When it is used up, guesses are
 not looked for any more. Each plain step then earns 0.2 % of a step. When one step is saved up, looking is resumed: if
-it wins, the ledger fills up and guessing goes on, else twice as much is saved up for the next attempt. Few large
-attempts escape from bad luck where many small ones do not: a step's yield varies by 1.3 tokens, so guesses that win 0.1
-a step outlast a budget x with a probability of about 1 - exp(-x / 8). Between attempts every 200th step peeks: it looks
-for guesses, and begins an attempt at once if they promise to win a plain step, the prior weighing as much as all
-evidence. So a text that has become easy, or a memory that has grown, is noticed soon. All is paid from the same ledger,
-looks that find nothing, own time and wrong step costs included: plain decoding is undercut by 16 steps and 0.2 % of the
-time, and by no more than one step's loss beyond.
+it wins, the ledger fills up and guessing goes on, else twice as much is saved up for the next attempt: few large ones
+escape from bad luck, many small ones do not. Between them each 200th step peeks: it looks for guesses, and begins an
+attempt at once if they promise as much as an attempt costs, which notices a text that has become easy. All is paid from
+the same ledger: plain decoding is undercut by 16 steps and 0.2 % of the time, and no more than one step's loss beyond.
 
 **Who keeps what.** A machine and a model: the step cost, in a file. A model, by kind of text (greedy, drawn):
 `ControllerState`, that is calibration, ledger, rate and own time; a process has it until the model is freed. A call:
@@ -67,25 +64,21 @@ SCORES = 0.5
 EVIDENCE_TOKENS = 300.0
 """Weight of all evidence on the yield, in expected tokens: some 400 steps are remembered."""
 STEPS = 24
-"""Weight of the prior, in expected tokens; steps that the rate and the library's own time are averaged over; steps of
-a rest that are learned at a time. With 25 steps of evidence half of the prior is gone."""
+"""Weight of the prior, in expected tokens; steps that rate and own time are averaged over, or that a rest notes."""
 REGRET = 16.0
 """Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; of a batch it is shared,
 since its rows learn together. A cold memory costs some 12 before it pays; with 20 more simulated texts fall 3 % behind
 plain decoding (`tests/tuning/test_never_slower.py`). A single pass is charged no more than all of it."""
 EARNED, RESUMED = 0.002, 1.0
-"""Plain steps earned by each step that rests, a share of the time; and how many are saved up for the first attempt.
-With 0.005 earned, twice as many simulated texts are slower than plain decoding."""
+"""Plain steps earned by each step that rests, a share of the time; and how many are saved up for the first attempt, or
+promised by a peek. With 0.005 earned, twice as many simulated texts are slower than plain decoding."""
 LOOK_NODES = 40
 """The library's time of a step is that of its nodes and of so many more: some 290 us and 7 us for each node."""
 CHECK_AFTER = 64
 """Steps with guesses after which a plain one shows what plain decoding takes. 16 cost 1 % where guesses double the
 speed."""
-PEEK = 1.0
-"""Plain steps that the guesses of a peek must promise to win: about what an attempt that fails at once loses."""
 TRIAL, TRIAL_AFTER = 4, 200
-"""Tokens fed to see what they cost, and plain steps after which they are: a machine measured too slow is noticed. A
-rest is interrupted by a peek as often."""
+"""Tokens fed to see what they cost, and plain steps after which they are; after as many of a rest there is a peek."""
 TRIAL_PROMISES = 0.15
 """A trial that took so much less than expected is followed by the next at once."""
 OUTLIER = 6.0
@@ -145,11 +138,6 @@ class ControllerState:
         """u: what guesses bring of what is expected of them before calibration."""
         return self.brought / self.expected
 
-    @property
-    def doubted(self) -> float:
-        """The calibration if the prior weighs as much as all evidence."""
-        return (1.0 + self.calibration) / 2.0
-
     def learn_yield(self, expected: float, brought: float) -> None:
         """Learn from the guesses of one step."""
         fading = min(1.0, EVIDENCE_TOKENS / (self.expected + expected))
@@ -178,7 +166,7 @@ class ControllerState:
     def resume(self) -> None:
         """Look for guesses again, the prior weighing as much as all evidence: the text may have changed."""
         self.spent = False
-        self.expected, self.brought = 2.0 * STEPS, 2.0 * STEPS * self.doubted
+        self.expected, self.brought = 2.0 * STEPS, STEPS * (1.0 + self.calibration)
 
 
 class Controller:
@@ -255,13 +243,12 @@ class Controller:
         self.settle()
         promised = sum(scores[1:])
         share = 1.0 if alone is None else min(1.0, sum(alone[1:]) / promised) if promised else 0.0
-        use = self._state.doubted if self._peek else self._state.calibration
-        worth = self._worth(scores, share, use)
-        if self._peek:
-            if max(worth) - worth[0] >= PEEK:
-                self._state.resume()
-            else:
-                worth = worth[:1]
+        use = self._state.calibration
+        worth = self._worth(scores, share, (1.0 + use) / 2.0 if self._peek else use)  # doubted as by `resume`
+        if self._peek and max(worth) - worth[0] < RESUMED:
+            worth = worth[:1]
+        elif self._peek:
+            self._state.resume()
         size = worth.index(max(worth)) + 1
         if size == 1 and trial and self._state.since_guesses >= TRIAL_AFTER:
             size = min(TRIAL, len(scores))
@@ -285,7 +272,7 @@ class Controller:
         Args:
             scores: likeliest first, the memory's times `trust`.
             share: of the sum of scores, how much is the memory's; other scores are calibrated by their sources.
-            use: u, the calibration.
+            use: the calibration u.
         """
         rate, table, state = self.rate, self._cost.table, self._state
         node_s = state.node_s
