@@ -253,11 +253,12 @@ class DecodeLoop(Generic[CacheT]):
         pass_time = self.runner.pass_time
         forward_s = pass_time.undisturbed_s
         seconds = forward_s + (took - pass_time).undisturbed_s
+        without_mtp_s = seconds if self.mtp is None else max(forward_s, seconds - self.mtp.spent_s)
         for row, step in zip(self.rows, steps, strict=True):
-            row.drafter.observe(step.fed, len(step.tokens), seconds, forward_s)
+            row.drafter.observe(step.fed, len(step.tokens), without_mtp_s, forward_s)
         if self.budget is not None:
             emitted = sum(len(step.tokens) for step in steps) / len(steps)
-            self.budget.observe_pass(fed, emitted, seconds, forward_s, rows=len(steps))
+            self.budget.observe_pass(fed, emitted, without_mtp_s, forward_s, rows=len(steps))
         if self.mtp is not None:
             self.mtp.observe(sum(len(step.tokens) for step in steps), seconds)
 

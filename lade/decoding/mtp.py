@@ -15,7 +15,7 @@ Predictions only draft: they are mixed with all other evidence (`kernels.mixing`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -30,7 +30,9 @@ FIXED_PASSES = 3
 """Passes per step if the tree size is fixed, so that times are not compared."""
 MOST_PASSES = 5
 _STEPS = 24  # time constant of the running means
+_RATE_STEPS = 200  # the same for the rate: with 24, slow beginnings of texts made passes that did not pay
 _RETRIAL = 64  # steps after which a pass that does not seem to pay is tried again
+_STATES = 16  # steps before such a trial from which the layer is given states; it needs some text to predict from
 _FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # initial values of `MtpHabits.gains`
 
 
@@ -155,12 +157,15 @@ class MtpHabits:
         gains: by index of a pass in its step, expected tokens that it adds to the tree, per expected token of the nodes
             that it feeds; for the first pass, which feeds the root, per row.
         refused: number of consecutive steps in which not even the first pass would have paid.
+        tokens, seconds: fading sums over recent steps of all texts.
     """
 
     weights: MtpWeights = field(default_factory=MtpWeights)
     cost: DraftPassCost = field(default_factory=DraftPassCost)
     gains: list[float] = field(default_factory=lambda: [_FIRST_GAIN] + [_NEXT_GAIN] * (MOST_PASSES - 1))
     refused: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
 
     def learn_gain(self, number: int, scores: float, more: float) -> None:
         """Learn that pass `number` (from 0), over nodes with these scores in total, added `more` expected tokens."""
@@ -200,7 +205,7 @@ class MtpPasses:
 
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
         self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
-        self._tokens = self._seconds = self.spent_s = 0.0
+        self.spent_s = 0.0
 
     @property
     def weights(self) -> MtpWeights:
@@ -210,7 +215,7 @@ class MtpPasses:
     @property
     def rate(self) -> float:
         """Recent tokens per second of all rows together; 0.0 before the first step."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+        return self._habits.tokens / self._habits.seconds if self._habits.seconds else 0.0
 
     def expected_s(self, passes: int, nodes: int = NODES) -> float:
         """Return the seconds that a number of passes will take: the first feeds a node per row, others at most `nodes`.
@@ -224,9 +229,14 @@ class MtpPasses:
         """See `MtpLayer`."""
         return self._layer.reading(rows)
 
+    @property
+    def _resting(self) -> bool:
+        """True where passes do not pay and the next trial is far: then not even states are kept."""
+        return self.fixed is None and 0 < self._habits.refused < _RETRIAL - _STATES
+
     def watching(self) -> AbstractContextManager[object]:
         """See `MtpLayer`."""
-        return self._layer.watching()
+        return nullcontext() if self._resting else self._layer.watching()
 
     def accept(self, rows: Sequence[RowText], paths: Sequence[Sequence[int]], fed: int) -> None:
         """See `MtpLayer`."""
@@ -238,8 +248,9 @@ class MtpPasses:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Update the rate of the batch by a step that took `seconds` in total and yielded `tokens`."""
-        self._tokens += tokens - self._tokens / _STEPS
-        self._seconds += seconds - self._seconds / _STEPS
+        habits = self._habits
+        habits.tokens += tokens - habits.tokens / _RATE_STEPS
+        habits.seconds += seconds - habits.seconds / _RATE_STEPS
 
     def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
         """Pass the layer's predictions to the drafters of these rows, before these are asked for candidates.
@@ -248,8 +259,11 @@ class MtpPasses:
             rows: all rows of the batch.
             depths: maximum depth of each row's tree; None for no limit.
         """
-        self._layer.retain(rows)
         self.spent_s = 0.0
+        if self._resting:
+            self._habits.refused += 1
+            return
+        self._layer.retain(rows)
         growing = []
         for row, depth in zip(rows, depths, strict=True):
             tree = row.drafter.mtp

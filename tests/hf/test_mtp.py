@@ -317,6 +317,18 @@ class SometimesWrong(KnowsTexts):
 # ------------------------------------------------------------------------------------------------ what users may ask
 
 
+def test_where_passes_do_not_pay_no_states_are_kept_until_shortly_before_the_next_trial(drafted_by):
+    plain, layer, watched = MODEL.generate(PROMPT, max_new_tokens=400), KnowsTexts([], lies=True), []
+    layer.watching = lambda: watched.append(1) or torch.no_grad()
+    layer.reading = lambda rows: layer.known.update(map(id, rows)) or torch.no_grad()
+    habits = MtpHabits(gains=[0.0] * 5, refused=1, tokens=3.0, seconds=1.0)
+    habits.cost.seconds = {1: 10.0}
+    drafted_by(layer, habits, fixed=None)
+    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=400, lookahead=LookaheadConfig()))
+    assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
+    assert len(steps) > 150 and 0.1 < len(watched) / len(steps) < 0.5
+
+
 def test_transformers_own_argument_is_understood(model):
     plain, stats = model.generate(PROMPT, max_new_tokens=NEW), Stats()
     assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=NEW, use_mtp=True, stats=stats), plain)

@@ -178,7 +178,8 @@ class Drafter(ABC):
         Args:
             fed: tokens fed, the root included.
             emitted: tokens emitted, the bonus token included.
-            seconds: duration of the whole step in undisturbed seconds, see `lade.clock`.
+            seconds: duration of the whole step in undisturbed seconds, see `lade.clock`; without passes of an MTP
+                layer, whose payoff `MtpPasses` weighs: they are no price of nodes.
             forward_s: part of it spent in the model.
         """
 
