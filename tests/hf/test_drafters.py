@@ -228,7 +228,7 @@ class Named(Broken):
         (Broken(""), "a list"),
         ([Broken], "not its class"),
         ([object()], "subclasses"),
-        ([Named("")], "'memory' is not available"),
+        ([Named("")], "'memory' is reserved: give the drafter another name"),
         ("abc", "a list"),
     ],
 )

@@ -207,5 +207,5 @@ def test_bad_sizes_are_named_and_change_nothing():
 
 
 def test_a_log_into_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(lade.ConfigError, match="make it first"):
+    with pytest.raises(lade.ConfigError, match="create it first"):
         lade.save_log(tmp_path / "missing" / "log.pt")
