@@ -10,6 +10,7 @@ import lade
 from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.backends.mtp.load import layer_of
 from lade.clock import Duration, WallClock
+from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels.layout import MTP_WIDTH
 from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions
@@ -261,6 +262,17 @@ def test_the_seconds_of_passes_are_known(monkeypatch):
 
 
 @pytest.mark.one_in(3)
+def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(monkeypatch):
+    plain, habits, observed = MODEL.generate(PROMPT, max_new_tokens=80), MtpHabits(), []
+    passes = MtpPasses(KnowsTexts(plain.tolist()), habits, Ticks(), 3)
+    monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+    monkeypatch.setattr(AdaptiveDrafter, "observe", lambda *args: observed.append((passes.spent_s, *args[3:])))
+    lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4))
+    assert all(seconds == forward_s for spent_s, seconds, forward_s in observed if spent_s == 1.5)
+    assert any(spent_s == 1.5 for spent_s, *_ in observed)
+    assert MtpPasses(KnowsTexts([]), habits, Ticks()).rate == passes.rate > 0.0
+
+
 @pytest.mark.parametrize("budget", [8, 4, 16])
 def test_a_layer_that_lies_costs_little_once_it_is_known(drafted_by, budget):
     """After 500 tokens steps yield at least 0.97 of those of the memory alone."""
