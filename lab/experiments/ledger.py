@@ -6,7 +6,11 @@
 Each piece is a path, a model and a seed, which draws prompt, sizes and arguments. It is appended to --out when it is
 compared, and the next run goes on behind it, so that any number of tokens is a matter of time; the table is made of the
 whole file. Toys are random models of a few thousand parameters, whose texts hardly repeat; the embedded model is
-trained. Further checkpoints come by --model; the path of MTP layers needs one that has some.
+trained and has an MTP layer. Models in bfloat16 are invariant (`lade.invariant`), and compared with `model.generate`
+of the same invariant model. Further checkpoints come by --model.
+
+The next piece is of the path with the fewest tokens, where batches may have SHARE times as many, and of the model that
+this path has spent the least time on.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ import os
 import random
 import string
 import time
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -38,11 +44,13 @@ from lade_lab.served import ask, ask_streamed, server
 
 TOKENS = 128
 """New tokens of a text."""
-ROWS, BATCH = 4, 16
-"""Rows of engines and servers, and of batches."""
+ROWS, BATCH, WIDE = 4, 8, 64
+"""Rows of engines and servers, of batches of beams, grammars and MTP layers, and of plain batches at most."""
+SHARE = {"batch": 12, "batch, sampled": 12}
+"""How many tokens a path has for one of the others."""
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "n": {"type": "integer"},
           "ok": {"enum": ["yes", "no", "perhaps"]}}, "required": ["name", "n", "ok"]}  # fmt: skip
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 Pairs = list[tuple[list[int], list[int]]]
 """New tokens of plain decoding, and of a path."""
 
@@ -115,8 +123,24 @@ def rows_of(output: torch.Tensor, width: int) -> list[list[int]]:
     return rows
 
 
-def generated(subject: Subject, rng: random.Random, rows: int, own: dict[str, Any], **arguments: Any) -> Pairs:
-    """Compare `lade.generate` with `model.generate`, and the state of torch's generator afterwards."""
+def generated(
+    subject: Subject,
+    rng: random.Random,
+    rows: int,
+    own: dict[str, Any],
+    reference: Mapping[str, Any] = MappingProxyType({}),
+    **arguments: Any,
+) -> Pairs:
+    """Compare `lade.generate` with `model.generate`, and the state of torch's generator afterwards.
+
+    Args:
+        subject: the model.
+        rng: draws the prompts and the seed.
+        rows: B, the number of texts.
+        own: arguments of `lade.generate` alone.
+        reference: arguments of `model.generate` alone.
+        **arguments: arguments of both.
+    """
     model = subject.shared if own.pop("shared", False) else subject.model
     prompts = [subject.prompt(rng) for _ in range(rows)]
     width = max(map(len, prompts))
@@ -125,13 +149,22 @@ def generated(subject: Subject, rng: random.Random, rows: int, own: dict[str, An
     arguments = {"attention_mask": mask, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, **arguments}
     seed = rng.randrange(2**31)
     torch.manual_seed(seed)
-    plain, state = subject.model.generate(ids, **arguments), torch.get_rng_state()
+    plain, state = subject.model.generate(ids, **reference, **arguments), torch.get_rng_state()
     torch.manual_seed(seed)
     if "prediction" in own:
         own = {**own, "prediction": edited(rows_of(plain, width)[0], subject, rng)}
-    found = lade.generate(model, ids, **own, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lade.FallbackWarning)
+        found = lade.generate(model, ids, **own, **arguments)
     assert torch.equal(torch.get_rng_state(), state), "torch's generator is elsewhere"
-    return list(zip(rows_of(plain, width), rows_of(found, width), strict=True))
+    eos = subject.model.generation_config.eos_token_id
+    own_rows = [until(row, eos) for row in rows_of(found, width)]
+    return list(zip([until(row, eos) for row in rows_of(plain, width)], own_rows, strict=True))
+
+
+def until(row: list[int], eos: int | None) -> list[int]:
+    """Return a row of a batch up to its end, without padding."""
+    return row[: row.index(eos) + 1] if eos in row else row
 
 
 def edited(answer: Sequence[int], subject: Subject, rng: random.Random) -> list[int]:
@@ -190,34 +223,49 @@ def by_server(subject: Subject, rng: random.Random) -> Pairs:
 
 
 def by_grammar(subject: Subject, rng: random.Random) -> Pairs:
-    """Compare answers that follow a JSON schema with those of `Grammar.processor`."""
-    grammar, ids, seed = lade.Grammar.json_schema(SCHEMA), torch.tensor([subject.prompt(rng)]), rng.randrange(2**31)
-    drawn = sampling(rng) if rng.random() < 0.5 else {"do_sample": False}
-    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": TOKENS, **drawn}
-    torch.manual_seed(seed)
-    processor = grammar.processor(subject.tokenizer)
-    plain = subject.model.generate(ids, logits_processor=[processor], **arguments)
-    torch.manual_seed(seed)
-    own = {"grammar": grammar, "tokenizer": subject.tokenizer, "lookahead": lade.LookaheadConfig(budget=16)}
-    found = lade.generate(subject.model, ids, **own, **arguments)
-    return list(zip(rows_of(plain, ids.shape[1]), rows_of(found, ids.shape[1]), strict=True))
+    """Compare a batch of answers that follow a JSON schema with those of `Grammar.processor`."""
+    grammar, tokenizer = lade.Grammar.json_schema(SCHEMA), subject.tokenizer
+    own = {"grammar": grammar, "tokenizer": tokenizer, "lookahead": lade.LookaheadConfig(budget=16)}
+    plain = {"logits_processor": [grammar.processor(tokenizer)]}
+    drawn = sampling(rng) if rng.random() < 0.5 else {}
+    return generated(subject, rng, rng.choice([1, BATCH]), own, plain, **drawn)
+
+
+def by_layer(subject: Subject, rng: random.Random) -> Pairs:
+    """Compare one text or a batch, greedy or sampled, whose drafts an MTP layer made, too."""
+    own = {"lookahead": lade.LookaheadConfig(budget=rng.choice([4, 8, 16]), mtp=True)}
+    drawn = sampling(rng) if rng.random() < 0.5 else {}
+    return generated(subject, rng, rng.choice([1, BATCH]), own, **drawn)
+
+
+def by_beams(subject: Subject, rng: random.Random) -> Pairs:
+    """Compare one text or a batch of beam search, or of beam sampling."""
+    drawn = sampling(rng) if rng.random() < 0.3 else {}
+    return generated(
+        subject,
+        rng,
+        rng.choice([1, BATCH]),
+        {"lookahead": lade.LookaheadConfig()},
+        num_beams=rng.randrange(2, 5),
+        **drawn,
+    )
 
 
 PATHS: dict[str, Callable[[Subject, random.Random], Pairs]] = {
     "greedy": lambda subject, rng: generated(subject, rng, 1, {"lookahead": method(rng)}),
     "greedy, sizes chosen": lambda subject, rng: generated(subject, rng, 1, {}),
     "sampled": lambda subject, rng: generated(subject, rng, 1, {"lookahead": method(rng)}, **sampling(rng)),
-    "beams": lambda subject, rng: generated(subject, rng, 1, {}, num_beams=rng.randrange(2, 5)),
-    "batch": lambda subject, rng: generated(subject, rng, BATCH, {"lookahead": method(rng)}),
-    "batch, sampled": lambda subject, rng: generated(subject, rng, BATCH, {"lookahead": method(rng)}, **sampling(rng)),
+    "beams": by_beams,
+    "batch": lambda s, rng: generated(s, rng, rng.choice([4, 16, WIDE]), {"lookahead": method(rng)}),
+    "batch, sampled": lambda s, rng: generated(
+        s, rng, rng.choice([4, 16, WIDE]), {"lookahead": method(rng)}, **sampling(rng)
+    ),
     "prediction": lambda s, rng: generated(s, rng, 1, {"prediction": None, "lookahead": method(rng)}),
     "stream": streamed,
     "engine": by_engine,
     "server": by_server,
     "grammar": by_grammar,
-    "MTP": lambda s, rng: generated(
-        s, rng, 1, {"lookahead": lade.LookaheadConfig(budget=rng.choice([8, 16]), mtp=True)}
-    ),
+    "MTP": by_layer,
     "several processes": lambda s, rng: generated(s, rng, 1, {"shared": True, "lookahead": method(rng)}),
 }
 
@@ -232,14 +280,19 @@ def applies(path: str, subject: Subject) -> bool:
 
 
 def subjects(folders: Sequence[str], stack: ExitStack) -> Iterator[Subject]:
-    """Yield toys, the embedded model, and the checkpoints given."""
-    for family, dtype in (("llama", "float64"), ("qwen3", "float32"), ("gpt2", "float64")):
-        model = toy_model(family, dtype=DTYPES[dtype])
-        yield Subject(f"toy {family}", dtype, model, None, stack)
-    for folder, dtype in ((str(model_path()), "float32"), *((folder, "float32") for folder in folders)):
+    """Yield toys, the embedded model, and the checkpoints given; those in bfloat16 are invariant."""
+    for family, dtype in (("llama", "float64"), ("qwen3", "float32"), ("gpt2", "float64"), ("llama", "bfloat16")):
+        yield Subject(f"toy {family}", dtype, promised(toy_model(family, dtype=DTYPES[dtype])), None, stack)
+    embedded = str(model_path())
+    for folder, dtype in ((embedded, "float32"), (embedded, "bfloat16"), *((folder, "float32") for folder in folders)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval().requires_grad_(False)
-        name = "embedded" if folder == str(model_path()) else Path(folder).name
-        yield Subject(name, dtype, model, AutoTokenizer.from_pretrained(folder), stack)
+        name = "embedded" if folder == embedded else Path(folder).name
+        yield Subject(name, dtype, promised(model), AutoTokenizer.from_pretrained(folder), stack)
+
+
+def promised(model: Any) -> Any:
+    """Return a model whose texts are promised: in 16 bits, an invariant one."""
+    return lade.invariant(model) if model.dtype == torch.bfloat16 else model
 
 
 def differing(pairs: Pairs) -> int:
@@ -277,22 +330,38 @@ def summary(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(out: Path, wanted: Sequence[str], folders: Sequence[str], pieces: int, until: float) -> None:
-    """Compare piece by piece, next what has fewest, until there are enough pieces or the time is over."""
+    """Compare piece by piece, next what is behind, until there are enough pieces or the time is over."""
     leads, known = os.environ.get("RANK", "0") == "0", records(out)
     with ExitStack() as stack:
-        pairs = [(path, each) for each in subjects(folders, stack) for path in wanted if applies(path, each)]
-        counts = {(p, s.name): sum((k["path"], k["model"]) == (p, s.name) for k in known) for p, s in pairs}
-        while pairs and pieces and time.monotonic() < until:
-            path, subject = min(pairs, key=lambda pair: counts[pair[0], pair[1].name])
-            seed = counts[path, subject.name]
+        models = list(subjects(folders, stack))
+        paths = [path for path in wanted if any(applies(path, each) for each in models)]
+        while paths and pieces and time.monotonic() < until:
+            path, subject, seed = behind(known, paths, models)
+            began = time.perf_counter()
             found = PATHS[path](subject, random.Random(f"{path} {subject.name} {seed}"))
-            counts[path, subject.name] += 1
             pieces -= 1
             piece = {"path": path, "model": subject.name, "dtype": subject.dtype, "seed": seed, "texts": len(found)}
             piece |= {"tokens": sum(len(plain) for plain, _ in found), "different": differing(found)}
+            piece["seconds"] = round(time.perf_counter() - began, 3) if leads and "WORLD_SIZE" not in os.environ else 0
+            known.append(piece)
             if leads:
                 with out.open("a") as file:
                     file.write(json.dumps(piece) + "\n")
+
+
+def behind(
+    known: Sequence[dict[str, Any]], paths: Sequence[str], models: Sequence[Subject]
+) -> tuple[str, Subject, int]:
+    """Return path, model and seed of the next piece, from the pieces there are."""
+    tokens = {path: sum(each["tokens"] for each in known if each["path"] == path) for path in paths}
+    path = min(paths, key=lambda path: tokens[path] / SHARE.get(path, 1))
+    ranks = []
+    for number, subject in enumerate(models):
+        own = [k for k in known if (k["path"], k["model"], k["dtype"]) == (path, subject.name, subject.dtype)]
+        if applies(path, subject):
+            ranks.append((sum(k.get("seconds", 0) for k in own), len(own), number))
+    _, seed, number = min(ranks)
+    return path, models[number], seed
 
 
 def main(

@@ -127,3 +127,28 @@ def test_the_ledger_goes_on_behind_its_end_and_notices_what_differs(ledger, quic
     monkeypatch.setitem(ledger.PATHS, "greedy", lambda s, rng: [(wrong[0][0], [*wrong[0][0][:-2], 0, 1])])
     ledger.run(out, ["greedy"], [], 1, 1e18)
     assert ledger.summary(ledger.records(out))[-1]["different"] > 0
+
+
+def test_the_ledger_takes_the_path_with_fewest_tokens_and_the_model_with_least_time(ledger):
+    models = [ledger.Subject(name, "float64", toy_model("llama"), None, ExitStack()) for name in "ab"]
+    piece = {"path": "greedy", "dtype": "float64", "tokens": 128}
+    known = [{**piece, "model": "a", "seconds": 2.0}, {**piece, "model": "b", "seconds": 1.0}]
+    wide = {**piece, "path": "batch", "model": "a", "tokens": 300 * ledger.SHARE["batch"], "seconds": 3.0}
+    paths = ["greedy", "batch"]
+    assert ledger.behind([*known, wide], paths, models) == ("greedy", models[1], 1)
+    assert ledger.behind([*known, known[0], wide], paths, models) == ("batch", models[1], 0)
+    assert ledger.until([5, 1, 0, 0], 1) == [5, 1] and ledger.until([5, 1, 0], None) == [5, 1, 0]
+
+
+def test_the_ledger_compares_a_trained_model_with_its_layer(ledger, quick, monkeypatch):
+    monkeypatch.setattr(ledger, "TOKENS", 12)
+    with ExitStack() as stack:
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(model_path()),
+            AutoTokenizer.from_pretrained(model_path()),
+        )
+        embedded = ledger.Subject("embedded", "float32", model.eval(), tokenizer, stack)
+        assert ledger.applies("MTP", embedded)
+        for path, seed in (("MTP", 0), ("MTP", 1), ("grammar", 0), ("grammar", 2), ("server", 0)):
+            pairs = ledger.PATHS[path](embedded, random.Random(seed))
+            assert pairs and all(plain and plain == own for plain, own in pairs), path
