@@ -143,10 +143,8 @@ def test_the_ledger_takes_the_path_with_fewest_tokens_and_the_model_with_least_t
 def test_the_ledger_compares_a_trained_model_with_its_layer(ledger, quick, monkeypatch):
     monkeypatch.setattr(ledger, "TOKENS", 12)
     with ExitStack() as stack:
-        model, tokenizer = (
-            AutoModelForCausalLM.from_pretrained(model_path()),
-            AutoTokenizer.from_pretrained(model_path()),
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(model_path())
         embedded = ledger.Subject("embedded", "float32", model.eval(), tokenizer, stack)
         assert ledger.applies("MTP", embedded)
         for path, seed in (("MTP", 0), ("MTP", 1), ("grammar", 0), ("grammar", 2), ("server", 0)):
