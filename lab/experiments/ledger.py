@@ -44,9 +44,9 @@ from lade_lab.served import ask, ask_streamed, server
 
 TOKENS = 128
 """New tokens of a text."""
-ROWS, BATCH, WIDE = 4, 8, 64
+ROWS, BATCH, WIDE = 4, 16, 128
 """Rows of engines and servers, of batches of beams, grammars and MTP layers, and of plain batches at most."""
-SHARE = {"batch": 12, "batch, sampled": 12}
+SHARE = {"batch": 22, "batch, sampled": 22}
 """How many tokens a path has for one of the others."""
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "n": {"type": "integer"},
           "ok": {"enum": ["yes", "no", "perhaps"]}}, "required": ["name", "n", "ok"]}  # fmt: skip
@@ -244,7 +244,7 @@ def by_beams(subject: Subject, rng: random.Random) -> Pairs:
     return generated(
         subject,
         rng,
-        rng.choice([1, BATCH]),
+        rng.choice([1, BATCH // 2]),
         {"lookahead": lade.LookaheadConfig()},
         num_beams=rng.randrange(2, 5),
         **drawn,
@@ -256,9 +256,9 @@ PATHS: dict[str, Callable[[Subject, random.Random], Pairs]] = {
     "greedy, sizes chosen": lambda subject, rng: generated(subject, rng, 1, {}),
     "sampled": lambda subject, rng: generated(subject, rng, 1, {"lookahead": method(rng)}, **sampling(rng)),
     "beams": by_beams,
-    "batch": lambda s, rng: generated(s, rng, rng.choice([4, 16, WIDE]), {"lookahead": method(rng)}),
+    "batch": lambda s, rng: generated(s, rng, rng.choice([4, 64, WIDE]), {"lookahead": method(rng)}),
     "batch, sampled": lambda s, rng: generated(
-        s, rng, rng.choice([4, 16, WIDE]), {"lookahead": method(rng)}, **sampling(rng)
+        s, rng, rng.choice([4, 64, WIDE]), {"lookahead": method(rng)}, **sampling(rng)
     ),
     "prediction": lambda s, rng: generated(s, rng, 1, {"prediction": None, "lookahead": method(rng)}),
     "stream": streamed,
