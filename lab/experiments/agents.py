@@ -6,7 +6,9 @@ FILE is a file of recorded runs of tau-bench (github.com/sierra-research/tau-ben
 has trajectories of SWE-agent (`*.traj`). Each answer of the agent, tool calls included, takes the place of the model's
 choices (`lade_lab.replay`). The library's method decodes in an engine with a prefix cache, as `lade serve` does: *kept*
 with one memory for all turns and runs, in order; *cold* with an empty one each turn. Prompt lookup is vLLM's ngram,
-with all places in one tree; *suffix* knows the request, *suffix, kept* the earlier answers too.
+with all places in one tree; *suffix* knows the request, *suffix, kept* the earlier answers too. *server, kept* is the
+same by `/v1/chat/completions` of a server, whose chat template writes the messages as the others read them; calls are
+text there, too.
 """
 
 from __future__ import annotations
@@ -23,13 +25,20 @@ from transformers import AutoTokenizer
 
 import lade
 from lade.embedded.files import model_path
+from lade.server.served_model import ServedModel
+from lade.server.settings import Settings
 from lade_lab.peers import Part, PromptLookupDrafter, SuffixDrafter
 from lade_lab.replay import recorded, replay, table, windowed
+from lade_lab.served import ask, server
 
 BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 999))
 """First and last turn of each column."""
 PREFIX_BYTES = 2**30
-METHODS = ("prompt lookup", "suffix", "suffix, kept", "adaptive, cold", "adaptive, kept")
+METHODS = ("prompt lookup", "suffix", "suffix, kept", "adaptive, cold", "adaptive, kept", "server, kept")
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 
 
 class Turn(NamedTuple):
@@ -115,6 +124,46 @@ def by_engine(kept: bool, size: int, runs: Sequence[Sequence[Turn]], model: Any)
             yield Counts(turn.number, handle.stats, handle.prompt_tokens, handle.cached_tokens)
 
 
+def by_server(size: int, runs: Sequence[Sequence[Mapping[str, Any]]], model: Any, tokenizer: Any) -> Iterator[Counts]:
+    """Replay all runs, given as messages, by chat completions, with one memory and prefix cache."""
+    tokenizer.chat_template = TEMPLATE
+    served = ServedModel(model, tokenizer, context=2**16)
+    with server(served, Settings(max_rows=1, max_tokens=2**16, prefix_cache=PREFIX_BYTES, max_body=2**26)) as url:
+        for messages in runs:
+            sent, number = list[dict[str, str]](), 0
+            for message in messages:
+                content = text_of(message)
+                if message["role"] == "assistant":
+                    number += 1
+                    yield _asked(url, size, Asked(number, sent, content), model, tokenizer)
+                sent.append({"role": "user" if message["role"] == "tool" else message["role"], "content": content})
+
+
+class Asked(NamedTuple):
+    """One request of an agent.
+
+    Attributes:
+        number: number of the answer in its run, from 1.
+        messages: the conversation so far.
+        answer: the recorded answer.
+    """
+
+    number: int
+    messages: list[dict[str, str]]
+    answer: str
+
+
+def _asked(url: str, size: int, asked: Asked, model: Any, tokenizer: Any) -> Counts:
+    prompt = tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, return_dict=False)
+    answer = tokenizer(f"{asked.answer}<|end|>\n", add_special_tokens=False)["input_ids"]
+    body = {"messages": asked.messages, "max_tokens": len(answer), "temperature": 0, "lookahead": {"budget": size}}
+    with recorded(model, [*prompt, *answer]):
+        reply = ask(f"{url}/v1/chat/completions", {**body, "cache_salt": "agent"})
+    assert reply.tokens == answer, reply.error or "the recorded answer is not what was decoded"
+    stats = lade.Stats(new_tokens=len(answer), steps=reply.steps, accepted_tokens=len(answer) - 1)
+    return Counts(asked.number, stats, len(prompt), reply.cached)
+
+
 def summary(counts: Sequence[Counts]) -> dict[str, Any]:
     """Return tokens per step, in all and by turn, tokens fed, and the share of the prompts that was reused."""
     groups: dict[str, list[Counts]] = defaultdict(list)
@@ -126,7 +175,8 @@ def summary(counts: Sequence[Counts]) -> dict[str, Any]:
         steps = sum(each.stats.steps for each in group)
         row[name] = sum(each.stats.accepted_tokens for each in group) / max(1, steps)
     total = groups["all"]
-    row["fed"] = sum(each.stats.fed_tokens for each in total) / max(1, sum(each.stats.steps for each in total))
+    if fed := sum(each.stats.fed_tokens for each in total):  # a server does not tell
+        row["fed"] = fed / max(1, sum(each.stats.steps for each in total))
     if cached := sum(each.cached_tokens for each in total):
         row["reused, %"] = 100 * cached / sum(each.prompt_tokens for each in total)
     row["turns"], row["tokens"] = len(total), sum(each.stats.new_tokens for each in total)
@@ -136,6 +186,10 @@ def summary(counts: Sequence[Counts]) -> dict[str, Any]:
 def _name(bucket: tuple[int, int]) -> str:
     first, last = bucket
     return f"turn {first}" if first == last else f"{first}+" if last == BUCKETS[-1][1] else f"{first}-{last}"
+
+
+NAMES = [_name(bucket) for bucket in BUCKETS]
+"""Columns by turn."""
 
 
 def main(
@@ -159,13 +213,15 @@ def main(
         replayed = [list(turns(messages, encode)) for messages in conversations[:runs]]
         for size in map(int, sizes.split(",") if replayed else ()):
             for name in methods.split(";"):
-                if name.startswith("adaptive"):
+                if name.startswith("server"):
+                    counts = list(by_server(size, conversations[:runs], loaded, tokenizer))
+                elif name.startswith("adaptive"):
                     counts = list(by_engine(name.endswith("kept"), size, replayed, loaded))
                 else:
                     counts = list(by_peer(name, size, replayed, loaded.config.vocab_size))
                 rows.append({"runs of": data, "size": size, "method": name, **summary(counts)})
                 print(rows[-1], flush=True)
-    columns = ["all", *map(_name, BUCKETS), "fed", "reused, %", "turns", "tokens"]
+    columns = ["all", *NAMES, "fed", "reused, %", "turns", "tokens"]
     print(table(["runs of", "size", "method", *columns], rows))
     if output is not None:
         output.write_text(json.dumps(rows, indent=1) + "\n")

@@ -150,3 +150,71 @@ def test_the_ledger_compares_a_trained_model_with_its_layer(ledger, quick, monke
         for path, seed in (("MTP", 0), ("MTP", 1), ("grammar", 0), ("grammar", 2), ("server", 0)):
             pairs = ledger.PATHS[path](embedded, random.Random(seed))
             assert pairs and all(plain and plain == own for plain, own in pairs), path
+
+
+def test_recorded_answers_are_decoded_by_a_server(quick, monkeypatch):
+    agents = experiment("agents", monkeypatch)
+    call = {"function": {"name": "look", "arguments": '{"at": 1}'}}
+    messages = [
+        {"role": "system", "content": "Look first."},
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "nothing there"},
+        {"role": "assistant", "content": "nothing there at all", "tool_calls": [call]},
+    ]
+    model, tokenizer = agents.windowed(str(model_path())), AutoTokenizer.from_pretrained(model_path())
+    first, second = agents.by_server(16, [messages], model, tokenizer)
+    assert (first.number, second.number) == (1, 2) and first.cached_tokens == 0 < second.cached_tokens
+    assert second.prompt_tokens > first.prompt_tokens and 1 <= second.stats.steps < second.stats.new_tokens
+    assert agents.summary([first, second])["tokens"] == first.stats.new_tokens + second.stats.new_tokens
+
+
+def test_other_servers_are_compared_with_themselves(monkeypatch):
+    peers = experiment("structured_peers", monkeypatch)
+    fields = {"server": "vLLM", "temperature": 0.0, "id": "a", "ended": True, "valid": True, "accepted": 0}
+    records = [
+        {**fields, "speculation": "none", "users": 1, "tokens": [1, 2, 3, 4]},
+        {**fields, "speculation": "ngram", "users": 8, "tokens": [1, 2, 3, 4], "accepted": 2.0},
+        {**fields, "speculation": "ngram", "users": 8, "tokens": [1, 9, 3, 4], "valid": False},
+        {**fields, "speculation": "ngram", "users": 8, "tokens": [1], "id": "b", "ended": False},
+        {"server": "vLLM", "speculation": "ngram", "temperature": 0.0, "users": 8, "id": "c", "refused": "no"},
+    ]
+    plain, ngram = peers.summary(records)
+    assert (plain["different"], plain["invalid"], plain["tokens per step"]) == (0, 0, 1.0)
+    assert (ngram["asked"], ngram["answered"], ngram["ended"]) == (4, 3, 2)
+    assert (ngram["compared"], ngram["different"], ngram["invalid"]) == (2, 1, 1)
+    assert ngram["tokens per step"] == 9 / 7 and peers.valid('{"x": "no"}', SCHEMAS[0]["schema"])
+    assert not peers.valid("{", SCHEMAS[0]["schema"]) and not peers.valid("3", SCHEMAS[0]["schema"])
+
+
+def test_weights_of_a_gguf_file_pair_what_is_rotated_together(monkeypatch):
+    pytest.importorskip("gguf")
+    write_gguf = experiment("write_gguf", monkeypatch)
+    config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1})
+    rows = torch.arange(8.0)[:, None]
+    assert write_gguf.paired("layers.0.self_attn.q_proj.weight", rows, config)[:, 0].tolist() == [
+        0,
+        2,
+        1,
+        3,
+        4,
+        6,
+        5,
+        7,
+    ]
+    assert write_gguf.paired("layers.0.mlp.up_proj.weight", rows, config) is rows
+
+
+def test_tables_of_the_page_are_made_of_results(monkeypatch, tmp_path):
+    evidence = experiment("evidence", monkeypatch)
+    page = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
+    assert all(f"<!-- table: {name} -->\n\n|" in page for name in evidence.TABLES)
+    piece = {"path": "greedy", "model": "toy", "dtype": "float64", "texts": 1, "tokens": 1280, "different": 3}
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(piece) + "\n")
+    (tmp_path / "calls.json").write_text(json.dumps({"asked": 4, "calls": 3, "refused: N tokens": 1}))
+    made = evidence.renewed(page, tmp_path)
+    assert "| greedy | toy float64 | 1 | 1,280 | 3 |\n| all |  | 1 | 1,280 | 3 |\n\n" in made
+    assert "| refused: the prompt is too long for the model | 1 |" in made
+    assert evidence.renewed(made, tmp_path) == made and made.count("<!--") == page.count("<!--")
+    with pytest.raises(ValueError, match="no place for 'ledger'"):
+        evidence.renewed("", tmp_path)
