@@ -6,7 +6,8 @@ FILE is a file of recorded runs of tau-bench (github.com/sierra-research/tau-ben
 has trajectories of SWE-agent (`*.traj`). Each answer of the agent, tool calls included, takes the place of the model's
 choices (`lade_lab.replay`). The library's method decodes in an engine with a prefix cache, as `lade serve` does: *kept*
 with one memory for all turns and runs, in order; *cold* with an empty one each turn. Prompt lookup is vLLM's ngram,
-with all places in one tree; *suffix* knows the request, *suffix, kept* the earlier answers too. *server, kept* is the
+with all places in one tree; *suffix* knows the request, *suffix, kept* the earlier answers too; *kept,
+answers* predicts each answer by the earlier ones, the latest `ANSWERS` tokens of them. *server, kept* is the
 same by `/v1/chat/completions` of a server, whose chat template writes the messages as the others read them; calls are
 text there, too.
 """
@@ -34,7 +35,9 @@ from lade_lab.served import ask, server
 BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 999))
 """First and last turn of each column."""
 PREFIX_BYTES = 2**30
-METHODS = ("prompt lookup", "suffix", "suffix, kept", "adaptive, cold", "adaptive, kept", "server, kept")
+METHODS = ("prompt lookup", "suffix", "suffix, kept", "adaptive, cold", "adaptive, kept", "adaptive, kept, answers")
+METHODS += ("server, kept",)
+ANSWERS = 4096
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -110,17 +113,19 @@ def by_peer(name: str, size: int, runs: Sequence[Sequence[Turn]], vocabulary: in
         yield Counts(turn.number, stats, len(turn.prompt), 0)
 
 
-def by_engine(kept: bool, size: int, runs: Sequence[Sequence[Turn]], model: Any) -> Iterator[Counts]:
+def by_engine(kept: bool, answers: bool, size: int, runs: Sequence[Sequence[Turn]], model: Any) -> Iterator[Counts]:
     """Replay all runs by the library's method, in an engine with a prefix cache."""
-    memory = lade.Memory()
+    memory, earlier = lade.Memory(), list[int]()
     with lade.Engine(model, max_rows=1, max_tokens=2**16, prefix_cache=PREFIX_BYTES) as engine:
         for turn in (turn for run in runs for turn in run):
             text = [*turn.prompt, *turn.answer]
             config = lade.LookaheadConfig(budget=size, memory=memory if kept else lade.Memory())
             with recorded(model, text):
                 arguments = {"max_new_tokens": len(turn.answer), "do_sample": False}
-                handle = engine.add(turn.prompt, lookahead=config, scope="agent", **arguments)
+                prediction = earlier[-ANSWERS:] if answers and earlier else None
+                handle = engine.add(turn.prompt, lookahead=config, prediction=prediction, scope="agent", **arguments)
                 assert handle.result()[0].tolist() == text, "the recorded text is not what was decoded"
+            earlier += turn.answer
             yield Counts(turn.number, handle.stats, handle.prompt_tokens, handle.cached_tokens)
 
 
@@ -216,7 +221,7 @@ def main(
                 if name.startswith("server"):
                     counts = list(by_server(size, conversations[:runs], loaded, tokenizer))
                 elif name.startswith("adaptive"):
-                    counts = list(by_engine(name.endswith("kept"), size, replayed, loaded))
+                    counts = list(by_engine("kept" in name, "answers" in name, size, replayed, loaded))
                 else:
                     counts = list(by_peer(name, size, replayed, loaded.config.vocab_size))
                 rows.append({"runs of": data, "size": size, "method": name, **summary(counts)})

@@ -73,7 +73,7 @@ def answer(url: str, server: str, body: Mapping[str, Any]) -> Record:
         ) as reply:
             found = json.load(reply)
     except urllib.error.HTTPError as problem:
-        return {"refused": problem.read().decode()[:300]}
+        return {"refused": message_of(problem.read().decode())}
     except OSError as problem:  # the server has gone, or does not answer
         return {"refused": f"no answer: {problem}"[:300]}
     if server == "llama-server":
@@ -86,6 +86,14 @@ def answer(url: str, server: str, body: Mapping[str, Any]) -> Record:
         }
     (choice,) = found["choices"]
     return {"text": choice["text"], "tokens": choice["token_ids"], "ended": choice["finish_reason"] == "stop"}
+
+
+def message_of(answer: str) -> str:
+    """Return the message of an error in OpenAI's shape, or the beginning of any other."""
+    try:
+        return str(json.loads(answer)["error"]["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return answer[:300]
 
 
 def accepted(url: str) -> float:

@@ -184,6 +184,7 @@ def test_other_servers_are_compared_with_themselves(monkeypatch):
     assert (ngram["asked"], ngram["answered"], ngram["ended"]) == (4, 3, 2)
     assert (ngram["compared"], ngram["different"], ngram["invalid"]) == (2, 1, 1)
     assert ngram["tokens per step"] == 9 / 7 and peers.valid('{"x": "no"}', SCHEMAS[0]["schema"])
+    assert peers.message_of('{"error": {"message": "no"}}') == "no" and peers.message_of("busy") == "busy"
     assert not peers.valid("{", SCHEMAS[0]["schema"]) and not peers.valid("3", SCHEMAS[0]["schema"])
 
 
@@ -218,3 +219,14 @@ def test_tables_of_the_page_are_made_of_results(monkeypatch, tmp_path):
     assert evidence.renewed(made, tmp_path) == made and made.count("<!--") == page.count("<!--")
     with pytest.raises(ValueError, match="no place for 'ledger'"):
         evidence.renewed("", tmp_path)
+
+
+def test_a_copy_of_the_ledger_writes_the_text_of_its_model(ledger):
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.bfloat16).eval()
+    subject = ledger.Subject("embedded", "bfloat16", ledger.promised(model), None, ExitStack())
+    copied = ledger.reloaded(subject)
+    own, other = dict(model.named_buffers()), dict(copied.named_buffers())
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+    assert all(own[name].dtype == other[name].dtype for name in own)
+    ids = torch.arange(3, 300)[None]
+    assert torch.equal(model(ids).logits, copied(ids).logits)
