@@ -178,7 +178,7 @@ def test_a_batch_that_rests_feeds_nothing_for_what_it_teaches():
 
 @pytest.mark.parametrize("steps", [1.0, 2.0, 4.0])
 def test_many_rows_may_lose_some_plain_steps_all_the_same(monkeypatch, steps):
-    """Each has to fill a memory of its own before guesses pay; a batch that shrinks has lost no more for that."""
+    """One plain step of 16 tokens would be a single attempt of 16 rows. More rows may lose more tokens."""
     monkeypatch.setattr(controller_module, "REGRET_STEPS", steps)
     state = ControllerState()
     budget, cost, lost = BatchBudget(cheap_cost(), state), cheap_cost(), 0.0

@@ -280,6 +280,16 @@ def test_a_few_guesses_are_tried_where_none_have_been_fed_for_long(monkeypatch, 
     assert everything == [trial]
 
 
+@pytest.mark.parametrize(("promises", "at_once"), [(0.15, True), (0.5, False)])
+def test_a_trial_that_took_less_than_expected_is_followed_by_the_next(monkeypatch, promises, at_once):
+    monkeypatch.setattr(controller_module, "TRIAL_PROMISES", promises)
+    cost, state = FrozenCost(STEEP), ControllerState(since_guesses=1000)
+    controller = Controller(cost, state)
+    size = controller.choose(NOTHING)
+    controller.observe(size, 1, 0.7 * cost.table[size], 0.7 * cost.table[size])
+    assert (controller.choose(NOTHING) == controller_module.TRIAL) is at_once
+
+
 def test_the_rate_follows_what_steps_yield_and_belongs_to_the_model():
     state = ControllerState()
     controller = Controller(FrozenCost(FLAT), state)

@@ -80,8 +80,11 @@ CHECK_AFTER = 64
 speed."""
 TRIAL, TRIAL_AFTER = 4, 200
 """Tokens fed to see what they cost, and plain steps after which they are; after as many of a rest there is a peek."""
+TRIAL_PROMISES = 0.15
+"""A trial that took so much less than expected is followed by the next at once; else a machine that was measured as
+steep takes 1.34 times as long as with the best size (`tests/tuning/test_never_slower.py`)."""
 OUTLIER = 6.0
-"""Times what is usual: own time beyond it was compiling, or collecting garbage."""
+"""Times what is usual: a step's own time beyond it was compiling, or collecting garbage; a plain pass, a stall."""
 
 
 def most_fed(processes: int) -> int:
@@ -340,7 +343,8 @@ class Controller:
         state.settle_regret(self._plain_s, self._most_rows, looked=looked)
         if fed > 1:
             self._since_plain += 1
-            state.since_guesses = 0
+            if forward_s > (1.0 - TRIAL_PROMISES) * expected_s:  # else the next trial comes at once
+                state.since_guesses = 0
             if self._of_memory:
                 state.learn_yield(self._rows * self._expected, self._rows * (emitted - 1.0))
         self._cost.observe(fed, forward_s)
