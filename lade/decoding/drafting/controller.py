@@ -68,8 +68,8 @@ STEPS = 24
 REGRET, REGRET_STEPS = 16.0, 2.0
 """Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; a batch shares them, since
 its rows learn together, but has so many plain steps at least. A cold memory costs some 12 before it pays; with 20 more
-simulated texts fall 3 % behind plain decoding (`tests/tuning/test_never_slower.py`). With one step 16 rows lose 8 %
-where passes hardly grow (lab/log/tree-size.md). A single pass is charged no more than all of it."""
+simulated texts fall 3 % behind plain decoding (`tests/tuning/test_never_slower.py`). With one step 16 rows lose 6 %
+where passes hardly grow (lab/log/batches-and-engine.md). A single pass is charged no more than all of it."""
 EARNED, RESUMED = 0.002, 1.0
 """Plain steps earned by each step that rests, a share of the time; and how many are saved up for the first attempt, or
 promised by a peek. With 0.005 earned, twice as many simulated texts are slower than plain decoding."""
