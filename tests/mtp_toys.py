@@ -16,8 +16,8 @@ def llama(layers=3, vocabulary=48, seed=0, dtype=torch.float64, hidden=32, width
     """A tiny Llama whose greedy text is neither constant nor soon periodic."""
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        tie_word_embeddings=False,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     model = LlamaForCausalLM(config)
