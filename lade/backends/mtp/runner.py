@@ -78,6 +78,10 @@ class MtpRunner:
         """See `MtpLayer`."""
         return self._head.gathers
 
+    def prefer(self, gathers: bool) -> None:
+        """See `MtpLayer`."""
+        self._head.preferred = gathers
+
     @contextmanager
     def reading(self, rows: Sequence[RowText]) -> Iterator[None]:
         """See `MtpLayer`."""
