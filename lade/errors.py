@@ -89,7 +89,10 @@ class MissingExtraError(LadeError, ImportError):
 
 
 class FallbackWarning(UserWarning):
-    """With `lookahead="auto"`, a model or argument is not supported, and decoding falls back to plain."""
+    """With `lookahead="auto"`, a model or argument is not supported, and decoding falls back to plain.
+
+    Issued once per model and reason.
+    """
 
 
 class PrecisionWarning(UserWarning):

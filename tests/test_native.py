@@ -41,7 +41,7 @@ def test_without_a_library_that_fits_one_line_says_so(stale, tmp_path, monkeypat
     with caplog.at_level("INFO"):
         assert native.library.__wrapped__() is None
     assert len(caplog.records) == 1
-    assert ("not those of their sources" if stale else "install a C++ compiler") in caplog.text
+    assert ("older than their sources" if stale else "install a C++ compiler") in caplog.text
 
 
 FORK = """

@@ -40,7 +40,7 @@ class PackOptions:
         Path | None,
         typer.Option(metavar="FILE", help="Text for perplexity before and after, and for the errors of layers."),
     ] = None
-    tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of the text.")] = 4096
+    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens of the text.")] = 4096
     keep: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Layer that keeps its dtype, such as lm_head or 'layers.0.*'. Repeatable."),

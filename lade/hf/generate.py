@@ -185,7 +185,7 @@ def _decode_with(
                     distributed.refuse_unshared(model)
                 session = _session_for(prepared, config, stats, streamer, auto=auto)
             except UnsupportedError as problem:
-                fall_back(problem, stats, allowed=auto)
+                fall_back(model, problem, stats, allowed=auto)
         if session is not None:
             return session.run()
         if distributed is not None and distributed.leader_of(model) is not None:
@@ -336,7 +336,7 @@ def _generate(
             try:
                 prepared = arguments_for_callable(model, inner, arguments)
             except UnsupportedError as problem:
-                fall_back(problem, stats, allowed=auto)
+                fall_back(inner, problem, stats, allowed=auto)
         if prepared is not None:
             use = functools.partial(
                 _decode_with,
@@ -414,7 +414,7 @@ def _stream(
                 prepared = arguments_for_callable(model, inner, arguments)
                 return iter(model.generate(custom_generate=custom_generate_for(make, model, texts), **prepared))
             except UnsupportedError as problem:
-                fall_back(problem, stats, allowed=auto)
+                fall_back(inner, problem, stats, allowed=auto)
         if distributed is not None:
             distributed.refuse_shared_steps(model)
         steps: Iterator[Step] = _rarely_used("plain").plain_steps(model, stats, arguments)

@@ -82,7 +82,7 @@ TRIAL, TRIAL_AFTER = 4, 200
 TRIAL_PROMISES = 0.15
 """A trial that took so much less than expected is followed by the next at once."""
 OUTLIER = 6.0
-"""Times what is usual: own time beyond it was compiling, or collecting garbage."""
+"""Multiple of the usual own time beyond which something else took it, such as garbage collection."""
 
 
 def most_fed(processes: int) -> int:
@@ -351,7 +351,7 @@ class Controller:
         self._cost.observe(fed, forward_s)
 
     def _own_s(self, fed: int, seconds: float) -> float:
-        """The library's own time of a step; what took far longer than usual was compiling, or collecting."""
+        """The library's own time of a step, without what took far longer than usual, such as garbage collection."""
         usual_s = self._state.node_s * (fed + LOOK_NODES)
         return min(seconds, OUTLIER * max(usual_s, self._cost.plain_s))
 
