@@ -293,8 +293,8 @@ def generate(
             `past_key_values` holds the text so far, as after plain decoding.
 
     Returns:
-        The result of `model.generate`: `[B, L + new]` int64, or an output object with `return_dict_in_generate=True`,
-        without `past_key_values` if there is padding, or several rows that are not beams.
+        The ids that `model.generate` returns, `[B, L + new]` int64, or its output object with
+        `return_dict_in_generate=True`, without `past_key_values` if there is padding, or several rows that are not beams.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.

@@ -195,6 +195,7 @@ class Demo:
             return
         from lade.cli.loading.load import set_up
         from lade.embedded.padding import pad
+        from lade.model.supports import supports
 
         self._learn()  # the padded model predicts the same, and takes longer
         own = self._loaded.model.num_parameters()
@@ -209,6 +210,7 @@ class Demo:
             f"The embedded model has {own / 1e6:.0f} million parameters. Here it is padded to {millions} with "
             "layers that add zero: the same text at the cost of a real model, in real time."
             + (" lade packs its weights for the CPU, the others use them as loaded." if self._loaded.packed else "")
+            + (" It has an MTP layer, which most models lack; lade drafts with it, too." if supports(model).mtp else "")
         )
         if self._style != "json":
             self._term.out.print(self._about)
