@@ -168,7 +168,9 @@ class Study:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise InputError(f"folder {str(path.parent)!r} cannot be created ({problem}): give another --out") from problem
+            raise InputError(
+                f"folder {str(path.parent)!r} cannot be created ({problem}): give another --out"
+            ) from problem
 
     def _write(self, *, complete: bool) -> None:
         self.scaling.complete = complete

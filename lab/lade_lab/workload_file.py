@@ -73,7 +73,9 @@ class Entry:
         try:
             found.encode()
         except UnicodeEncodeError as problem:  # JSON can spell half a surrogate pair
-            raise InputError(f"{self.place}: {name} is not valid Unicode at character {problem.start}: fix it") from problem
+            raise InputError(
+                f"{self.place}: {name} is not valid Unicode at character {problem.start}: fix it"
+            ) from problem
         return found
 
 
@@ -110,7 +112,9 @@ def parse(raw: bytes, path: Path) -> list[Entry]:
         try:
             raw = gzip.decompress(raw)
         except (OSError, EOFError, zlib.error) as problem:
-            raise InputError(f"{name} is not a complete gzip file ({problem}): download it again, or unpack it") from problem
+            raise InputError(
+                f"{name} is not a complete gzip file ({problem}): download it again, or unpack it"
+            ) from problem
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as problem:

@@ -183,7 +183,7 @@ def recognised(entries: Sequence[Entry]) -> str:
     if not names:
         known = "; ".join(f"{name}: {' '.join(sorted(each.keys[0]))}" for name, each in _FORMATS.items())
         raise InputError(
-            f"{first.place} has {there}, which matches no known format: name one with format=, or give its keys ({known})"
+            f"{first.place} has {there}, which matches no known format: give format=, or its keys ({known})"
         )
     if len(names) > 1:
         raise InputError(f"{first.place} has {there}, which fits {' and '.join(names)}: say which by format=")

@@ -294,7 +294,7 @@ def generate(
 
     Returns:
         The ids that `model.generate` returns, `[B, L + new]` int64, or its output object with
-        `return_dict_in_generate=True`, without `past_key_values` if there is padding, or several rows that are not beams.
+        `return_dict_in_generate=True`; without `past_key_values` if there is padding, or several rows besides beams.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
