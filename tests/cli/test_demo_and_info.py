@@ -191,6 +191,7 @@ def test_the_embedded_model_is_padded_unless_one_says_no(lade):
     assert texts[0] == texts[1] and padded["memory_texts"] > 0
     shown = lade(*arguments, "--inflate", "12e6").stdout
     assert shown.count("padded to 12 million") == 2, "at the beginning and at the end"
+    assert "It has an MTP layer, which most models lack" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
