@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 254,
-    "lines": 47_640,
+    "lines": 47_700,
     "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,

@@ -317,9 +317,7 @@ _warning = ForkSafeLock()
 
 
 def fall_back(model: Any, problem: UnsupportedError, stats: Stats | None, *, allowed: bool = True) -> None:
-    """Report the fallback to plain decoding: a log record, `stats.fallback`, and a warning at the user's line.
-
-    The `FallbackWarning` is issued once per model and reason; reasons that differ only in their numbers count as one.
+    """Report the fallback to plain decoding: a log record, `stats.fallback`, a warning once per model and reason.
 
     Args:
         model: the transformers model, without wrappers.
@@ -336,7 +334,7 @@ def fall_back(model: Any, problem: UnsupportedError, stats: Stats | None, *, all
     logger.info("%s", message)
     if stats is not None:
         stats.fallback = problem.reason
-    if _is_first(model, re.sub(r"\d+", "", problem.reason)):
+    if _is_first(model, re.sub(r"\d+", "", problem.reason)):  # numbers may differ from call to call
         warnings.warn(message, FallbackWarning, stacklevel=_user_stacklevel())
 
 
@@ -344,10 +342,9 @@ def _is_first(model: PreTrainedModel, subject: str) -> bool:
     """Return True for the first call with this model and subject; a copy of a model is another model."""
     with _warning:
         subjects = _warned.setdefault(model, set())
-        if subject in subjects:
-            return False
+        is_first = subject not in subjects
         subjects.add(subject)
-        return True
+    return is_first
 
 
 def warn_of_precision(prepared: Prepared) -> None:
