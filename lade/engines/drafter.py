@@ -387,16 +387,17 @@ class EngineDrafter:
         limits = self._excluded_ids, self.vocabulary, self._trees
         start = 0
         while start < len(states):
-            requests = Requests([(state.grower.held, state.memory.bound) for state in states])
+            bound = {memory: memory.bound for memory in {state.memory for state in states}}
+            requests = Requests([(state.grower.held, bound[state.memory]) for state in states])
             start = propose(requests, budgets, start, prices, *limits, ids, parents, scores, ends)
             if start < len(states):
                 for state, budget in zip(states[start:], budgets[start:].tolist(), strict=True):
                     state.grower.reserve(budget + 1)
         end, drafts = 0, list[EngineDraft]()
-        columns = [column[: ends[-1]].tolist() for column in (ids, parents, scores)]
+        tokens, above, likely = (column[: ends[-1]].tolist() for column in (ids, parents, scores))
         for state, after in zip(states, ends.tolist(), strict=True):
-            state.draft = EngineDraft(*(column[end:after] for column in columns))
-            drafts.append(state.draft)
+            state.draft = draft = EngineDraft(tokens[end:after], above[end:after], likely[end:after])
+            drafts.append(draft)
             end = after
         return drafts
 
