@@ -27,7 +27,7 @@ class CpuBackend(Backend):
 
     @cached_property
     def packed_layer(self) -> type[nn.Module]:
-        """Class of packed layers in the model's dtype, whose outputs have the bits of the original layers."""
+        """Class of packed layers in the model's dtype; they are linear like the original ones."""
         from lade.backends.cpu.packing.linear import PackedLinear
 
         return PackedLinear
