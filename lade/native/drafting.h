@@ -97,7 +97,6 @@ struct Hits {
     int logits, text;
 };
 Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t* rows);
-void prefetch_slots(const Tables& tables, const int32_t* tail);
 void average(int32_t* best, const int32_t* before, const int32_t* row);
 int64_t learn_step(const Tables& tables, const Ints& tails, const Ints& rows, const Longs& path, const Longs& chosen);
 int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token);

@@ -19,18 +19,7 @@
 #define LADE_CLONES
 #endif
 
-#if defined(__GNUC__)
-#define LADE_PREFETCH(address) __builtin_prefetch(address)
-#else
-#define LADE_PREFETCH(address) ((void)(address))
-#endif
-
 namespace lade {
-
-// Requests that memory be brought into the cache, while other work goes on.
-inline void prefetch(const void* address, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) LADE_PREFETCH(static_cast<const char*>(address) + at);
-}
 
 // A contiguous array of one or two dimensions, see `lade.native.kernel`; an array of one has no columns.
 template <class T>

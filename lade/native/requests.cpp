@@ -7,65 +7,11 @@
 namespace lade {
 namespace {
 
-constexpr int LONGEST_PATH = 64;      // tokens of a request that one call learns
-constexpr int64_t MOST_FETCHED = 8;  // nodes of a request that are fetched ahead
+constexpr int LONGEST_PATH = 64;  // tokens of a request that one call learns
 
 struct Request {
     Tree* tree;
     Tables* tables;
-};
-
-// Requests lie scattered in memory and are used once a pass. What the next ones need is fetched ahead, each time as far
-// as the addresses are known: the struct, then its arrays, then the text's end and the nodes, then slots of the tables.
-class Ahead {
-  public:
-    Ahead(const Request* requests, int64_t count) : requests_(requests), count_(count) {}
-
-    // To be called for each request in turn; `nodes` is what the tree has or may get.
-    template <class Nodes> void fetch(int64_t at, Nodes nodes) const {
-        if (at + 4 < count_) prefetch(requests_[at + 4].tree, sizeof(Tree));
-        if (at + 3 < count_) fetch_arrays(*requests_[at + 3].tree);
-        if (at + 2 < count_) fetch_nodes(*requests_[at + 2].tree, nodes(at + 2));
-        if (at + 1 < count_) fetch_slots(requests_[at + 1]);
-    }
-
-  private:
-    const Request* requests_;
-    int64_t count_;
-
-    static void fetch_arrays(const Tree& tree) {
-        for (const void* array : {(void*)tree.ids, (void*)tree.parents, (void*)tree.depths, (void*)tree.scores,
-                                  (void*)tree.logit_hits, (void*)tree.text_hits, (void*)tree.note_kinds,
-                                  (void*)tree.note_weights, (void*)tree.candidates, (void*)tree.keys, (void*)tree.nodes,
-                                  (void*)tree.ranks, (void*)tree.used, (void*)tree.match_counts, (void*)tree.copy_line,
-                                  (void*)tree.predicted, (void*)tree.by_mtp, (void*)tree.copy_weights})
-            LADE_PREFETCH(array);
-    }
-
-    static void fetch_nodes(const Tree& tree, int64_t nodes) {
-        int64_t length = tree.used[READ], last = std::max<int64_t>(length - LONGEST, 0);
-        prefetch(tree.text + last, 2 * LONGEST * sizeof(int32_t));
-        prefetch(tree.links + last, 2 * LONGEST * sizeof(int32_t));
-        nodes = std::min(nodes, tree.room);
-        prefetch(tree.tails, nodes * LONGEST * sizeof(int32_t));
-        prefetch(tree.rows, nodes * END * WIDTH * sizeof(int32_t));
-        prefetch(tree.note_rows, nodes * NOTE_KINDS * WIDTH * sizeof(int32_t));
-        prefetch(tree.copy_rows, nodes * COPY_KINDS * WIDTH * sizeof(int32_t));
-        for (int64_t node = 0; node < nodes; ++node) {  // few of the places for candidates are used
-            prefetch(tree.tokens_of(node), 64);
-            prefetch(tree.odds_of(node), 128);
-            prefetch(tree.matches_of(node), 64);
-            prefetch(tree.match_lengths_of(node), 64);
-        }
-    }
-
-    static void fetch_slots(const Request& request) {
-        const Tree& tree = *request.tree;
-        int32_t tail[LONGEST];
-        for (int64_t place = 0, length = tree.used[READ]; place < LONGEST; ++place)
-            tail[place] = place < length ? tree.text[length - 1 - place] : -1;
-        prefetch_slots(*request.tables, tail);
-    }
 };
 
 // Starts a tree after the last token of a request's text.
@@ -97,7 +43,6 @@ bool learn(const Request& request, int64_t drafted, const Longs& tokens, const I
     int64_t wanted = TEXT * rows.rows + room_for(length) + (length < tokens.rows ? room_for(tokens.rows - length) : 0);
     if (tables.taken + wanted > tables.most) return false;
     Longs nodes{path, length, 0}, chosen{tokens.data, length, 0};
-    for (int64_t row = 1; row < rows.rows; ++row) prefetch_slots(tables, tree.tail(row));
     learn_tree(tree, tables, rows, nodes, chosen, rate);
     tables.taken += learn_step(tables, {tree.tails, rows.rows, LONGEST}, rows, nodes, chosen);
     index_text(tree.indexed(), tokens.data, tokens.rows, known);
@@ -120,9 +65,7 @@ LADE_KERNEL int64_t lade_propose(const Request* requests, const Longs* budgets, 
                                  const Ints* parents, const Doubles* scores, const Longs* ends) {
     double price = (*prices)[0], news = (*prices)[1], first = (*prices)[2], promise = (*prices)[3];
     int64_t end = start > 0 ? (*ends)[start - 1] : 0;
-    const Ahead ahead(requests, budgets->rows);
     for (int64_t at = start; at < budgets->rows; ++at) {
-        ahead.fetch(at, [&](int64_t next) { return std::min<int64_t>((*budgets)[next] + 1, MOST_FETCHED); });
         Tree& tree = *requests[at].tree;
         const Tables& tables = *requests[at].tables;
         int64_t most = (*budgets)[at];
@@ -150,9 +93,7 @@ LADE_KERNEL int64_t lade_propose(const Request* requests, const Longs* budgets, 
 
 LADE_KERNEL int64_t lade_learn_requests(const Request* requests, const Longs* drafted, int64_t start, const Longs* tokens,
                                         const Longs* token_ends, const Ints* rows, const Longs* row_ends, double rate) {
-    const Ahead ahead(requests, drafted->rows);
     for (int64_t at = start; at < drafted->rows; ++at) {
-        ahead.fetch(at, [&](int64_t next) { return std::clamp<int64_t>((*drafted)[next] + 1, 0, MOST_FETCHED); });
         int64_t token = at > 0 ? (*token_ends)[at - 1] : 0, row = at > 0 ? (*row_ends)[at - 1] : 0;
         Longs own{tokens->data + token, (*token_ends)[at] - token, 0};
         Ints entries{rows->row(row), (*row_ends)[at] - row, WIDTH};

@@ -18,15 +18,10 @@ Key key_of(uint64_t state, int kind) {
     return {static_cast<int32_t>(static_cast<uint32_t>(low)), static_cast<int32_t>(static_cast<uint32_t>(state >> 32))};
 }
 
-// Returns the slot at which the search for a key begins.
-int64_t home_of(const Ints& table, Key key) {
-    auto home = static_cast<uint64_t>(static_cast<uint32_t>(key.high)) * static_cast<uint64_t>(table.rows);
-    return static_cast<int64_t>(home >> 32);
-}
-
 // Returns the slot of a key; if it is missing, the bitwise complement of the free slot for it.
 int64_t slot_of(const Ints& table, Key key) {
-    int64_t slot = home_of(table, key);
+    auto home = static_cast<uint64_t>(static_cast<uint32_t>(key.high)) * static_cast<uint64_t>(table.rows);
+    auto slot = static_cast<int64_t>(home >> 32);
     for (const int32_t* at = table.row(slot); at[0] != 0; at = table.row(slot)) {
         if (at[0] == key.low && at[1] == key.high) return slot;
         if (++slot == table.rows) slot = 0;
@@ -120,19 +115,6 @@ Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t*
         if (logits < TEXT && place + 1 == LENGTHS[logits] && copy(young, old, state, logits, rows)) ++logits;
     }
     return {logits - LOGITS, text - TEXT};
-}
-
-void prefetch_slots(const Tables& tables, const int32_t* tail) {
-    uint64_t state = SEED;
-    for (int place = 0; place < LONGEST; ++place) {
-        state = lengthened(state, tail[place]);
-        for (int kind = 0; kind < END; ++kind) {
-            if (place + 1 != LENGTHS[kind]) continue;
-            Key key = key_of(state, kind);
-            LADE_PREFETCH(tables.young.row(home_of(tables.young, key)));
-            LADE_PREFETCH(tables.old.row(home_of(tables.old, key)));
-        }
-    }
 }
 
 int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token) {
