@@ -16,14 +16,13 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import folder, int4
-from lade.backends.cpu.packing.int4 import Int4Linear
+from lade.backends.cpu.packing.int4 import Int4Linear, reference_int4_product
 from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels, out_of_int4_panels
 from lade.backends.cpu.packing.int4_products import (
     has_int4_kernel,
     int4_product,
     int4_row_groups,
     quantised_for_int4,
-    reference_int4_product,
 )
 from lade.backends.cpu.packing.int8 import INT4
 from lade.backends.cpu.packing.integer_products import quantised

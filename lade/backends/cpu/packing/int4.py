@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import pad
 
-from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels, out_of_int4_panels
-from lade.backends.cpu.packing.int4_products import has_int4_kernel, int4_product, reference_int4_product
+from lade.backends.cpu.packing.int4_codes import GROUP, PANEL, Int4Codes, in_int4_panels, out_of_int4_panels
+from lade.backends.cpu.packing.int4_products import has_int4_kernel, int4_product
 from lade.backends.cpu.packing.int8 import INT4, Int8Linear
 from lade.backends.cpu.packing.weight import ByValue
+
+_MOST_SUMS = 2**24  # of the reference at a time
 
 
 class Int4Linear(Int8Linear):
@@ -63,3 +66,40 @@ class Int4Linear(Int8Linear):
     @staticmethod
     def _received(values: torch.Tensor, scale: torch.Tensor) -> Int4Codes:
         return Int4Codes(values, scale)
+
+
+def reference_int4_product(
+    values: torch.Tensor, scales: torch.Tensor, codes: Int4Codes, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply int8 rows by int4 weights with torch's operators: the definition, and what runs without the library.
+
+    Args:
+        values: `[..., in]` int8, codes of the rows.
+        scales: `[..., 1]` float32, scales of the rows.
+        codes: the weight.
+        bias: `[out]`; None for none.
+        dtype: dtype of the result.
+
+    Returns:
+        `[..., out]`.
+    """
+    x = _grouped(values.reshape(-1, values.shape[-1])).transpose(0, 1)  # [groups, rows, 32]
+    chunk = max(PANEL, _MOST_SUMS // max(1, x.shape[0] * x.shape[1]))
+    parts = [_summed(x, *each) for each in zip(codes.values.split(chunk), codes.scale.split(chunk), strict=True)]
+    y = torch.cat(parts, -1).view(*values.shape[:-1], len(codes.values)).mul_(scales)
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+def _summed(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the scaled sums of grouped rows `[groups, rows, 32]`: `[rows, out]` float32."""
+    sums = x @ _grouped(values).permute(1, 2, 0)  # [groups, rows, out], exact
+    total = torch.zeros(sums.shape[1:])
+    for each, factor in zip(sums, scale.float().t(), strict=True):
+        total += each * factor
+    return total
+
+
+def _grouped(values: torch.Tensor) -> torch.Tensor:
+    """Return codes `[rows, in]` as `[rows, groups, 32]` float32, padded with zeros."""
+    groups = -(-values.shape[1] // GROUP)
+    return pad(values, (0, groups * GROUP - values.shape[1])).view(len(values), groups, GROUP).float()

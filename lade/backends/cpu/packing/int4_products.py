@@ -1,16 +1,15 @@
 """Products of int8 rows with int4 weights: exact sums of 32 inputs, scaled and added up in their order in float32.
 
-The compiled kernel and the reference give the same bits: a sum has at most 16 bits and a scale 8, so their product is
+The compiled kernel and its reference in `int4` give the same bits: a sum has at most 16 bits and a scale 8, so their product is
 exact in float32, and every 32 inputs add one rounding. A row does not depend on the other rows.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
 from lade.backends.cpu.kernels import address_of, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.packing.int4_codes import BLOCK, GROUP, PANEL, Int4Codes
+from lade.backends.cpu.packing.int4_codes import BLOCK
 from lade.backends.cpu.packing.panels import RowGroups, parts_of_rows
 from lade.backends.cpu.worker_threads import run_on_team
 
@@ -20,7 +19,6 @@ _NEAR, _GROUP = 2**19, 2**17  # bytes of rows and of weights that stay in a core
 _MANY_WEIGHTS = 2**15  # least bytes of weights per part
 _SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
 _STARTS = BLOCK // 8  # bytes of initial sums per block of a row
-_MOST_SUMS = 2**24  # of the reference at a time
 
 
 def has_int4_kernel() -> bool:
@@ -112,39 +110,3 @@ def _parts(rows: int, together: int, panels: int, blocks: int, size: int) -> tup
     if rows <= 2 * together:
         return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
     return max(together, _NEAR // (blocks * BLOCK) // together * together), max(1, _GROUP // size)
-
-
-def reference_int4_product(
-    values: torch.Tensor, scales: torch.Tensor, codes: Int4Codes, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiply int8 rows by int4 weights with torch's operators: the definition, and what runs without the library.
-
-    Args:
-        values: `[..., in]` int8, codes of the rows.
-        scales: `[..., 1]` float32, scales of the rows.
-        codes: the weight.
-        bias: `[out]`; None for none.
-        dtype: dtype of the result.
-
-    Returns:
-        `[..., out]`.
-    """
-    x = _grouped(values.reshape(-1, values.shape[-1])).transpose(0, 1)  # [groups, rows, 32]
-    chunk = max(PANEL, _MOST_SUMS // max(1, x.shape[0] * x.shape[1]))
-    parts = [_summed(x, *each) for each in zip(codes.values.split(chunk), codes.scale.split(chunk), strict=True)]
-    y = torch.cat(parts, -1).view(*values.shape[:-1], len(codes.values)).mul_(scales)
-    return (y if bias is None else y.add_(bias)).to(dtype)
-
-
-def _summed(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the scaled sums of grouped rows `[groups, rows, 32]`: `[rows, out]` float32."""
-    sums = x @ _grouped(values).permute(1, 2, 0)  # [groups, rows, out], exact
-    total = torch.zeros(sums.shape[1:])
-    for each, factor in zip(sums, scale.float().t(), strict=True):
-        total += each * factor
-    return total
-
-
-def _grouped(values: torch.Tensor) -> torch.Tensor:
-    """Return codes `[rows, in]` as `[rows, groups, 32]` float32, padded with zeros."""
-    return pad(values, (0, -values.shape[1] % GROUP)).view(len(values), -1, GROUP).float()

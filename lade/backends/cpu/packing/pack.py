@@ -66,20 +66,17 @@ def pack(
     Everything else (embeddings, norms, experts that are not linear layers) is left alone, and so are small layers. A
     model without a large enough layer is returned unchanged, and layers that are already packed stay packed.
 
-    In bfloat16, the layers use oneDNN's products, whose bits are those of the unpacked layers where that was compared,
-    or this project's own if they are faster here: both are timed, for 0.2 s a shape, for models from 8 million weights
-    on. All layers take the same choice. It is remembered in the user's cache folder, and made for the number of threads
-    at the time of packing.
+    In bfloat16, all layers use oneDNN's products, or this project's own if they are measured to be faster, once per
+    model, machine and number of threads; see `product_choice`.
 
     A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a second
     copy. Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
     gradients are refused. No thread may call the model while it is being packed.
 
     With `weights="int8"`, weights are quantised to int8 with one scale per output, and inputs with one scale per token.
-    That makes another model, slightly worse, that reads half the bytes of 16-bit weights. With `weights="int4"`,
-    weights have 4 bits and a bfloat16 scale for every 32 inputs of an output, 4.5 bits in all, and inputs are quantised
-    as for int8: a model that is worse again. `unpack` refuses either unless the originals are kept; `state_dict` and
-    `save_pretrained` write the dequantised weights, `lade.save_packed` the integers.
+    With "int4" weights have 4 bits, and a scale for every 32 inputs. Either makes another model, slightly worse, that
+    reads fewer bytes. `unpack` refuses it unless the originals are kept; `state_dict` and `save_pretrained` write the
+    dequantised weights, `lade.save_packed` the integers.
 
     Args:
         model: a model in evaluation mode, on the CPU.

@@ -129,18 +129,18 @@ def _timed(outputs: int, inputs: int, copies: int, panel: int) -> tuple[float, f
         *((packed_weight(weight), in_panels(weight, pages, panel)) for _ in range(copies)), strict=True
     )
     linear = torch.ops.mkldnn._linear_pointwise
+    arms: tuple[Callable[[torch.Tensor], object], ...] = (
+        lambda x: [linear(x, each, None, "none", [], "") for each in blocked],
+        lambda x: [panel_product(x, each, None, outputs) for each in panels],
+    )
     least: dict[tuple[int, int], float] = {}
     given = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in ROWS]
     start, rounds = perf_counter(), 0
     while rounds < 2 or perf_counter() - start < SECONDS:
         for row, x in enumerate(given):
-            arms: tuple[Callable[[], object], ...] = (
-                lambda x=x: [linear(x, each, None, "none", [], "") for each in blocked],
-                lambda x=x: [panel_product(x, each, None, outputs) for each in panels],
-            )
             for arm, product in enumerate(arms):
                 began = perf_counter()
-                product()
+                product(x)
                 least[arm, row] = min(perf_counter() - began, least.get((arm, row), float("inf")))
         rounds += 1
     one, other = (sum(least[arm, row] for row in range(len(ROWS))) for arm in range(2))
