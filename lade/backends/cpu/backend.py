@@ -55,11 +55,11 @@ class CpuBackend(Backend):
 
         return bool(pack.packable(model))
 
-    def pack(self, model: nn.Module) -> None:
-        """Pack a model in its own dtype, in place; see `lade.pack`."""
+    def pack(self, model: nn.Module, weights: str | None = None) -> None:
+        """Pack a model in its own dtype or in integers, in place; see `lade.pack`."""
         from lade.backends.cpu.packing import pack
 
-        pack.pack(model)
+        pack.pack(model, weights=weights)
 
     def unpack(self, model: nn.Module) -> None:
         """Undo `pack`, in place; see `lade.unpack`."""

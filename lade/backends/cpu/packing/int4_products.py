@@ -1,7 +1,7 @@
 """Products of int8 rows with int4 weights: exact sums of 32 inputs, scaled and added up in their order in float32.
 
-The compiled kernel and its reference in `int4` give the same bits: a sum has at most 16 bits and a scale 8, so their product is
-exact in float32, and every 32 inputs add one rounding. A row does not depend on the other rows.
+The compiled kernel and its reference in `int4` give the same bits: a sum has at most 16 bits and a scale 8, so their
+product is exact in float32, and every 32 inputs add one rounding. A row does not depend on the other rows.
 """
 
 from __future__ import annotations
