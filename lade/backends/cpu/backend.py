@@ -33,7 +33,7 @@ class CpuBackend(Backend):
         return PackedLinear
 
     @cached_property
-    def int8_layer(self) -> Any:
+    def int8_layer(self) -> type[nn.Module]:
         """Class of packed layers that quantise their inputs to int8."""
         from lade.backends.cpu.packing.int8 import Int8Linear
 

@@ -80,8 +80,8 @@ def pack_alike(loaded: Loaded, facts: ModelFacts) -> None:
     packed = [kind for kind in facts.kinds if issubclass(kind, cpu.packed_layer)]
     if packed:
         with _loading:
-            weights = next((kind.WEIGHTS for kind in packed if issubclass(kind, cpu.int8_layer)), None)
-            cpu.pack(loaded.mtp.layers, weights=weights)
+            integers: Any = next((kind for kind in packed if issubclass(kind, cpu.int8_layer)), None)
+            cpu.pack(loaded.mtp.layers, weights=integers and integers.WEIGHTS)
             loaded.packed = True
 
 
