@@ -84,7 +84,8 @@ TRIAL_PROMISES = 0.15
 """A trial that took so much less than expected is followed by the next at once; else a machine that was measured as
 steep takes 1.34 times as long as with the best size (`tests/tuning/test_never_slower.py`)."""
 OUTLIER = 6.0
-"""Times what is usual: a step's own time beyond it was compiling, or collecting garbage; a plain pass, a stall."""
+"""Multiple of what is usual beyond which a step's own time was something else, such as garbage collection, and a plain
+pass a stall."""
 
 
 def most_fed(processes: int) -> int:
@@ -350,7 +351,7 @@ class Controller:
         self._cost.observe(fed, forward_s)
 
     def _own_s(self, fed: int, seconds: float) -> float:
-        """The library's own time of a step; what took far longer than usual was compiling, or collecting."""
+        """The library's own time of a step, without what took far longer than usual, such as garbage collection."""
         usual_s = self._state.node_s * (fed + LOOK_NODES)
         return min(seconds, OUTLIER * max(usual_s, self._cost.plain_s))
 
