@@ -110,7 +110,7 @@ def test_texts_are_the_same_with_chunked_prefill_and_drafts_that_a_budget_cuts(e
     result = run([CASES["batch of 8"]], **budget)
     assert result["cases"] == [expected["batch of 8"]]
     drafts, fed = (result["metrics"][f"vllm:spec_decode_num_{name}"] for name in ("drafts", "draft_tokens"))
-    assert 0 < fed < 12 * drafts  # of 16 that are proposed
+    assert 0 < fed < 15 * drafts  # of 16 that are proposed
     assert result["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
@@ -150,6 +150,7 @@ def test_one_request_at_a_time_gets_at_least_one_and_a_half_tokens_a_pass():
     metrics = run([CASES["one by one"]])["metrics"]
     accepted, passes = metrics["vllm:spec_decode_num_accepted_tokens"], metrics["vllm:spec_decode_num_drafts"]
     assert 1.0 + accepted / passes >= 1.5
+    assert metrics["vllm:spec_decode_num_draft_tokens"] > 15.5 * passes  # nothing cuts them
 
 
 def test_a_memory_is_saved_at_the_end_and_loaded_at_the_start(tmp_path, monkeypatch):
