@@ -12,9 +12,9 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 254,
-    "lines": 47_640,
-    "files under 40 lines of code": 14,
+    "files": 256,
+    "lines": 48_000,
+    "files under 40 lines of code": 15,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,
     "lines of a function, p90": 19,
