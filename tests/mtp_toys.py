@@ -12,12 +12,12 @@ NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm"
 """Names of an MTP layer's own norms in checkpoints with a prefix, and in those that number it like the other layers."""
 
 
-def llama(layers=3, vocabulary=48, seed=0, dtype=torch.float64):
+def llama(layers=3, vocabulary=48, seed=0, dtype=torch.float64, hidden=32, width=48):
     """A tiny Llama whose greedy text is neither constant nor soon periodic."""
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        tie_word_embeddings=False,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     model = LlamaForCausalLM(config)
@@ -28,7 +28,7 @@ def llama(layers=3, vocabulary=48, seed=0, dtype=torch.float64):
                 weight.add_(0.1 * noise)
             else:
                 weight.copy_(noise / math.sqrt(weight.shape[-1]))
-        model.model.embed_tokens.weight.copy_(torch.randn(vocabulary, 32, generator=generator))
+        model.model.embed_tokens.weight.copy_(torch.randn(vocabulary, hidden, generator=generator))
     return model.to(dtype).eval()
 
 

@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 256,
-    "lines": 48_000,
+    "lines": 48_060,
     "files under 40 lines of code": 15,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,

@@ -6,7 +6,8 @@
 `write_gguf.py` beside this file makes the GGUF files; without any the other arms are timed alone. At every
 prompt the bandwidth of memory is measured, too, and each arm writes the same number of tokens, another one first each
 time; prefill does not count. "kept" is the adaptive method whose memory has learned from answers to prompts that are
-not timed: the small model writes them, which computes the same function.
+not timed: the small model writes them, which computes the same function. A checkpoint with an MTP layer of its own has
+that grown, too, and arms "no layer" without it.
 
 Where a model is invariant, in int8 always, the texts must be those of its plain decoding. In bfloat16 as it is they may
 part at near ties; how many do is told.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, quantiles
 from time import perf_counter
@@ -28,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade_lab.harness.arms import OwnArm, TransformersArm
 from lade_lab.harness.methods import parse
+from lade_lab.inflated_layer import FILE, inflate_layer
 from lade_lab.inflation import inflate
 
 OWN = {"plain": "plain", "adaptive": "adaptive", "kept": "adaptive-warm"}
@@ -36,8 +40,16 @@ GIB = 2**30
 
 
 def packed(small: Any, params: float, dtype: str, weights: str | None = None) -> Any:
-    """The inflated model, packed."""
-    return lade.pack(inflate(small, params, dtype=getattr(torch, dtype)), weights=weights)
+    """The inflated model, packed, with its MTP layer if the small one's checkpoint has one."""
+    large = inflate(small, params, dtype=getattr(torch, dtype))
+    if has_layer(small):
+        inflate_layer(small, large, Path(tempfile.mkdtemp(prefix="layer-")))
+    return lade.pack(large, weights=weights)
+
+
+def has_layer(small: Any) -> bool:
+    """True for a model whose checkpoint has an MTP layer of its own."""
+    return (Path(small.config.name_or_path) / FILE).is_file()
 
 
 def arms_of(small: Any, params: float, int8_dtype: str) -> dict[str, Any]:
@@ -52,6 +64,10 @@ def arms_of(small: Any, params: float, int8_dtype: str) -> dict[str, Any]:
     arms: dict[str, Any] = {"model.generate, bf16": TransformersArm(parse("hf"), dense, ARGUMENTS)}
     for name, model in models.items():
         arms |= {f"{name} {arm}": OwnArm(parse(kind), model, ARGUMENTS) for arm, kind in OWN.items()}
+        if has_layer(small):
+            arms[f"{name} no layer"] = OwnArm(replace(parse("adaptive"), config={"mtp": False}), model, ARGUMENTS)
+            kept = replace(parse("adaptive-warm"), config={"mtp": False})
+            arms[f"{name} kept, no layer"] = OwnArm(kept, model, ARGUMENTS)
     return arms
 
 
@@ -81,8 +97,10 @@ def of_llama(program: Path, gguf: Path, threads: int, tokens: int) -> float:
 
 def plain_of(name: str) -> str:
     """The arm whose texts an arm has to write."""
-    model = name.rpartition(" ")[0]
-    return f"{model} plain" if model in ("int8", "invariant bf16") else "bf16 plain"
+    for model in ("int8", "invariant bf16"):
+        if name.startswith(model):
+            return f"{model} plain"
+    return "bf16 plain"
 
 
 def check(number: int, texts: dict[str, list[list[int]]]) -> None:

@@ -316,7 +316,7 @@ def inflate(
     _check_memory(params or 0.0, dtype, device)
     sizes = choose(model, Wanted(params, hidden_factor, layers, intermediate_size))
     large = _skeleton(type(model), _grown_config(model, sizes, dtype))
-    _fill(large, model, _Filler(sizes.hidden_factor, dtype, device, seed))
+    _fill(large, model, Filler(sizes.hidden_factor, dtype, device, seed))
     _complete(large, model, device)
     return large
 
@@ -383,7 +383,7 @@ def _grown_config(model: PreTrainedModel, sizes: Sizes, dtype: torch.dtype) -> P
     return config
 
 
-class _Filler:
+class Filler:
     """Makes the weights of the larger model, one by one."""
 
     def __init__(self, factor: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -391,9 +391,10 @@ class _Filler:
         self.dtype, self.device = dtype, device
         self.generator = torch.Generator(device).manual_seed(seed)
 
-    def grown(self, name: str, shape: torch.Size, small: torch.Tensor | None, shrunk: bool) -> torch.nn.Parameter:
+    def grown(
+        self, part: Part, shape: Sequence[int], small: torch.Tensor | None, shrunk: bool = False
+    ) -> torch.nn.Parameter:
         """A weight of this shape with the small model's, if it has one, in its first rows and columns."""
-        part = part_of(name)
         scale = self.shrink if part.norm or shrunk else 1.0
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         if part.filling == "noise":
@@ -406,14 +407,14 @@ class _Filler:
         return torch.nn.Parameter(weight)
 
 
-def _fill(large: PreTrainedModel, small: PreTrainedModel, filler: _Filler) -> None:
+def _fill(large: PreTrainedModel, small: PreTrainedModel, filler: Filler) -> None:
     """Replace every weight of the skeleton; heads are appended in whole groups, so old ones keep their partners."""
     own = dict(small.named_parameters())
     normed = {name.rsplit(".", 2)[0] for name in own if name.endswith(".q_norm.weight")}
     for name, weight in list(large.named_parameters()):
         attention, projection = name.rsplit(".", 2)[:2]
         shrunk = attention in normed and projection in ("q_proj", "k_proj")
-        _put(large, name, filler.grown(name, weight.shape, own.get(name), shrunk))
+        _put(large, name, filler.grown(part_of(name), weight.shape, own.get(name), shrunk))
 
 
 def _put(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:

@@ -70,6 +70,10 @@ class MtpLayer(Protocol):
         """True if it computes the logits of some candidate tokens only, which the caller has to provide."""
         ...
 
+    def prefer(self, gathers: bool) -> None:
+        """Choose whether later passes compute the logits of candidates only, if the layer can do either."""
+        ...
+
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """Return a context in which the prompts of these rows, or pieces of them, are fed; their states are kept."""
         ...
@@ -153,7 +157,8 @@ class MtpHabits:
 
     Attributes:
         weights: trust in its predictions.
-        cost: seconds of its passes.
+        cost: seconds of its passes with the whole language model head.
+        gathered: seconds of its passes with the logits of candidates only.
         gains: by index of a pass in its step, expected tokens that it adds to the tree, per expected token of the nodes
             that it feeds; for the first pass, which feeds the root, per row.
         refused: number of consecutive steps in which not even the first pass would have paid.
@@ -162,6 +167,7 @@ class MtpHabits:
 
     weights: MtpWeights = field(default_factory=MtpWeights)
     cost: DraftPassCost = field(default_factory=DraftPassCost)
+    gathered: DraftPassCost = field(default_factory=DraftPassCost)
     gains: list[float] = field(default_factory=lambda: [_FIRST_GAIN] + [_NEXT_GAIN] * (MOST_PASSES - 1))
     refused: int = 0
     tokens: float = 0.0
@@ -222,12 +228,22 @@ class MtpPasses:
 
         0.0 before passes were timed, or for no passes.
         """
-        cost = self._habits.cost
+        cost = self._cost
         return cost.of(1) + (passes - 1) * cost.of(nodes) if passes else 0.0
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """See `MtpLayer`."""
         return self._layer.reading(rows)
+
+    @property
+    def _cost(self) -> DraftPassCost:
+        """Seconds of passes with the part of the head that they compute now."""
+        return self._habits.gathered if self._layer.gathers else self._habits.cost
+
+    def _prefer_the_cheaper_head(self) -> None:
+        """Prefer candidates' logits, unless passes with the whole head were observed to be cheaper."""
+        whole, gathered = self._habits.cost.of(1), self._habits.gathered.of(1)
+        self._layer.prefer(gathers=not 0.0 < whole < gathered)
 
     @property
     def _resting(self) -> bool:
@@ -264,6 +280,7 @@ class MtpPasses:
             self._habits.refused += 1
             return
         self._layer.retain(rows)
+        self._prefer_the_cheaper_head()
         growing = []
         for row, depth in zip(rows, depths, strict=True):
             tree = row.drafter.mtp
@@ -297,15 +314,15 @@ class MtpPasses:
         """Return whether another pass is worth its seconds, by the rule of the class."""
         if self.fixed is not None:
             return True
-        return self._habits.gains[number] * scores >= self.rate * self._habits.cost.of(nodes)
+        return self._habits.gains[number] * scores >= self.rate * self._cost.of(nodes)
 
     def _predict(self, growing: Sequence[_Growing]) -> float:
         """Make the first pass; return the expected tokens of the trees."""
         promised = sum(each.tree.grow() for each in growing)
         candidates = [each.tree.candidates(0) for each in growing] if self._layer.gathers else [()] * len(growing)
-        start = self._clock.start()
+        cost, start = self._cost, self._clock.start()
         predictions = self._layer.predict([each.row for each in growing], candidates)
-        self._time(1, start)
+        self._time(cost, 1, start)
         for place, each in enumerate(growing):
             each.tree.hear((), *predictions.rows(place, 1))
         more = sum(each.tree.grow() for each in growing)
@@ -316,17 +333,17 @@ class MtpPasses:
         """Make another pass, over at most `count` nodes per row; return the expected tokens of the trees."""
         pairs = [(each.tree, node) for each, own in zip(growing, nodes, strict=True) for node in own]
         candidates = [tree.candidates(node.node) if self._layer.gathers else () for tree, node in pairs]
-        start = self._clock.start()
+        cost, start = self._cost, self._clock.start()
         predictions = self._layer.look([each.row for each in growing], nodes, candidates)
-        self._time(count, start)
+        self._time(cost, count, start)
         first = 0
         for each, own in zip(growing, nodes, strict=True):
             each.tree.hear(own, *predictions.rows(first, len(own)))
             first += len(own)
         return sum(each.tree.grow() for each in growing)
 
-    def _time(self, nodes: int, start: Moment) -> None:
+    def _time(self, cost: DraftPassCost, nodes: int, start: Moment) -> None:
         """Observe what a pass over at most `nodes` nodes per row has taken since `start`."""
         seconds = self._clock.since(start).undisturbed_s
-        self._habits.cost.observe(nodes, seconds)
+        cost.observe(nodes, seconds)
         self.spent_s += seconds

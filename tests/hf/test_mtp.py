@@ -161,6 +161,9 @@ class KnowsTexts:
     def __init__(self, texts, *, lies=False):
         self.texts, self.lies, self.known, self.trees = texts, lies, set(), {}
 
+    def prefer(self, gathers):
+        pass
+
     def reading(self, rows):
         self.known |= set(map(id, rows))
         return self.watching()
@@ -248,6 +251,44 @@ class Ticks(WallClock):
 
     def since(self, moment):
         return Duration(0.5, 0.5, 0)
+
+
+class Gathers(KnowsTexts):
+    """A layer whose passes take a made-up time with either part of the head."""
+
+    def __init__(self, texts, clock, seconds):
+        super().__init__(texts)
+        self.clock, self.seconds = clock, seconds
+
+    def prefer(self, gathers):
+        self.gathers = gathers and self.known_once
+
+    known_once = False
+
+    def _said(self, asked):
+        self.clock.seconds = self.seconds[self.gathers]
+        self.known_once = True  # the first pass computes the whole head, as a hot list has to be made
+        return super()._said(asked)
+
+
+class Told(WallClock):
+    """Takes as long as it is told."""
+
+    seconds = 0.0
+
+    def since(self, moment):
+        return Duration(self.seconds, self.seconds, 0)
+
+
+@pytest.mark.parametrize("seconds", [{True: 0.1, False: 0.3}, {True: 0.3, False: 0.1}], ids=["part", "whole"])
+def test_the_cheaper_part_of_the_head_is_computed(monkeypatch, seconds):
+    plain, clock = MODEL.generate(PROMPT, max_new_tokens=80), Told()
+    layer, habits = Gathers(plain.tolist(), clock, seconds), MtpHabits()
+    passes = MtpPasses(layer, habits, clock, 3)
+    monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+    assert torch.equal(lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4)), plain)
+    assert layer.gathers == (seconds[True] < seconds[False])
+    assert habits.gathered.of(1) == pytest.approx(seconds[True]) and habits.cost.of(8) == pytest.approx(seconds[False])
 
 
 def test_the_seconds_of_passes_are_known(monkeypatch):

@@ -9,11 +9,14 @@ import pytest
 import torch
 from mtp_toys import llama, llama_with_mtp, load, write_checkpoint
 from safetensors.torch import load_file, save_file
+from torch.nn import Linear
 from transformers import LlamaForCausalLM
 
 import lade
 from lade import LookaheadConfig, UnsupportedArgumentError
 from lade.backends.cpu.invariant import make_invariant
+from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.mtp.load import layer_of
 from lade.decoding.mtp import MtpHabits
 
@@ -87,6 +90,43 @@ def test_engines(model, way):
         for number, (handle, (ids, arguments)) in enumerate(zip(handles, asked, strict=True)):
             torch.manual_seed(number)
             assert torch.equal(handle.result(60), model.generate(ids, **arguments)), number
+
+
+@pytest.mark.by_processor
+@pytest.mark.parametrize(
+    ("weights", "kind"), [(None, PackedLinear), ("int8", Int8Linear), (None, Linear)], ids=["packed", "int8", "dense"]
+)
+@pytest.mark.parametrize("loaded", [False, True], ids=["before", "after"])
+def test_the_layer_is_packed_like_its_model(tmp_path, weights, kind, loaded):
+    write_checkpoint(llama(dtype=torch.float32, hidden=256, width=512), tmp_path)
+    model = load(tmp_path, torch.float32)
+    if loaded:
+        assert layer_of(model)
+    if kind is not Linear:
+        lade.pack(model, weights=weights)
+    if weights:
+        lade.invariant(model)
+    plain = model.generate(PROMPT, max_new_tokens=30, pad_token_id=0)
+    assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=30, pad_token_id=0, lookahead=BUDGET), plain)
+    large = ["eh_proj", "gate_proj", "up_proj", "down_proj"]
+    layer = layer_of(model).mtp.layers
+    kinds = {type(module) for name, module in layer.named_modules() if name.split(".")[-1] in large}
+    assert kinds == {kind} and heard(model)
+    assert lade.supports(model).mtp.loaded
+
+
+def test_a_layer_with_broken_weights_is_left_out(tmp_path):
+    write_checkpoint(llama(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["mtp.fc.weight"][0, 0] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    model = load(tmp_path)
+    plain = model.generate(PROMPT, max_new_tokens=10)
+    assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=10), plain)
+    assert "not finite" in lade.supports(model).mtp.reason
+    with pytest.raises(UnsupportedArgumentError, match="not finite"):
+        lade.generate(model, PROMPT, max_new_tokens=10, lookahead=BUDGET)
 
 
 def in_parts(place):

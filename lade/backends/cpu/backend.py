@@ -55,11 +55,11 @@ class CpuBackend(Backend):
 
         return bool(pack.packable(model))
 
-    def pack(self, model: nn.Module) -> None:
-        """Pack a model in its own dtype, in place; see `lade.pack`."""
+    def pack(self, model: nn.Module, int8: bool = False) -> None:
+        """Pack a model in its own dtype or in int8, in place; see `lade.pack`."""
         from lade.backends.cpu.packing import pack
 
-        pack.pack(model)
+        pack.pack(model, weights=pack.INT8 if int8 else None)
 
     def unpack(self, model: nn.Module) -> None:
         """Undo `pack`, in place; see `lade.unpack`."""

@@ -30,7 +30,7 @@ class Head:
 
     Args:
         mtp: transformers' `MtpModel`, which has the head, and scales what it returns.
-        gathers: whether to compute the logits of some tokens only; None where that is cheaper.
+        gathers: whether to compute the logits of some tokens only; None if the vocabulary is large.
     """
 
     def __init__(self, mtp: Any, gathers: bool | None = None) -> None:
@@ -44,11 +44,13 @@ class Head:
         self._counts = np.zeros(0 if self._weight is None else len(self._weight), np.int64)
         self._hot, self._rows = torch.empty(0, dtype=torch.long), torch.empty(0)
         self._since = RENEW_AFTER  # until there is a hot list the whole head is computed
+        self.preferred = True
+        """Whether to compute the logits of some tokens only, where that is possible."""
 
     @property
     def gathers(self) -> bool:
         """True where the logits of some tokens only are computed."""
-        return self._weight is not None
+        return self._weight is not None and self.preferred and bool(self._hot.numel())
 
     def predict(self, states: torch.Tensor, candidates: Sequence[Sequence[int]]) -> Predictions:
         """Predict what follows.
@@ -59,16 +61,17 @@ class Head:
         """
         if not len(states):
             return Predictions(np.empty((0, MTP_WIDTH), np.int32), np.empty((0, MTP_WIDTH)))
-        if self._weight is None:
-            return _likeliest(self._mtp._project_to_logits(states), None)
-        if self._since >= RENEW_AFTER and not self._hot.numel():
-            predictions = _likeliest(self._mtp._project_to_logits(states), None)
+        if self.gathers:
+            predictions = self._gathered(states, candidates)
         else:
-            predictions = self._gathered(states, self._weight, candidates)
-        self._note(predictions)
+            predictions = _likeliest(self._mtp._project_to_logits(states), None)
+        if self._weight is not None:
+            self._note(predictions)
         return predictions
 
-    def _gathered(self, states: torch.Tensor, weight: torch.Tensor, candidates: Sequence[Sequence[int]]) -> Predictions:
+    def _gathered(self, states: torch.Tensor, candidates: Sequence[Sequence[int]]) -> Predictions:
+        assert self._weight is not None
+        weight = self._weight
         others = sorted({token for own in candidates for token in own})
         ids = torch.tensor([token for token in others if token < len(weight)], dtype=torch.long, device=weight.device)
         ids = ids[~torch.isin(ids, self._hot)]

@@ -17,7 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
 from lade.backends.mtp.find import Found, NoLayersError, find
 from lade.decoding.mtp import MtpHabits
 from lade.locks import ForkSafeLock
+from lade.model import joint
 from lade.model.config import field as config_field
+from lade.model.facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +38,13 @@ class Loaded:
         mtp: transformers' module, with one layer; it shares embedding, head and rotary frequencies with the model.
         found: what it was loaded from.
         habits: what texts have taught about it, by their kind.
+        packed: true once it is packed like its model.
     """
 
     mtp: Any
     found: Found
     habits: dict[str, MtpHabits] = field(default_factory=dict)
+    packed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +70,18 @@ def layer_of(model: PreTrainedModel) -> Loaded | str:
     if isinstance(known[1], Loaded):
         _keep_up(known[1].mtp, model)
     return known[1]
+
+
+def pack_alike(loaded: Loaded, facts: ModelFacts) -> None:
+    """Pack the layer if its model is packed, in int8 if any of the model's layers are: its passes take half as long."""
+    cpu = joint.loaded("cpu")
+    if loaded.packed or cpu is None:
+        return
+    packed = [kind for kind in facts.kinds if issubclass(kind, cpu.packed_layer)]
+    if packed:
+        with _loading:
+            cpu.pack(loaded.mtp.layers, int8=any(issubclass(kind, cpu.int8_layer) for kind in packed))
+            loaded.packed = True
 
 
 def _loaded(model: PreTrainedModel) -> Loaded | str:
@@ -143,6 +159,8 @@ def load(model: PreTrainedModel, found: Found) -> Any:
         logger.warning("the MTP layer of %s cannot be read: %s", type(model).__name__, problem)
         said = f"{type(problem).__name__}: {problem}".splitlines()[0]
         raise NoLayersError(f"has an MTP layer that transformers cannot read ({said})") from problem
+    if not all(weight.isfinite().all() for weight in mtp.layers.parameters()):
+        raise NoLayersError("has an MTP layer with weights that are not finite")
     own = [mtp.layers, *([mtp.shared_post_norm] if mtp.use_shared_post_norm else [])]
     for module in own:  # all else is the model's
         module.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)

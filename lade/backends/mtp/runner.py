@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lade.backends.mtp.head import Head
-from lade.backends.mtp.load import Loaded
+from lade.backends.mtp.load import Loaded, pack_alike
 from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
 from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.mtp import Predictions, RowText
@@ -59,6 +59,7 @@ class MtpRunner:
     """
 
     def __init__(self, runner: EagerRunner, loaded: Loaded, gathers: bool | None = None) -> None:
+        pack_alike(loaded, runner.facts)
         self._mtp = mtp = loaded.mtp
         self._head = Head(mtp, gathers)
         self._runner = runner
@@ -76,6 +77,10 @@ class MtpRunner:
     def gathers(self) -> bool:
         """See `MtpLayer`."""
         return self._head.gathers
+
+    def prefer(self, gathers: bool) -> None:
+        """See `MtpLayer`."""
+        self._head.preferred = gathers
 
     @contextmanager
     def reading(self, rows: Sequence[RowText]) -> Iterator[None]:
