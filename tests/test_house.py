@@ -12,9 +12,9 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 256,
-    "lines": 48_060,
-    "files under 40 lines of code": 15,
+    "files": 255,
+    "lines": 48_000,
+    "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,
     "lines of a function, p90": 19,
