@@ -256,7 +256,7 @@ def _texts(summary: Summary) -> str:
     state = "" if summary.complete else "incomplete; "
     if faults:
         return f"{state}{faults} of {answers} DIFFER"
-    return f"{state}{ties} of {answers} part at near ties" if ties else f"{state}equal"
+    return f"{state}{ties} of {answers} diverge at near ties" if ties else f"{state}equal"
 
 
 def _slopes(file: Path) -> list[str]:

@@ -12,7 +12,7 @@ from lade.embedded.files import model_path
 from lade.recipe.export import recipe_path
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else str(model_path())
-DTYPE = "auto" if len(sys.argv) > 1 else "float32"  # 16 bits, as checkpoints have them, may part at near ties
+DTYPE = "auto" if len(sys.argv) > 1 else "float32"  # 16 bits, as checkpoints have them, may diverge at near ties
 RECIPE = {"custom_generate": str(recipe_path()), "trust_remote_code": True}
 """Any folder that `lade export-recipe DIR` wrote is as good as the one in the package."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lade.version import __version__, warn_if_shadowed
+from lade.version import __version__, refuse_free_threading, warn_if_shadowed
 
 if TYPE_CHECKING:
     import lade_lab as bench
@@ -160,4 +160,5 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
+refuse_free_threading()
 warn_if_shadowed()

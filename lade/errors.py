@@ -89,7 +89,7 @@ class MissingExtraError(LadeError, ImportError):
 
 
 class FallbackWarning(UserWarning):
-    """With `lookahead="auto"`, a model or argument is not supported, and decoding falls back to plain."""
+    """With `lookahead="auto"`, decoding falls back to plain; issued once per model and reason."""
 
 
 class PrecisionWarning(UserWarning):

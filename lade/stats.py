@@ -98,8 +98,7 @@ class Stats:
             counted, as several beams share their tree.
         accepted_draft_tokens: the number of `draft_tokens` that were emitted.
         fallback: reason why `lookahead="auto"` last decoded plainly; None if it never did.
-        setup_s: seconds spent once, before decoding, to measure forward passes. No other figure
-            contains them.
+        setup_s: seconds spent once, before decoding, to measure forward passes. No other figure contains them.
         surroundings: circumstances of the last generation; None before it.
     """
 
@@ -129,9 +128,8 @@ class Stats:
     def acceptance_rate(self) -> float:
         """Share of the drafted tokens that were accepted: `accepted_draft_tokens / draft_tokens`; 0.0 without drafts.
 
-        At most one of several alternatives in a tree can be accepted, so a wide tree has a low rate and may still pay:
-            see
-        `tokens_per_step`.
+        At most one of several alternatives in a tree can be accepted, so a wide tree has a low rate and may still pay;
+        see `tokens_per_step`.
         """
         return self.accepted_draft_tokens / self.draft_tokens if self.draft_tokens else 0.0
 

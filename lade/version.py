@@ -1,7 +1,8 @@
-"""The package version, and a warning when the original `lade` distribution shares this package's folder."""
+"""The package version, and checks of the installation when the package is imported."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,3 +23,11 @@ def warn_if_shadowed() -> None:
         f"in the checkout of lookahead-decoding, run  {REMEDY}",
         stacklevel=3,
     )
+
+
+def refuse_free_threading() -> None:
+    """Raise `ImportError` if the interpreter runs without its lock, which guards tables that threads share."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise ImportError(
+            "lade does not support free-threaded Python: use the ordinary build, or start Python with -X gil=1"
+        )

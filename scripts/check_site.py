@@ -1,6 +1,6 @@
-"""Check the built documentation: examples are code, signatures are broken into lines. Run by `make docs`.
+"""Check the built documentation: examples are code, signatures are broken into lines, nothing is loaded from elsewhere.
 
-A strict build passes whatever Markdown makes of a text, so the pages themselves are read.
+Run by `make docs`. A strict build passes whatever Markdown makes of a text, so the pages themselves are read.
 
     python scripts/check_site.py build/site
 """
@@ -13,6 +13,9 @@ from pathlib import Path
 
 _CODE = re.compile(r"<(pre|code)\b.*?</\1>", re.DOTALL)
 _NESTED = re.compile(r"<blockquote>\s*<blockquote>")
+_LOADED = re.compile(
+    r'<(?:link|script|img|iframe)\b(?![^>]*rel="?(?:canonical|alternate))[^>]*(?:src|href)="?(https?:[^"\s>]+)'
+)
 _LONGEST_LINE = 120
 
 
@@ -25,6 +28,7 @@ def faults(html: str) -> list[str]:
     prose = _CODE.sub("", html)
     found = ["an example rendered as nested quotations"] * len(_NESTED.findall(prose))
     found += ["a prompt >>> outside of code"] * prose.count("&gt;&gt;&gt;")
+    found += [f"{url} is loaded from elsewhere" for url in _LOADED.findall(html)]
     signatures = re.findall(r'<div class="doc-signature highlight">(.*?)</div>', html, re.DOTALL)
     functions = len(re.findall(r'class="doc doc-object doc-function"', html))
     if len(signatures) < functions:  # one for each overload

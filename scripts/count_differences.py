@@ -34,7 +34,7 @@ BATCH, ROWS, BEAMS, BEAM_TOKENS = 4, 8, 3, 40
 TEMPERATURE = 0.8
 SCORED = {"output_scores": True, "return_dict_in_generate": True}
 Methods = dict[str, lade.LookaheadConfig]
-Weights = Literal["dense", "packed", "int8"]
+Weights = Literal["dense", "packed", "int8", "int4"]
 
 
 class Count:
@@ -163,7 +163,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="New tokens of each text.")] = 200,
     seeds: Annotated[int, typer.Option(help="Samples of each prompt and method.")] = 3,
     inflate: Annotated[float, typer.Option(help="Parameters to inflate the model to; 0 for none.")] = 0,
-    weights: Annotated[Weights, typer.Option(help="Dense, packed, or packed in int8.")] = "dense",
+    weights: Annotated[Weights, typer.Option(help="Dense, packed, or packed in int8 or int4.")] = "dense",
     as_it_is: Annotated[bool, typer.Option(help="Leave the model as it is, which is not invariant.")] = False,
     threads: Annotated[int, typer.Option()] = 1,
     record: Annotated[Path | None, typer.Option(help="A line of JSON for each eight prompts; resumes.")] = None,
@@ -177,7 +177,7 @@ def main(
         loaded = lade.bench.inflate(loaded, inflate, dtype=getattr(torch, dtype))
     loaded.generation_config.eos_token_id = None
     if weights != "dense":
-        lade.pack(loaded, weights="int8" if weights == "int8" else None)
+        lade.pack(loaded, weights=None if weights == "packed" else weights)
     loaded = loaded if as_it_is else lade.invariant(loaded)
     done = record.read_text().splitlines() if record and record.exists() else []
     total, texts = Count(), Texts(loaded, tokenizer, methods_of(), tokens, seeds)

@@ -12,15 +12,15 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 255,
-    "lines": 48_000,
+    "files": 259,
+    "lines": 48_560,
     "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,
     "lines of a function, p90": 19,
     "lines of the longest function": 55,
     "files that generate imports": 63,
-    "lines that generate imports": 13830,
+    "lines that generate imports": 13850,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,

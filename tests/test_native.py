@@ -1,6 +1,8 @@
 """The compiled library: found, checked against its sources, and done without."""
 
+import inspect
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lade import native
+from lade import native, version
 from lade.native import sources
 
 
@@ -41,7 +43,20 @@ def test_without_a_library_that_fits_one_line_says_so(stale, tmp_path, monkeypat
     with caplog.at_level("INFO"):
         assert native.library.__wrapped__() is None
     assert len(caplog.records) == 1
-    assert ("not those of their sources" if stale else "install a C++ compiler") in caplog.text
+    assert ("older than their sources" if stale else "install a C++ compiler") in caplog.text
+
+
+def test_the_library_is_no_module_to_those_who_walk_the_package():
+    assert inspect.getmodulename(sources.library_name()) is None
+    assert "kernels" not in [found.name for found in pkgutil.iter_modules(native.__path__)]
+
+
+def test_free_threaded_python_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
+    version.refuse_free_threading()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False)
+    with pytest.raises(ImportError, match=r"free-threaded Python.*-X gil=1"):
+        version.refuse_free_threading()
 
 
 FORK = """

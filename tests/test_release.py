@@ -128,6 +128,8 @@ def test_examples_that_became_prose_and_signatures_on_one_line_would_be_noticed(
     function = '<div class="doc doc-object doc-function"><h2>f(x, y, z)</h2></div>'
     assert check_site.faults(function) == ["0 signatures in blocks of their own for 1 functions"]
     assert check_site.faults(function + '<div class="doc-signature highlight"><code>f(\nx\n)</code></div>') == []
+    fonts = '<link rel="stylesheet" href="https://fonts.example.org/x.css"><link rel="canonical" href="https://a.b/">'
+    assert check_site.faults(fonts) == ["https://fonts.example.org/x.css is loaded from elsewhere"]
     fine = "<blockquote><p>x</p></blockquote><pre><code>&gt;&gt;&gt; <span>x</span></code></pre>"
     assert check_site.faults(fine) == []
 

@@ -6,15 +6,17 @@
 `write_gguf.py` beside this file makes the GGUF files; without any the other arms are timed alone. At every
 prompt the bandwidth of memory is measured, too, and each arm writes the same number of tokens, another one first each
 time; prefill does not count. "kept" is the adaptive method whose memory has learned from answers to prompts that are
-not timed: the small model writes them, which computes the same function. A checkpoint with an MTP layer of its own has
-that grown, too, and arms "no layer" without it.
+not timed: the small model writes them, which computes the same function; in int4 it is packed likewise, so that the
+answers are those of rounded weights. A checkpoint with an MTP layer of its own has that grown, too, and arms "no layer"
+without it.
 
-Where a model is invariant, in int8 always, the texts must be those of its plain decoding. In bfloat16 as it is they may
-part at near ties; how many do is told.
+Where a model is invariant, in int8 and int4 always, the texts must be those of its plain decoding. In bfloat16 as it is
+they may part at near ties; how many do is told.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import tempfile
@@ -37,6 +39,7 @@ from lade_lab.inflation import inflate
 OWN = {"plain": "plain", "adaptive": "adaptive", "kept": "adaptive-warm"}
 ARGUMENTS = {"do_sample": False, "num_beams": 1, "eos_token_id": None}
 GIB = 2**30
+MODELS = ("bf16", "invariant bf16", "int8", "int4")
 
 
 def packed(small: Any, params: float, dtype: str, weights: str | None = None) -> Any:
@@ -52,16 +55,20 @@ def has_layer(small: Any) -> bool:
     return (Path(small.config.name_or_path) / FILE).is_file()
 
 
-def arms_of(small: Any, params: float, int8_dtype: str) -> dict[str, Any]:
-    """All arms of this library and of transformers."""
-    dense = inflate(small, params, dtype=torch.bfloat16)
-    models = {"bf16": packed(small, params, "bfloat16")}
+def arms_of(small: Any, params: float, int8_dtype: str, wanted: list[str]) -> dict[str, Any]:
+    """All arms of this library and of transformers, with these models."""
+    models: dict[str, Any] = {}
     try:
-        models["invariant bf16"] = lade.invariant(packed(small, params, "bfloat16"))
-        models["int8"] = lade.invariant(packed(small, params, int8_dtype, "int8"))  # else nobody can guess its texts
+        for name in wanted:
+            integers = name in ("int8", "int4")
+            model = packed(small, params, int8_dtype if integers else "bfloat16", name if integers else None)
+            models[name] = model if name == "bf16" else lade.invariant(model)  # else nobody can guess texts of integers
     except lade.UnsupportedError as refusal:
-        print(f"not invariant, or no int8: {refusal}")
-    arms: dict[str, Any] = {"model.generate, bf16": TransformersArm(parse("hf"), dense, ARGUMENTS)}
+        print(f"not invariant, or no integers: {refusal}")
+    arms: dict[str, Any] = {}
+    if "bf16" in wanted:
+        dense = inflate(small, params, dtype=torch.bfloat16)
+        arms["model.generate, bf16"] = TransformersArm(parse("hf"), dense, ARGUMENTS)
     for name, model in models.items():
         arms |= {f"{name} {arm}": OwnArm(parse(kind), model, ARGUMENTS) for arm, kind in OWN.items()}
         if has_layer(small):
@@ -73,12 +80,14 @@ def arms_of(small: Any, params: float, int8_dtype: str) -> dict[str, Any]:
 
 def teach(small: Any, arms: dict[str, Any], prompts: list[list[int]], tokens: int) -> None:
     """Fill the memories that are kept."""
-    for arm in arms.values():
+    in_int4 = lade.pack(copy.deepcopy(small), weights="int4", min_weights=1) if "int4 kept" in arms else None
+    for name, arm in arms.items():
         if arm.memory is not None:
+            teacher = lade.invariant(in_int4) if in_int4 is not None and name == "int4 kept" else small
             config = lade.LookaheadConfig(budget=16, memory=arm.memory)
             for prompt in prompts:
                 ids = torch.tensor([prompt])
-                lade.generate(small, input_ids=ids, lookahead=config, max_new_tokens=tokens, **ARGUMENTS)
+                lade.generate(teacher, input_ids=ids, lookahead=config, max_new_tokens=tokens, **ARGUMENTS)
 
 
 def bandwidth(block: torch.Tensor) -> float:
@@ -97,7 +106,7 @@ def of_llama(program: Path, gguf: Path, threads: int, tokens: int) -> float:
 
 def plain_of(name: str) -> str:
     """The arm whose texts an arm has to write."""
-    for model in ("int8", "invariant bf16"):
+    for model in ("int8", "int4", "invariant bf16"):
         if name.startswith(model):
             return f"{model} plain"
     return "bf16 plain"
@@ -130,7 +139,8 @@ def main(
     limit: Annotated[int, typer.Option(help="prompts that are timed")] = 4,
     earlier: Annotated[int, typer.Option(help="prompts behind them that kept memories have learned from")] = 24,
     new_tokens: int = 64,
-    int8_dtype: Annotated[str, typer.Option(help="of what is not in int8 there")] = "float32",
+    int8_dtype: Annotated[str, typer.Option(help="of what is not in int8 or int4 there")] = "float32",
+    only: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(MODELS)}; may be repeated")] = None,
     llama_bench: Annotated[Path | None, typer.Option(help="program of llama.cpp")] = None,
     gguf: Annotated[list[Path] | None, typer.Option(help="file for it; may be repeated")] = None,
 ) -> None:
@@ -139,7 +149,7 @@ def main(
     lines = prompts.read_text(encoding="utf-8").splitlines()[: limit + earlier]
     ids: list[list[int]] = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
     small: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    arms, block = arms_of(small, params, int8_dtype), torch.ones(GIB // 4)
+    arms, block = arms_of(small, params, int8_dtype, only or list(MODELS)), torch.ones(GIB // 4)
     teach(small, arms, ids[limit:], 2 * new_tokens)
     rates: dict[str, list[float]] = {"memory, GB/s": []} | {str(file): [] for file in gguf or []}
     rates |= {name: [] for name in arms}

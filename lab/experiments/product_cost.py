@@ -21,6 +21,8 @@ import torch
 import typer
 
 from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels
+from lade.backends.cpu.packing.int4_products import has_int4_kernel, int4_product, quantised_for_int4
 from lade.backends.cpu.packing.integer_products import in_form, input_dtype, multiplied, prepacked
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panels import in_panels
@@ -65,6 +67,15 @@ def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
     return product
 
 
+def own_in_int4(outputs: int, inputs: int, count: int) -> Product:
+    """The same in int4."""
+    pages, x = HugePages(), torch.randn(MOST_ROWS, inputs)
+    codes = Int4Codes.of(torch.randn(outputs, inputs))
+    weights = [in_int4_panels(codes, pages) for _ in range(count)]
+    given = cache(lambda rows: quantised_for_int4(x[:rows]))
+    return lambda rows: [int4_product(*given(rows), weight, None, torch.empty(rows, outputs)) for weight in weights]
+
+
 def own_in_bfloat16(outputs: int, inputs: int, count: int) -> Product:
     """The same in bfloat16."""
     pages, x = HugePages(), torch.randn(MOST_ROWS, inputs).bfloat16()
@@ -73,9 +84,9 @@ def own_in_bfloat16(outputs: int, inputs: int, count: int) -> Product:
     return lambda rows: [panel_product(x[:rows], weight, None, outputs) for weight in weights]
 
 
-def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[int, Product]]:
+def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[float, Product]]:
     """Bytes of a weight, and its products, as far as there are any here."""
-    arms: dict[str, tuple[int, Product]] = {}
+    arms: dict[str, tuple[float, Product]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         with suppress(RuntimeError):  # oneDNN has none for this processor
             arms[str(dtype)[6:]] = dtype.itemsize, in_own_dtype(outputs, inputs, count, dtype)
@@ -87,6 +98,8 @@ def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[int, Produ
         print(refusal)
     if panel_for(torch.int8):
         arms["int8, own"] = 1, own_in_int8(outputs, inputs, count)
+    if has_int4_kernel():
+        arms["int4, own"] = 9 / 16, own_in_int4(outputs, inputs, count)
     return arms
 
 

@@ -19,6 +19,7 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import lade
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.tree_size import FixedBudget
-from lade.embedded.files import model_path, prompts
+from lade.embedded.files import builtin_prompts, model_path, prompts
 from lade.hf import job
+from lade.model.inputs import batch_bucket
 from lade.tuning import cost_cache
 from lade.tuning.step_cost import StepCost
 
@@ -49,8 +51,8 @@ SINGLE, BATCHED = [name for name in PASSES_MS if name != "gpu"], ("four", "gpu")
 OWN_S, LOOK_S, NODE_S = 120e-6, 110e-6, 10e-6
 """The library's own time: of any step, what looking for guesses adds, and each node fed: 0.12, 0.23 and, at 16
 tokens, 0.38 ms; measured beside "small"."""
-ROW_SHARE = 0.2
-"""Share of `OWN_S` for each row of a batch beside the first."""
+ROW_SHARE, LOOK_SHARE = 0.2, 0.45
+"""Shares of `OWN_S`, and of looking, for each row of a batch beside the first."""
 GENERATE_OWN = 0.055
 """What a step of `model.generate` takes beside its pass, as a share of it, beyond `OWN_S`."""
 HICCUP = 0.067
@@ -61,11 +63,12 @@ BATCH_BARS = {("gpu", 4): 1.5, ("gpu", 8): 1.3, ("gpu", 16): 1.15}
 
 
 class StepLog(NamedTuple):
-    """Tokens fed and emitted in one step, and whether guesses were looked for."""
+    """Tokens that the mean row was fed and emitted in one step, whether guesses were looked for, and how many rows."""
 
     fed: int
     emitted: float
     looked: bool
+    rows: int = 1
 
 
 class Clock:
@@ -73,30 +76,40 @@ class Clock:
 
     def __init__(self, machine: str, rows: int = 1) -> None:
         self._passes_s = [1e-3 * each for each in PASSES_MS[machine]]
-        self._sizes, self._per_row = SIZES[: len(self._passes_s)], machine != "gpu"
-        self._rows, self._luck = rows, random.Random(1)
+        self._sizes, self._share = SIZES[: len(self._passes_s)], 1.0 if machine == "gpu" else 1.0 / rows
+        self.machine, self._rows, self._luck = machine, rows, random.Random(1)
         self.seconds = 0.0
 
-    def usual_s(self, size: int) -> float:
-        """Return the seconds of a pass."""
-        return float(np.interp(size if self._per_row else size * self._rows, self._sizes, self._passes_s))
+    def usual_s(self, size: int, rows: int | None = None) -> float:
+        """Return the seconds of a pass over trees of `size` nodes in so many rows, all if None."""
+        tokens = self._share * size * (rows or self._rows)
+        less = min(0.0, tokens - 1.0) * (self._passes_s[1] - self._passes_s[0])  # fewer rows than at first
+        return float(np.interp(tokens, self._sizes, self._passes_s)) + less
 
-    @property
-    def own_s(self) -> float:
-        """The library's own time of a step that looks for nothing."""
-        return OWN_S * (1.0 + ROW_SHARE * (self._rows - 1))
+    def own_s(self, rows: int | None = None) -> float:
+        """Return the library's own time of a step that looks for nothing."""
+        return OWN_S * (1.0 + ROW_SHARE * ((rows or self._rows) - 1))
 
-    def step(self, size: int, looked: bool) -> tuple[float, float]:
-        """Return the seconds of a step and of its pass; the clock goes on by the former."""
+    def plain_s(self, rows: int | None = None) -> float:
+        """Return the seconds of a step of plain decoding on average."""
+        return self.usual_s(1, rows) * (1.0 + HICCUP) + self.own_s(rows)
+
+    def step(self, size: int, looked: bool, rows: int | None = None) -> tuple[float, float]:
+        """Return the seconds of a step and of its pass; the clock goes on by what they are on average."""
         hiccup = 0.5 + self._luck.random() if self._luck.random() < 0.02 else abs(self._luck.gauss(0.0, 0.06))
-        forward_s = self.usual_s(size) * (1.0 + hiccup)
-        seconds = forward_s + self.own_s + (self._rows * (LOOK_S + NODE_S * (size - 1)) if looked else 0.0)
-        self.seconds += seconds
-        return seconds, forward_s
+        own_s = self.own_s(rows) + (self._look_s(size, rows or self._rows) if looked else 0.0)
+        forward_s = self.usual_s(size, rows)
+        self.seconds += forward_s * (1.0 + HICCUP) + own_s
+        return forward_s * (1.0 + hiccup) + own_s, forward_s * (1.0 + hiccup)
 
-    def cost(self) -> StepCost:
+    @staticmethod
+    def _look_s(size: int, rows: int) -> float:
+        """Return the seconds of looking for guesses in all rows."""
+        return (LOOK_S + NODE_S * (size - 1)) * (1.0 + LOOK_SHARE * (rows - 1))
+
+    def cost(self, rows: int | None = None) -> StepCost:
         """Return the step cost as it would have been measured."""
-        return StepCost.of({size: [self.usual_s(size)] * 4 for size in SIZES[:8]})
+        return StepCost.of({size: [self.usual_s(size, rows)] * 4 for size in SIZES[:8]})
 
 
 class Recorder:
@@ -116,8 +129,8 @@ class Recorder:
         def by_clock(
             controller: Controller, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1
         ) -> None:
-            self.steps.append(StepLog(fed, emitted, looked.get(id(controller), True)))
-            observe(controller, fed, emitted, *self.clock.step(fed, self.steps[-1].looked), rows=rows)
+            self.steps.append(StepLog(fed, emitted, looked.get(id(controller), True), rows))
+            observe(controller, fed, emitted, *self.clock.step(fed, self.steps[-1].looked, rows), rows=rows)
 
         def fixed(budget: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
             self.steps.append(StepLog(fed, emitted, budget.size > 1))
@@ -126,12 +139,12 @@ class Recorder:
         FixedBudget.observe = fixed  # type: ignore[method-assign,assignment]
         job.__dict__.update(step_cost_for=self._curve, save_refreshed=lambda *_, **__: None)
 
-    def _curve(self, model: PreTrainedModel, *_: object, **__: object) -> StepCost:
-        curves = cost_cache._in_use.setdefault(model, {})
-        if "simulated" not in curves:
-            cost = self.clock.cost()
-            curves["simulated"] = cost_cache.CurveInUse({}, cost, cost.table)
-        return curves["simulated"].cost
+    def _curve(self, model: PreTrainedModel, runner: object, *, batch: int = 1) -> StepCost:
+        curves, rows = cost_cache._in_use.setdefault(model, {}), batch_bucket(batch)
+        if f"{rows} rows" not in curves:
+            cost = self.clock.cost(rows)
+            curves[f"{rows} rows"] = cost_cache.CurveInUse({}, cost, cost.table)
+        return curves[f"{rows} rows"].cost
 
 
 def padded(prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,22 +165,45 @@ class Workload:
         self._prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
         self._recorder, self._tokens, self.name = recorder, tokens, name
 
-    def steps(self, rows: int) -> int:
-        """How many plain steps batches of so many rows take."""
-        return len(range(0, len(self._prompts), rows)) * (self._tokens - 1)
+    @property
+    def steps(self) -> int:
+        """How many plain steps all texts take, one after the other."""
+        return len(self._prompts) * (self._tokens - 1)
+
+    def plain_s(self, clock: Clock, rows: int) -> float:
+        """Return the seconds that plain decoding takes in batches of so many rows, the last of which may have fewer."""
+        full, rest = divmod(len(self._prompts), rows)
+        return (self._tokens - 1) * (full * clock.plain_s() + (clock.plain_s(rest) if rest else 0.0))
 
     def run(self, clock: Clock, budget: int | None, kept: bool, temperature: float, rows: int = 1) -> list[StepLog]:
         """Generate, with a new step cost and a new state of the controller."""
-        self._recorder.clock, self._recorder.steps = clock, []
-        config = lade.LookaheadConfig(budget=budget, memory=lade.Memory() if kept else None)
-        cost_cache._in_use.clear()
-        sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {}
-        sampling |= {"max_new_tokens": self._tokens, "pad_token_id": 0}
+        config, sampling = self._begin(clock, budget, kept), self._sampling(temperature)
         for number in range(0, len(self._prompts), rows):
             torch.manual_seed(number)
-            batch: dict[str, Any] = {**padded(self._prompts[number : number + rows]), **sampling}
+            batch: dict[str, Any] = {**padded(self._prompts[number : number + rows]), **sampling, "pad_token_id": 0}
             lade.generate(self._model, lookahead=config, **batch)
         return self._recorder.steps
+
+    def serve(self, clock: Clock, kept: bool, temperature: float, rows: int) -> list[StepLog]:
+        """Answer all prompts by an engine of so many rows; see `run`."""
+        config, sampling = self._begin(clock, None, kept), self._sampling(temperature)
+        with lade.Engine(self._model, max_rows=rows) as engine:
+            handles = [
+                engine.add(prompt, lookahead=config, seed=seed if temperature else None, **sampling)
+                for seed, prompt in enumerate(self._prompts)
+            ]
+            for handle in handles:
+                handle.result()
+        return self._recorder.steps
+
+    def _begin(self, clock: Clock, budget: int | None, kept: bool) -> lade.LookaheadConfig:
+        self._recorder.clock, self._recorder.steps = clock, []
+        cost_cache._in_use.clear()
+        return lade.LookaheadConfig(budget=budget, memory=lade.Memory() if kept else None, mtp=False)
+
+    def _sampling(self, temperature: float) -> dict[str, Any]:
+        drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {}
+        return {"max_new_tokens": self._tokens, **drawn}
 
 
 def priced(machine: str, steps: Sequence[StepLog]) -> float:
@@ -186,9 +222,9 @@ def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Pat
     for load in loads:
         for temperature in temperatures:
             for kept in (False, True):
-                logs = {1: [StepLog(1, 1.0, False)] * load.steps(1)}
+                logs = {1: [StepLog(1, 1.0, False)] * load.steps}
                 for size in FIXED[1:]:
-                    key = f"{load.name} {skip} {load.steps(1)} {temperature} {kept} {size}"
+                    key = f"{load.name} {skip} {load.steps} {temperature} {kept} {size}"
                     if key not in known:
                         known[key] = load.run(Clock("small"), size, kept, temperature)
                     logs[size] = [StepLog(*step) for step in known[key]]
@@ -196,7 +232,7 @@ def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Pat
                     cache.write_text(json.dumps(known))
                 for machine in SINGLE:
                     clock = Clock(machine)
-                    plain_s = load.steps(1) * (clock.usual_s(1) * (1.0 + GENERATE_OWN) + clock.own_s)
+                    plain_s = load.steps * (clock.usual_s(1) * (1.0 + GENERATE_OWN) + clock.own_s())
                     speeds = {size: plain_s / priced(machine, log) for size, log in logs.items()}
                     steps = load.run(clock, None, kept, temperature)
                     best, speed = max(speeds, key=lambda size: speeds[size]), plain_s / clock.seconds
@@ -204,7 +240,7 @@ def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Pat
                     cell = f"{load.name} {temperature} {'kept' if kept else 'cold'} {machine}"
                     fed = sum(step.fed for step in steps) / len(steps)
                     print(
-                        f"{cell:28} {speed:.3f} {load.steps(1) / len(steps):5.2f} {fed:5.1f}   {ratios[-1]:.3f}"
+                        f"{cell:28} {speed:.3f} {load.steps / len(steps):5.2f} {fed:5.1f}   {ratios[-1]:.3f}"
                         f"{' ' if ratios[-1] >= BAR else '*'} {best:>3}   "
                         + " ".join(f"{each:6.3f}" for each in speeds.values()),
                         flush=True,
@@ -217,25 +253,30 @@ def compare(loads: Sequence[Workload], temperatures: Sequence[float], cache: Pat
     print(f"the least at {min(ratios):.3f}, mean {mean:.4f} ({MEAN_BAR:.2f} wanted)")
 
 
+def batch_speed(load: Workload, clock: Clock, steps: Sequence[StepLog], rows: int, served: bool) -> float:
+    """Return the speed over plain decoding: of an engine as long as it has enough requests, of batches altogether."""
+    if not served:
+        return load.plain_s(clock, rows) / clock.seconds
+    busy = Clock(clock.machine, rows)
+    for step in steps:
+        if step.rows == rows:
+            busy.step(step.fed, step.looked)
+    return sum(step.emitted for step in steps if step.rows == rows) * busy.plain_s() / busy.seconds
+
+
 def compare_batches(loads: Sequence[Workload], temperatures: Sequence[float], batches: Sequence[int]) -> None:
-    """Print batches by default against plain decoding, and the verdict."""
+    """Print batches and engines by default against plain decoding, and the verdict."""
     missed, cells = 0, 0
-    for load in loads:
-        for temperature in temperatures:
-            for kept in (False, True):
-                for machine in BATCHED:
-                    for rows in batches:
-                        clock = Clock(machine, rows)
-                        steps = load.run(clock, None, kept, temperature, rows)
-                        plain_s = load.steps(rows) * (clock.usual_s(1) * (1.0 + HICCUP) + clock.own_s)
-                        speed, bar = plain_s / clock.seconds, BATCH_BARS.get((machine, rows), 0.99)
-                        missed, cells = missed + (speed < bar), cells + 1
-                        fed = sum(step.fed for step in steps) / len(steps)
-                        name = f"{load.name} {temperature} {'kept' if kept else 'cold'} {machine} x {rows}"
-                        print(
-                            f"{name:34} {speed:.3f}{' ' if speed >= bar else '*'} wanted {bar:.2f}, fed {fed:.1f}",
-                            flush=True,
-                        )
+    for load, temperature, kept, machine, rows, served in product(
+        loads, temperatures, (False, True), BATCHED, batches, (False, True)
+    ):
+        clock = Clock(machine, rows)
+        steps = load.serve(clock, kept, temperature, rows) if served else load.run(clock, None, kept, temperature, rows)
+        speed, bar = batch_speed(load, clock, steps, rows, served), BATCH_BARS.get((machine, rows), 0.99)
+        missed, cells = missed + (speed < bar), cells + 1
+        fed, kind = sum(step.fed for step in steps) / len(steps), "engine" if served else "batch"
+        name = f"{load.name} {temperature} {'kept' if kept else 'cold'} {machine} {kind} {rows}"
+        print(f"{name:36} {speed:.3f}{' ' if speed >= bar else '*'} wanted {bar:.2f}, fed {fed:.1f}", flush=True)
     print(f"{'MISSED' if missed else 'PASSED'}: {missed} of {cells} cells")
 
 
@@ -260,7 +301,8 @@ def main() -> None:
     torch.set_num_threads(1)
     recorder = Recorder()
     openings = slice(args.skip, args.skip + args.limit)
-    code = prompts() if args.code is None else read_prompts(args.code)
+    own = builtin_prompts() if args.rows else prompts()  # the former are more, and some of them repeat themselves
+    code = own if args.code is None else read_prompts(args.code)
     loads = [
         Workload("stories", args.model, read_prompts(args.prompts)[openings], args.tokens, recorder),
         Workload("code", model_path(), code[openings], args.tokens, recorder),

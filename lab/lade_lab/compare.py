@@ -264,7 +264,7 @@ def compare(
         a: the run before.
         b: the run after.
         tolerance: share by which a method may get slower, from 0 to 1.
-        force: compare runs of different models, settings or methods all the same.
+        force: compare runs of different models, settings or methods anyway.
         absolute: judge tokens per second and not speed-ups, the reference's included.
         clock: which seconds and tokens make a speed: those of decoding, or of the whole call.
         seed: of the bootstrap.
@@ -277,10 +277,10 @@ def compare(
     []
     """
     if not 0.0 <= tolerance < 1.0:
-        raise ConfigError("tolerance", tolerance, "give a share from 0 to 1, such as 0.03")
+        raise ConfigError("tolerance", tolerance, "give a fraction from 0 to 1, such as 0.03")
     forced = refused(a, b)
     if forced and not force:
-        raise InputError(f"these runs cannot be compared: {'; '.join(forced)}; give --force to compare all the same")
+        raise InputError(f"these runs cannot be compared: {'; '.join(forced)}; give --force to compare anyway")
     pairs = _Pairs.of(a, b)
     if not pairs.shared:
         raise InputError("the two runs have no answer in common: give runs of the same prompts and methods")

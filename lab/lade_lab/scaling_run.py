@@ -168,7 +168,9 @@ class Study:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise InputError(f"folder {str(path.parent)!r} cannot be made ({problem}): give another --out") from problem
+            raise InputError(
+                f"folder {str(path.parent)!r} cannot be created ({problem}): give another --out"
+            ) from problem
 
     def _write(self, *, complete: bool) -> None:
         self.scaling.complete = complete
@@ -179,7 +181,7 @@ class Study:
 def check_folder(folder: Path, *, resume: bool) -> None:
     """Raise `InputError` for a folder that has a result already, which would be lost."""
     if not resume and (folder / NAME).exists():
-        raise InputError(f"{str(folder / NAME)!r} is there already: continue with --resume, or give another --out")
+        raise InputError(f"{str(folder / NAME)!r} exists already: continue with --resume, or give another --out")
 
 
 def _terms(scaling: Scaling) -> Mapping[str, Any]:

@@ -73,7 +73,9 @@ class Entry:
         try:
             found.encode()
         except UnicodeEncodeError as problem:  # JSON can spell half a surrogate pair
-            raise InputError(f"{self.place}: {name} is no Unicode at character {problem.start}: mend it") from problem
+            raise InputError(
+                f"{self.place}: {name} is not valid Unicode at character {problem.start}: fix it"
+            ) from problem
         return found
 
 
@@ -87,7 +89,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as problem:
-        raise InputError(f"{name} is not there: give the path of a file, or builtin") from problem
+        raise InputError(f"{name} does not exist: give the path of a file, or builtin") from problem
     except IsADirectoryError as problem:
         raise InputError(f"{name} is a folder: give a file in it") from problem
     except (OSError, ValueError) as problem:  # ValueError: a path with a NUL in it
@@ -110,7 +112,9 @@ def parse(raw: bytes, path: Path) -> list[Entry]:
         try:
             raw = gzip.decompress(raw)
         except (OSError, EOFError, zlib.error) as problem:
-            raise InputError(f"{name} is no whole gzip file ({problem}): download it again, or unpack it") from problem
+            raise InputError(
+                f"{name} is not a complete gzip file ({problem}): download it again, or unpack it"
+            ) from problem
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -129,7 +133,7 @@ def _lines(text: str, path: Path) -> Iterator[Entry]:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as problem:
-            raise InputError(f"{place} is no JSON ({problem}): give one JSON object a line") from problem
+            raise InputError(f"{place} is not JSON ({problem}): give one JSON object a line") from problem
         yield _entry(found, place, number)
 
 
@@ -137,7 +141,7 @@ def _array(text: str, path: Path) -> Iterator[Entry]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise InputError(f"{str(path)!r} begins with [ but is no JSON array ({problem}): mend it") from problem
+        raise InputError(f"{str(path)!r} begins with [ but is not a JSON array ({problem}): fix it") from problem
     for number, each in enumerate(found, start=1):
         yield _entry(each, f"{str(path)!r} item {number}", number)
 

@@ -183,7 +183,7 @@ def recognised(entries: Sequence[Entry]) -> str:
     if not names:
         known = "; ".join(f"{name}: {' '.join(sorted(each.keys[0]))}" for name, each in _FORMATS.items())
         raise InputError(
-            f"{first.place} has {there}, which fits no known format: name one by format=, or give its keys ({known})"
+            f"{first.place} has {there}, which matches no known format: give format=, or its keys ({known})"
         )
     if len(names) > 1:
         raise InputError(f"{first.place} has {there}, which fits {' and '.join(names)}: say which by format=")
@@ -260,7 +260,7 @@ def load(source: str | Path, format: str | None = None, limit: int | None = None
     where, category = _split(str(source))
     if where == BUILTIN and not isinstance(source, Path):
         if format is not None:
-            raise InputError(f"format={format!r} is for files: leave it away with {BUILTIN!r}")
+            raise InputError(f"format={format!r} is for files: leave it out with {BUILTIN!r}")
         return _builtin(category, limit)
     path = Path(where)
     raw = read_bytes(path)

@@ -118,7 +118,7 @@ def test_losses_near_ties_and_interrupted_runs_are_told(scripts, copied):
     assert "Run on 2026-01-02, interrupted:" in (copied / "stories3M" / "README.md").read_text("utf-8")
     (line,) = re.findall(r"^\| \[stories3M\].*$", (copied / "README.md").read_text("utf-8"), re.M)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2] == "incomplete; 1 of 15 part at near ties" and cells[4] == "-" and cells[7].startswith("▼ 0.0")
+    assert cells[2] == "incomplete; 1 of 15 diverge at near ties" and cells[4] == "-" and cells[7].startswith("▼ 0.0")
 
 
 def test_the_scaling_law_becomes_tables(scripts, copied):

@@ -389,14 +389,14 @@ def test_going_on_on_other_terms_is_refused(tmp_path):
     ]:
         with pytest.raises(InputError, match=message):
             long_run(tmp_path, resume=True, **options)
-    with pytest.raises(InputError, match="has results already: continue with --resume"):
+    with pytest.raises(InputError, match="already has results: continue with --resume"):
         long_run(tmp_path)
     assert long_run(tmp_path, resume=True).done == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be made"):
+    with pytest.raises(InputError, match="cannot be created"):
         long_run(tmp_path / "file" / "folder")
     with pytest.raises(InputError, match="is a file"):
         long_run(tmp_path / "file")
@@ -406,7 +406,7 @@ def test_a_memory_that_was_removed(tmp_path):
     next(iter(long_run(tmp_path)))
     (file,) = tmp_path.glob("*.memory")
     file.unlink()
-    with pytest.raises(InputError, match="memory of adaptive-warm 12 after 1 prompts is not there"):
+    with pytest.raises(InputError, match="memory of adaptive-warm 12 after 1 prompts is missing"):
         next(iter(long_run(tmp_path, resume=True)))
 
 

@@ -210,7 +210,7 @@ def test_builtin_is_the_builtin_one_only_as_a_word(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_read_is_said(tmp_path):
-    refused(tmp_path / "none.jsonl", "none.jsonl", "not there", "give the path")
+    refused(tmp_path / "none.jsonl", "none.jsonl", "does not exist", "give the path")
     refused(tmp_path, "is a folder", "give a file")
     refused("a\0b", "cannot be read", "check path")
     (tmp_path / "empty.jsonl").write_text(" \n\n")
@@ -220,16 +220,16 @@ def test_what_cannot_be_read_is_said(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     refused(tmp_path / "latin.jsonl", "not UTF-8 at byte 12", "save it as UTF-8")
     (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
-    refused(tmp_path / "x.jsonl.gz", "no whole gzip file", "download it again")
+    refused(tmp_path / "x.jsonl.gz", "not a complete gzip file", "download it again")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}')[:-9])
-    refused(tmp_path / "cut.jsonl.gz", "no whole gzip file")
+    refused(tmp_path / "cut.jsonl.gz", "not a complete gzip file")
 
 
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        ("{oops", ["is no JSON", "one JSON object a line"]),
-        ("[" * 100_000, ["is no JSON"]),
+        ("{oops", ["is not JSON", "one JSON object a line"]),
+        ("[" * 100_000, ["is not JSON"]),
         ('"a text"', ["is a text", "give a JSON object"]),
         ("null", ["is null", "give a JSON object"]),
         ('{"id": "b"}', ["no 'prompt'", "only 'id'", "add it as a text"]),
@@ -237,7 +237,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
         ('{"prompt": 3}', ["'prompt' is a number", "give a text"]),
         ('{"prompt": ["a"]}', ["'prompt' is a list"]),
         ('{"prompt": ""}', ["'prompt' is empty", "at least one character"]),
-        ('{"prompt": "a\\ud800"}', ["'prompt' is no Unicode at character 1"]),
+        ('{"prompt": "a\\ud800"}', ["'prompt' is not valid Unicode at character 1"]),
         ('{"prompt": "a", "id": 1.5}', ["'id' is a number", "a text or a whole number"]),
         ('{"prompt": "a", "id": true}', ["'id' is true or false"]),
         ('{"prompt": "b", "id": "a"}', ["the id 'a' of", "line 1", "give each its own"]),
@@ -274,12 +274,12 @@ def test_an_item_of_an_array_is_named_by_its_number(tmp_path):
     path.write_text(json.dumps([OWN, {"id": "b"}]))
     refused(path, "data.json' item 2", "no 'prompt'")
     path.write_text('[{"prompt": "a"}')
-    refused(path, "no JSON array", "mend it")
+    refused(path, "not a JSON array", "fix it")
 
 
 def test_keys_that_fit_no_format_or_several_are_refused_and_a_format_settles_it(tmp_path):
     path = written(tmp_path / "none.jsonl", {"input": "a"})
-    refused(path, "'input'", "fits no known format", "jsonl: prompt")
+    refused(path, "'input'", "matches no known format", "jsonl: prompt")
     path = written(tmp_path / "both.jsonl", {**GSM8K, **OWN})
     refused(path, "fits gsm8k and jsonl", "say which")
     assert load(path, format="gsm8k").items[0].turns == ["Two and two?"]

@@ -96,7 +96,7 @@ def chat(
     template: options.Template,
     no_history: Annotated[
         bool,
-        typer.Option("--no-history", rich_help_panel="Conversation", help="Do not keep a history of the lines typed."),
+        typer.Option("--no-history", rich_help_panel="Conversation", help="Do not save a history of the lines typed."),
     ] = False,
     output: options.Output,
 ) -> None:

@@ -82,13 +82,14 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
 
 def _packing(model: Any) -> dict[str, Any]:
     """Return the number of layers that `--pack` packs; they are counted, not packed, which takes seconds."""
-    from lade.backends.cpu.packing.pack import int8_layers, packable
+    from lade.backends.cpu.packing.pack import int4_layers, int8_layers, packable
     from lade.errors import UnsupportedModelError
 
+    counts = {"int8_layers": int8_layers(model), "int4_layers": int4_layers(model)}
     try:
-        return {"int8_layers": int8_layers(model), "packable_layers": len(packable(model)), "not_packable": None}
+        return {**counts, "packable_layers": len(packable(model)), "not_packable": None}
     except UnsupportedModelError as problem:
-        return {"int8_layers": 0, "packable_layers": 0, "not_packable": problem.reason}
+        return {**counts, "packable_layers": 0, "not_packable": problem.reason}
 
 
 def _invariance(model: Any) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def export_recipe(
         bool,
         typer.Option(
             "--force",
-            help="Add custom_generate/ to a folder with other files, such as a model's, which stay as they are.",
+            help="Add custom_generate/ to a folder with other files, such as a model's, which are left unchanged.",
         ),
     ] = False,
     *,

@@ -1,4 +1,4 @@
-"""`lade pack`: round a model to int8, report the loss, and save it."""
+"""`lade pack`: round a model to int8 or int4, report the loss, and save it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PackOptions:
         Path | None,
         typer.Option(metavar="FILE", help="Text for perplexity before and after, and for the errors of layers."),
     ] = None
-    tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of the text.")] = 4096
+    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens of the text.")] = 4096
     keep: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Layer that keeps its dtype, such as lm_head or 'layers.0.*'. Repeatable."),
@@ -70,11 +70,11 @@ def pack(
     json: options.Json = False,
     output: options.Output,
 ) -> None:
-    """Round a model's weights to int8 for the CPU, measure the loss in quality, and save the result.
+    """Round a model's weights to int8 or int4 for the CPU, measure the loss in quality, and save the result.
 
     The result is another, slightly worse model; the change of perplexity says by how much.
 
-    --weights int8 of other commands rounds while loading.
+    --weights int4 rounds to int4 here. With other commands, --weights rounds while loading.
     """
     with terminal(output) as term:
         text = wanted.text()
@@ -107,7 +107,7 @@ def _megabytes(size: int) -> str:
 
 def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> None:
     kept = f", kept in {facts['dtype']}: {_listed(facts['kept_layers'])}" if facts["kept_layers"] else ""
-    lines = [f"{facts['model']}: layers in int8: {facts['int8_layers']}{kept}"]
+    lines = [f"{facts['model']}: layers in {facts['weights']}: {facts['int8_layers'] + facts['int4_layers']}{kept}"]
     lines.append(f"{_megabytes(facts['bytes_before'])} -> {_megabytes(facts['bytes_after'])}")
     if errors:
         was, now = facts["perplexity_before"], facts["perplexity_after"]

@@ -171,7 +171,7 @@ class Packing:
 
     Args:
         loaded: model and tokenizer; the model is packed in place.
-        weights: integer format of the weights, such as "int8".
+        weights: integer format of the weights, "int8" or "int4".
         keep: patterns of layer names that keep their dtype.
         save: folder to write, or None.
     """
@@ -204,10 +204,11 @@ class Packing:
         term.show_status("packing the weights")
         packing.pack(model, keep_original=bool(ids), weights=self.weights, keep=self.keep)
         if ids:
-            term.show_status("reading the text in int8")
+            term.show_status(f"reading the text in {self.weights}")
             with quality.watched(model) as errors:
                 facts["perplexity_after"] = quality.perplexity(model, ids, window)
-        facts |= {"int8_layers": packing.int8_layers(model), "kept_layers": packing.kept_layers(model)}
+        facts |= {"int8_layers": packing.int8_layers(model), "int4_layers": packing.int4_layers(model)}
+        facts |= {"kept_layers": packing.kept_layers(model)}
         facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
         if self.save is not None:
             term.show_status("writing the model")
@@ -220,7 +221,7 @@ class Packing:
         kinds = packing.packable(self.loaded.model, weights=self.weights, keep=self.keep)
         small = f"linear layers below {packing.MIN_WEIGHTS:,} weights keep their dtype"
         if not kinds:
-            raise InputError(f"nothing to round to int8: {small}; give a larger model")
+            raise InputError(f"nothing to round to {self.weights}: {small}; give a larger model")
         if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
             raise ConfigError("keep", ",".join(self.keep), f"no layer is left to round: {small}")
         if self.save is not None:
@@ -236,11 +237,11 @@ def encode_text(loaded: LoadedModel, text: str, path: Path, tokens: int) -> list
 
 
 def _bytes(model: Any) -> int:
-    """Return the bytes of all weights, for int8 layers those of the integers even if the original is kept."""
-    in_int8 = [module for module in model.modules() if isinstance(module, Int8Linear)]
-    own = {id(module.weight) for module in in_int8} - packing.shared_weights(model)
+    """Return the bytes of all weights, for int8 and int4 layers those of the integers even if the original is kept."""
+    in_integers = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    own = {id(module.weight) for module in in_integers} - packing.shared_weights(model)
     dense: int = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
-    return dense + sum(module.nbytes for module in in_int8)
+    return dense + sum(module.nbytes for module in in_integers)
 
 
 SAVE_EVERY_S = 60.0

@@ -234,13 +234,13 @@ def decode(
         prompt: token ids, at least one.
         lookahead: argument of `lade.generate`.
         max_new_tokens: token limit, at least 1.
-        term: terminal that records fallbacks to plain decoding.
+        term: terminal that shows the status.
         on_step: called with each `Step`; its time is not measured with lookahead.
         choices: settled choices; their seed is set in torch's generator.
         cache: `TreeCache` with a prefix of the prompt or empty; afterwards it holds all tokens but the last.
         more: further arguments of `lade.generate`, such as images and a prediction.
     """
-    run, fallbacks = Generation(prompt=prompt, choices=choices), len(term.fallbacks)
+    run = Generation(prompt=prompt, choices=choices)
     ids, room = torch.tensor([prompt], device=loaded.model.device), loaded.room(prompt, max_new_tokens)
     arguments = {
         "input_ids": ids,
@@ -256,7 +256,7 @@ def decode(
     term.show_status("reading the prompt" if choices.num_beams == 1 else "searching with beams")
     (_steps if choices.num_beams == 1 else _beams)(loaded, arguments, run, on_step)
     run.finish_reason = "interrupted" if run.interrupted else finish_reason(loaded, run, room)
-    if len(term.fallbacks) == fallbacks:
+    if run.stats.fallback is None:
         run.config = resolve(lookahead)[0]
     return run
 
@@ -280,6 +280,7 @@ def _steps(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
             steps.close()
     if measured.new_tokens == run.stats.new_tokens:  # plain decoding may be a token ahead when stopped
         run.stats = measured
+    run.stats.fallback = measured.fallback
 
 
 def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_step: Callable[[Step], None]) -> None:
@@ -289,7 +290,7 @@ def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
             criteria = StoppingCriteriaList([interrupt])
             output: Any = generate(loaded.model, stats=run.stats, stopping_criteria=criteria, **arguments)
         except KeyboardInterrupt:
-            run.stats, run.interrupted, run.torn = Stats(), True, True
+            run.stats, run.interrupted, run.torn = Stats(fallback=run.stats.fallback), True, True
             return
         run.interrupted = interrupt.requested
     run.token_ids = output[0, arguments["input_ids"].shape[1] :].tolist()

@@ -157,7 +157,6 @@ class Terminal:
         self._status = Status(own, shown=own.is_interactive and not (self.quiet or self.debug))
         self.out: Console = YieldingConsole(self._status, highlight=False, **colors)
         self.err: Console = YieldingConsole(self._status, highlight=False, stderr=True, **colors)
-        self.fallbacks: list[str] = []
         self._within_line = False
         self.closing = ExitStack()
         self.on_status: Callable[[str], None] | None = None  # receives the status in place of the status line
@@ -230,7 +229,7 @@ class Terminal:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """Replace `warnings.showwarning`: each fallback is one yellow line, once; precision warnings are dim."""
+        """Replace `warnings.showwarning`: fallbacks are one yellow line, precision warnings dim."""
         text = one_line(message)
         if issubclass(category, PrecisionWarning):
             self.say(in_the_shell(text), ASIDE)
@@ -238,9 +237,7 @@ class Terminal:
         if not issubclass(category, FallbackWarning):
             self.say(warnings.formatwarning(message, category, filename, lineno, line).rstrip(), "dim")
             return
-        if text not in self.fallbacks:
-            self.say(text, "yellow")
-        self.fallbacks.append(text)
+        self.say(text, "yellow")
 
 
 @contextmanager

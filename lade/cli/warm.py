@@ -47,7 +47,7 @@ class WarmOptions:
         list[Path],
         typer.Option(metavar="FILE", help="Text file with one prompt, or .jsonl file with one per line. Repeatable."),
     ]
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the memory, which is continued if it exists.")]
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the memory; if it exists, it is extended.")]
     max_new_tokens: options.MaxNewTokens = 200
     max_mib: Annotated[
         int | None, typer.Option(metavar="M", help="Size limit of the memory in MiB. Default: as saved, or 128.")

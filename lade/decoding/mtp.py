@@ -137,7 +137,7 @@ class DraftPassCost:
     seconds: dict[int, float] = field(default_factory=dict)
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """Add a pass to the mean; the first one of each size is skipped, as it may include compilation."""
+        """Add a pass to the mean; the first one of each size is skipped, as it may include one-time setup."""
         size = max(1, nodes).bit_length()
         known = self.seconds.get(size)
         self.seconds[size] = seconds if not known else known + (min(seconds, 4.0 * known) - known) / _STEPS

@@ -32,6 +32,7 @@ from lade.engines.price import FIRST, NEWS, TokenPrice
 from lade.errors import ConfigError, InputError
 from lade.memory import Memory
 
+_INT32 = np.dtype(np.int32)  # compared with this, a dtype is not converted first
 _NO_ROWS = np.empty((0, WIDTH), np.int32)
 _FIRST_ROOM = 24  # nodes; a request takes some 90 KiB with so many
 _ROWS_AT_ONCE = 1024  # logits are copied to float32 on their device to be read
@@ -289,10 +290,9 @@ class EngineDrafter:
         start = 0
         while start < len(batch):
             with ExitStack() as stack:
-                memories = {id(each.state.memory): each.state.memory for each in batch}
-                lent = {key: stack.enter_context(memories[key].lent()) for key in sorted(memories)}
-                pairs = [(each.state.grower.held, lent[id(each.state.memory)]) for each in batch]
-                requests = Requests(pairs)
+                memories = sorted({each.state.memory for each in batch}, key=id)
+                lent = {memory: stack.enter_context(memory.lent()) for memory in memories}
+                requests = Requests([(each.state.grower.held, lent[each.state.memory]) for each in batch])
                 stopped = learn_requests(requests, drafted, start, flat, token_ends, rows, row_ends, RATE)
             for each, end in zip(batch[start:stopped], token_ends[start:stopped].tolist(), strict=True):
                 state, count = each.state, len(each.tokens)
@@ -387,16 +387,17 @@ class EngineDrafter:
         limits = self._excluded_ids, self.vocabulary, self._trees
         start = 0
         while start < len(states):
-            requests = Requests([(state.grower.held, state.memory.bound) for state in states])
+            bound = {memory: memory.bound for memory in {state.memory for state in states}}
+            requests = Requests([(state.grower.held, bound[state.memory]) for state in states])
             start = propose(requests, budgets, start, prices, *limits, ids, parents, scores, ends)
             if start < len(states):
                 for state, budget in zip(states[start:], budgets[start:].tolist(), strict=True):
                     state.grower.reserve(budget + 1)
         end, drafts = 0, list[EngineDraft]()
-        columns = [column[: ends[-1]].tolist() for column in (ids, parents, scores)]
+        tokens, above, likely = (column[: ends[-1]].tolist() for column in (ids, parents, scores))
         for state, after in zip(states, ends.tolist(), strict=True):
-            state.draft = EngineDraft(*(column[end:after] for column in columns))
-            drafts.append(state.draft)
+            state.draft = draft = EngineDraft(tokens[end:after], above[end:after], likely[end:after])
+            drafts.append(draft)
             end = after
         return drafts
 
@@ -415,7 +416,7 @@ class EngineDrafter:
 
 def _check_rows(rows: Any, fed: int, needed: int) -> None:
     """Raise unless rows are entries of at most `fed` tokens, and of at least those that the emitted tokens need."""
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.int32 or rows.ndim != 2 or rows.shape[1] != WIDTH:
+    if not isinstance(rows, np.ndarray) or rows.dtype != _INT32 or rows.ndim != 2 or rows.shape[1] != WIDTH:
         kind = f"{rows.dtype} of shape {list(rows.shape)}" if isinstance(rows, np.ndarray) else type(rows).__name__
         raise InputError(f"rows are {kind}: give int32 [F, {WIDTH}], the result of read_rows")
     if not needed <= len(rows) <= fed:

@@ -196,7 +196,7 @@ def _settings(additional: Any) -> Mapping[str, Any]:
         raise ConfigError("additional_config['lade']", settings, "give an object with memory and price, or neither")
     for name in settings:
         if name not in ("memory", "price"):
-            raise ConfigError("additional_config['lade']", name, "unknown setting: there are memory and price")
+            raise ConfigError("additional_config['lade']", name, "unknown setting: give memory or price")
     if not isinstance(settings.get("memory", ""), str):
         raise ConfigError("additional_config['lade']['memory']", settings["memory"], "give the path of a file")
     return settings

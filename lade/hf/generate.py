@@ -185,7 +185,7 @@ def _decode_with(
                     distributed.refuse_unshared(model)
                 session = _session_for(prepared, config, stats, streamer, auto=auto)
             except UnsupportedError as problem:
-                fall_back(problem, stats, allowed=auto)
+                fall_back(model, problem, stats, allowed=auto)
         if session is not None:
             return session.run()
         if distributed is not None and distributed.leader_of(model) is not None:
@@ -293,8 +293,8 @@ def generate(
             `past_key_values` holds the text so far, as after plain decoding.
 
     Returns:
-        The result of `model.generate`: `[B, L + new]` int64, or an output object with `return_dict_in_generate=True`,
-        without `past_key_values` if there is padding, or several rows that are not beams.
+        The ids that `model.generate` returns, `[B, L + new]` int64, or its output object with
+        `return_dict_in_generate=True`; without `past_key_values` if there is padding, or several rows besides beams.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
@@ -336,7 +336,7 @@ def _generate(
             try:
                 prepared = arguments_for_callable(model, inner, arguments)
             except UnsupportedError as problem:
-                fall_back(problem, stats, allowed=auto)
+                fall_back(inner, problem, stats, allowed=auto)
         if prepared is not None:
             use = functools.partial(
                 _decode_with,
@@ -414,7 +414,7 @@ def _stream(
                 prepared = arguments_for_callable(model, inner, arguments)
                 return iter(model.generate(custom_generate=custom_generate_for(make, model, texts), **prepared))
             except UnsupportedError as problem:
-                fall_back(problem, stats, allowed=auto)
+                fall_back(inner, problem, stats, allowed=auto)
         if distributed is not None:
             distributed.refuse_shared_steps(model)
         steps: Iterator[Step] = _rarely_used("plain").plain_steps(model, stats, arguments)

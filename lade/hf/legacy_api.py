@@ -175,7 +175,7 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 session = make(prepared, prompt_streamed=True)  # transformers has streamed the prompt already
             except UnsupportedError as problem:
-                fall_back(problem, stats)
+                fall_back(model, problem, stats)
         if session is None:
             loop = functools.partial(original, model, *prepared.positional, **model_kwargs)
             return loop(synced_gpus=synced_gpus, streamer=streamer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -150,7 +151,7 @@ def _refuse_caches(prepared: Prepared) -> None:
     user_cache = joint.load("user_cache")
     if prepared.cache_name == "cache_params":
         what = "cache_params on a model whose layers are all recurrent"
-        refuse(what, "its states do not tell their length, so plain decoding feeds the whole prompt again")
+        refuse(what, "the length of its states is unknown, so plain decoding feeds the whole prompt again")
     if not isinstance(cache, TreeCache) and prepared.facts.recurrent:
         what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
@@ -235,7 +236,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
         refuse(chunks, "recurrent layers depend on chunk boundaries, and count padding in some; leave one of them out")
     unknown = not is_listed(model) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
-        refuse("left padding", "trying whether this model counts it takes passes of all its processes")
+        refuse("left padding", "checking whether this model counts it would take passes of all its processes")
     if unknown and joint.load("trials").depends_on_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
@@ -311,26 +312,39 @@ LIBRARIES = frozenset({"lade", "transformers", "transformers_modules", "torch", 
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 
-_warned: WeakSet[PreTrainedModel] = WeakSet()
+_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 _warning = ForkSafeLock()
 
 
-def fall_back(problem: UnsupportedError, stats: Stats | None, *, allowed: bool = True) -> None:
-    """Report the fallback to plain decoding: one `FallbackWarning` at the user's line, a log record, `stats.fallback`.
+def fall_back(model: Any, problem: UnsupportedError, stats: Stats | None, *, allowed: bool = True) -> None:
+    """Report the fallback to plain decoding: a log record, `stats.fallback`, a warning once per model and reason.
 
     Args:
+        model: the transformers model, without wrappers.
         problem: the refusal that is being handled.
         stats: gets the reason; None for none.
         allowed: whether to fall back, as `lookahead="auto"` does; otherwise the refusal is raised again.
     """
     if not allowed:
         raise problem
-    subject = "this model is not supported, " if isinstance(problem, UnsupportedModelError) else ""
-    message = f"{subject}running at normal speed: {problem.reason}"
+    message = f"running at normal speed: {problem.reason}"
+    if isinstance(problem, UnsupportedModelError):
+        name = type(model).__name__
+        message = f"{name} is not supported, running at normal speed: {problem.reason.removeprefix(f'{name}: ')}"
     logger.info("%s", message)
     if stats is not None:
         stats.fallback = problem.reason
-    warnings.warn(message, FallbackWarning, stacklevel=_user_stacklevel())
+    if _is_first(model, re.sub(r"\d+", "", problem.reason)):  # numbers may differ from call to call
+        warnings.warn(message, FallbackWarning, stacklevel=_user_stacklevel())
+
+
+def _is_first(model: PreTrainedModel, subject: str) -> bool:
+    """Return True for the first call with this model and subject; a copy of a model is another model."""
+    with _warning:
+        subjects = _warned.setdefault(model, set())
+        is_first = subject not in subjects
+        subjects.add(subject)
+    return is_first
 
 
 def warn_of_precision(prepared: Prepared) -> None:
@@ -361,10 +375,8 @@ def _precision_note(inner: PreTrainedModel, model: Any) -> str:
     if not cast and (inner.dtype not in HALF or is_invariant(inner)):
         return ""
     dtype = torch.get_autocast_dtype(device) if cast and inner.dtype is torch.float32 else inner.dtype
-    with _warning:
-        if dtype not in HALF or inner in _warned:
-            return ""
-        _warned.add(inner)
+    if dtype not in HALF or not _is_first(inner, "precision"):
+        return ""
     may_differ = "where two tokens score almost equally the output may differ from `generate`"
     return f"{dtype_name(dtype)}: {may_differ}; {_remedy(model, cast=cast)} prevents it"
 

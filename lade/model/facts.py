@@ -416,7 +416,7 @@ def needs_synced_passes(model: Any) -> bool:
 
 
 def packed_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes of packed layers with bit-identical results."""
+    """Return the classes of packed layers in the model's dtype."""
     cpu = joint.loaded("cpu")
     return () if cpu is None else (cpu.packed_layer,)
 

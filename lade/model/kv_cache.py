@@ -161,7 +161,7 @@ class TreeCache(Cache):
         if layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], StatefulLayer):
             raise UnsupportedArgumentError(
                 "an empty lade.TreeCache has no layers for the states of this model",
-                "fill it by lade.generate, which decodes plainly with lookahead=None, or give model.generate a "
+                "fill it with lade.generate, which decodes plainly with lookahead=None, or give model.generate a "
                 "DynamicCache(config=model.config)",
             )
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)

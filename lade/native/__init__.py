@@ -54,7 +54,7 @@ def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
     if sources and loaded.lade_sources() != sources.encode():
         announce_once(
             logger,
-            "the compiled kernels are not those of their sources, and slow reference implementations run instead: "
+            "the compiled kernels are older than their sources, and slow reference implementations run instead: "
             "run  make native",
         )
         return None

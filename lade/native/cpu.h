@@ -9,7 +9,7 @@
 //     cpu_attention.h      attention, and in cpu_norms.h RMS norms, with a fixed order of sums
 //     cpu_rows.h          per-row int8 quantisation
 //     cpu_panels.h         products with weights in panels: arguments and epilogue
-//     cpu_dots.h           products by dot-product instructions; cpu_tiles.h: by AMX tiles
+//     cpu_dots.h           products by dot-product instructions; cpu_tiles.h: by AMX tiles; cpu_int4.h: of int4 weights
 //
 // Those headers have no include guard: cpu_plain.cpp, cpu_avx2.cpp and the like include them inside a namespace, with
 // the instructions switched on, and list in a table what they compiled. No result depends on the width of vectors.

@@ -43,6 +43,18 @@ struct Dots {
 
 #include "cpu_dots.h"
 
+// Adds 32 products of unsigned codes up to 15 and signed ones to a start; eight pairs of them fit into 16 bits.
+INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
+    __m256i pairs = _mm256_setzero_si256();
+    UNROLL for (int word = 0; word < 8; word++) {
+        const __m256i inputs = _mm256_set1_epi32(read<int32_t>(x + 4 * word));
+        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)codes[word], inputs));
+    }
+    return (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)) + start;
+}
+
+#include "cpu_int4.h"
+
 }  // namespace avx2
 }  // namespace
 }  // namespace lade
@@ -70,6 +82,16 @@ struct Dots {
 
 #include "cpu_dots.h"
 
+// Adds 32 products of unsigned codes up to 15 and signed ones to a start.
+INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
+    __m256i sums = _mm256_set1_epi32(start);
+    UNROLL for (int word = 0; word < 8; word++)
+        sums = _mm256_dpbusd_avx_epi32(sums, (__m256i)codes[word], _mm256_set1_epi32(read<int32_t>(x + 4 * word)));
+    return (Ints)sums;
+}
+
+#include "cpu_int4.h"
+
 }  // namespace avxvnni
 }  // namespace
 }  // namespace lade
@@ -84,11 +106,13 @@ const Entry avx2_kernels[] = {
     {"block_rows", "avx2", avx2::block_rows},
     {"multiply_few_codes", "avx2", avx2::multiply_few},
     {"multiply_many_codes", "avx2", avx2::multiply_many},
+    {"multiply_int4", "avx2", avx2::multiply_int4},
     {},
 };
 const Entry avxvnni_kernels[] = {
     {"multiply_few_codes", "avxvnni", avxvnni::multiply_few},
     {"multiply_many_codes", "avxvnni", avxvnni::multiply_many},
+    {"multiply_int4", "avxvnni", avxvnni::multiply_int4},
     {},
 };
 }  // namespace lade

@@ -43,6 +43,18 @@ struct Dots {
 
 #include "cpu_dots.h"
 
+// Adds 32 products of unsigned codes up to 15 and signed ones to a start; eight pairs of them fit into 16 bits.
+INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
+    __m512i pairs = _mm512_setzero_si512();
+    UNROLL for (int word = 0; word < 8; word++) {
+        const __m512i inputs = _mm512_set1_epi32(read<int32_t>(x + 4 * word));
+        pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16((__m512i)codes[word], inputs));
+    }
+    return (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)) + start;
+}
+
+#include "cpu_int4.h"
+
 }  // namespace avx512
 }  // namespace
 }  // namespace lade
@@ -69,6 +81,16 @@ struct Dots {
 };
 
 #include "cpu_dots.h"
+
+// Adds 32 products of unsigned codes up to 15 and signed ones to a start.
+INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
+    __m512i sums = _mm512_set1_epi32(start);
+    UNROLL for (int word = 0; word < 8; word++)
+        sums = _mm512_dpbusd_epi32(sums, (__m512i)codes[word], _mm512_set1_epi32(read<int32_t>(x + 4 * word)));
+    return (Ints)sums;
+}
+
+#include "cpu_int4.h"
 
 }  // namespace avx512vnni
 }  // namespace
@@ -111,11 +133,13 @@ const Entry avx512_kernels[] = {
     {"block_rows", "avx512", avx512::block_rows},
     {"multiply_few_codes", "avx512", avx512::multiply_few},
     {"multiply_many_codes", "avx512", avx512::multiply_many},
+    {"multiply_int4", "avx512", avx512::multiply_int4},
     {},
 };
 const Entry avx512vnni_kernels[] = {
     {"multiply_few_codes", "avx512vnni", avx512vnni::multiply_few},
     {"multiply_many_codes", "avx512vnni", avx512vnni::multiply_many},
+    {"multiply_int4", "avx512vnni", avx512vnni::multiply_int4},
     {},
 };
 const Entry avx512bf16_kernels[] = {

@@ -9,7 +9,7 @@
 
 struct PanelProduct {
     const char* x;         // rows in blocks, see above
-    const char* scales;    // [rows] float32, scales of the rows; int8 only
+    const char* scales;    // [rows] float32, scales of the rows; int8 and int4 only
     const char* weight;    // the panels
     const char* steps;     // [outputs] float32, scales of the weights; int8 only
     const char* bias;      // [outputs]; null for none
@@ -20,7 +20,7 @@ struct PanelProduct {
     int64_t row_group, panel_group;  // rows (whole groups) and panels per part; few rows are all in each part
     int64_t together;                // rows interleaved in a group
     int64_t start;  // address of initial sums for unsigned codes, [outputs padded] int32: -128 times the sum of an
-                    // output's weights, since 128 stands for an input of zero; 0 for none
+                    // output's weights, since 128 stands for an input of zero; 0 for none. For int4 see cpu_int4.h
 };
 
 // Bytes from the first row's first block to some block of a row.
@@ -41,10 +41,8 @@ INLINE void write_results(
         for (int64_t at = 0; at < rows; at++) {
             const char* sum = sums + 4 * (at * columns + column);
             Floats found = load(sum);
-            if (product.steps) {
-                const Floats scale = broadcast(load_one(product.scales + 4 * (row + at)));
-                found = __builtin_convertvector(read<Ints>(sum), Floats) * steps * scale;
-            }
+            if (product.steps) found = __builtin_convertvector(read<Ints>(sum), Floats) * steps;
+            if (product.scales) found = found * broadcast(load_one(product.scales + 4 * (row + at)));
             if (product.bias) found = found + bias;
             store_first(product.out + item * ((row + at) * product.outputs + place), found, product.kind, count);
         }

@@ -71,6 +71,16 @@ template <class Dot> void multiply_by_dots(int64_t* fields) {
     }
 }
 
+// Adds 32 products of unsigned codes up to 15 and signed ones to a start.
+INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
+    Ints sum = start - Ints{};
+    for (int word = 0; word < 8; word++)
+        for (int at = 0; at < 4; at++) sum += (Ints)(codes[word] >> (8 * at) & 0xFF) * (int32_t)(int8_t)x[4 * word + at];
+    return sum;
+}
+
+#include "cpu_int4.h"
+
 struct Code {};
 struct Half {};
 
@@ -123,6 +133,7 @@ const Entry plain_kernels[] = {
     {"logistic_product", "plain", logistic_product},
     {"quantise_rows", "plain", quantise_rows},
     {"block_rows", "plain", block_rows},
+    {"multiply_int4", "plain", multiply_int4},
     {"multiply_few", REFERENCE, multiply_by_dots<HalfDot>},
     {"multiply_many", REFERENCE, multiply_by_dots<HalfDot>},
     {"multiply_few_codes", REFERENCE, multiply_by_dots<CodeDot>},

@@ -31,6 +31,7 @@ struct RowQuantisation {
     int64_t rows, inputs;
     int64_t together;  // rows interleaved in a group
     int64_t zero;      // code of zero: 0 for signed codes, 128 for unsigned ones
+    char* starts;      // initial sums of int4 products, see cpu_int4.h; null for none
 };
 
 // The conversion truncates, so adding one half rounds; for signed codes the offset of 128 is removed by flipping the
@@ -52,6 +53,17 @@ INLINE float largest_magnitude(const char* x, int64_t kind, int64_t inputs) {
     return load_one((const char*)&most);
 }
 
+// -8 times the sum of the signed codes of every 32 inputs.
+static void write_starts(const RowQuantisation& call, const char* codes, int64_t row, int64_t blocks) {
+    char* starts = call.starts + 4 * (row / call.together * call.together * 2 * blocks + row % call.together);
+    for (int64_t group = 0; group < 2 * blocks; group++) {
+        const int8_t* from = (const int8_t*)codes + group / 2 * LINE * call.together + group % 2 * 32;
+        int32_t sum = 0;
+        for (int at = 0; at < 32; at++) sum += from[at];
+        write(starts + 4 * group * call.together, -8 * sum);
+    }
+}
+
 static void quantise_rows(int64_t* fields) {
     const auto call = arguments_of<RowQuantisation>(fields);
     const int64_t parts = fields[1], item = item_size(call.kind), blocks = ceil_div(call.inputs, LINE);
@@ -67,6 +79,7 @@ static void quantise_rows(int64_t* fields) {
                 store_codes(to, numbers, broadcast(step), call.zero);
             }
             store_one(call.scales + 4 * row, step);
+            if (call.starts) write_starts(call, codes, row, blocks);
         }
     }
 }

@@ -48,7 +48,7 @@ class ArrayType:
             or array.ndim != self.dimensions
             or not array.flags["C_CONTIGUOUS"]
         ):
-            raise TypeError(f"{array!r} is no contiguous array of {self.dtype} with {self.dimensions} dimensions")
+            raise TypeError(f"{array!r} is not a contiguous array of {self.dtype} with {self.dimensions} dimensions")
         return ctypes.byref(_Header(array.ctypes.data, *array.shape))
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 
 
 def library_name() -> str:
-    """Return the file name of the compiled library on this platform."""
-    return "kernels.dll" if sys.platform == "win32" else "kernels.so"
+    """Return the file name of the compiled library on this platform.
+
+    A name that ends in ".so" would look like an extension module to `pkgutil.walk_packages`, which tools import.
+    """
+    return "kernels.dll" if sys.platform == "win32" else "kernels.so.1"
 
 
 def digest_of(folder: Path) -> str:

@@ -211,7 +211,7 @@ def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
         InputError: invalid schema.
     """
     if isinstance(schema, bool | int | float | list):
-        raise InputError("a JSON schema has to be an object")
+        raise InputError("a JSON schema must be an object")
     return Grammar.json_schema(schema, whitespace=whitespace)
 
 

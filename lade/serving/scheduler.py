@@ -150,7 +150,9 @@ class Scheduler:
     def check_slot(self, place: QueueSlot) -> None:
         """Raise what `submit` would raise for a slot, before the request is prepared."""
         if place.handle is not None or place.engine is not self:
-            raise ConfigError("place", place, "give one of this engine's own reserve() that no request has taken")
+            raise ConfigError(
+                "place", place, "give a slot that reserve() of this engine returned and no request has taken"
+            )
         if place.released:
             raise CancelledError("its place was released")
 

@@ -42,11 +42,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from lade.decoding.drafting.controller import LARGEST_SHARED, OUTLIER
 from lade.model.inputs import batch_bucket
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LARGEST = 512
-"""Size at the end of `StepCost.table`: what several processes feed together. It is straight beyond the last knot."""
 
 # How much is known, in passes; a knot's gain is one over this.
 MAX_WEIGHT = 50.0  # at most: then the mean is over the last passes
@@ -69,9 +68,6 @@ RUN_LEAST = 1.0  # weight that runs leave a knot
 # Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
 CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one contradicts it
-# The mean time of passes over one token, hiccups included: what the time of a step is worth.
-PLAIN_PASSES = 64.0  # that it is over
-OUTLIER = 6.0  # times the mean, at which one is clipped: a stall of a second is no slow machine
 
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
@@ -101,7 +97,7 @@ class StepCost:
 
     Attributes:
         plain_s: seconds of a pass over one token on average, hiccups included: what time is worth.
-        table: seconds by size, 0 to `LARGEST`; never decreasing (entry 0 repeats entry 1).
+        table: seconds by size, 0 to `LARGEST_SHARED`; never decreasing (entry 0 repeats entry 1).
         marginals: by size, seconds that one more token adds on the lower convex hull; never decreasing, >= 0.
         corners: the sizes at which the curve touches its hull, ascending. Between two of them it lies above, and a tree
             that stops there costs more than the marginals say: it had better have one of these sizes.
@@ -170,12 +166,12 @@ class StepCost:
         self.refresh()
 
     def seconds(self, size: int) -> float:
-        """t(S) for a size >= 1; beyond `LARGEST` it continues straight, with the steepest slope of the hull."""
-        if 0 < size <= LARGEST:
+        """t(S) for a size >= 1; beyond `LARGEST_SHARED` it continues straight, with the steepest slope of the hull."""
+        if 0 < size <= LARGEST_SHARED:
             return self.table[size]
         if size < 1:
             raise ValueError(f"size={size!r} is not valid: a pass feeds at least 1 token")
-        return self.table[-1] + (size - LARGEST) * self.marginals[-1]
+        return self.table[-1] + (size - LARGEST_SHARED) * self.marginals[-1]
 
     def observe(self, size: int, seconds: float) -> None:
         """Learn from one pass, as the module describes.
@@ -188,7 +184,7 @@ class StepCost:
             return
         self._unread_s += seconds
         if size == 1:
-            self._plain_passes = min(self._plain_passes + 1.0, PLAIN_PASSES)
+            self._plain_passes = min(self._plain_passes + 1.0, MAX_WEIGHT)
             self.plain_s += (min(seconds, OUTLIER * self.plain_s) - self.plain_s) / self._plain_passes
         size = next((end for end in self._padded_to if end >= size), size)
         if 0 < size <= KNOTS[-1]:
@@ -276,11 +272,11 @@ class StepCost:
         rises = ((curve[b] - curve[a]) / (ends[b] - ends[a]) for a, b in pairwise(corners))
         slopes = list(accumulate(rises, max))  # rounding may turn them
         within = np.array(curve)[np.searchsorted(ends, _SIZES)] if self._padded_to else np.interp(_SIZES, _KNOTS, curve)
-        beyond = curve[-1] + slopes[-1] * np.arange(1, LARGEST - KNOTS[-1] + 1)
+        beyond = curve[-1] + slopes[-1] * np.arange(1, LARGEST_SHARED - KNOTS[-1] + 1)
         self.table = [*within.tolist(), *beyond.tolist()]
-        self.corners = [*(ends[i] for i in corners[:-1]), LARGEST]
+        self.corners = [*(ends[i] for i in corners[:-1]), LARGEST_SHARED]
         marginals = list[float]()  # the first slope serves sizes 0 and 1 as well
-        for slope, end in zip(slopes, [*self.corners[1:-1], LARGEST + 1], strict=True):
+        for slope, end in zip(slopes, [*self.corners[1:-1], LARGEST_SHARED + 1], strict=True):
             marginals += [slope] * (end - len(marginals))
         self.marginals = marginals
 
@@ -319,51 +315,44 @@ class BatchCost:
     Args:
         cost_of: returns the curve of a number of rows; called again when that has fallen to the next power of two.
         rows: B, rows of the batch at first.
+
+    Attributes:
+        rows: how many there are now.
+        current: the curve of as many.
     """
 
     def __init__(self, cost_of: Callable[[int], StepCost], rows: int) -> None:
-        self._cost_of, self._rows = cost_of, rows
-        self._current = cost_of(rows)
-
-    @property
-    def rows(self) -> int:
-        """How many there are."""
-        return self._rows
-
-    @property
-    def current(self) -> StepCost:
-        """The curve of as many rows as there are."""
-        return self._current
+        self._cost_of, self.rows, self.current = cost_of, rows, cost_of(rows)
 
     @property
     def table(self) -> list[float]:
         """See `StepCost`."""
-        return self._current.table
+        return self.current.table
 
     @property
     def plain_s(self) -> float:
         """See `StepCost`."""
-        return self._current.plain_s
+        return self.current.plain_s
 
     @property
     def marginals(self) -> list[float]:
         """See `StepCost`."""
-        return self._current.marginals
+        return self.current.marginals
 
     @property
     def corners(self) -> list[int]:
         """See `StepCost`."""
-        return self._current.corners
+        return self.current.corners
 
     def observe(self, size: int, seconds: float) -> None:
         """Learn from one pass of these rows, `size` being that of the largest tree."""
-        self._current.observe(size, seconds)
+        self.current.observe(size, seconds)
 
     def resize(self, rows: int) -> None:
         """`rows` are left; 0 when all have ended."""
-        if rows and batch_bucket(rows) != batch_bucket(self._rows):
-            self._current = self._cost_of(rows)
-        self._rows = rows or self._rows
+        if rows and batch_bucket(rows) != batch_bucket(self.rows):
+            self.current = self._cost_of(rows)
+        self.rows = rows or self.rows
 
 
 def typical(samples: Sequence[float]) -> float:

@@ -116,7 +116,7 @@ def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade,
     result = lade("generate", "-m", unsupported, "--prompts", file, "-n", 12, "--json")
     assert result.exit_code == 0
     (warning,) = result.stderr.splitlines()
-    assert warning.startswith("this model is not supported, running at normal speed: GPTNeoForCausalLM")
+    assert warning.startswith("GPTNeoForCausalLM is not supported, running at normal speed: its local attention")
     assert all(json.loads(line)["config"] is None for line in result.stdout.splitlines())
 
 

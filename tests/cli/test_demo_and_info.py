@@ -184,18 +184,23 @@ def test_what_packing_alone_brings_has_a_row_of_its_own(loaded, race):
 
 def test_the_embedded_model_is_padded_unless_one_says_no(lade):
     arguments = ["demo", "--limit", 1, "-n", 5]
-    padded = json.loads(lade(*arguments, "--padded", 12, "--json").stdout)
-    own = json.loads(lade(*arguments, "--padded", 0, "--json").stdout)
+    padded = json.loads(lade(*arguments, "--inflate", "12e6", "--json").stdout)
+    own = json.loads(lade(*arguments, "--inflate", 0, "--json").stdout)
     assert padded["parameters"] == pytest.approx(12e6, rel=0.05) and own["parameters"] < 4e6
     texts = [[race["lookahead"]["token_ids"] for race in found["races"]] for found in (padded, own)]
     assert texts[0] == texts[1] and padded["memory_texts"] > 0
-    shown = lade(*arguments, "--padded", 12).stdout
+    shown = lade(*arguments, "--inflate", "12e6").stdout
     assert shown.count("padded to 12 million") == 2, "at the beginning and at the end"
+    assert "It has an MTP layer, which most models lack" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--padded", -1], "--padded -1"), (["--padded", 100, "-m", "FOLDER"], "--padded 100: pads the embedded model")],
+    [
+        (["--inflate", -1], "--inflate -1"),
+        (["--inflate", "inf"], "--inflate inf"),
+        (["--inflate", "100e6", "-m", "FOLDER"], "--inflate 100000000.0: pads the embedded model"),
+    ],
 )
 def test_padding_has_its_limits(lade, folder, arguments, message):
     result = lade("demo", *(folder if word == "FOLDER" else word for word in arguments))
@@ -270,7 +275,7 @@ def test_the_demo_samples_if_asked(lade, folder, model, tokenizer):
 
 
 def test_the_embedded_model_is_what_the_demo_shows(lade):
-    result = lade("demo", "--limit", 1, "-n", 12, "--json", "--padded", 0)
+    result = lade("demo", "--limit", 1, "-n", 12, "--json", "--inflate", 0)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["same_tokens"] is True
 

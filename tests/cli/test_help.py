@@ -88,8 +88,8 @@ def test_flags_are_shown_alike_without_a_type():
 def test_one_thing_has_one_name():
     """Prompts, memories and seeds are given in the same way to every command that takes them."""
     names = {name for _, parameter in every_option() for name in parameter.opts}
-    assert {"--prompts", "--memory", "--seed"} <= names
-    assert not {"--workload", "--seeds", "--prompts-file", "--draft-memory", "--num-prompts"} & names
+    assert {"--prompts", "--memory", "--seed", "--inflate"} <= names
+    assert not {"--workload", "--seeds", "--prompts-file", "--draft-memory", "--num-prompts", "--padded"} & names
 
 
 @pytest.mark.parametrize("command", ["demo", "plan"])

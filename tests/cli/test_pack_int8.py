@@ -1,4 +1,4 @@
-"""`lade pack` and `--weights int8`."""
+"""`lade pack`, and `--weights` int8 and int4."""
 
 import json
 
@@ -30,23 +30,28 @@ def text(tmp_path):
     return file
 
 
-def test_what_int8_costs_is_told_and_the_model_saved_and_loaded(lade, folder, text, tmp_path, small_layers_count):
-    saved = tmp_path / "int8"
-    result = lade("pack", folder, "--check", text, "--keep", "lm_head", "--save", saved, "--json")
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_what_integers_cost_is_told_and_the_model_saved_and_loaded(
+    lade, folder, text, tmp_path, small_layers_count, weights
+):
+    saved, given = tmp_path / weights, [] if weights == "int8" else ["--weights", weights]
+    result = lade("pack", folder, "--check", text, "--keep", "lm_head", "--save", saved, *given, "--json")
     facts = json.loads(result.stdout)
-    assert facts["int8_layers"] == 14 == len(facts["errors"]) and facts["kept_layers"] == ["lm_head"]
+    assert facts[f"{weights}_layers"] == 14 == len(facts["errors"]) and facts["kept_layers"] == ["lm_head"]
     assert facts["perplexity_after"] != facts["perplexity_before"] > 1 and facts["tokens"] == len(text.read_text())
     assert facts["bytes_after"] < facts["bytes_before"]
-    shown = lade("pack", "-m", folder, "--check", text).stdout
-    assert "perplexity" in shown and "layers in int8: " in shown and "down_proj" in shown
+    shown = lade("pack", "-m", folder, "--check", text, *given).stdout
+    assert "perplexity" in shown and f"layers in {weights}: " in shown and "down_proj" in shown
     ask = ["-p", PROMPT, "-n", 8, "--json", "--method", "plain"]
     texts = [
         json.loads(lade("generate", *which, *ask).stdout)["token_ids"]
-        for which in (["-m", saved], ["-m", folder, "--weights", "int8", "--dtype", "float32"])
+        for which in (["-m", saved], ["-m", folder, "--weights", weights, "--dtype", "float32"])
     ]
     assert len(texts[0]) == len(texts[1]) == 8
     facts = json.loads(lade("info", "-m", saved, "--json").stdout)
-    assert (facts["int8_layers"], facts["weights"], facts["supported"]) == (14, "int8", False)
+    assert (facts[f"{weights}_layers"], facts["weights"], facts["supported"]) == (14, weights, False)
+    other = "int4" if weights == "int8" else "int8"
+    assert f"the model is packed in {weights}" in lade("info", "-m", saved, "--weights", other).stderr
     assert "--dtype bf16" in lade("generate", "-m", saved, "--dtype", "bf16", "-p", PROMPT).stderr
     assert "is packed already" in lade("pack", saved, "--check", text).stderr
 
@@ -60,17 +65,20 @@ def test_what_int8_costs_is_told_and_the_model_saved_and_loaded(lade, folder, te
     ],
     ids=lambda command: command[0],
 )
-def test_a_model_in_int8_goes_through_every_command(lade, folder, tmp_path, monkeypatch, command, small_layers_count):
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_model_in_integers_goes_through_every_command(
+    lade, folder, tmp_path, monkeypatch, command, small_layers_count, weights
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(PROMPT)
     threads = torch.get_num_threads()
     try:
-        result = lade(*command, "-m", folder, "--dtype", "bfloat16", "--weights", "int8", "--invariant", "--json")
+        result = lade(*command, "-m", folder, "--dtype", "bfloat16", "--weights", weights, "--invariant", "--json")
     finally:
         torch.set_num_threads(threads)
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    assert (facts["weights"], facts["invariant"], facts["packed"], facts["dtype"]) == ("int8", True, True, "bfloat16")
+    assert (facts["weights"], facts["invariant"], facts["packed"], facts["dtype"]) == (weights, True, True, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,7 @@ def test_a_model_in_int8_goes_through_every_command(lade, folder, tmp_path, monk
         (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer matches it"),
         (["pack", "--save", "x", "--tokens", "1"], "--tokens 1"),
         (["serve", "--weights", "int8", "--no-pack"], "--no-pack"),
-        (["generate", "--weights", "int4", "-p", PROMPT], "--weights int4: give int8"),
+        (["generate", "--weights", "int3", "-p", PROMPT], "--weights int3: give int8 or int4"),
         (["generate", "--weights", "int8", "--no-pack", "-p", PROMPT], "--no-pack"),
         (["generate", "--weights", "int8", "--quantization", "bnb-8bit", "-p", PROMPT], "--quantization bnb-8bit"),
     ],

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from lade.decoding.drafting import controller as controller_module
 from lade.decoding.drafting.controller import BatchBudget, Controller, ControllerState
 from lade.tuning.step_cost import StepCost
 
@@ -173,3 +174,21 @@ def test_a_batch_that_rests_feeds_nothing_for_what_it_teaches():
         budget._skipping = resting
         budget.decide([faint] * 3)
         assert (budget.choose(faint) >= 8) is not resting
+
+
+@pytest.mark.parametrize("steps", [1.0, 2.0, 4.0])
+def test_many_rows_may_lose_some_plain_steps_all_the_same(monkeypatch, steps):
+    """One plain step of 16 tokens would be a single attempt of 16 rows. More rows may lose more tokens."""
+    monkeypatch.setattr(controller_module, "REGRET_STEPS", steps)
+    state = ControllerState()
+    budget, cost, lost = BatchBudget(cheap_cost(), state), cheap_cost(), 0.0
+    while not state.spent:
+        if not budget.skip_drafting():
+            budget.decide([[1.0, 0.6]] * 32)
+        size = budget.choose([1.0, 0.6])
+        own_s = PLAIN_S / 3
+        budget.observe_pass(size, 1.0, cost.seconds(size) + own_s, cost.seconds(size), rows=32)
+        lost += (cost.seconds(size) + own_s) / PLAIN_S - 1.0
+    assert lost == pytest.approx(max(16.0 / 32, steps), abs=0.5)
+    left = ControllerState(tokens=100.0, seconds=0.12)
+    assert left.regret_left(PLAIN_S, rows=32) == pytest.approx(max(16.0, 32 * steps) - 20.0)

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 import lade
 from lade import LookaheadConfig, UnsupportedArgumentError
 from lade.backends.cpu.invariant import make_invariant
+from lade.backends.cpu.packing.int4 import Int4Linear
 from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.mtp.load import layer_of
@@ -94,7 +95,9 @@ def test_engines(model, way):
 
 @pytest.mark.by_processor
 @pytest.mark.parametrize(
-    ("weights", "kind"), [(None, PackedLinear), ("int8", Int8Linear), (None, Linear)], ids=["packed", "int8", "dense"]
+    ("weights", "kind"),
+    [(None, PackedLinear), ("int8", Int8Linear), ("int4", Int4Linear), (None, Linear)],
+    ids=["packed", "int8", "int4", "dense"],
 )
 @pytest.mark.parametrize("loaded", [False, True], ids=["before", "after"])
 def test_the_layer_is_packed_like_its_model(tmp_path, weights, kind, loaded):

@@ -63,6 +63,17 @@ void attend(const std::string& instructions) {
     run("attend", instructions, fields, 5);
 }
 
+void run_int4(const std::string& instructions, const Floats& x, int64_t rows, int64_t inputs, int64_t outputs) {
+    const int64_t blocks = (inputs + 63) / 64, panels = (outputs + 15) / 16, padded = rows + 3;
+    Floats scales(rows), out(rows * outputs);
+    std::vector<int8_t> codes(padded * blocks * 64), weight(panels * blocks * 9 * 64, 0x11);
+    std::vector<int32_t> starts(padded * blocks * 2);
+    run("quantise_rows", instructions, {at(x), 0, at(codes), at(scales), rows, inputs, 4, 0, at(starts)}, 9);
+    Fields product{at(codes), at(scales), at(weight), 0, 0, 0, at(out), 0, rows, blocks, outputs};
+    product.insert(product.end(), {16, 4, 4, at(starts)});
+    run("multiply_int4", instructions, product, 4 * ((panels + 3) / 4));
+}
+
 int main() {
     const int64_t rows = 61, inputs = 200, outputs = 333, blocks = 7, panels = 21;
     Floats x = drawn(rows * inputs), y(x.size()), weight = drawn(inputs), scales(rows), partial(1024 * 2 * 12);
@@ -74,7 +85,8 @@ int main() {
         run("normalise", instructions, {at(x), at(weight), at(y), 0, inputs, rows, bits(1e-5f), 0, 0}, 7);
         run("logistic_product", instructions, {at(x), at(y), 0, bits(-1), 0, rows * inputs}, 13);
         run("block_rows", instructions, {at(halves), at(blocked), rows, inputs, 8}, 9);
-        run("quantise_rows", instructions, {at(x), 0, at(codes), at(scales), rows, inputs, 8, 128}, 9);
+        run("quantise_rows", instructions, {at(x), 0, at(codes), at(scales), rows, inputs, 8, 128, 0}, 9);
+        run_int4(instructions, x, rows, inputs, outputs);
     }
     for (const char* instructions : {"", "reference"}) {
         Fields product{at(blocked), 0, at(in_panels), 0, 0, 1, at(out), 1};

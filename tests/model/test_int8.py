@@ -386,9 +386,9 @@ def infinite():
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (build, {"weights": "int4"}, ConfigError, "give 'int8'"),
+        (build, {"weights": "int2"}, ConfigError, "give 'int8' or 'int4'"),
         (build, {"weights": "int8", "keep": "lm_hed"}, ConfigError, "lm_head"),
-        (build, {"keep": ["lm_head"]}, ConfigError, "with weights='int8' only"),
+        (build, {"keep": ["lm_head"]}, ConfigError, "with weights='int8' or 'int4' only"),
         (
             lambda: packed(build(), keep="lm_head"),
             {"weights": "int8"},

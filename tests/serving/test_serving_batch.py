@@ -551,7 +551,7 @@ def test_steps_are_learned_of_as_many_rows_as_there_were(monkeypatch):
     """What has only been noted is learned before rows join; when they leave, too."""
     told = []
     monkeypatch.setattr(BatchBudget, "settle", lambda self: told.append("settled"))
-    monkeypatch.setattr(BatchCost, "resize", lambda self, rows: (told.append(rows), setattr(self, "_rows", rows)))
+    monkeypatch.setattr(BatchCost, "resize", lambda self, rows: (told.append(rows), setattr(self, "rows", rows)))
     driven = Driven(LLAMA)
     for seed in range(2):
         driven.add(random_ids(4, seed), "auto", max_new_tokens=16 + 16 * seed)

@@ -10,7 +10,7 @@ from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.controller import LARGEST_SHARED, Controller
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
@@ -18,7 +18,7 @@ from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_key
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
-from lade.tuning.step_cost import LARGEST, StepCost
+from lade.tuning.step_cost import StepCost
 
 STAIRS = {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.25, 64: 1.6, 128: 2.6}
 
@@ -46,7 +46,7 @@ def test_nine_tokens_cost_what_sixteen_cost():
 @pytest.mark.parametrize("noise", [[], [(2, 0.9), (4, 1.2)], [(4, 0.5)], [(16, 1.3)]])
 def test_the_hull_touches_the_ends_of_the_stairs_only(noise):
     cost = measured(noise)
-    assert set(cost.corners) <= {*STEP_SIZES, LARGEST} and cost.corners[0] == 1
+    assert set(cost.corners) <= {*STEP_SIZES, LARGEST_SHARED} and cost.corners[0] == 1
     assert all(low <= high * (1 + 1e-9) for low, high in zip(lower_hull(cost), cost.table, strict=True))
     assert cost.marginals == sorted(cost.marginals)
 

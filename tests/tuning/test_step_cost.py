@@ -7,7 +7,8 @@ from hulls import lower_hull
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.tuning.step_cost import KNOTS, LARGEST, MAX_WEIGHT, StepCost
+from lade.decoding.drafting.controller import LARGEST_SHARED
+from lade.tuning.step_cost import KNOTS, MAX_WEIGHT, StepCost
 
 TIMES = st.floats(1e-5, 10.0)
 CURVES = st.lists(TIMES, min_size=len(KNOTS), max_size=len(KNOTS))
@@ -34,16 +35,16 @@ def watched(cost, observations):
 @given(CURVES, WEIGHTS, OBSERVATIONS)
 def test_more_tokens_never_cost_less_and_the_hull_is_convex_and_below(curve, weights, observations):
     cost = watched(StepCost(curve, weights), observations)
-    assert len(cost.table) == len(cost.marginals) == LARGEST + 1
+    assert len(cost.table) == len(cost.marginals) == LARGEST_SHARED + 1
     assert all(0 < a <= b < math.inf for a, b in zip(cost.table, cost.table[1:], strict=False))
     assert all(0 <= a <= b < math.inf for a, b in zip(cost.marginals, cost.marginals[1:], strict=False))
     hull = lower_hull(cost)
     assert all(below <= seconds * (1 + 1e-9) for below, seconds in zip(hull, cost.table, strict=True))
-    assert (cost.corners[0], cost.corners[-1]) == (1, LARGEST)
+    assert (cost.corners[0], cost.corners[-1]) == (1, LARGEST_SHARED)
     assert all(hull[size] == pytest.approx(cost.table[size]) for size in cost.corners)
-    for size in range(1, LARGEST):
+    for size in range(1, LARGEST_SHARED):
         assert hull[size + 1] - hull[size] == pytest.approx(cost.marginals[size], rel=1e-6, abs=1e-9 * hull[-1])
-    assert cost.seconds(LARGEST + 100) == pytest.approx(cost.table[-1] + 100 * cost.marginals[-1])
+    assert cost.seconds(LARGEST_SHARED + 100) == pytest.approx(cost.table[-1] + 100 * cost.marginals[-1])
 
 
 @given(CURVES, WEIGHTS, OBSERVATIONS)
@@ -63,7 +64,7 @@ def test_one_step_that_took_ages_hardly_moves_a_measured_curve(size, factor):
     assert cost.table[1] > before[1], "it counts a little"
     assert cost.change_since(before) < 0.04
     for _ in range(60):
-        cost.observe(size, flat_then_steep(size) if size <= LARGEST else 10e-3 * size / 16)
+        cost.observe(size, flat_then_steep(size) if size <= LARGEST_SHARED else 10e-3 * size / 16)
     cost.refresh()
     assert cost.change_since(before) < 0.01
 

@@ -90,12 +90,12 @@ def tolerance_of(text: str) -> float:
     except ValueError:
         share = math.nan
     if rest or not 0.0 <= share < 1.0:
-        raise ConfigError("tolerance", text, "give a share from 0 to 1, such as 3% or 0.03")
+        raise ConfigError("tolerance", text, "give a fraction from 0 to 1, such as 3% or 0.03")
     return share
 
 
 def _warn(found: Comparison, term: Terminal) -> None:
-    for warning in [*(f"compared all the same: {each}" for each in found.forced), *found.warnings]:
+    for warning in [*(f"compared anyway: {each}" for each in found.forced), *found.warnings]:
         term.say(warning, "yellow")
 
 

@@ -62,7 +62,7 @@ class Runs:
         list[str] | None,
         _what(
             metavar="CLASS",
-            help="MODULE:CLASS[=B], a lade.Drafter of your own to run as one more method, with B tokens fed in a step. "
+            help="MODULE:CLASS[=B], a lade.Drafter of your own to run as one more method, with B tokens fed per step. "
             "Repeatable.",
         ),
     ] = None
@@ -86,22 +86,23 @@ class Runs:
 class Answers:
     """Options of generation and timing; see `Settings`."""
 
-    max_new_tokens: Annotated[int, _answers("--max-new-tokens", "-n", metavar="N", help="Most tokens to generate.")] = (
-        128
-    )
+    max_new_tokens: Annotated[
+        int, _answers("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens to generate.")
+    ] = 128
     ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Continue after the end-of-text token.")] = False
     temperature: Annotated[
-        float | None, _answers(metavar="T", help="Above 0: sample; below 1 is less random. Default: greedy.")
+        float | None,
+        _answers(metavar="T", help="Sampling temperature; below 1 is less random. Default: greedy decoding."),
     ] = None
     top_k: Annotated[int | None, _answers(metavar="K", help="Sample from the K most likely tokens.")] = None
     top_p: Annotated[
-        float | None, _answers(metavar="P", help="Sample from the most likely tokens that add up to P.")
+        float | None, _answers(metavar="P", help="Sample from the most likely tokens whose probabilities add up to P.")
     ] = None
     seeds: Annotated[
         str,
         _answers("--seed", metavar="S,S,...", help="Sampling seeds; each prompt is answered once per seed."),
     ] = "0"
-    repeats: Annotated[int, _answers(metavar="R", help="Times that each answer is generated.")] = 1
+    repeats: Annotated[int, _answers(metavar="R", help="Number of times each answer is generated.")] = 1
 
     def settings(self) -> Settings:
         """The same for the record.
@@ -162,7 +163,8 @@ class Weights:
     inflate: Annotated[
         float | None,
         _model(
-            metavar="PARAMS", help="Pad the model to so many parameters, such as 500e6: the same text at a larger cost."
+            metavar="PARAMS",
+            help="Pad the model to this many parameters, such as 500e6: the same text at a larger cost.",
         ),
     ] = None
     threads: options.Threads = None
@@ -170,14 +172,14 @@ class Weights:
         bool | None,
         _model(
             "--pack/--no-pack",
-            help="Prepack linear layers for all methods but hf, which gets a copy. Default: if that pays.",
+            help="Prepack linear layers for all methods but hf, which gets a copy. Default: if measured to be faster.",
         ),
     ] = None
     invariant: Annotated[
         bool,
         _model(
             "--invariant",
-            help="Batch-invariant kernels for all methods: in 16 bits, too, outputs must be equal.",
+            help="Batch-invariant kernels for all methods: 16-bit outputs must be equal, too.",
         ),
     ] = False
 

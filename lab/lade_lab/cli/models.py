@@ -36,7 +36,9 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
     if plan.draft is not None:
         draft = loading.load(plan.loading.for_model(plan.draft), term=term)
         if fingerprint_of(draft.tokenizer) != fingerprint_of(loaded.tokenizer):
-            raise InputError(f"draft {plan.draft!r} has another tokenizer than {plan.name!r}: give one of its family")
+            raise InputError(
+                f"draft {plan.draft!r} has a different tokenizer than {plan.name!r}: give one of its family"
+            )
     if plan.weights.threads is not None:
         torch.set_num_threads(plan.weights.threads)
     record = Model(
@@ -49,7 +51,7 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
     )
     packed = _packed(model, plan, term)
     if plan.weights.invariant:
-        term.show_status("trying whether it rounds alike in every pass")
+        term.show_status("checking batch invariance")
         model, packed = invariant(model if packed is None else packed), None
     return Models(record, model, packed, None if draft is None else draft.model), loaded.tokenizer
 

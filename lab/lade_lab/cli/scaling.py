@@ -55,10 +55,12 @@ class ScalingOptions:
         str | None, _what(metavar="NAME", help="Format of the file. Default: recognised by its keys.")
     ] = None
     limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts.")] = None
-    max_new_tokens: Annotated[int, _what("--max-new-tokens", "-n", metavar="N", help="Most tokens to generate.")] = 128
+    max_new_tokens: Annotated[
+        int, _what("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens to generate.")
+    ] = 128
     ignore_eos: Annotated[bool, _what("--ignore-eos", help="Continue after the end-of-text token.")] = False
     prompt_ngrams: Annotated[
-        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Also draft n-grams of the prompt and the text.")
+        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Draft n-grams of the prompt and the text, too.")
     ] = True
     threads: options.Threads = None
 

@@ -205,7 +205,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is a file: give a folder as --out")
     if not resume and (folder / RESULTS).exists():
-        raise InputError(f"{str(folder)!r} has results already: continue with --resume, or give another --out")
+        raise InputError(f"{str(folder)!r} already has results: continue with --resume, or give another --out")
 
 
 def _ready(folder: Path, *, resume: bool) -> Path:
@@ -214,7 +214,7 @@ def _ready(folder: Path, *, resume: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise InputError(f"folder {str(folder)!r} cannot be made ({problem}): give another --out") from problem
+        raise InputError(f"folder {str(folder)!r} cannot be created ({problem}): give another --out") from problem
     if not os.access(folder, os.W_OK):
         raise InputError(f"folder {str(folder)!r} cannot be written to: give another --out")
     return folder

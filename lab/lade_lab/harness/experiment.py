@@ -123,7 +123,7 @@ class KeptMemories:
     def _load(self, arm: Arm, done: int) -> Memory:
         if self._folder is None or not self._path(arm, done).is_file():
             name = arm.method.name
-            raise InputError(f"the memory of {name} after {done} prompts is not there: begin again with another --out")
+            raise InputError(f"the memory of {name} after {done} prompts is missing: start over with another --out")
         return Memory.load(self._path(arm, done), self._tokenizer)
 
 

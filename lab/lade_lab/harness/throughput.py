@@ -139,7 +139,7 @@ class Load:
         """Every round runs all arms, each round another one first; before, each runs once for warmth."""
         trials = [Trial(name) for name in arms]
         for name, arm in arms.items():
-            arm(Trial(name), 0)  # kernels are compiled, and step costs measured
+            arm(Trial(name), 0)  # step costs are measured
         for number in range(self._settings.repeats):
             first = number % len(trials)
             for trial in trials[first:] + trials[:first]:

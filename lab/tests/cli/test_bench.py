@@ -278,7 +278,7 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
         (["--threads", 0], ["--threads 0", ">= 1"]),
         (["--limit", 0], ["limit=0", "at least 1"]),
         (["--format", "x"], ["'x'"]),
-        (["-w", "missing.jsonl"], ["missing.jsonl", "is not there"]),
+        (["-w", "missing.jsonl"], ["missing.jsonl", "does not exist"]),
         (["-m", "missing/folder/of/model"], ["missing/folder/of/model", "does not exist"]),
         (["--inflate", 5], ["--inflate 5", "at least as many"]),
         (["--inflate", "1e30"], ["--inflate 1e+30", "memory", "give fewer"]),

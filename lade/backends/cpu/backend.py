@@ -27,7 +27,7 @@ class CpuBackend(Backend):
 
     @cached_property
     def packed_layer(self) -> type[nn.Module]:
-        """Class of packed layers in the model's dtype, whose outputs have the bits of the original layers."""
+        """Class of packed layers in the model's dtype; they are linear like the original ones."""
         from lade.backends.cpu.packing.linear import PackedLinear
 
         return PackedLinear
@@ -55,11 +55,11 @@ class CpuBackend(Backend):
 
         return bool(pack.packable(model))
 
-    def pack(self, model: nn.Module, int8: bool = False) -> None:
-        """Pack a model in its own dtype or in int8, in place; see `lade.pack`."""
+    def pack(self, model: nn.Module, weights: str | None = None) -> None:
+        """Pack a model in its own dtype or in integers, in place; see `lade.pack`."""
         from lade.backends.cpu.packing import pack
 
-        pack.pack(model, weights=pack.INT8 if int8 else None)
+        pack.pack(model, weights=weights)
 
     def unpack(self, model: nn.Module) -> None:
         """Undo `pack`, in place; see `lade.unpack`."""

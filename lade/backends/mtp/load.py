@@ -73,14 +73,15 @@ def layer_of(model: PreTrainedModel) -> Loaded | str:
 
 
 def pack_alike(loaded: Loaded, facts: ModelFacts) -> None:
-    """Pack the layer if its model is packed, in int8 if any of the model's layers are: its passes take half as long."""
+    """Pack the layer if its model is packed, in the integers of the model's layers if any: passes take half as long."""
     cpu = joint.loaded("cpu")
     if loaded.packed or cpu is None:
         return
     packed = [kind for kind in facts.kinds if issubclass(kind, cpu.packed_layer)]
     if packed:
         with _loading:
-            cpu.pack(loaded.mtp.layers, int8=any(issubclass(kind, cpu.int8_layer) for kind in packed))
+            integers: Any = next((kind for kind in packed if issubclass(kind, cpu.int8_layer)), None)
+            cpu.pack(loaded.mtp.layers, weights=integers and integers.WEIGHTS)
             loaded.packed = True
 
 

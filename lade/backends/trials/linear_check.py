@@ -44,7 +44,7 @@ are 32 of them, and by more where there are more."""
 WEIGHTS_ONLY = frozenset({"Mxfp4GptOssExperts", "ParametrizationList"})
 """Modules with quantised weights that do not round their inputs."""
 REMEDY = "quantise the weights only"
-INT8_REMEDY = (
+INTEGER_REMEDY = (
     "which magnifies the rounding differences of attention: call lade.invariant(model), or add --invariant in the shell"
 )
 
@@ -60,9 +60,9 @@ def linear_refusal(facts: ModelFacts) -> str:
     """
     model: PreTrainedModel = facts.model
     for name, layer in foreign_layers(model, type(model).__module__):
-        if _is_int8(layer):
+        if _is_integer(layer):
             if not is_invariant(model):
-                return f"its layer {name!r} is packed in int8 and rounds its inputs, {INT8_REMEDY}"
+                return f"its layer {name!r} is packed in {layer.WEIGHTS} and rounds its inputs, {INTEGER_REMEDY}"
             continue  # equal inputs give equal outputs, bit for bit
         weight = getattr(layer, "weight", None)
         state = (id(weight), type(weight), model.dtype)
@@ -76,7 +76,7 @@ def linear_refusal(facts: ModelFacts) -> str:
     return ""
 
 
-def _is_int8(layer: nn.Module) -> bool:
+def _is_integer(layer: nn.Module) -> bool:
     cpu = joint.loaded("cpu")
     return cpu is not None and isinstance(layer, cpu.int8_layer)
 

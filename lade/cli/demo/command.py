@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "class Stack:" --max-new-tokens 100[/bold]'
 EXIT_DIFFERENT = 1
-PADDED = 100  # millions of parameters
+INFLATED = 100e6  # parameters
 _WARMUP_TOKENS = 8
 _PLAIN_S = 4.0  # of plain decoding, for each text
 _FEWEST_TOKENS, _MOST_TOKENS = 40, 120
@@ -43,36 +44,41 @@ class DemoOptions:
         max_new_tokens: limit for each text; None chooses one by the model's speed.
         temperature, seed: sampling of all methods; temperature 0 is greedy.
         window, ngram, guesses: W, N and G of the paper's method, which replaces the adaptive one.
-        padded: million parameters of the padded embedded model; 0 leaves it as it is, None is the default.
+        inflate: parameters that the embedded model is padded to; 0 leaves it as it is, None is the default.
         plain_text, json: display settings.
     """
 
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Text in place of the built-in prompts.")
     ] = None
-    limit: Annotated[int, typer.Option(metavar="N", help="Only the first N of the built-in prompts.")] = 2
+    limit: Annotated[int, typer.Option(metavar="P", help="Only the first P of the built-in prompts.")] = 2
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-new-tokens", "-n", metavar="N", help="Most tokens to generate. Default: 40 to 120, by speed."
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help="Maximum number of tokens to generate. Default: 40 to 120, by speed.",
         ),
     ] = None
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="Above 0: sample, with the same seed for each method.")
+        float,
+        typer.Option(metavar="T", help="Sampling temperature, with the same seed for each method. 0: greedy decoding."),
     ] = 0.0
     seed: Annotated[int, typer.Option(metavar="S", help="Sampling seed of each method.")] = 0
     window: options.Window = None
     ngram: options.Ngram = None
     guesses: options.Guesses = None
-    padded: Annotated[
-        int | None,
+    inflate: Annotated[
+        float | None,
         typer.Option(
-            metavar="M",
-            help=f"Pad the embedded model to M million parameters; 0: do not. Default: {PADDED}.",
+            metavar="PARAMS",
+            help="Pad the embedded model to this many parameters, such as 500e6: the same text at a larger cost; 0: do "
+            "not. Default: 100e6.",
             show_default=False,
         ),
     ] = None
-    plain_text: Annotated[bool, typer.Option("--plain-text", help="Print paragraphs, not moving panels.")] = False
+    plain_text: Annotated[bool, typer.Option("--plain-text", help="Print paragraphs instead of moving panels.")] = False
     json: options.Json = False
 
     def choices(self) -> options.Choices:
@@ -91,19 +97,19 @@ class DemoOptions:
             check_text(self.prompt, "the prompt")
         return choices
 
-    def millions(self, choice: options.ModelChoice) -> int:
-        """Return the million parameters to pad to; 0 for no padding.
+    def parameters(self, choice: options.ModelChoice) -> float:
+        """Return the number of parameters to pad to; 0 for no padding.
 
         Raises:
             ConfigError: the value is negative, or given for a model other than the embedded one.
         """
-        if self.padded is None:
-            return PADDED if choice.model is None else 0
-        if self.padded < 0:
-            raise ConfigError("padded", self.padded, "give a number of millions, or 0 for no padding")
-        if self.padded and choice.model is not None:
-            raise ConfigError("padded", self.padded, "pads the embedded model alone: leave it out, or --model")
-        return self.padded
+        if self.inflate is None:
+            return INFLATED if choice.model is None else 0
+        if not 0 <= self.inflate < math.inf:
+            raise ConfigError("inflate", self.inflate, "give a number of parameters, or 0 for no padding")
+        if self.inflate and choice.model is not None:
+            raise ConfigError("inflate", self.inflate, "pads the embedded model only: leave it out, or --model")
+        return self.inflate
 
     def rounds(self, memory: Memory) -> list[Round]:
         """Return the rounds: adaptive without and with a memory, or the paper's method if sizes are given."""
@@ -141,17 +147,17 @@ def demo(
     with terminal(output) as term:
         loading = options.Loading(**vars(choice))
         wanted.choices()  # check before torch is imported
-        millions = wanted.millions(choice)
+        inflate = wanted.parameters(choice)
         from lade.cli.loading.load import load
         from lade.cli.run import check_served
         from lade.memory import Memory
 
         memory = Memory()
         rounds = wanted.rounds(memory)
-        loaded = load(loading, term=term, pack=False if millions else pack, invariant=invariant and not millions)
+        loaded = load(loading, term=term, pack=False if inflate else pack, invariant=invariant and not inflate)
         check_served(loaded, rounds[0].config, rounds[0].choices)
         show = Demo(loaded, rounds, memory, wanted, term)
-        show.prepare(millions, pack, invariant=invariant)
+        show.prepare(inflate, pack, invariant=invariant)
         show.run()
 
 
@@ -177,31 +183,34 @@ class Demo:
         self._unpacked: Any = None
         self._started = perf_counter()
 
-    def prepare(self, millions: int, pack: bool | None, *, invariant: bool) -> None:
+    def prepare(self, parameters: float, pack: bool | None, *, invariant: bool) -> None:
         """Fill the memory and pad the embedded model.
 
         Args:
-            millions: million parameters to pad to; 0 for no padding.
+            parameters: number of parameters to pad to; 0 for no padding.
             pack: option of the command, for the padded model.
             invariant: option of the command, for the padded model.
         """
-        if not millions:
+        if not parameters:
             return
         from lade.cli.loading.load import set_up
         from lade.embedded.padding import pad
+        from lade.model.supports import supports
 
         self._learn()  # the padded model predicts the same, and takes longer
         own = self._loaded.model.num_parameters()
-        self._term.show_status(f"padding the embedded model to {millions} million parameters")
-        model = pad(self._loaded.model, millions * 1e6)
+        millions = f"{parameters / 1e6:.0f} million"
+        self._term.show_status(f"padding the embedded model to {millions} parameters")
+        model = pad(self._loaded.model, parameters)
         unpacked = deepcopy(model)
         set_up(model, self._term, pack=pack, invariant=invariant)
         self._loaded = replace(self._loaded, model=model)
         self._unpacked = unpacked if self._loaded.packed else None
         self._about = (
-            f"The embedded model has {own / 1e6:.0f} million parameters. Here it is padded to {millions} million with "
+            f"The embedded model has {own / 1e6:.0f} million parameters. Here it is padded to {millions} with "
             "layers that add zero: the same text at the cost of a real model, in real time."
             + (" lade packs its weights for the CPU, the others use them as loaded." if self._loaded.packed else "")
+            + (" It has an MTP layer, which most models lack; lade drafts with it, too." if supports(model).mtp else "")
         )
         if self._style != "json":
             self._term.out.print(self._about)

@@ -72,15 +72,15 @@ class LoadedModel:
     @property
     def facts(self) -> dict[str, Any]:
         """Fields about the model that every `--json` prints."""
-        weights = packing.INT8 if packing.int8_layers(self.model) else None
+        weights = packing.integer_weights(self.model)
         named = {"model": self.name, "dtype": self.dtype, "packed": self.packed}
         return {**named, "weights": weights, "invariant": self.invariant}
 
     @property
     def layout(self) -> str:
         """Weight layout to show after the dtype, such as ", int8, invariant"."""
-        packed = ", int8" if packing.int8_layers(self.model) else ", packed" if self.packed else ""
-        return packed + (", invariant" if self.invariant else "")
+        layout = packing.integer_weights(self.model) or ("packed" if self.packed else "")
+        return (f", {layout}" if layout else "") + (", invariant" if self.invariant else "")
 
     @property
     def invariant(self) -> bool:
@@ -175,7 +175,7 @@ def load(
     _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
     defaults = sampling_defaults(model.generation_config)
     model.generation_config = greedy(model.generation_config)
-    variant = {**loading.variant, **({"weights": packing.INT8} if is_packed else {})}
+    variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
     return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor)
 
 
@@ -230,7 +230,11 @@ def _load_packed(source: ModelSource, loading: Loading) -> Any:
             raise ConfigError(name, getattr(loading, name.replace("-", "_")), "not available for a packed model")
     if loading.device not in ("auto", "cpu"):
         raise ConfigError("device", loading.device, "the model is packed for the CPU")
-    return packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
+    model = packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
+    weights = packing.integer_weights(model)
+    if loading.weights not in (None, weights):
+        raise ConfigError("weights", loading.weights, f"the model is packed in {weights}")
+    return model
 
 
 def _device(name: str) -> torch.device:

@@ -51,7 +51,7 @@ Pack = Annotated[
     typer.Option(
         "--pack/--no-pack",
         rich_help_panel="Speed",
-        help="Prepack linear layers for the CPU. Default: if a measurement shows that it pays.",
+        help="Prepack linear layers for the CPU. Default: if measured to be faster.",
     ),
 ]
 Invariant = Annotated[
@@ -59,7 +59,7 @@ Invariant = Annotated[
     typer.Option(
         "--invariant",
         rich_help_panel="Speed",
-        help="Batch-invariant kernels: in 16 bits, too, output equals plain decoding's bit for bit.",
+        help="Batch-invariant kernels: 16-bit output, too, equals that of plain decoding, bit for bit.",
     ),
 ]
 _speed = in_panel("Speed")
@@ -92,7 +92,7 @@ class Speed:
 
     method: Method = None
     memory: Annotated[
-        Path | None, _speed(metavar="FILE", help="Draft memory of lade warm, for the adaptive method.")
+        Path | None, _speed(metavar="FILE", help="Draft memory made by lade warm, for the adaptive method.")
     ] = None
     pack: Pack = None
     invariant: Invariant = False
@@ -144,7 +144,7 @@ class Speed:
 
 MaxNewTokens = Annotated[
     int,
-    typer.Option("--max-new-tokens", "-n", metavar="N", help="Most tokens to generate."),
+    typer.Option("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens to generate."),
 ]
 Threads = Annotated[
     int | None,
@@ -219,22 +219,22 @@ class Choices:
     """
 
     temperature: Annotated[
-        float | None, _option(metavar="T", help="Above 0: sample; below 1 is less random. 0: greedy.")
+        float | None, _option(metavar="T", help="Sampling temperature; below 1 is less random. 0: greedy decoding.")
     ] = None
-    do_sample: Annotated[bool, _option("--do-sample", help="Sample at the checkpoint's temperature.")] = False
+    do_sample: Annotated[bool, _option("--do-sample", help="Sample, at the checkpoint's temperature.")] = False
     top_k: Annotated[int | None, _option(metavar="K", help="Sample from the K most likely tokens; 0: from all.")] = None
     top_p: Annotated[
-        float | None, _option(metavar="P", help="Sample from the most likely tokens that add up to P.")
+        float | None, _option(metavar="P", help="Sample from the most likely tokens whose probabilities add up to P.")
     ] = None
     min_p: Annotated[
         float | None, _option(metavar="P", help="Sample from tokens at least P times as likely as the best.")
     ] = None
     seed: Annotated[
         int | None,
-        _option(metavar="S", help="Sampling seed of each prompt; in a chat S, S+1, ... Default: drawn and reported."),
+        _option(metavar="S", help="Sampling seed of each prompt; in a chat S, S+1, ... Default: random, and reported."),
     ] = None
     repetition_penalty: Annotated[
-        float | None, _option(metavar="R", help="Above 1: tokens that the text has become less likely.")
+        float | None, _option(metavar="R", help="Above 1: penalise tokens that are already in the text.")
     ] = None
     num_beams: Annotated[int, _option(metavar="B", help="Beam search with B beams, shown when complete.")] = 1
     stop: Annotated[list[str] | None, _option("--stop", metavar="TEXT", help="End after this text. Repeatable.")] = None
@@ -322,7 +322,8 @@ class StructuredOutput:
         Path | None, _grammar_option(metavar="FILE", help="Answer with JSON of the schema in this file.")
     ] = None
     regex: Annotated[
-        str | None, _grammar_option(metavar="PATTERN", help="Answer with text that this pattern matches as a whole.")
+        str | None,
+        _grammar_option(metavar="PATTERN", help="Answer with text that matches this pattern from start to end."),
     ] = None
     grammar: Annotated[
         Path | None, _grammar_option(metavar="FILE", help="Answer with text of the Lark grammar in this file.")

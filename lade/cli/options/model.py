@@ -22,7 +22,7 @@ ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 DEVICES = ("auto", "cpu", "cuda", "mps")
 QUANTIZATIONS = ("bnb-4bit", "bnb-8bit", "quanto-int4", "quanto-int8", "torchao-float8", "torchao-int8")
 """Names of `from_pretrained.SCHEMES`, which cannot be imported without torch."""
-WEIGHTS = ("int8",)
+WEIGHTS = ("int8", "int4")
 """Integer formats of `lade.pack`."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *ALIASES)
 
@@ -114,7 +114,9 @@ class Loading(ModelChoice):
     ] = None
     weights: Annotated[
         str | None,
-        _expert(metavar="NAME", words=WEIGHTS, help="int8: round the weights for the CPU; lade pack shows the loss."),
+        _expert(
+            metavar="NAME", words=WEIGHTS, help="int8 or int4: round the weights for the CPU; lade pack shows the loss."
+        ),
     ] = None
     attn_implementation: Annotated[
         str | None,
@@ -142,7 +144,7 @@ class Loading(ModelChoice):
         if self.model is None and self.revision is not None:
             raise ConfigError("revision", self.revision, "needs --model: the embedded model has no revisions")
         if self.weights is not None and self.weights not in WEIGHTS:
-            raise ConfigError("weights", self.weights, f"give {WEIGHTS[0]}")
+            raise ConfigError("weights", self.weights, f"give {' or '.join(WEIGHTS)}")
         if self.weights is not None and self.quantization is not None:
             raise ConfigError("weights", self.weights, f"contradicts --quantization {self.quantization}")
         if self.device_map is not None and self.device != "auto":

@@ -103,7 +103,7 @@ class Listening:
         ),
     ] = "none"
     page: Annotated[bool, _server("--page/--no-page", help="Serve the chat page at /.")] = True
-    strict: Annotated[bool, _server("--strict", help="Refuse requests with unknown fields.")] = False
+    strict: Annotated[bool, _server("--strict", help="Reject requests with unknown fields.")] = False
 
     tensor_parallel: Annotated[
         int | None, _server(metavar="N", help="Split the model over N processes, started by torchrun.")
@@ -162,7 +162,7 @@ class Access:
         list[str] | None, _access(metavar="NAME", help="Host name accepted in requests; * for any. Repeatable.")
     ] = None
     cors_origin: Annotated[
-        list[str] | None, _access(metavar="URL", help="Origin of web pages that may ask, or *. Repeatable.")
+        list[str] | None, _access(metavar="URL", help="Origin of web pages that may send requests, or *. Repeatable.")
     ] = None
 
     share: Annotated[
@@ -170,7 +170,7 @@ class Access:
         _access(
             metavar="WHO",
             autocompletion=lambda: list(SHARES),
-            help="Requests that share draft memory and prefix cache: of one key, all, or none.",
+            help="Who shares draft memory and prefix cache: key (requests of one key), all or none.",
         ),
     ] = "key"
 
@@ -198,12 +198,12 @@ class EngineLimits:
         answer_tokens: most tokens of an answer, if the request sets no limit.
     """
 
-    max_rows: Annotated[int, _limits(metavar="N", help="Requests decoded at a time.")] = 16
+    max_rows: Annotated[int, _limits(metavar="N", help="Maximum number of requests decoded together.")] = 16
     max_tokens: Annotated[
-        int | None, _limits(metavar="N", help="KV cache slots: rows times the longest text. Default: what fits.")
+        int | None, _limits(metavar="N", help="KV cache slots: rows times the longest text. Default: as many as fit.")
     ] = None
     answer_tokens: Annotated[
-        int, _limits(metavar="N", help="Most tokens of an answer, if the request sets no limit.")
+        int, _limits(metavar="N", help="Maximum tokens of an answer, if the request sets no limit.")
     ] = 1024
 
     def check(self) -> None:
@@ -224,28 +224,32 @@ class Limits(EngineLimits):
     Attributes:
         max_waiting: argument of `lade.Engine`.
         context: most tokens of prompt and answer together.
-        prefix_cache: size of the prefix cache, such as "2GiB"; None for what fits.
+        prefix_cache: size of the prefix cache, such as "2GiB"; None for the default.
         max_body: largest request body, such as "4MiB"; None for 4 MiB, or 16 MiB if the model takes images.
         queue_timeout: most seconds that a request waits in the queue.
         shutdown_timeout: most seconds that answers in progress may take after SIGTERM.
     """
 
-    max_waiting: Annotated[int, _limits(metavar="N", help="Requests in the queue; further ones get status 503.")] = 64
+    max_waiting: Annotated[
+        int, _limits(metavar="N", help="Maximum number of queued requests; further ones get status 503.")
+    ] = 64
     context: Annotated[
-        int | None, _limits(metavar="N", help="Most tokens of prompt and answer together. Default: the model's.")
+        int | None, _limits(metavar="N", help="Maximum tokens of prompt and answer together. Default: the model's.")
     ] = None
     prefix_cache: Annotated[
-        str | None, _limits(metavar="SIZE", help="Size of the prefix cache; 0: none. Default: what fits.")
+        str | None, _limits(metavar="SIZE", help="Size of the prefix cache; 0: none. Default: a tenth of the KV cache.")
     ] = None
     max_body: Annotated[
         str | None,
-        _limits(metavar="SIZE", help="Largest request body. Default: 4MiB, or 16MiB for models that take images."),
+        _limits(
+            metavar="SIZE", help="Maximum size of a request body. Default: 4MiB, or 16MiB for models that take images."
+        ),
     ] = None
     queue_timeout: Annotated[
         float | None, _limits(metavar="S", help="Seconds a request may wait in the queue. Default: no limit.")
     ] = None
     shutdown_timeout: Annotated[
-        float, _limits(metavar="S", help="Seconds that answers in progress may take after SIGTERM.")
+        float, _limits(metavar="S", help="Seconds that running requests may take after SIGTERM.")
     ] = 30.0
 
     def check(self) -> None:
@@ -262,7 +266,7 @@ class Limits(EngineLimits):
 
     @property
     def prefix_bytes(self) -> int | None:
-        """Size of the prefix cache in bytes; None for what fits."""
+        """Size of the prefix cache in bytes; None for the default."""
         return None if self.prefix_cache is None else size_in_bytes("prefix-cache", self.prefix_cache)
 
     @property

@@ -34,8 +34,8 @@ nothing but the step that is being made. A text: its memory of contexts, which i
 
 **Several rows.** All rows of a batch or an engine share one controller. One price per token holds for all of them: rows
 that are padded to the largest tree pay for the padded pass, so the next size is fed if the scores that it adds, over
-all rows, are worth it. The budget of regret is in tokens, which they share: as many rows learn as much faster. (No
-runner makes passes that are not padded.)
+all rows, are worth it. The budget of regret is in tokens, which they share: as many rows learn as much faster. No
+runner makes passes that are not padded; for engines that do, `lade.engines.price` is the threshold of all requests.
 
 Steps that look for nothing need no decision; they are noted, and learned together later.
 """
@@ -65,10 +65,11 @@ EVIDENCE_TOKENS = 300.0
 """Weight of all evidence on the yield, in expected tokens: some 400 steps are remembered."""
 STEPS = 24
 """Weight of the prior, in expected tokens; steps that rate and own time are averaged over, or that a rest notes."""
-REGRET = 16.0
-"""Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; of a batch it is shared,
-since its rows learn together. A cold memory costs some 12 before it pays; with 20 more simulated texts fall 3 % behind
-plain decoding (`tests/tuning/test_never_slower.py`). A single pass is charged no more than all of it."""
+REGRET, REGRET_STEPS = 16.0, 2.0
+"""Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; a batch shares them, since
+its rows learn together, but has so many plain steps at least. A cold memory costs some 12 before it pays; with 20 more
+simulated texts fall 3 % behind plain decoding (`tests/tuning/test_never_slower.py`). With one step 16 rows lose 6 %
+where passes hardly grow (lab/log/batches-and-engine.md). A single pass is charged no more than all of it."""
 EARNED, RESUMED = 0.002, 1.0
 """Plain steps earned by each step that rests, a share of the time; and how many are saved up for the first attempt, or
 promised by a peek. With 0.005 earned, twice as many simulated texts are slower than plain decoding."""
@@ -80,9 +81,11 @@ speed."""
 TRIAL, TRIAL_AFTER = 4, 200
 """Tokens fed to see what they cost, and plain steps after which they are; after as many of a rest there is a peek."""
 TRIAL_PROMISES = 0.15
-"""A trial that took so much less than expected is followed by the next at once."""
+"""A trial that took so much less than expected is followed by the next at once; else a machine that was measured as
+steep takes 1.34 times as long as with the best size (`tests/tuning/test_never_slower.py`)."""
 OUTLIER = 6.0
-"""Times what is usual: own time beyond it was compiling, or collecting garbage."""
+"""Multiple of what is usual beyond which a step's own time was something else, such as garbage collection, and a plain
+pass a stall."""
 
 
 def most_fed(processes: int) -> int:
@@ -144,14 +147,14 @@ class ControllerState:
         self.expected = fading * (self.expected + expected)
         self.brought = fading * (self.brought + brought)
 
-    def regret_left(self, plain_s: float) -> float:
-        """What is left of the budget of regret, in plain steps of so many seconds."""
-        return REGRET + self.earned + self.tokens - self.seconds / plain_s
+    def regret_left(self, plain_s: float, rows: int = 1) -> float:
+        """Return what is left of the budget of regret, in tokens of which a plain step takes so many seconds."""
+        return max(REGRET, REGRET_STEPS * rows) + self.earned + self.tokens - self.seconds / plain_s
 
-    def settle_regret(self, plain_s: float, *, looked: bool) -> None:
+    def settle_regret(self, plain_s: float, rows: int, *, looked: bool) -> None:
         """Start the ledger anew where it is full, and stop or resume looking for guesses."""
-        left = self.regret_left(plain_s)
-        if left >= REGRET:
+        left = self.regret_left(plain_s, rows)
+        if left >= max(REGRET, REGRET_STEPS * rows):
             self.tokens = self.seconds = self.earned = 0.0
             self.saved_up = RESUMED
         if looked:
@@ -180,20 +183,15 @@ class Controller:
 
     def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
         self._cost = cost
-        self._most = most
+        self.most = most
         self._state = ControllerState() if state is None else state
         self._looked = True
         self._check = self._peek = False
-        self._rows = 1
+        self._rows = self._most_rows = 1
         self._since_plain = 0
         self._noted: list[tuple[float, float, float]] = []
         self._expected = 0.0
         self._of_memory = True
-
-    @property
-    def most(self) -> int:
-        """See `Budget`."""
-        return self._most
 
     @property
     def _plain_s(self) -> float:
@@ -226,7 +224,7 @@ class Controller:
 
     def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
-        corners = [size for size in self._cost.corners if 1 < size < self._most] + [self._most]
+        corners = [size for size in self._cost.corners if 1 < size < self.most] + [self.most]
         use, stages, size = self._state.calibration, list[tuple[int, float]](), 1
         for corner, price in zip(corners, self._prices(corners), strict=True):
             explored = self._explored(size, corner, price)
@@ -289,7 +287,7 @@ class Controller:
         """See `Budget`: as far as a node is worth its price for what it teaches."""
         for corner, price in zip(self._cost.corners, self._prices(self._cost.corners), strict=True):
             if corner > size:
-                explored = self._explored(size, min(corner, self._most), price)
+                explored = self._explored(size, min(corner, self.most), price)
                 if explored < corner:
                     return explored
                 size = explored
@@ -302,14 +300,16 @@ class Controller:
             if len(self._noted) % STEPS:  # nothing to decide yet
                 return True
             self.settle()
-        self._peek = state.spent and state.rested >= TRIAL_AFTER and state.regret_left(self._plain_s) > 0.0
+        self._peek = (
+            state.spent and state.rested >= TRIAL_AFTER and state.regret_left(self._plain_s, self._most_rows) > 0
+        )
         self._check = not state.spent and self._since_plain >= CHECK_AFTER
         self._looked = self._peek or not (state.spent or self._check)
         return not self._looked
 
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1) -> None:
         """See `Budget`; `emitted` is that of the mean row, and each of the rows is evidence and may lose tokens."""
-        self._rows = rows
+        self._rows, self._most_rows = rows, max(rows, self._most_rows)
         if fed == 1:
             self._since_plain = 0
             self._state.since_guesses += 1
@@ -341,7 +341,7 @@ class Controller:
             state.seconds += self._rows * (min(forward_s, REGRET * self._cost.plain_s) + own_s)
         elif fed == 1:
             state.earned += self._rows * EARNED
-        state.settle_regret(self._plain_s, looked=looked)
+        state.settle_regret(self._plain_s, self._most_rows, looked=looked)
         if fed > 1:
             self._since_plain += 1
             if forward_s > (1.0 - TRIAL_PROMISES) * expected_s:  # else the next trial comes at once
@@ -351,7 +351,7 @@ class Controller:
         self._cost.observe(fed, forward_s)
 
     def _own_s(self, fed: int, seconds: float) -> float:
-        """The library's own time of a step; what took far longer than usual was compiling, or collecting."""
+        """The library's own time of a step, without what took far longer than usual, such as garbage collection."""
         usual_s = self._state.node_s * (fed + LOOK_NODES)
         return min(seconds, OUTLIER * max(usual_s, self._cost.plain_s))
 
@@ -369,14 +369,9 @@ class BatchBudget:
     """
 
     def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
-        self._controller = Controller(cost, state, most)
+        self._controller, self.most = Controller(cost, state, most), most
         self._skipping: bool | None = None
         self._size = 1
-
-    @property
-    def most(self) -> int:
-        """See `Budget`."""
-        return self._controller.most
 
     @property
     def reads_logits(self) -> bool:

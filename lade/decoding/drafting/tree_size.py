@@ -89,12 +89,8 @@ class FixedBudget:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-
-    @property
-    def most(self) -> int:
-        """See `Budget`."""
-        return self.size
+        self.size = self.most = size
+        self.trust = 1.0
 
     def skip_drafting(self) -> bool:
         """See `Budget`."""
@@ -103,11 +99,6 @@ class FixedBudget:
     def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`."""
         return [(self.size, 0.0)]
-
-    @property
-    def trust(self) -> float:
-        """See `Budget`."""
-        return 1.0
 
     def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`."""

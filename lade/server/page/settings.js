@@ -107,7 +107,7 @@ export class Settings {
   #hide() {
     byId("field-budget").hidden = this.values.lookahead !== "budget";
     byId("field-schema").hidden = this.values.form !== "schema";
-    mark(byId("set-schema"), formOf("schema", this.values.schema) ? "" : "This is no JSON object: the answer may be any text.");
+    mark(byId("set-schema"), formOf("schema", this.values.schema) ? "" : "This is not a JSON object: the answer may be any text.");
   }
 }
 

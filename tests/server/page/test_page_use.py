@@ -62,7 +62,7 @@ def test_the_form_of_the_answer_goes_into_the_request(seen):
     for text in ("", "{", "5", "[]"):
         schema.fill(text)
         schema.blur()
-        expect(wrong).to_contain_text("no JSON object")
+        expect(wrong).to_contain_text("not a JSON object")
     schema.fill('{"type": "object"}')
     schema.blur()
     expect(wrong).to_have_text("")

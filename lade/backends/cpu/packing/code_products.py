@@ -48,7 +48,7 @@ def quantised_in_blocks(x: torch.Tensor, panel: int) -> tuple[torch.Tensor, torc
         zero = ZERO_POINT
     codes = torch.empty(-(-rows // max(1, step)) * step * -(-inputs // BLOCK) * BLOCK, dtype=torch.int8)
     scales = torch.empty(rows)
-    fields = x.data_ptr(), dtype_code(x.dtype), codes.data_ptr(), scales.data_ptr(), rows, inputs, together, zero
+    fields = x.data_ptr(), dtype_code(x.dtype), codes.data_ptr(), scales.data_ptr(), rows, inputs, together, zero, 0
     run_on_team(kernel("quantise_rows"), fields, parts_of_rows(rows, x.numel()), (x, codes, scales))
     return codes, scales
 

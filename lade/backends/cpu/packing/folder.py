@@ -1,7 +1,7 @@
 """Save packed models to folders, and load them.
 
     packed.json                index: contents of the files, and the model's class in transformers
-    packed-00001.safetensors   tensors by name; int8 weights come with a `weight_scale`
+    packed-00001.safetensors   tensors by name; int8 and int4 weights come with a `weight_scale`
     config.json, generation_config.json and the tokenizer's files, as written by `save_pretrained`
 
 No file has a name that `from_pretrained` looks for, so it reports a missing model instead of loading integers as
@@ -25,7 +25,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from lade.backends.cpu.packing.int4 import Int4Linear
+from lade.backends.cpu.packing.int4_codes import Int4Codes
 from lade.backends.cpu.packing.int8 import Int8Linear, input_form
 from lade.backends.cpu.packing.integer_products import Codes
 from lade.backends.cpu.packing.linear import PackedLinear, weight_of
@@ -50,6 +53,7 @@ class Index:
         format: version of this layout.
         architecture: name of the model's class in transformers.
         int8: names of the int8 layers, with the dtype of their inputs.
+        int4: likewise of the int4 layers, whose weights are `[out, ceil(in / 2)]` uint8, two codes in a byte.
         packed: names of the layers packed in their own dtype.
         files: names of the files that hold the tensors.
     """
@@ -57,6 +61,7 @@ class Index:
     format: int
     architecture: str
     int8: dict[str, str] = field(default_factory=dict)
+    int4: dict[str, str] = field(default_factory=dict)
     packed: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
@@ -78,22 +83,24 @@ def check_target(folder: Path) -> None:
 
 
 def save_packed(model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-    """Write a model packed in int8 to a folder, which `load_packed` and `lade --model` can load.
+    """Write a model packed in int8 or int4 to a folder, which `load_packed` and `lade --model` can load.
 
     Args:
-        model: a model after `lade.pack(model, weights="int8")`.
+        model: a model after `lade.pack(model, weights="int8")`, or "int4".
         folder: target folder, created if it does not exist.
         tokenizer: tokenizer to save along with the model; None for none.
 
     Raises:
-        UnsupportedModelError: no layer is in int8, or the model's class is not part of transformers.
+        UnsupportedModelError: no layer is in int8 or int4, or the model's class is not part of transformers.
         InputError: the path is not a folder, or the folder holds another model.
     """
     target = Path(folder)
     check_target(target)
     architecture = type(model).__name__
     if not any(isinstance(module, Int8Linear) for module in model.modules()):
-        raise UnsupportedModelError(f"no layer of this {architecture} is in int8", "save it with save_pretrained")
+        raise UnsupportedModelError(
+            f"no layer of this {architecture} is in int8 or int4", "save it with save_pretrained"
+        )
     if getattr(transformers, architecture, None) is not type(model):
         raise UnsupportedModelError(f"{architecture} is not a class of transformers", "pack it again where you need it")
     target.mkdir(parents=True, exist_ok=True)
@@ -119,8 +126,11 @@ def _tensors(model: PreTrainedModel, index: Index) -> Iterator[tuple[str, torch.
             left_out = "weight"  # in a packed layout, or shared with another module
             if isinstance(module, Int8Linear):
                 codes = module.codes()
-                index.int8[name] = dtype_name(module.dtype)
-                yield from ((f"{dot}weight", codes.values), (f"{dot}weight{SCALE}", codes.scale))
+                names, values = (
+                    (index.int4, codes.pairs()) if isinstance(codes, Int4Codes) else (index.int8, codes.values)
+                )
+                names[name] = dtype_name(module.dtype)
+                yield from ((f"{dot}weight", values), (f"{dot}weight{SCALE}", codes.scale))
             else:
                 index.packed.append(name)
                 if id(module.weight) not in shared:
@@ -208,14 +218,15 @@ def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
     """Load tensors into a skeleton model, and pack its layers."""
-    codes: dict[nn.Module, Codes] = {}
-    for name, dtype in index.int8.items():
-        layer = model.get_submodule(name)
+    codes: dict[nn.Module, Codes | Int4Codes] = {}
+    for name, dtype in (*index.int8.items(), *index.int4.items()):
+        layer: Any = model.get_submodule(name)
         values, scale = (files.pop(key).get_tensor(key) for key in (f"{name}.weight", f"{name}.weight{SCALE}"))
-        codes[layer] = Codes(values, scale)
+        inputs = weight_of(layer).shape[0 if isinstance(layer, Conv1D) else 1]
+        codes[layer] = Int4Codes.unpacked(values, scale, inputs) if name in index.int4 else Codes(values, scale)
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
         layer._parameters["weight"] = nn.Parameter(empty)  # carries the dtype
-    for outputs, inputs in {each.values.shape for each in codes.values()}:
+    for outputs, inputs in {each.values.shape for each in codes.values() if isinstance(each, Codes)}:
         input_form(inputs, outputs)  # raises before any tensor is loaded
     for name, file in files.items():
         place, _, own = name.rpartition(".")
@@ -226,7 +237,8 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
             module._buffers[own] = tensor
     model.tie_weights()
     kinds: dict[nn.Module, type[PackedLinear]] = {model.get_submodule(name): PackedLinear for name in index.packed}
-    pack_layers(model, {**kinds, **dict.fromkeys(codes, Int8Linear)}, codes=codes)
+    kinds |= {layer: Int8Linear if isinstance(each, Codes) else Int4Linear for layer, each in codes.items()}
+    pack_layers(model, kinds, codes=codes)
     guard(model)
     left = next((name for name, parameter in model.named_parameters() if parameter.device.type == "meta"), None)
     if left is not None:

@@ -10,7 +10,7 @@ with dynamic per-token scales.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import ref
 
 import torch
@@ -18,6 +18,8 @@ from torch import nn
 
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.int4_codes import Int4Codes
+from lade.backends.cpu.packing.int4_products import quantised_for_int4
 from lade.backends.cpu.packing.integer_products import Codes, input_dtype, multiplied, prepacked, quantised
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
@@ -28,7 +30,9 @@ from lade.errors import UnsupportedModelError
 TILES: Literal["tiles"] = "tiles"
 DOTS: Literal["dots"] = "dots"
 """Forms of codes for the kernels compiled here; the other forms are input dtypes that oneDNN multiplies."""
-Form = torch.dtype | Literal["tiles", "dots"]
+INT4: Literal["int4"] = "int4"
+"""Form of codes for the compiled products of int4 weights."""
+Form = torch.dtype | Literal["tiles", "dots", "int4"]
 PANELS: dict[Form, int] = {TILES: TILE_PANEL, DOTS: DOT_PANEL}
 """Outputs per panel of the weights, by form."""
 MOST_INPUTS = 2**31 // (255 * 127)
@@ -53,8 +57,10 @@ class Int8Linear(PackedLinear):
     Attributes:
         weight: the layer's own parameter if it is kept; otherwise an int8 parameter in the packed layout: oneDNN's
             `[in, out]`, or panels.
+        WEIGHTS: name of the weights' format, as `lade.pack` takes it.
     """
 
+    WEIGHTS: ClassVar[str] = "int8"
     _scale: torch.Tensor
     _zeros: torch.Tensor
     _form: Form
@@ -66,7 +72,7 @@ class Int8Linear(PackedLinear):
         layer: nn.Module,
         *,
         keep: bool,
-        codes: Codes | None = None,
+        codes: Codes | Int4Codes | None = None,
         inputs: SharedInputs | None = None,
         pages: HugePages | None = None,
     ) -> None:
@@ -83,13 +89,17 @@ class Int8Linear(PackedLinear):
         packed = in_panels(codes.values, self._memory, panel) if panel else prepacked(codes.values)
         zeros = initial_sums(codes.values) if panel else torch.zeros(self.out_features, dtype=torch.int)
         self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
+        self._hold_integers(weight, packed)
+
+    def _hold_integers(self, weight: Any, packed: torch.Tensor) -> None:
+        """Replace the dense weight by the packed one unless it is kept."""
         if not self.keeps_original:
             integers = PackedWeight(packed, requires_grad=False)  # integers have no gradients
             integers.__dict__.update(weight.__dict__)
             self._parameters["weight"] = integers
         self._note_packed(weight)
 
-    def codes(self) -> Codes:
+    def codes(self) -> Codes | Int4Codes:
         """Return a copy of the weight's codes."""
         if self._form in PANELS:
             return Codes(out_of_panels(self._packed, self.out_features, self.in_features), self._scale)
@@ -115,14 +125,19 @@ class Int8Linear(PackedLinear):
 
     def _dense_parameter(self) -> nn.Parameter:
         if not self.keeps_original:
-            raise UnsupportedModelError("the original weight of a layer packed in int8 was not kept", RELOAD_REMEDY)
+            raise UnsupportedModelError(
+                f"the original weight of a layer packed in {self.WEIGHTS} was not kept", RELOAD_REMEDY
+            )
         return super()._dense_parameter()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if not is_plain(x):
             what = f"a {type(x).__name__} on {x.device}"
-            raise UnsupportedModelError(f"a layer packed in int8 for the CPU was given {what}", MOVE_REMEDY)
-        codes, scale = self._inputs.rounded(x, self._form, id(self))
+            raise UnsupportedModelError(f"a layer packed in {self.WEIGHTS} for the CPU was given {what}", MOVE_REMEDY)
+        return self._multiply(*self._inputs.rounded(x, self._form, id(self)), x)
+
+    def _multiply(self, codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Multiply codes of the inputs `x`, see `rounded`."""
         bias = self._parameters["bias"]
         if self._form in PANELS:
             out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
@@ -143,8 +158,13 @@ class Int8Linear(PackedLinear):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        codes = Codes(state["_sent"], state["_scale"])
+        codes = self._received(state["_sent"], state["_scale"])
         super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})
+
+    @staticmethod
+    def _received(values: torch.Tensor, scale: torch.Tensor) -> Codes | Int4Codes:
+        """Return the codes of a pickled layer."""
+        return Codes(values, scale)
 
 
 class SharedInputs:
@@ -192,7 +212,9 @@ class _SharedCodes(NamedTuple):
 
 
 def rounded(x: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of inputs `[..., in]`, from `quantised_in_blocks` or `quantised`."""
+    """Return codes and scales of inputs `[..., in]`, from the function for the form."""
+    if form == INT4:
+        return quantised_for_int4(x)
     return quantised_in_blocks(x, PANELS[form]) if isinstance(form, str) else quantised(x, form)
 
 

@@ -40,13 +40,15 @@ class PackedLinear(nn.Module):
     Args:
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
         keep: true to keep the layer's own weight along with the packed one.
+        panel: outputs per panel of a bfloat16 weight, see `in_panels`; 0 for oneDNN's layout.
+        pages: memory pool for panels, shared by all layers of a model.
 
     Attributes:
         in_features, out_features: sizes of the layer's input and output.
         bias: the layer's own parameter, `[out]`, or None.
         layer: the original layer, without its weight.
         dtype: dtype of inputs and outputs.
-        panel: outputs per panel of the weight, see `in_panels`; 0 in oneDNN's layout.
+        panel: outputs per panel of the weight now; 0 in oneDNN's layout. `lay_out` changes it.
         weight: the layer's own parameter if it is kept, in which case changes to it are packed again; otherwise a
             parameter in the packed layout, `[out, in]` in oneDNN's.
     """
@@ -55,12 +57,13 @@ class PackedLinear(nn.Module):
     layer: nn.Module
     dtype: torch.dtype
     panel: int
+    _own_panel: int
     _packed: torch.Tensor
     _count: int
     _pages: HugePages | None
     _packed_state: tuple[int, int]
 
-    def __init__(self, layer: nn.Module, *, keep: bool) -> None:
+    def __init__(self, layer: nn.Module, *, keep: bool, panel: int = 0, pages: HugePages | None = None) -> None:
         super().__init__()
         self.transposed = type(layer) is Conv1D
         self.keeps_original, self.training = keep, layer.training
@@ -68,7 +71,7 @@ class PackedLinear(nn.Module):
         self._parameters["bias"] = layer._parameters["bias"]
         assert weight is not None
         self.in_features, self.out_features = weight.shape if self.transposed else reversed(weight.shape)
-        self.__dict__.update(dtype=weight.dtype, panel=0, _count=weight.numel(), _pages=None)
+        self.__dict__.update(dtype=weight.dtype, panel=panel, _own_panel=panel, _count=weight.numel(), _pages=pages)
         self._pack_weight()
         self.__dict__["layer"] = layer  # outside `_modules`: not part of the module tree or of its state
 
@@ -108,12 +111,12 @@ class PackedLinear(nn.Module):
         return in_panels(weight, self._pages, panel) if panel else packed_weight(weight)
 
     def lay_out(self, pages: HugePages | None) -> None:
-        """Convert the weight to panels if this processor has kernels for its dtype, or back to oneDNN's layout.
+        """Convert the weight to panels if this processor has kernels for its dtype, or back to its first layout.
 
         Args:
-            pages: memory pool for panels, shared by all layers of a model; None for oneDNN's layout.
+            pages: memory pool for panels, shared by all layers of a model; None for the first layout.
         """
-        panel = 0 if pages is None else panel_for(self.dtype)
+        panel = self._own_panel if pages is None else panel_for(self.dtype)
         if panel != self.panel:
             self.__dict__["_pages"] = pages
             self._take(self._dense_parameter(), panel)
@@ -260,7 +263,8 @@ class PackedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__["panel"] = self.panel and panel_for(self.dtype)
+        panel = panel_for(self.dtype)
+        self.__dict__.update(panel=self.panel and panel, _own_panel=self._own_panel and panel)
         sent, weight = self.__dict__.pop("_sent", None), self._parameters["weight"]
         if sent is not None and weight is not None:
             self._parameters["weight"] = like(weight, sent)

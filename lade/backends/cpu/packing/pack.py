@@ -6,7 +6,8 @@ that costs as much as the product itself, and `nn.Linear` repeats it in every pa
 >>> lade.pack(model)        # in place, layer by layer; the original weights are freed
 >>> lade.unpack(model)      # restores every weight bit for bit
 
-The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CPU; their operators are private.
+The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CPU; their operators are private. Large
+bfloat16 models take those compiled here if they were measured faster, see `product_choice`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.invariant_marker import refuse_invariant
+from lade.backends.cpu.packing.int4 import Int4Linear
+from lade.backends.cpu.packing.int4_codes import Int4Codes
 from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Int8Linear, SharedInputs, input_form
 from lade.backends.cpu.packing.integer_products import Codes, required, scale_of
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
+from lade.backends.cpu.packing.product_choice import faster_panel
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.locks import ForkSafeLock
@@ -41,7 +45,8 @@ UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_WEIGHTS = 2**17
 """Layers with fewer weights are not packed: calling the packed kernel costs more than it saves."""
-INT8 = "int8"
+INTEGER_LAYERS: dict[str, type[Int8Linear]] = {kind.WEIGHTS: kind for kind in (Int8Linear, Int4Linear)}
+"""Classes of layers by the format of their integer weights."""
 CPU_REMEDY = "leave it unpacked, or load it on the CPU with dtype=torch.float32 or torch.bfloat16 and no device_map"
 _Model = TypeVar("_Model", bound=nn.Module)
 _packing = ForkSafeLock()
@@ -61,23 +66,26 @@ def pack(
     Everything else (embeddings, norms, experts that are not linear layers) is left alone, and so are small layers. A
     model without a large enough layer is returned unchanged, and layers that are already packed stay packed.
 
+    In bfloat16, all layers use oneDNN's products, or this project's own if they are measured to be faster, once per
+    model, machine and number of threads; see `product_choice`.
+
     A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a second
     copy. Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
     gradients are refused. No thread may call the model while it is being packed.
 
     With `weights="int8"`, weights are quantised to int8 with one scale per output, and inputs with one scale per token.
-    That makes another model, slightly worse, that reads half the bytes of 16-bit weights. `unpack` refuses it unless
-    the originals are kept; `state_dict` and `save_pretrained` write the dequantised weights, `lade.save_packed` the
-    integers.
+    With "int4" weights have 4 bits, and a scale for every 32 inputs. Either makes another model, slightly worse, that
+    reads fewer bytes. `unpack` refuses it unless the originals are kept; `state_dict` and `save_pretrained` write the
+    dequantised weights, `lade.save_packed` the integers.
 
     Args:
         model: a model in evaluation mode, on the CPU.
         keep_original: keep the dense weights as the layers' `weight`, at the price of a second copy. By default they
             are freed layer by layer, and `weight` is a parameter in oneDNN's layout, whose values `weight.to_dense()`
             returns, or in panels. `state_dict` and `save_pretrained` write dense weights either way.
-        weights: "int8", or None to keep the dtype of the weights.
-        keep: with int8, names of layers that are packed in their own dtype. Patterns such as "lm_head" or "layers.0.*"
-            match the whole name or its end.
+        weights: "int8" or "int4"; None to keep the dtype of the weights.
+        keep: with int8 or int4, names of layers that are packed in their own dtype. Patterns such as "lm_head" or
+            "layers.0.*" match the whole name or its end.
         min_weights: least number of weights of a layer that is packed.
 
     Returns:
@@ -92,8 +100,9 @@ def pack(
         start = perf_counter()
         kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
         try:
-            pack_layers(model, kinds, keep_original=keep_original)
-        finally:  # int8 layers that cannot be restored stay packed after an error
+            panel = _bfloat16_panel(kinds) if weights is None else 0
+            pack_layers(model, kinds, keep_original=keep_original, panel=panel)
+        finally:  # integer layers that cannot be restored stay packed after an error
             guard(model)
         if kinds:
             logger.info("packed %d layers of %s in %.1f s", len(kinds), type(model).__name__, perf_counter() - start)
@@ -110,8 +119,8 @@ def unpack(model: _Model) -> _Model:
         The model itself.
 
     Raises:
-        UnsupportedModelError: the model was made invariant after packing; or layers are packed in int8 without their
-            original weights; or layers have hooks, as offloaded ones do. The model is left unchanged.
+        UnsupportedModelError: the model was made invariant after packing; or layers are packed in int8 or int4 without
+            their original weights; or layers have hooks, as offloaded ones do. The model is left unchanged.
     """
     refuse_invariant(model)
     with _packing:
@@ -134,7 +143,7 @@ def packable(
 
     Args:
         model: a model, left unchanged.
-        weights: "int8" or None, see `pack`.
+        weights: "int8", "int4" or None, see `pack`.
         keep: patterns of layer names, see `pack`.
         min_weights: least number of weights of a layer, see `pack`.
 
@@ -147,12 +156,12 @@ def packable(
     names = {name for name, module in model.named_modules() if isinstance(module, (*UNDERSTOOD, PackedLinear))}
     _check_patterns(patterns, names)
     for name, module in model.named_modules():
-        in_int8 = weights is not None and not any(matches(name, pattern) for pattern in patterns)
+        in_integers = weights is not None and not any(matches(name, pattern) for pattern in patterns)
         if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
             check_layer(name, module)
-            kinds[module] = Int8Linear if in_int8 else PackedLinear
-        if in_int8 and (module in kinds or in_own_dtype(module)):
-            check_int8_layer(name, module)
+            kinds[module] = INTEGER_LAYERS[weights] if weights is not None and in_integers else PackedLinear
+        if in_integers and (module in kinds or in_own_dtype(module)):
+            check_integer_layer(name, module, limited=weights == Int8Linear.WEIGHTS)
     _try_kernels(kinds)
     return kinds
 
@@ -162,7 +171,8 @@ def pack_layers(
     kinds: Mapping[Any, type[PackedLinear]],
     *,
     keep_original: bool = False,
-    codes: Mapping[Any, Codes] | None = None,
+    codes: Mapping[Any, Codes | Int4Codes] | None = None,
+    panel: int = 0,
 ) -> None:
     """Replace layers of a model by packed ones.
 
@@ -170,14 +180,17 @@ def pack_layers(
         model: model that owns the layers, changed in place.
         kinds: class of the packed layer, for each layer to pack.
         keep_original: true to keep dense weights, see `pack`.
-        codes: int8 codes of layers whose codes are already known.
+        codes: int8 or int4 codes of layers whose codes are already known.
+        panel: outputs per panel of bfloat16 weights; 0 for oneDNN's layout.
     """
     places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
-    common = {"inputs": SharedInputs(), "pages": HugePages()}
+    inputs, pages = SharedInputs(), HugePages()
     try:
         for layer, kind in kinds.items():
-            known: Any = {"codes": (codes or {}).get(layer), **common} if kind is Int8Linear else {}
-            packed = kind(layer, keep=keep_original or id(layer.weight) in shared, **known)
+            known: Any = {"panel": panel * (weight_of(layer).dtype == torch.bfloat16)}
+            if issubclass(kind, Int8Linear):
+                known = {"codes": (codes or {}).get(layer), "inputs": inputs}
+            packed = kind(layer, keep=keep_original or id(layer.weight) in shared, pages=pages, **known)
             done.append(packed)
             _put(packed, places[layer])
             layer._parameters["weight"] = None  # `packed` holds it, or can unpack it
@@ -208,7 +221,17 @@ def packed_layers(model: nn.Module) -> int:
 
 def int8_layers(model: nn.Module) -> int:
     """Return the number of layers packed in int8."""
-    return sum(isinstance(module, Int8Linear) for module in model.modules())
+    return sum(type(module) is Int8Linear for module in model.modules())
+
+
+def int4_layers(model: nn.Module) -> int:
+    """Return the number of layers packed in int4."""
+    return sum(isinstance(module, Int4Linear) for module in model.modules())
+
+
+def integer_weights(model: nn.Module) -> str | None:
+    """Return the format of a packed model's integer weights, "int8" or "int4"; None if it has none."""
+    return next((module.WEIGHTS for module in model.modules() if isinstance(module, Int8Linear)), None)
 
 
 def in_own_dtype(module: nn.Module) -> bool:
@@ -279,15 +302,21 @@ def check_layer(name: str, layer: nn.Module) -> None:
         raise UnsupportedModelError(f"layer {name!r} is in {dtype_name(weight.dtype)}", CPU_REMEDY)
 
 
-def check_int8_layer(name: str, layer: Any) -> None:
-    """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised, or whose sums may overflow."""
+def check_integer_layer(name: str, layer: Any, *, limited: bool) -> None:
+    """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised.
+
+    Args:
+        name: name of the layer.
+        layer: layer to quantise.
+        limited: true if sums over more than `MOST_INPUTS` inputs may overflow, as in int8.
+    """
     keep = f"keep it as it is, with keep=[{name!r}]"
     if isinstance(layer, PackedLinear):
         raise UnsupportedModelError(
             f"layer {name!r} is already packed in {dtype_name(layer.dtype)}", f"{UNPACK_REMEDY}, or {keep}"
         )
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    if weight.shape[1] > MOST_INPUTS:
+    if limited and weight.shape[1] > MOST_INPUTS:
         raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)
     if not scale_of(weight.detach()).isfinite().all():
         raise UnsupportedModelError(f"layer {name!r} has weights that are not finite", keep)
@@ -320,6 +349,11 @@ def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
         input_form(inputs, outputs)
 
 
+def _bfloat16_panel(kinds: Mapping[nn.Module, type[PackedLinear]]) -> int:
+    """Return the outputs per panel of the layers to pack in bfloat16; 0 for oneDNN's products."""
+    return faster_panel(Counter(_shape(layer) for layer in kinds if weight_of(layer).dtype == torch.bfloat16))
+
+
 def _shape(layer: nn.Module) -> tuple[int, int]:
     """Return the numbers of outputs and inputs."""
     first, second = weight_of(layer).shape
@@ -328,11 +362,12 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
 
 def _patterns(weights: str | None, keep: Sequence[str] | str) -> list[str]:
     """Return the patterns in `keep`, after checking them against `weights`."""
-    if weights not in (None, INT8):
-        raise ConfigError("weights", weights, f"give {INT8!r}, or None for the model's own dtype")
+    if weights is not None and weights not in INTEGER_LAYERS:
+        choices = " or ".join(map(repr, INTEGER_LAYERS))
+        raise ConfigError("weights", weights, f"give {choices}, or None for the model's own dtype")
     patterns = [keep] if isinstance(keep, str) else list(keep)
     if patterns and weights is None:
-        raise ConfigError("keep", patterns, f"it has an effect with weights={INT8!r} only: leave it out")
+        raise ConfigError("keep", patterns, "it has an effect with weights='int8' or 'int4' only: leave it out")
     return patterns
 
 
@@ -353,8 +388,9 @@ def _check_restorable(model: nn.Module) -> None:
         if isinstance(module, PackedLinear) and has_own_forward(module):
             raise UnsupportedModelError(f"layer {name!r} has hooks, for example of accelerate", HOOKS_REMEDY)
         if isinstance(module, PackedLinear) and not module.restorable:
+            what = getattr(module, "WEIGHTS", dtype_name(module.dtype))
             raise UnsupportedModelError(
-                f"layer {name!r} is packed in int8, and its original weight was not kept", RELOAD_REMEDY
+                f"layer {name!r} is packed in {what}, and its original weight was not kept", RELOAD_REMEDY
             )
 
 

@@ -1,4 +1,4 @@
-"""Quality of int8 models: perplexity, and the error of each layer."""
+"""Quality of int8 and int4 models: perplexity, and the error of each layer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lade.backends.cpu.packing.int8 import Int8Linear
-from lade.backends.cpu.packing.integer_products import Codes
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """Relative error of an int8 layer: root of the sum of squared errors over that of the original values.
+    """Relative error of an int8 or int4 layer: root of the sum of squared errors over that of the original values.
 
     Attributes:
         name: name of the layer in the model.
@@ -68,7 +67,7 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[list[LayerError]]:
-    """Compare int8 layers with the original ones in every pass within the context; the list is filled at its end.
+    """Compare int8 and int4 layers with the original ones in every pass in the context; its end fills the list.
 
     Args:
         model: a model packed with `keep_original=True`.
@@ -91,6 +90,6 @@ def watched(model: nn.Module) -> Iterator[list[LayerError]]:
 
 @torch.no_grad()
 def _weights(layer: Int8Linear) -> float:
-    sums, weight = _Sums(), layer.kept_weight()
-    sums.add(Codes.of(weight).dense(torch.float32), weight)
+    sums = _Sums()
+    sums.add(layer.codes().dense(torch.float32), layer.kept_weight())
     return sums.relative

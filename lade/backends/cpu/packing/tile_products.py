@@ -34,7 +34,7 @@ def has_tiles() -> bool:
         return False
     agree = all(_products_agree(*shape) for shape in _TRIAL)
     if not agree:
-        announce_once(logger, "AMX tiles compute something else here than they are defined to: other products are used")
+        announce_once(logger, "AMX tiles give wrong results on this machine: other kernels are used instead")
     return agree
 
 

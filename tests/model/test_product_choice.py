@@ -1,0 +1,143 @@
+"""The choice between oneDNN's and own products of packed bfloat16 layers."""
+
+import copy
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+
+import lade
+from lade.backends.cpu.packing import pack as packing
+from lade.backends.cpu.packing import product_choice
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cpu.packing.panel_products import panel_for
+from lade.testing import toy_model
+
+PANEL = panel_for(torch.bfloat16)
+needs_panels = pytest.mark.skipif(not PANEL, reason="no own bfloat16 products here")
+SHAPES = Counter({(2048, 2048): 4})
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Shapes that were measured; own products take 0.9 of the time."""
+    found = []
+
+    def measure(shapes, panel):
+        found.append(shapes)
+        return 1.0, 0.9
+
+    product_choice._own_are_faster.cache_clear()
+    monkeypatch.setattr(product_choice, "_measured", measure)
+    monkeypatch.setattr(product_choice, "panel_for", lambda dtype: 16)
+    yield found
+    product_choice._own_are_faster.cache_clear()
+
+
+def next_process():
+    product_choice._own_are_faster.cache_clear()
+
+
+def test_a_choice_is_measured_once_for_shapes_and_threads(measured, tmp_path):
+    for _ in range(2):
+        assert product_choice.faster_panel(SHAPES, tmp_path) == 16
+        next_process()
+    assert measured == [((2048, 2048, 4),)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        product_choice.faster_panel(SHAPES, tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    product_choice.faster_panel(SHAPES + Counter({(64, 64): 1}), tmp_path)
+    assert len(measured) == 3 == len(list(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", b"\xff"])
+def test_a_damaged_or_old_record_is_measured_again(measured, tmp_path, content, monkeypatch, caplog):
+    product_choice.faster_panel(SHAPES, tmp_path)
+    next_process()
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    product_choice.faster_panel(SHAPES, tmp_path)
+    assert len(measured) == 2 and "cannot be used" in caplog.text
+    next_process()
+    monkeypatch.setattr(product_choice, "MAX_AGE_S", -1)
+    product_choice.faster_panel(SHAPES, tmp_path)
+    assert len(measured) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(measured, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert product_choice.faster_panel(SHAPES, tmp_path / "file") == 16
+    assert "cannot be saved" in caplog.text
+
+
+@pytest.mark.parametrize(("own", "panel"), [(0.94, 16), (0.96, 0)])
+def test_own_products_have_to_gain_five_per_cent(measured, tmp_path, monkeypatch, own, panel):
+    monkeypatch.setattr(product_choice, "_measured", lambda shapes, panel: (1.0, own))
+    assert product_choice.faster_panel(SHAPES, tmp_path) == panel
+
+
+def test_small_models_are_not_measured(measured, tmp_path):
+    assert product_choice.faster_panel(Counter({(2048, 2048): 1}), tmp_path) == 0 == len(measured)
+
+
+def test_a_very_large_weight_is_timed_in_part_and_counts_as_a_whole(monkeypatch):
+    timed = []
+
+    def time(outputs, inputs, copies, panel):
+        timed.append((outputs, inputs, copies))
+        return float(outputs * inputs * copies), 0.0
+
+    monkeypatch.setattr(product_choice, "_timed", time)
+    shapes = ((2**20, 4096, 1), (4096, 4096, 30), (256, 256, 3))
+    theirs, _ = product_choice._measured(shapes, 16)
+    assert theirs == sum(outputs * inputs * count for outputs, inputs, count in shapes)
+    assert all(2 * outputs * inputs * copies <= product_choice._TRIAL_BYTES for outputs, inputs, copies in timed)
+
+
+@needs_panels
+def test_both_products_are_timed(monkeypatch):
+    monkeypatch.setattr(product_choice, "SECONDS", 0)
+    assert all(seconds > 0 for seconds in product_choice._timed(64, 64, 2, PANEL))
+
+
+@pytest.fixture(params=[0, PANEL] if PANEL else [0])
+def chosen(request, monkeypatch):
+    monkeypatch.setattr(packing, "faster_panel", lambda shapes: request.param)
+    return request.param
+
+
+def panels(model):
+    return {module.panel for module in model.modules() if isinstance(module, PackedLinear)}
+
+
+@torch.no_grad()
+def test_all_layers_take_the_choice_and_copies_keep_it(chosen):
+    dense = toy_model("llama", dtype=torch.bfloat16)
+    model = lade.pack(copy.deepcopy(dense), min_weights=1)
+    expected = model(IDS).logits
+    assert torch.allclose(expected, dense(IDS).logits, atol=0.05 * expected.abs().max().item(), rtol=0)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert panels(each) == {chosen} and torch.equal(each(IDS).logits, expected)
+    lade.unpack(model)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), dense.parameters(), strict=True))
+
+
+def test_a_variant_model_has_the_layout_it_was_packed_in(chosen, rounds_alike):
+    model = lade.invariant(lade.pack(toy_model("llama", dtype=torch.bfloat16), min_weights=1))
+    assert panels(model) == {PANEL}
+    given = {"input_ids": IDS, "max_new_tokens": 40, "do_sample": False}
+    found = lade.generate(model, lookahead=lade.LookaheadConfig(budget=16), **given)
+    assert torch.equal(found, model.generate(**given))
+    assert panels(lade.variant(model)) == {chosen}
+
+
+def test_other_dtypes_have_no_choice(monkeypatch):
+    asked = []
+    monkeypatch.setattr(packing, "faster_panel", lambda shapes: asked.append(shapes) or PANEL)
+    assert panels(lade.pack(toy_model("llama", dtype=torch.float32), min_weights=1)) == {0}
+    assert asked == [Counter()]
