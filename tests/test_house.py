@@ -12,8 +12,8 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 258,
-    "lines": 48_270,
+    "files": 259,
+    "lines": 48_560,
     "files under 40 lines of code": 14,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,

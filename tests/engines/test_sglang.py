@@ -1,0 +1,196 @@
+"""Drafts inside SGLang, without it: its NGRAM worker has a stand-in, the embedded model's logits are the passes."""
+
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sglang_worker as stand_in
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lade
+from lade.decoding.tree import TokenTree
+from lade.embedded.files import model_path, prompts
+
+COUNT, NODES = 60, 9
+
+
+@cache
+def embedded():
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    return model, {f"r{number}": tokenizer(prompt).input_ids for number, prompt in enumerate(prompts()[:3])}
+
+
+@cache
+def logits_after(text):
+    with torch.inference_mode():
+        return embedded()[0](torch.tensor([text])).logits[0, -1]
+
+
+@cache
+def plain(name):
+    model, texts = embedded()
+    ids = torch.tensor([texts[name]])
+    out = model.generate(ids, max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False)
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def plugin():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in stand_in.modules("0.5.23").items():
+            patch.setitem(sys.modules, name, module)
+        patch.delitem(sys.modules, "lade.engines.sglang", raising=False)
+        import lade.engines.sglang
+
+        yield lade.engines.sglang
+        sys.modules.pop("lade.engines.sglang", None)
+
+
+def worker(plugin, *, breadth=10, memory=None, nodes=NODES):
+    plugin.register("lade", memory=memory)
+    args = stand_in.arguments(speculative_num_draft_tokens=nodes, speculative_ngram_max_bfs_breadth=breadth)
+    algorithm = stand_in.REGISTRY["LADE"]
+    algorithm.validate_server_args(args)
+    algorithm.handle_server_args(args)
+    target = stand_in.TargetWorker(lambda text: logits_after(tuple(text)), embedded()[0].config.vocab_size)
+    return algorithm.create_worker(args)(args, 0, 0, target)
+
+
+@pytest.mark.parametrize("most", [1, 8])
+@pytest.mark.parametrize("breadth", [1, 10], ids=["chains", "trees"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["results at once", "results late"])
+def test_the_tokens_are_those_of_plain_decoding(plugin, monkeypatch, breadth, most, is_late):
+    one, begun = worker(plugin, breadth=breadth), []
+    begin = one.ngram_corpus.drafter.begin
+    monkeypatch.setattr(one.ngram_corpus.drafter, "begin", lambda name, text: begun.append(name) or begin(name, text))
+    texts, passes = stand_in.serve(one, embedded()[1], COUNT, most=most, is_late=is_late)
+    assert texts == {name: plain(name) for name in texts}
+    assert sorted(begun) == sorted(texts)  # each once: the drafter knows all tokens of a text
+    if most == 1:
+        assert len(texts) * COUNT / passes >= 1.5
+    assert set(one.ngram_corpus.drafter.requests) <= one._prev_decode_rids
+
+
+def test_trees_and_masks_are_those_of_the_project(plugin):
+    one = worker(plugin)
+    stand_in.serve(one, embedded()[1], COUNT)
+    corpus, prompt = one.ngram_corpus, embedded()[1]["r0"]
+    ids, masks = corpus.batch_get(["again", "short"], [prompt[-18:], [7]], [len(prompt), 1])
+    (draft, other) = corpus.drafter.propose(["again", "short"], NODES - 1)
+    assert ids.dtype == masks.dtype == np.int64
+    ids, masks = ids.reshape(2, NODES), masks.reshape(2, NODES, NODES)
+    assert len(set(draft.parents)) < len(draft) == NODES - 1  # it branches
+    tree = TokenTree(prompt[-1], None)
+    for token, parent in zip(draft.ids, draft.parents, strict=True):
+        tree.extend([token], [parent + 1], [tree.depths[parent + 1] + 1], "memory")
+    assert ids[0].tolist() == tree.ids
+    np.testing.assert_array_equal(masks[0], np.asarray(tree.closure()))
+    assert stand_in.links(masks[0]).tolist() == [-1, *(parent + 1 for parent in draft.parents)]
+    np.testing.assert_array_equal(masks[1, : 1 + len(other), : 1 + len(other)], other.mask())
+
+
+def test_a_breadth_of_one_gives_chains(plugin):
+    one = worker(plugin, breadth=1)
+    stand_in.serve(one, embedded()[1], 30)
+    prompt = embedded()[1]["r0"]
+    _, mask = one.ngram_corpus.batch_get(["again"], [prompt[-18:]], [len(prompt)])
+    np.testing.assert_array_equal(mask.reshape(NODES, NODES), np.tri(NODES, dtype=np.int64))
+
+
+def test_a_tree_that_is_short_is_padded_as_sglang_pads_its_own(plugin):
+    corpus = plugin.Corpus(100, [], 5)
+    ids, masks = corpus.batch_get(["a"], [[3]], [1])
+    assert ids.tolist() == [3, 0, 0, 0, 0]
+    expected = np.eye(5, dtype=np.int64)
+    expected[:, 0] = 1
+    np.testing.assert_array_equal(masks.reshape(5, 5), expected)
+    assert plugin.Corpus(100, [], 1).batch_get(["a"], [[3]], [1])[1].tolist() == [1]
+
+
+def test_a_text_that_goes_on_in_another_way_begins_anew(plugin):
+    """As after SGLang has retracted a request, and prefills it again."""
+    corpus = plugin.Corpus(100, [], 5)
+    req = stand_in.Req("a", list(range(30)))
+    corpus.expect([req])
+    corpus.batch_get(["a"], [[*range(13, 30), 7]], [31])
+    assert corpus.drafter.text("a") == [*range(30), 7]
+    req.output_ids += [8, 9]
+    corpus.batch_get(["a"], [[*range(14, 30), 8, 9]], [32])
+    assert corpus.drafter.text("a") == [*range(30), 8, 9]
+    corpus.batch_get(["b"], [[4, 5, 6]], [90])  # a text that is not at hand
+    assert corpus.drafter.text("b") == [4, 5, 6]
+    corpus.erase_match_state(["a", "c"])
+    assert corpus.drafter.requests == ["b"]
+    corpus.reset()
+    assert corpus.drafter.requests == [] and len(corpus.drafter.memory) == 0
+
+
+def test_a_memory_that_was_saved_is_loaded(plugin, tmp_path):
+    first = worker(plugin)
+    _, passes = stand_in.serve(first, embedded()[1], COUNT, most=1)
+    first.ngram_corpus.drafter.memory.save(tmp_path / "kept.memory")
+    _, later = stand_in.serve(worker(plugin, memory=str(tmp_path / "kept.memory")), embedded()[1], COUNT, most=1)
+    assert later < 0.8 * passes
+
+
+def test_the_algorithm_is_what_ngram_is_to_the_rest_of_sglang(plugin):
+    plugin.register("lade")
+    algorithm, args = stand_in.REGISTRY["LADE"], stand_in.arguments(device="cpu")
+    algorithm.handle_server_args(args)
+    assert algorithm.is_ngram() and algorithm.supports_overlap and not algorithm.has_draft_kv()
+    assert algorithm.create_future_map("cpu", None) is algorithm
+    assert (args.speculative_num_draft_tokens, args.speculative_eagle_topk, args.speculative_num_steps) == (16, 10, 1)
+    assert args.disable_overlap_schedule and not args.enable_mixed_chunk and args.max_running_requests == 48
+    given = stand_in.arguments(speculative_num_draft_tokens=7, speculative_num_steps=3, max_running_requests=5)
+    algorithm.handle_server_args(given)
+    assert (given.speculative_num_draft_tokens, given.speculative_num_steps, given.max_running_requests) == (7, 3, 5)
+    assert not given.disable_overlap_schedule
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"tp_size": 2}, "tp_size=2, .*give --tp-size 1"),
+        ({"pp_size": 2}, "pp_size=2 .*give --tp-size 1"),
+        ({"speculative_ngram_external_corpus_path": "x"}, "'x' is NGRAM's"),
+        (
+            {"page_size": 16, "attention_backend": "fa3"},
+            "page_size=16 is not exact with trees in fa3; give --page-size 1",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(plugin, settings, says):
+    plugin.register("lade")
+    algorithm, args = stand_in.REGISTRY["LADE"], stand_in.arguments(**settings)
+    with pytest.raises(ValueError, match=says):
+        algorithm.validate_server_args(args)
+        algorithm.handle_server_args(args)
+
+
+def test_another_version_is_refused(plugin, monkeypatch):
+    plugin.register("lade")
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.6.0")
+    with pytest.raises(ValueError, match=r"SGLang 0\.6\.0 is not .*pip install 'sglang==0\.5\.23'"):
+        stand_in.REGISTRY["LADE"].validate_server_args(stand_in.arguments())
+
+
+def test_without_sglang_the_import_names_the_command_that_installs_it():
+    code = "import sys; sys.modules['sglang'] = None; import lade.engines.sglang"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.endswith('SGLang is not installed: run  pip install "lookahead-decoding[sglang]"\n')
+
+
+def test_sglang_s_processes_find_the_plug_in_and_import_no_compiled_code():
+    project = tomllib.loads((Path(lade.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["sglang.srt.plugins"] == {"lade": "lade.engines.sglang:register"}
+    assert project["optional-dependencies"]["sglang"] == ["sglang==0.5.23"]
+    code = "import sys, types; sys.modules['sglang'] = types.ModuleType('sglang'); import lade.engines.sglang"
+    code += "; assert not {'lade.decoding', 'numba', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
