@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import platformdirs
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, settings
 import lade
 from lade import native
 from lade.errors import UnsupportedModelError
-from lade.hf import job
+from lade.hf import job, refusals
 from lade.model import supports as support
 from lade.testing import nearly_flat_cost, toy_model
 from lade.tuning import cost_file as store
@@ -141,6 +142,12 @@ def untouched_generator():
     """No test may depend on the global generator's state, and the library must never draw from it when greedy."""
     torch.manual_seed(1234)
     yield
+
+
+@pytest.fixture(autouse=True)
+def unwarned(monkeypatch):
+    """A fallback is told once per model, and tests share models."""
+    monkeypatch.setattr(refusals, "_warned", WeakKeyDictionary())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,8 +21,7 @@ from lade.model.supports import supports
 
 ROOT = Path(__file__).parent.parent
 NEEDS_TRITON = {f"lade.backends.tree_attention.{module}" for module in ("kernel", "launch")}
-COMPILED = "lade.native.kernels"
-"""A library without a module of Python's in it."""
+NEEDS_SGLANG = "lade.engines.sglang"
 SMALLER = {
     "500e6": "5e6",
     "limit=5": "limit=1",
@@ -45,7 +44,7 @@ class Shown(doctest.OutputChecker):
 def examples():
     finder = doctest.DocTestFinder(exclude_empty=True)
     for found in pkgutil.walk_packages(lade.__path__, "lade."):
-        if found.name in {*NEEDS_TRITON, COMPILED} or found.name.endswith("__main__"):
+        if found.name in {*NEEDS_TRITON, NEEDS_SGLANG} or found.name.endswith("__main__"):
             continue
         module = importlib.import_module(found.name)
         yield from (test for test in finder.find(module, found.name, module=module) if test.examples)

@@ -107,8 +107,10 @@ def test_all_methods_write_the_turns_and_prefixes_are_reused(agents):
     model = toy_model("llama", vocabulary=VOCABULARY, dtype=torch.float32)
     tokens = sum(len(turn.answer) for run in runs for turn in run)
     for name in agents.METHODS:
+        if name.startswith("server"):  # see test_evidence.py
+            continue
         if name.startswith("adaptive"):
-            counts = list(agents.by_engine(name.endswith("kept"), 8, runs, model))
+            counts = list(agents.by_engine("kept" in name, "answers" in name, 8, runs, model))
             assert counts[1].cached_tokens > 0.5 * counts[1].prompt_tokens
         else:
             counts = list(agents.by_peer(name, 8, runs, VOCABULARY))

@@ -157,7 +157,7 @@ def test_what_ships_is_what_the_measurements_say():
     assert {f"adaptive {memory}, budget {budget}": (float(fed), float(made)) for budget, memory, made, fed in rows} == {
         each.name: (each.fed, each.tokens_per_step) for each in SHIPPED.acceptances
     }
-    (found,) = re.findall(r"([\d.]+) ms a plain step of ours, \*\*([\d.]+) at 16 tokens, ([\d.]+) at 64\*\*", text)
+    (found,) = re.findall(r"([\d.]+) ms for a step of one\s+token, \*\*([\d.]+) at 16 tokens, ([\d.]+) at 64\*\*", text)
     written = json.loads((resources.files("lade_lab") / "measured.json").read_text(encoding="utf-8"))
     assert list(written["library_ms"].items()) == list(zip(("1", "16", "64"), map(float, found), strict=True))
 

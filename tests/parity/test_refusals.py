@@ -19,6 +19,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
+from lade.hf import refusals
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -86,6 +87,7 @@ OTHER_STATES = {
 
 @contextmanager
 def one_fallback(match: str) -> Iterator[None]:
+    refusals._warned.clear()  # each way is the first one
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -42,7 +42,7 @@ def test_levels_are_what_drafting_computes(model: torch.nn.Module) -> None:
         use_shared_post_norm=False, config=model.config, _project_to_logits=model.lm_head,
     )  # fmt: skip
     passes = EagerRunner(model, lade.supports(model).plan, model.generation_config)
-    runner = MtpRunner(passes, SimpleNamespace(mtp=mtp))
+    runner = MtpRunner(passes, SimpleNamespace(mtp=mtp, packed=False))
     tokens = ids[0].tolist()
     row = Text(tokens[:12])
     with torch.no_grad(), runner.reading([row]):
