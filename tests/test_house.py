@@ -12,9 +12,9 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 259,
-    "lines": 48_560,
-    "files under 40 lines of code": 14,
+    "files": 260,
+    "lines": 48_640,
+    "files under 40 lines of code": 15,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.9,
     "lines of a function, p90": 19,

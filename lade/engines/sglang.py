@@ -179,7 +179,7 @@ def register(name: str = "LADE", *, memory: str | None = None) -> None:
     from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpeculativeAlgorithm
 
     class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
-        """Stands for NGRAM to the rest of SGLang."""
+        """What NGRAM is to the rest of SGLang."""
 
         create_future_map = SpeculativeAlgorithm.create_future_map
 
