@@ -244,7 +244,7 @@ def traced(max_bytes: int, batches: int, batch: int) -> tuple[int, int, Memory]:
 def test_it_takes_as_many_bytes_as_it_may_and_no_more(max_bytes):
     """Even while its tables grow or change over, but for a few objects."""
     peak, current, memory = traced(max_bytes, 600, 50)
-    assert max(peak, current) < max_bytes + 16_000  # freed objects that Python keeps for later
+    assert max(peak, current) < max_bytes + 32_000  # objects that Python keeps for later, up to 25 kB have been seen
     assert current > 0.97 * max_bytes, "or else it would forget what there is room for"
     assert len(memory) > 0.3 * max_bytes / SLOT_BYTES
 
