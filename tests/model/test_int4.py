@@ -10,6 +10,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integer_toys import DTYPES, VOCABULARY, assert_decoded_plainly, assert_texts_are_plains, build, logits
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -30,11 +31,7 @@ from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_wei
 from lade.backends.cpu.packing.quality import watched
 from lade.backends.cpu.packing.weight import HugePages
 from lade.errors import ConfigError, UnsupportedModelError
-from lade.testing import toy_model
 
-VOCABULARY = 48
-IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INSTRUCTIONS = ["plain", "avx2", "avxvnni", "avx512", "avx512vnni"]
 SHAPES = [(64, 64), (1, 33), (7, 3), (300, 64), (64, 300), (130, 777)]
 with_each = pytest.mark.parametrize(
@@ -43,17 +40,8 @@ with_each = pytest.mark.parametrize(
 needs_library = pytest.mark.skipif(not has_int4_kernel(), reason="the compiled kernels are missing")
 
 
-def build(family="llama", dtype=torch.float32):
-    return toy_model(family, vocabulary=VOCABULARY, dtype=dtype)
-
-
 def packed(model, **options):
     return lade.pack(model, weights="int4", min_weights=1, **options)
-
-
-@torch.no_grad()
-def logits(model, ids=IDS):
-    return model(ids).logits
 
 
 @pytest.fixture(params=["compiled", "reference"])
@@ -198,17 +186,7 @@ def test_weights_on_the_grid_are_kept_and_zeros_have_no_scale():
 def test_lookahead_writes_the_tokens_of_plain_decoding(way, family, dtype, rounds_alike):
     model = lade.invariant(packed(build(family, dtype)))
     assert int4_layers(model) == packed_layers(model) > 0 == int8_layers(model) and lade.supports(model)
-    left = {"input_ids": torch.tensor([[0, 0, 0, 7, 8, 9], [3, 1, 4, 1, 5, 9]])}
-    left["attention_mask"] = (left["input_ids"] > 0).long()
-    for arguments in ({"input_ids": IDS}, left):
-        for do_sample in (False, True):
-            texts = []
-            given = {**arguments, "max_new_tokens": 30, "do_sample": do_sample}
-            for lookahead in (None, lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
-                torch.manual_seed(7)
-                plain = lookahead is None
-                texts.append(model.generate(**given) if plain else lade.generate(model, lookahead=lookahead, **given))
-            assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
+    assert_texts_are_plains(model)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -224,11 +202,7 @@ def test_engines_write_the_tokens_of_plain_decoding(dtype, rounds_alike):
 
 def test_without_an_attention_that_rounds_alike_it_is_decoded_plainly(way):
     model = packed(build())
-    support = lade.supports(model)
-    assert not support and "packed in int4" in support.reason and "lade.invariant(model)" in support.reason
-    with pytest.warns(lade.FallbackWarning, match="int4"):
-        found = lade.generate(model, input_ids=IDS, max_new_tokens=5, do_sample=False)
-    assert torch.equal(found, model.generate(IDS, max_new_tokens=5, do_sample=False))
+    assert_decoded_plainly(model, "int4")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

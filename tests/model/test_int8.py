@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from integer_toys import DTYPES, IDS, VOCABULARY, assert_decoded_plainly, assert_texts_are_plains, build, logits
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -20,13 +21,9 @@ from lade.backends.cpu.packing.panels import has_dots
 from lade.backends.cpu.packing.quality import perplexity, watched
 from lade.backends.cpu.packing.tile_products import has_tiles
 from lade.errors import ConfigError, InputError, UnsupportedModelError
-from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
 
-VOCABULARY = 48
-IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = [torch.uint8, torch.int8]
 ALL_FORMS = [
     *FORMS,
@@ -35,17 +32,8 @@ ALL_FORMS = [
 ]
 
 
-def build(family="llama", dtype=torch.float32):
-    return toy_model(family, vocabulary=VOCABULARY, dtype=dtype)
-
-
 def packed(model, **options):
     return lade.pack(model, weights="int8", min_weights=1, **options)
-
-
-@torch.no_grad()
-def logits(model, ids=IDS):
-    return model(ids).logits
 
 
 @pytest.fixture
@@ -211,17 +199,7 @@ def test_lookahead_writes_the_tokens_of_plain_decoding(form, family, dtype, monk
     take(monkeypatch, form)
     model = lade.invariant(packed(build(family, dtype)))
     assert int8_layers(model) == packed_layers(model) > 0 and lade.supports(model)
-    left = {"input_ids": torch.tensor([[0, 0, 0, 7, 8, 9], [3, 1, 4, 1, 5, 9]])}
-    left["attention_mask"] = (left["input_ids"] > 0).long()
-    for arguments in ({"input_ids": IDS}, left):
-        for do_sample in (False, True):
-            texts = []
-            given = {**arguments, "max_new_tokens": 30, "do_sample": do_sample}
-            for lookahead in (None, lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
-                torch.manual_seed(7)
-                plain = lookahead is None
-                texts.append(model.generate(**given) if plain else lade.generate(model, lookahead=lookahead, **given))
-            assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
+    assert_texts_are_plains(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -270,11 +248,7 @@ def test_all_ways_of_decoding_write_the_tokens_of_plain_decoding(wide):
 
 def test_without_an_attention_that_rounds_alike_it_is_decoded_plainly():
     model = packed(build())
-    support = lade.supports(model)
-    assert not support and "int8" in support.reason and "lade.invariant(model)" in support.reason
-    with pytest.warns(lade.FallbackWarning, match="int8"):
-        found = lade.generate(model, input_ids=IDS, max_new_tokens=5, do_sample=False)
-    assert torch.equal(found, model.generate(IDS, max_new_tokens=5, do_sample=False))
+    assert_decoded_plainly(model, "int8")
     lade.variant(lade.invariant(model))
     assert not lade.supports(model)
 

@@ -22,6 +22,20 @@ _MANY_WEIGHTS = 2**16  # least bytes of weights per thread, with tiles
 _SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
 
 
+def rows_to_quantise(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Return inputs `[..., in]` made contiguous, the number of rows, and `in`; see `quantised_in_blocks`."""
+    if not (is_plain(x) and x.dim() and x.shape[-1]):
+        refuse("rounding to int8", "tensors [..., in] on the CPU", x=x)
+    return x.contiguous(), x.numel() // x.shape[-1], x.shape[-1]
+
+
+def checked_bias(bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor | None:
+    """Return a contiguous bias for outputs `[..., out]`; see `int8_panel_product`."""
+    if bias is not None and not (is_plain(bias) and bias.shape == (out.shape[-1],)):
+        refuse("the product of codes", "a bias [out] on the CPU", out=out, bias=bias)
+    return None if bias is None else bias.contiguous()
+
+
 def quantised_in_blocks(x: torch.Tensor, panel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise inputs like `quantised`, in the blocked layout that panels of weights need.
 
@@ -37,10 +51,7 @@ def quantised_in_blocks(x: torch.Tensor, panel: int) -> tuple[torch.Tensor, torc
     Raises:
         ValueError: x has another dtype or device, or no inputs.
     """
-    if not (is_plain(x) and x.dim() and x.shape[-1]):
-        refuse("rounding to int8", "tensors [..., in] on the CPU", x=x)
-    x, inputs = x.contiguous(), x.shape[-1]
-    rows = x.numel() // inputs
+    x, rows, inputs = rows_to_quantise(x)
     if panel == TILE_PANEL:
         together, step, zero = min(rows, TILE_ROWS), rows if rows <= TILE_ROWS else 2 * TILE_ROWS, 0
     else:
@@ -87,8 +98,7 @@ def int8_panel_product(
     Raises:
         ValueError: the bias has another dtype, device or shape.
     """
-    if bias is not None and not (is_plain(bias) and bias.shape == (out.shape[-1],)):
-        refuse("the product of codes", "a bias [out] on the CPU", out=out, bias=bias)
+    bias = checked_bias(bias, out)
     rows = scales.numel()
     if not rows:
         return out
@@ -99,7 +109,6 @@ def int8_panel_product(
     else:
         few, together, suffix = TILE_ROWS, min(rows, TILE_ROWS), "_by_tiles"
         row_group, panel_group = _tile_groups(rows, count, blocks)
-    bias = None if bias is None else bias.contiguous()
     fields = (  # a PanelProduct, see cpu_panels.h
         *(codes.data_ptr(), scales.data_ptr(), panels.data_ptr(), steps.data_ptr()),
         *(address_of(bias), 0 if bias is None else dtype_code(bias.dtype), out.data_ptr(), dtype_code(out.dtype)),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from lade.backends.cpu.kernels import address_of, dtype_code, is_plain, kernel, refuse
+from lade.backends.cpu.kernels import address_of, dtype_code, kernel
+from lade.backends.cpu.packing.code_products import checked_bias, rows_to_quantise
 from lade.backends.cpu.packing.int4_codes import BLOCK
 from lade.backends.cpu.packing.panels import RowGroups, parts_of_rows
 from lade.backends.cpu.worker_threads import run_on_team
@@ -46,10 +47,7 @@ def quantised_for_int4(x: torch.Tensor, groups: RowGroups | None = None) -> tupl
     Raises:
         ValueError: x has another dtype or device, or no inputs.
     """
-    if not (is_plain(x) and x.dim() and x.shape[-1]):
-        refuse("rounding to int8", "tensors [..., in] on the CPU", x=x)
-    x, inputs = x.contiguous(), x.shape[-1]
-    rows = x.numel() // inputs
+    x, rows, inputs = rows_to_quantise(x)
     together = (groups or int4_row_groups()).together_for(rows)
     blocks = -(-rows // together) * together * -(-inputs // BLOCK)
     codes, scales = torch.empty(blocks * (BLOCK + _STARTS), dtype=torch.int8), torch.empty(rows)
@@ -86,14 +84,12 @@ def int4_product(
     Raises:
         ValueError: the bias has another dtype, device or shape.
     """
-    if bias is not None and not (is_plain(bias) and bias.shape == (out.shape[-1],)):
-        refuse("the product of codes", "a bias [out] on the CPU", out=out, bias=bias)
+    bias = checked_bias(bias, out)
     rows, (count, blocks, lines, line) = scales.numel(), panels.shape
     if not rows:
         return out
     together = int4_row_groups(instructions).together_for(rows)
     row_group, panel_group = _parts(rows, together, count, blocks, blocks * lines * line)
-    bias = None if bias is None else bias.contiguous()
     padded = -(-rows // together) * together
     fields = (  # a PanelProduct, see cpu_panels.h
         *(codes.data_ptr(), scales.data_ptr(), panels.data_ptr(), 0),
