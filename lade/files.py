@@ -1,12 +1,13 @@
-"""Atomic file writes, and append-only JSON Lines files."""
+"""Atomic file writes, records saved under keys, and append-only JSON Lines files."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,30 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str, *, durable: 
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def digest_of(key: Mapping[str, object]) -> str:
+    """Return a short name of a key, anything that JSON can hold; the same in every process."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def write_record(path: Path, key: Mapping[str, object], fields: Mapping[str, object]) -> None:
+    """Save fields under a key that people can read; makes the folder. Raises `OSError` if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"key": dict(key), **fields}, indent=1))
+
+
+def read_record(path: Path, key: Mapping[str, object]) -> dict[str, Any]:
+    """Return the fields that `write_record` saved under a key.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError, RecursionError: it is damaged, or of another key.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or digest_of({"key": record.get("key")}) != digest_of({"key": key}):
+        raise ValueError("it was saved under another key")
+    return record
 
 
 _LONGEST, _CONTEXT = 60, 20  # characters of a value in a message; of these, how many of a common prefix

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lade.announcements import announce
 from lade.decoding.drafting.controller import ControllerState
+from lade.files import digest_of
 from lade.locks import ForkSafeLock
 from lade.model.config import token_embeddings
 from lade.model.inputs import batch_bucket
@@ -74,7 +75,7 @@ def step_cost_for(
         folder: folder of saved curves; None for the user's cache folder.
     """
     key = key_of(model, runner, batch)
-    name = store.digest_of(key)
+    name = digest_of(key)
     curves = _in_use.setdefault(model, {})
     curve = curves.get(name)
     if curve is None:
@@ -130,7 +131,7 @@ def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> Non
 
 def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path | None = None) -> bool:
     """Save a curve that was measured with more care, and use it from now on; whether it could be saved."""
-    _in_use.setdefault(model, {})[store.digest_of(key)] = CurveInUse(key, cost, cost.table)
+    _in_use.setdefault(model, {})[digest_of(key)] = CurveInUse(key, cost, cost.table)
     return store.save(key, cost, folder)
 
 

@@ -8,8 +8,6 @@ to costs a second at the next start. So none of this is an error; the logger `la
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import platformdirs
 
-from lade.files import write_whole
+from lade.files import digest_of, read_record, write_record
 from lade.tuning.step_cost import StepCost
 
 Key = Mapping[str, object]
@@ -40,19 +38,11 @@ def path_of(key: Key, folder: Path | None = None) -> Path:
     return (default_folder() if folder is None else folder) / f"{digest_of(key)}.json"
 
 
-def digest_of(key: Key) -> str:
-    """A short name of a key, the same in every process."""
-    return hashlib.sha256(_text(key).encode()).hexdigest()[:32]
-
-
 def load(key: Key, folder: Path | None = None, *, now: Callable[[], float] = time.time) -> StepCost | None:
     """The curve saved under a key; None where there is none that can be used."""
     path = path_of(key, folder)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or _text(record.get("key")) != _text(key):
-            raise ValueError("it was saved under another key")
-        cost = StepCost.from_json(record.get("cost"))
+        cost = StepCost.from_json(read_record(path, key).get("cost"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as problem:  # ValueError: also what is no JSON and no UTF-8
@@ -71,17 +61,11 @@ def save(key: Key, cost: StepCost, folder: Path | None = None) -> bool:
         Whether it was saved; if not, the reason has been logged.
     """
     path = path_of(key, folder)
-    record = json.dumps({"key": dict(key), "cost": cost.to_json()}, indent=1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, record)
+        write_record(path, key, {"cost": cost.to_json()})
     except OSError as problem:
         logger.warning(
             "step cost cannot be saved in %s, and the next process measures it again: %s", path.parent, problem
         )
         return False
     return True
-
-
-def _text(key: object) -> str:
-    return json.dumps(key, sort_keys=True)

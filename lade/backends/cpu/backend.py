@@ -55,11 +55,18 @@ class CpuBackend(Backend):
 
         return bool(pack.packable(model))
 
-    def pack(self, model: nn.Module, weights: str | None = None) -> None:
-        """Pack a model in its own dtype or in integers, in place; see `lade.pack`."""
+    def pack(self, model: nn.Module) -> None:
+        """Pack a model in its own dtype, in place; see `lade.pack`."""
         from lade.backends.cpu.packing import pack
 
-        pack.pack(model, weights=weights)
+        pack.pack(model)
+
+    def pack_like(self, module: nn.Module, layer: Any) -> None:
+        """Pack a module in the format and with the products of a packed layer, in place; nothing is measured."""
+        from lade.backends.cpu.packing import pack
+
+        kinds = pack.packable(module, weights=getattr(layer, "WEIGHTS", None))
+        pack.pack_layers(module, kinds, panel=layer.panel)
 
     def unpack(self, model: nn.Module) -> None:
         """Undo `pack`, in place; see `lade.unpack`."""

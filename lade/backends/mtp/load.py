@@ -75,13 +75,13 @@ def layer_of(model: PreTrainedModel) -> Loaded | str:
 def pack_alike(loaded: Loaded, facts: ModelFacts) -> None:
     """Pack the layer if its model is packed, in the integers of the model's layers if any: passes take half as long."""
     cpu = joint.loaded("cpu")
-    if loaded.packed or cpu is None:
-        return
-    packed = [kind for kind in facts.kinds if issubclass(kind, cpu.packed_layer)]
-    if packed:
-        with _loading:
-            integers: Any = next((kind for kind in packed if issubclass(kind, cpu.int8_layer)), None)
-            cpu.pack(loaded.mtp.layers, weights=integers and integers.WEIGHTS)
+    with _loading:  # rows of other threads share the layer
+        if loaded.packed or cpu is None:
+            return
+        packed = [kind for kind in facts.kinds if issubclass(kind, cpu.packed_layer)]
+        if packed:
+            kind = next((kind for kind in packed if issubclass(kind, cpu.int8_layer)), packed[0])
+            cpu.pack_like(loaded.mtp.layers, facts.kinds[kind][0])
             loaded.packed = True
 
 

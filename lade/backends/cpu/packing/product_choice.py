@@ -6,8 +6,6 @@ bits at every start on a machine.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import platform
@@ -23,7 +21,7 @@ import torch
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panels import TILE_PANEL, in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
-from lade.files import write_whole
+from lade.files import digest_of, read_record, write_record
 from lade.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -77,36 +75,29 @@ def _own_are_faster(shapes: Shapes, threads: int, panel: int, folder: Path) -> b
         "lade": __version__,
         "torch": torch.__version__,
     }
-    path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    path = folder / f"{digest_of(key)}.json"
     known = _remembered(path, key)
     if known is None:
         theirs, own = _measured(shapes, panel)
         known = own < LARGEST_RATIO * theirs
         logger.info("bfloat16 products: oneDNN's %.2f ms, own %.2f ms", 1e3 * theirs, 1e3 * own)
-        _remember(path, {"key": key, "own": known, "measured_at": time()})
+        try:
+            write_record(path, key, {"own": known, "measured_at": time()})
+        except OSError as problem:
+            logger.warning("the choice of products cannot be saved, and will be measured again: %s", problem)
     return known
 
 
 def _remembered(path: Path, key: dict[str, object]) -> bool | None:
     """Return the choice in a file; None if there is none, or none that is valid."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["key"] != key or abs(time() - record["measured_at"]) > MAX_AGE_S:
-            return None
-        return bool(record["own"])
+        record = read_record(path, key)
+        return bool(record["own"]) if abs(time() - record["measured_at"]) <= MAX_AGE_S else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as problem:
         logger.warning("the choice of products %s cannot be used and will be measured again: %r", path, problem)
         return None
-
-
-def _remember(path: Path, record: dict[str, object]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(record, indent=1))
-    except OSError as problem:
-        logger.warning("the choice of products cannot be saved, and will be measured again: %s", problem)
 
 
 @torch.no_grad()
