@@ -14,7 +14,7 @@ using Fields = std::vector<int64_t>;
 using Floats = std::vector<float>;
 using Halves = std::vector<uint16_t>;
 
-template <class Number> int64_t at(std::vector<Number>& numbers) { return (int64_t)numbers.data(); }
+template <class Number> int64_t at(const std::vector<Number>& numbers) { return (int64_t)numbers.data(); }
 
 int64_t bits(float number) {
     int32_t found;
