@@ -173,7 +173,7 @@ def prepared(model: str, params: float, dtype: str, weights: str) -> Any:
     """The model, packed and invariant."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     loaded = inflate(loaded, params).to(getattr(torch, dtype))
-    return lade.invariant(lade.pack(loaded, weights="int8" if weights == "int8" else None))
+    return lade.invariant(lade.pack(loaded, weights=None if weights == "packed" else weights))
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def main(
     model: Annotated[str, typer.Option(help="folder or hub id")],
     params: Annotated[float, typer.Option("--inflate", help="parameters to grow it to")] = 500e6,
     dtype: str = "bfloat16",
-    weights: Annotated[str, typer.Option(help="packed or int8")] = "packed",
+    weights: Annotated[str, typer.Option(help="packed, int8 or int4")] = "packed",
     cached: Annotated[int, typer.Option(help="tokens in the cache")] = 100,
     rounds: int = 15,
     threads: int = 1,
