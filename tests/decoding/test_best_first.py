@@ -223,7 +223,7 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "RATE", 1e-9)  # so small that it does not matter who comes first
         memory.weights = weights.copy()
-        growth.learn(memory, reached, chosen, rows_of([]))
+        growth.learn(memory, reached, chosen, rows_of([{}] * len(tree)))
     assert (memory.weights - weights) / 1e-9 == pytest.approx(expected, abs=1e-3)
 
     growth.learn(fresh, [], [], rows_of([{100 + node: 255} for node in range(len(tree))]))
@@ -245,8 +245,8 @@ def test_what_was_chosen_is_what_followed(seed, text, size):
     growth.follow(tree, len(tree))
     node = len(tree) - 1
     fresh = Memory()
-    growth.learn(fresh, [node], [77], rows_of([]))
-    assert known(fresh, text + path_to(tree, node)) == ([], [{77: 255}] * len(TEXT_ORDERS))
+    growth.learn(fresh, [node], [77], rows_of([{}] * len(tree)))
+    assert known(fresh, text + path_to(tree, node))[1] == [{77: 255}] * len(TEXT_ORDERS)
 
 
 def test_planted_trees_may_be_large():

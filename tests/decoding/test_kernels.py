@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import Reference, rows_of, tails_of, unpacked
 
+from lade import native
 from lade.decoding.drafting.memory import context_of, prior_weights
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LENGTHS, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WEIGHT_SETS, WIDTH, Ints
@@ -254,6 +255,7 @@ def test_a_wider_tree_is_the_same_tree(room, more):
         assert after.shape == fresh.shape and after.dtype == fresh.dtype
 
 
+@pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 def test_kernels_take_turns():
     """They keep the interpreter's lock: nobody reads a table that is being written."""
     young, old, stop, failures = table_of(2**16), table_of(1), threading.Event(), []

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import Reference, Row, known, learn, likeliest, random_rows, rows_of, tails_of, unpacked
 
+from lade import native
 from lade.decoding.drafting import memory as module
 from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES, context_of
 from lade.decoding.kernels import tables
@@ -240,6 +241,9 @@ def traced(max_bytes: int, batches: int, batch: int) -> tuple[int, int, Memory]:
     return peak, current, memory
 
 
+@pytest.mark.skipif(
+    native.library() is None, reason="no compiled kernels here: a reference makes Python's objects of a table"
+)
 @pytest.mark.parametrize("max_bytes", (100_000, 3_000_000))
 def test_it_takes_as_many_bytes_as_it_may_and_no_more(max_bytes):
     """Even while its tables grow or change over, but for a few objects."""

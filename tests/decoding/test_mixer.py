@@ -57,7 +57,7 @@ def taught(memory: Memory, *chosen: int) -> Doubles:
     before, growth = memory.weights.copy(), TreeGrower()
     for token in chosen:
         growth.begin(CONTEXT)
-        growth.learn(memory, [0], [token], rows_of([]))
+        growth.learn(memory, [0], [token], rows_of([{}]))
     return memory.weights - before
 
 
