@@ -128,7 +128,7 @@ def rounds_alike():
             lade.invariant(toy_model(dtype=dtype))
         lade.pack(toy_model(dtype=torch.float32), weights="int8", min_weights=1)
     except UnsupportedModelError as refusal:
-        assert not on_known_processor()
+        assert native.library() is None or not on_known_processor()
         pytest.skip(str(refusal))
 
 
