@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from lade.clock import Clock, Duration
-from lade.decoding.drafting.controller import BatchBudget
+from lade.decoding.drafting.controller import BatchBudget, common_progress
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.mtp import MtpPasses
 from lade.decoding.readout import Readout, read
@@ -116,6 +116,7 @@ class DecodeLoop(Generic[CacheT]):
         cache: keys and values of these rows.
         stats: figures to add to; None for none.
         budget: chooses one tree size for all rows; None if each row chooses its own.
+        waits_for_all: whether the caller waits for the slowest row; otherwise `budget` goes by the mean row.
         isolate: let an error raised by a row's processors or stop rules end that row alone, as its `problem`. Otherwise
             it ends the step, and `run` raises it.
         reader: makes the passes in which all rows are greedy; None to use `runner`.
@@ -130,6 +131,7 @@ class DecodeLoop(Generic[CacheT]):
     cache: CacheT
     stats: Stats | None = None
     budget: BatchBudget | None = None
+    waits_for_all: bool = False
     isolate: bool = False
     reader: Reader[CacheT] | None = None
     leaving: Callable[[Row, int], None] | None = None
@@ -214,7 +216,8 @@ class DecodeLoop(Generic[CacheT]):
             self.mtp.draft(self.rows, depths)
         candidates = [row.drafter.candidates(row.tokens, depth) for row, depth in zip(self.rows, depths, strict=True)]
         if self.budget is not None:
-            self.budget.decide([each.scores for each in candidates])
+            emitted = [row.emitted for row in self.rows] if self.waits_for_all else None
+            self.budget.decide([each.scores for each in candidates], emitted)
         for row in self.rows:
             row.steps += 1
             if row.drafter.problem is not None:
@@ -257,10 +260,17 @@ class DecodeLoop(Generic[CacheT]):
         for row, step in zip(self.rows, steps, strict=True):
             row.drafter.observe(step.fed, len(step.tokens), without_mtp_s, forward_s)
         if self.budget is not None:
-            emitted = sum(len(step.tokens) for step in steps) / len(steps)
-            self.budget.observe_pass(fed, emitted, without_mtp_s, forward_s, rows=len(steps))
+            self.budget.observe_pass(fed, self._progress(steps), without_mtp_s, forward_s, rows=len(steps))
         if self.mtp is not None:
             self.mtp.observe(sum(len(step.tokens) for step in steps), seconds)
+
+    def _progress(self, steps: Sequence[Step]) -> float:
+        """Return the tokens that a step has brought: to the mean row, or to a call that waits for all of them."""
+        if not self.waits_for_all:
+            return sum(len(step.tokens) for step in steps) / len(steps)
+        emitted = [row.emitted for row in self.rows]
+        before = [count - len(step.tokens) for count, step in zip(emitted, steps, strict=True)]
+        return common_progress(emitted) - common_progress(before)
 
     def _report(self, steps: Sequence[Step], forward_s: float) -> None:
         if self.stats is not None:

@@ -53,6 +53,11 @@ class Row:
         """The tokens after the prompt."""
         return self.tokens[self._prompt_length :]
 
+    @property
+    def emitted(self) -> int:
+        """How many tokens come after the prompt."""
+        return len(self.tokens) - self._prompt_length
+
     def emit(self, token: int) -> bool:
         """Append a token; return whether a stop rule ends the row there."""
         self.tokens.append(token)

@@ -80,6 +80,7 @@ class Session:
             cache,
             stats,
             self._job.budget,
+            waits_for_all=True,
             reader=runner.reader,
             mtp=self._job.mtp,
         )

@@ -1,11 +1,14 @@
 """One size for all rows of a batch."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lade.decoding.drafting import controller as controller_module
-from lade.decoding.drafting.controller import BatchBudget, Controller, ControllerState
+from lade.decoding.drafting.controller import APART, BatchBudget, Controller, ControllerState, common_progress, lags
 from lade.tuning.step_cost import StepCost
 
 PLAIN_S = 1e-3
@@ -40,6 +43,40 @@ def test_it_is_asked_about_the_mean_row():
         mean = [1.0] + [many / 5 * score for score in SURE[1:]]
         assert decided(*[SURE] * many, *[NOTHING] * (5 - many)) == Controller(steep_cost()).choose(mean)
     assert alone.choose(SURE) > alone.choose(NOTHING)
+
+
+EMITTED = st.lists(st.integers(0, 3000), min_size=1, max_size=64)
+
+
+@given(EMITTED)
+def test_a_call_is_about_as_far_as_its_slowest_row(emitted: list[int]):
+    progress, mean = common_progress(emitted), sum(emitted) / len(emitted)
+    assert min(emitted) - 1e-9 <= progress <= min(min(emitted) + APART * math.log(len(emitted)), mean) + 1e-9
+    assert max(lags(emitted)) == 1.0
+
+
+@given(EMITTED, st.data())
+def test_a_token_of_any_row_is_progress_and_most_so_of_the_slowest(emitted: list[int], data: st.DataObject):
+    place = data.draw(st.integers(0, len(emitted) - 1))
+    slowest = emitted.index(min(emitted))
+
+    def brought(row: int) -> float:
+        later = [count + (number == row) for number, count in enumerate(emitted)]
+        return common_progress(later) - common_progress(emitted)
+
+    assert 0.0 <= brought(place) <= brought(slowest) + 1e-9
+    assert common_progress([count + 5 for count in emitted]) == pytest.approx(common_progress(emitted) + 5)
+
+
+def test_where_a_call_waits_for_all_the_slowest_row_decides():
+    sizes = []
+    for emitted in (None, [9, 9, 9, 9], [9, 40, 40, 40], [40, 9, 9, 9]):
+        budget = BatchBudget(steep_cost())
+        assert not budget.skip_drafting()
+        budget.decide([SURE, NOTHING, NOTHING, NOTHING], emitted)
+        sizes.append(budget.choose(range(100)))
+    mean, together, slow, fast = sizes
+    assert mean == together and fast < mean < slow == len(SURE)
 
 
 def test_a_row_feeds_no_more_than_it_has_found():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.controller import common_progress
 from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop
@@ -164,6 +165,40 @@ def test_drafters_are_told_the_end_of_their_rows_once_each_after_its_last_step()
     ]
     list(DecodeLoop(rows, FunctionRunner(follow_of(2, 1), VOCABULARY), ListCache(4)).run())
     assert ended == [(drafters[1], 0), (drafters[0], 2), (drafters[3], 2), (drafters[2], 4)]
+
+
+class Told:
+    """A budget that is told what a step brought, and how far the rows were when it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Sequence[int] | None] = []
+        self.brought: list[float] = []
+
+    def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
+        self.asked.append(emitted)
+
+    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
+        self.brought.append(emitted)
+
+
+@given(st.booleans(), st.lists(st.integers(3, 30), min_size=1, max_size=5), st.integers(0, 50))
+def test_a_budget_is_told_the_progress_of_a_call_or_of_the_mean_row(waits_for_all, new_tokens, salt):
+    rows = [[salt, number] for number in range(len(new_tokens))]
+    loop, _ = loop_for(rows, LookaheadConfig(0, 3, 2), follow_of(1, salt), new_tokens)
+    told = Told()
+    loop.budget, loop.waits_for_all = told, waits_for_all
+    for emitted in loop.run():
+        if emitted[0].index == 0:
+            continue
+        counts = [len(step.tokens) for step in emitted]
+        if waits_for_all:
+            asked = told.asked[-1]
+            after = [before + count for before, count in zip(asked, counts, strict=True)]
+            assert told.brought[-1] == pytest.approx(common_progress(after) - common_progress(asked))
+        else:
+            assert told.asked[-1] is None and told.brought[-1] == pytest.approx(sum(counts) / len(counts))
+        assert min(counts) - 1e-9 <= told.brought[-1] <= max(counts) + 1e-9
+    assert told.brought
 
 
 def test_a_full_match_is_longer_than_the_guess():

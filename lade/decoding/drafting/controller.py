@@ -34,8 +34,10 @@ nothing but the step that is being made. A text: its memory of contexts, which i
 
 **Several rows.** All rows of a batch or an engine share one controller. One price per token holds for all of them: rows
 that are padded to the largest tree pay for the padded pass, so the next size is fed if the scores that it adds, over
-all rows, are worth it. The budget of regret is in tokens, which they share: as many rows learn as much faster. No
-runner makes passes that are not padded; for engines that do, `lade.engines.price` is the threshold of all requests.
+all rows, are worth it. The budget of regret is in tokens, which they share: as many rows learn as much faster. An
+engine has another request for a row that ends, so the mean row counts. A call that waits for all of its rows takes as
+long as the slowest: there `common_progress` counts, to which a row adds the less the further it is ahead. No runner
+makes passes that are not padded; for engines that do, `lade.engines.price` is the threshold of all requests.
 
 Steps that look for nothing need no decision; they are noted, and learned together later.
 """
@@ -47,6 +49,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from lade.decoding.drafting.copy_drafting import Agreement
 from lade.decoding.drafting.tree_size import PassCost
@@ -83,6 +86,11 @@ TRIAL, TRIAL_AFTER = 4, 200
 TRIAL_PROMISES = 0.15
 """A trial that took so much less than expected is followed by the next at once; else a machine that was measured as
 steep takes 1.34 times as long as with the best size (`tests/tuning/test_never_slower.py`)."""
+APART = 4.0
+"""Tokens by which a row is ahead of the slowest that make it weigh e times less where a call waits for all. With the
+mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
+alone nothing is learned from all others, at 8 and 16 tokens some batches lose a quarter of their gain
+(lab/log/batches-and-engine.md)."""
 OUTLIER = 6.0
 """Multiple of what is usual beyond which a step's own time was something else, such as garbage collection, and a plain
 pass a stall."""
@@ -91,6 +99,23 @@ pass a stall."""
 def most_fed(processes: int) -> int:
     """Tokens per step at most, where so many processes feed a part of each tree: about as many each as one alone."""
     return LARGEST if processes == 1 else min(LARGEST * processes, LARGEST_SHARED)
+
+
+def lags(emitted: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Return how much each row weighs where a call waits for all: `[B]`, the slowest 1.
+
+    Args:
+        emitted: `[B]`, tokens that each row has emitted.
+    """
+    return np.exp((min(emitted) - np.array(emitted, dtype=np.float64)) / APART)
+
+
+def common_progress(emitted: Sequence[int]) -> float:
+    """Return how far a call is that waits for all of its rows: a soft minimum of the tokens that they have emitted.
+
+    It is no less than the minimum and exceeds it by `APART` log B at most; of rows that keep pace it is theirs.
+    """
+    return min(emitted) - APART * float(np.log(lags(emitted).mean()))
 
 
 def _prior() -> list[float]:
@@ -388,22 +413,25 @@ class BatchBudget:
         """See `Budget`."""
         return self._controller.thresholds()
 
-    def decide(self, candidates: Sequence[Sequence[float]]) -> None:
+    def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
         """Choose the size of this step's trees.
 
         Args:
             candidates: `[B]`, of each row the scores of all nodes that it could feed; empty where drafting is skipped.
                 A row without scores beside others with some drafts by another method, or not at all: it counts one
                 token.
+            emitted: `[B]`, tokens that each row has emitted, where a call waits for all; None if each row is on its
+                own.
         """
         if not any(candidates):
             return
+        weights = np.ones(len(candidates)) if emitted is None else lags(emitted)
         mean = np.zeros(max(map(len, candidates)))
-        for scores in candidates:
-            mean[: max(1, len(scores))] += scores or [1.0]
+        for scores, weight in zip(candidates, weights / weights.sum(), strict=True):
+            mean[: max(1, len(scores))] += weight * np.array(scores or [1.0])
         resting = bool(self._skipping)  # then what is there comes from other sources than the memory, or a grammar
         alone = () if resting else None
-        self._size = self._controller.choose((mean / len(candidates)).tolist(), alone, trial=not resting)
+        self._size = self._controller.choose(mean.tolist(), alone, trial=not resting)
 
     @property
     def trust(self) -> float:
@@ -430,7 +458,7 @@ class BatchBudget:
 
         Args:
             fed: size of its largest tree.
-            emitted: tokens that the mean row got.
+            emitted: tokens that the mean row got; where a call waits for all, by how many `common_progress` rose.
             seconds: undisturbed seconds that the whole step took; see `lade.clock`.
             forward_s: seconds of those that the model took.
             rows: B, how many took part.
