@@ -37,6 +37,7 @@ from lade.hf.arguments import predictions_by_row
 from lade.hf.processors import Record
 from lade.model import joint
 from lade.model.facts import ModelFacts
+from lade.model.inputs import batch_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids
@@ -44,7 +45,7 @@ from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
-from lade.tuning.step_cost import BatchCost, StepCost
+from lade.tuning.step_cost import StepCost
 
 
 def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
@@ -186,7 +187,7 @@ class DecodeJob:
         self._without_mtp = without_mtp
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
         self._most = most_fed(runner.parts) if most is None else most
-        self._cost: StepCost | BatchCost | None = None
+        self._cost: StepCost | None = None
         self._habits: ControllerState | None = None
         self.setup_s = 0.0
 
@@ -217,8 +218,7 @@ class DecodeJob:
 
     def report_to(self, stats: Stats, config: LookaheadConfig) -> None:
         """Add the setup time, which is reported once, and the circumstances of a generation to its figures."""
-        curve = self._cost.current if isinstance(self._cost, BatchCost) else self._cost
-        pass_s = {} if curve is None else {size: curve.seconds(size) for size in (1, 8)}
+        pass_s = {} if self._cost is None else {size: self._cost.seconds(size) for size in (1, 8)}
         note = contention_now(torch.get_num_threads()) if self._model.device.type == "cpu" else ""
         if note:
             announce_once(logger, note)
@@ -244,13 +244,9 @@ class DecodeJob:
             self.mtp.fixed = None  # passes are chosen by their cost, as tree sizes are
 
     def _begin_sizing(self) -> None:
+        self._cost = step_cost_for(self._model, self.runner, batch=self._rows)
+        self._habits = habits_of(self._model, self._cost, self._kind)
         if self._batched:
-            cost = BatchCost(lambda rows: step_cost_for(self._model, self.runner, batch=rows), self._rows)
-            self._cost, curve = cost, cost.current
-        else:
-            self._cost = curve = step_cost_for(self._model, self.runner)
-        self._habits = habits_of(self._model, curve, self._kind)
-        if isinstance(self._cost, BatchCost):
             self.budget = BatchBudget(self._cost, self._habits, self._most)
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
@@ -284,10 +280,13 @@ class DecodeJob:
 
     def resize(self, rows: int) -> None:
         """Set the number of rows, 0 when all have ended; pending observations of the old number are flushed."""
-        if isinstance(self._cost, BatchCost) and rows != self._cost.rows:
-            if self.budget is not None:
-                self.budget.settle()
-            self._cost.resize(rows)
+        if self.budget is None or rows in (0, self._rows):
+            return
+        self.budget.settle()
+        if batch_bucket(rows) != batch_bucket(self._rows):
+            self._cost = step_cost_for(self._model, self.runner, batch=rows)
+            self.budget.use(self._cost)
+        self._rows = rows
 
     def save(self) -> None:
         """Save the step costs that have changed, at the end of a generation."""

@@ -36,25 +36,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from lade.decoding.drafting.controller import LARGEST_SHARED, OUTLIER
-from lade.model.inputs import batch_bucket
+from lade.decoding.drafting.controller import LARGEST_SHARED, OUTLIER, SURPRISE
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 # How much is known, in passes; a knot's gain is one over this.
 MAX_WEIGHT = 50.0  # at most: then the mean is over the last passes
 PASS_WEIGHT = 4.0  # of each pass of a measurement, during which the machine is supposed to do nothing else
-GUESSED_WEIGHT = 2.0  # of a knot that lies between measured ones
-UNKNOWN_WEIGHT = 0.25  # of a knot beyond them
 
-# Clipping of relative residuals, and what all sizes share of them.
-SURPRISE = 0.2  # upper bound: a pass slower than this says no more than one that is slower by just this
+# Clipping of relative residuals above `SURPRISE`, and what all sizes share of them.
 DISBELIEF = 0.35  # lower bound: by accident a pass is seldom too fast
 SCALE_GAIN = 0.06  # gain of the shared scale factor
 
@@ -63,15 +59,13 @@ RUN = 3  # passes; the least surprising of them is believed
 RUN_GAIN = 0.7  # part of it that the size moves by
 RUN_REACH = 0.88  # of that, for each octave to a smaller size
 RUN_REACH_UP = 0.92  # the same to a larger one, where guesses took longer than expected; else it follows all the way
-RUN_LEAST = 1.0  # weight that runs leave a knot
 
 # Forgetting.
 DOUBT = 0.1  # part of its weight that a knot loses when it alone is surprised, or when neighbours contradict it
-CONTRADICTION = 1.1  # a size that costs this many times as much as a larger one contradicts it
 
 REFRESH_S = 0.05  # of passes observed, between two refreshes of some 25 us: less than a thousandth of the time
 
-_SHORTEST_S = 1e-9
+_SHORTEST_S = _LEAST_WEIGHT = 1e-9  # more than nothing
 _SIZES, _KNOTS = np.arange(KNOTS[-1] + 1), np.array(KNOTS)
 
 
@@ -144,9 +138,7 @@ class StepCost:
         last, slope = sizes[-1], slope_beyond(sizes, heights)
         straight = np.interp(KNOTS, sizes, heights).tolist()
         knots = [t + slope * max(0, knot - last) for knot, t in zip(KNOTS, straight, strict=True)]
-        unmeasured = [GUESSED_WEIGHT if knot < last else UNKNOWN_WEIGHT for knot in KNOTS]
-        passes = [len(samples.get(knot, ())) for knot in KNOTS]
-        weights = [PASS_WEIGHT * count or hunch for count, hunch in zip(passes, unmeasured, strict=True)]
+        weights = [PASS_WEIGHT * len(samples.get(knot, ())) for knot in KNOTS]  # 0.0: a guess
         return cls(knots, weights, measured_at=measured_at)
 
     def pad_to(self, sizes: Sequence[int]) -> None:
@@ -235,18 +227,18 @@ class StepCost:
             reach = RUN_REACH**octaves if place < size else RUN_REACH_UP**octaves if size > 1 and error > 0.0 else 1.0
             moved = knots[knot] * (1.0 + RUN_GAIN * error * reach)
             knots[knot] = min(moved, now) if place < size else max(moved, now) if place > size else now
-            weights[knot] = max(min(weights[knot], RUN_LEAST), weights[knot] * (1.0 - 0.5 ** (1.0 + octaves)))
+            weights[knot] *= 1.0 - 0.5 ** (1.0 + octaves)
         self._unread_s += REFRESH_S
 
     def _doubt_neighbours(self, lowest: int, highest: int) -> None:
         """Of knots in the wrong order those that were just observed are right; else old ones would hold them back."""
         knots, weights = self._knots, self._weights
         for knot in range(highest + 1, len(knots)):
-            if knots[knot] * CONTRADICTION >= knots[highest]:
+            if knots[knot] >= knots[highest]:
                 break
             weights[knot] *= 1.0 - DOUBT
         for knot in range(lowest - 1, -1, -1):
-            if knots[knot] <= CONTRADICTION * knots[lowest]:
+            if knots[knot] <= knots[lowest]:
                 break
             weights[knot] *= 1.0 - DOUBT
 
@@ -275,10 +267,8 @@ class StepCost:
         beyond = curve[-1] + slopes[-1] * np.arange(1, LARGEST_SHARED - KNOTS[-1] + 1)
         self.table = [*within.tolist(), *beyond.tolist()]
         self.corners = [*(ends[i] for i in corners[:-1]), LARGEST_SHARED]
-        marginals = list[float]()  # the first slope serves sizes 0 and 1 as well
-        for slope, end in zip(slopes, [*self.corners[1:-1], LARGEST_SHARED + 1], strict=True):
-            marginals += [slope] * (end - len(marginals))
-        self.marginals = marginals
+        ends_of_slopes = [0, *self.corners[1:-1], LARGEST_SHARED + 1]  # the first slope serves sizes 0 and 1 as well
+        self.marginals = np.repeat(slopes, np.diff(ends_of_slopes)).tolist()
 
     def change_since(self, table: Sequence[float]) -> float:
         """Greatest relative change against an earlier `table`: 0.1 where a size got a tenth slower or faster."""
@@ -309,52 +299,6 @@ class StepCost:
         return cls(value.get("seconds") or (), value.get("weights") or (), measured_at=measured_at)
 
 
-class BatchCost:
-    """What a pass over a batch costs, by the size of each row's tree: the curve for as many rows as there are.
-
-    Args:
-        cost_of: returns the curve of a number of rows; called again when that has fallen to the next power of two.
-        rows: B, rows of the batch at first.
-
-    Attributes:
-        rows: how many there are now.
-        current: the curve of as many.
-    """
-
-    def __init__(self, cost_of: Callable[[int], StepCost], rows: int) -> None:
-        self._cost_of, self.rows, self.current = cost_of, rows, cost_of(rows)
-
-    @property
-    def table(self) -> list[float]:
-        """See `StepCost`."""
-        return self.current.table
-
-    @property
-    def plain_s(self) -> float:
-        """See `StepCost`."""
-        return self.current.plain_s
-
-    @property
-    def marginals(self) -> list[float]:
-        """See `StepCost`."""
-        return self.current.marginals
-
-    @property
-    def corners(self) -> list[int]:
-        """See `StepCost`."""
-        return self.current.corners
-
-    def observe(self, size: int, seconds: float) -> None:
-        """Learn from one pass of these rows, `size` being that of the largest tree."""
-        self.current.observe(size, seconds)
-
-    def resize(self, rows: int) -> None:
-        """`rows` are left; 0 when all have ended."""
-        if rows and batch_bucket(rows) != batch_bucket(self.rows):
-            self.current = self._cost_of(rows)
-        self.rows = rows or self.rows
-
-
 def typical(samples: Sequence[float]) -> float:
     """Seconds at the end of the fastest fifth: of up to four passes the fastest, of nine the second."""
     return sorted(samples)[len(samples) // 5]
@@ -372,7 +316,7 @@ def ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The nearest curve that never decreases: neighbours in the wrong order get their weighted mean."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, knots
     for value, weight in zip(values, weights, strict=True):
-        pool = (value, max(weight, UNKNOWN_WEIGHT), 1)
+        pool = (value, max(weight, _LEAST_WEIGHT), 1)
         while pools and pools[-1][0] > pool[0]:
             mean, mass, count = pools.pop()
             total = mass + pool[1]
@@ -396,11 +340,9 @@ def hull(sizes: Sequence[int], curve: Sequence[float]) -> list[int]:
 
 
 def _check(name: str, values: Sequence[float], *, least: float) -> None:
-    if not isinstance(values, Sequence) or len(values) != len(KNOTS):
-        raise ValueError(f"{name}={values!r} is not valid: give one number for each of the sizes {KNOTS}")
-    for value in values:
-        if not _is_number(value) or value < least:
-            raise ValueError(f"{name} has an entry {value!r}, which is not valid: give a number >= {least}")
+    wrong = not isinstance(values, Sequence) or len(values) != len(KNOTS)
+    if wrong or not all(_is_number(value) and value >= least for value in values):
+        raise ValueError(f"{name}={values!r} is not valid: give a number >= {least} for each of the sizes {KNOTS}")
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

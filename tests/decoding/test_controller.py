@@ -282,7 +282,7 @@ def test_a_few_guesses_are_tried_where_none_have_been_fed_for_long(monkeypatch, 
 
 @pytest.mark.parametrize(("promises", "at_once"), [(0.15, True), (0.5, False)])
 def test_a_trial_that_took_less_than_expected_is_followed_by_the_next(monkeypatch, promises, at_once):
-    monkeypatch.setattr(controller_module, "TRIAL_PROMISES", promises)
+    monkeypatch.setattr(controller_module, "SURPRISE", promises)
     cost, state = FrozenCost(STEEP), ControllerState(since_guesses=1000)
     controller = Controller(cost, state)
     size = controller.choose(NOTHING)
@@ -433,7 +433,7 @@ def test_several_processes_feed_about_as_many_each_as_one_alone(processes, most)
 def test_a_chain_pays_where_it_would_be_fed_if_there_was_nothing_else():
     controller = Controller(FrozenCost(USUAL))
     for scores in ([], [0.01], [0.3] * 3, [0.9, 0.8, 0.7], [0.99] * 20):
-        assert controller.pays(scores) is (copy.deepcopy(controller).choose([1.0, *scores], [], trial=False) > 1)
+        assert controller.pays(scores) is (copy.deepcopy(controller)._chosen([1.0, *scores], [], trial=False) > 1)
     assert not controller.pays([0.3]) and controller.pays([0.99] * 20)
 
 

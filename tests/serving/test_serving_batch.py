@@ -31,7 +31,6 @@ from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.request import PLAIN
 from lade.serving.running import RunningSet
 from lade.testing import nearly_flat_cost, toy_model
-from lade.tuning.step_cost import BatchCost
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 GREEDY = {"do_sample": False}
@@ -550,15 +549,26 @@ def test_the_cost_of_a_pass_is_that_of_as_many_rows(monkeypatch):
 def test_steps_are_learned_of_as_many_rows_as_there_were(monkeypatch):
     """What has only been noted is learned before rows join; when they leave, too."""
     told = []
-    monkeypatch.setattr(BatchBudget, "settle", lambda self: told.append("settled"))
-    monkeypatch.setattr(BatchCost, "resize", lambda self, rows: (told.append(rows), setattr(self, "rows", rows)))
+
+    def tell(name):
+        called = getattr(BatchBudget, name)
+
+        def call(self, *args, **options):
+            called(self, *args, **options)
+            told.append(name)
+
+        monkeypatch.setattr(BatchBudget, name, call)
+
+    for name in ("settle", "use", "observe_pass"):
+        tell(name)
     driven = Driven(LLAMA)
     for seed in range(2):
         driven.add(random_ids(4, seed), "auto", max_new_tokens=16 + 16 * seed)
         driven.advance(2)
-    assert told == ["settled", 2], "one row is what it begins with"
     driven.finish()
-    assert told[2:] == ["settled", "settled", 1, "settled"]
+    changes = [place for place, name in enumerate(told) if name == "use"]
+    assert len(changes) == 2, "a second row comes, and one leaves"
+    assert all(told[place - 1] == "settle" for place in changes) and told.count("observe_pass") > 10
 
 
 @pytest.mark.parametrize("rare", [False, True])

@@ -6,7 +6,7 @@ import pytest
 
 from lade.decoding.drafting.controller import STEPS, BatchBudget, Controller, ControllerState
 from lade.testing import nearly_flat_cost
-from lade.tuning.step_cost import BatchCost, StepCost
+from lade.tuning.step_cost import StepCost
 
 
 def test_a_rest_teaches_as_if_each_step_was_learned_at_once():
@@ -36,18 +36,12 @@ def rest(budget: BatchBudget, steps: int) -> None:
 @pytest.mark.parametrize("settles", [True, False])
 def test_what_is_settled_before_rows_change_is_learned_of_those_that_there_were(settles):
     """And otherwise it is not: the curve of fewer rows would learn what passes of more of them took."""
-    curves: dict[int, StepCost] = {}
-
-    def cost_of(rows: int) -> StepCost:
-        curves[rows] = StepCost.of({1: [1.0 * rows], 64: [99.0 * rows]})
-        return curves[rows]
-
-    cost = BatchCost(cost_of, 4)
-    budget = BatchBudget(cost, ControllerState(spent=True, seconds=400.0))
+    fewer = StepCost.of({1: [1.0], 64: [99.0]})
+    unmoved = fewer.to_json()
+    budget = BatchBudget(StepCost.of({1: [4.0], 64: [396.0]}), ControllerState(spent=True, seconds=400.0))
     rest(budget, 2)
     if settles:
         budget.settle()
-    cost.resize(1)
-    unmoved = curves[1].to_json()
+    budget.use(fewer)
     budget.settle()
-    assert (curves[1].to_json() == unmoved) is settles
+    assert (fewer.to_json() == unmoved) is settles

@@ -83,9 +83,10 @@ CHECK_AFTER = 64
 speed."""
 TRIAL, TRIAL_AFTER = 4, 200
 """Tokens fed to see what they cost, and plain steps after which they are; after as many of a rest there is a peek."""
-TRIAL_PROMISES = 0.15
-"""A trial that took so much less than expected is followed by the next at once; else a machine that was measured as
-steep takes 1.34 times as long as with the best size (`tests/tuning/test_never_slower.py`)."""
+SURPRISE = 0.2
+"""Share by which a pass takes more or less time than expected that is no accident, if it recurs. A trial that was so
+much faster is followed by the next at once; else a machine that was measured as steep takes 1.34 times as long as with
+the best size (`tests/tuning/test_never_slower.py`)."""
 APART = 4.0
 """Tokens by which a row is ahead of the slowest that make it weigh e times less where a call waits for all. With the
 mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
@@ -94,6 +95,14 @@ alone nothing is learned from all others, at 8 and 16 tokens some batches lose a
 OUTLIER = 6.0
 """Multiple of what is usual beyond which a step's own time was something else, such as garbage collection, and a plain
 pass a stall."""
+
+
+def _prior() -> list[float]:
+    return [0.0, *(PRIOR_GAIN * np.arange(LARGEST_SHARED + 1) ** PRIOR_POWER).tolist()]
+
+
+_PRIOR = _prior()
+"""By size: tokens beyond the first that a policy of this size is believed to yield."""
 
 
 def most_fed(processes: int) -> int:
@@ -116,14 +125,6 @@ def common_progress(emitted: Sequence[int]) -> float:
     It is no less than the minimum and exceeds it by `APART` log B at most; of rows that keep pace it is theirs.
     """
     return min(emitted) - APART * float(np.log(lags(emitted).mean()))
-
-
-def _prior() -> list[float]:
-    return [0.0, *(PRIOR_GAIN * np.arange(LARGEST_SHARED + 1) ** PRIOR_POWER).tolist()]
-
-
-_PRIOR = _prior()
-"""By size: tokens beyond the first that a policy of this size is believed to yield."""
 
 
 @dataclass
@@ -198,7 +199,7 @@ class ControllerState:
 
 
 class Controller:
-    """Decides about the trees of one row, or of the mean row of a batch; see `Budget`.
+    """Decides about the trees of one row; see `Budget`.
 
     Args:
         cost: what a forward pass costs; it learns from every step.
@@ -261,8 +262,12 @@ class Controller:
             size = corner
         return stages
 
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None, *, trial: bool = True) -> int:
-        """See `Budget`; without `trial` nothing is fed to see what it costs."""
+    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+        """See `Budget`."""
+        return self._chosen(scores, alone, trial=True)
+
+    def _chosen(self, scores: Sequence[float], alone: Sequence[float] | None, *, trial: bool) -> int:
+        """Return how many to feed; see `Budget.choose`. Without `trial` nothing is fed to see what it costs."""
         self.settle()
         promised = sum(scores[1:])
         share = 1.0 if alone is None else min(1.0, sum(alone[1:]) / promised) if promised else 0.0
@@ -369,7 +374,7 @@ class Controller:
         state.settle_regret(self._plain_s, self._most_rows, looked=looked)
         if fed > 1:
             self._since_plain += 1
-            if forward_s > (1.0 - TRIAL_PROMISES) * expected_s:  # else the next trial comes at once
+            if forward_s > (1.0 - SURPRISE) * expected_s:  # else the next trial comes at once
                 state.since_guesses = 0
             if self._of_memory:
                 state.learn_yield(self._rows * self._expected, self._rows * (emitted - 1.0))
@@ -381,37 +386,32 @@ class Controller:
         return min(seconds, OUTLIER * max(usual_s, self._cost.plain_s))
 
 
-class BatchBudget:
+class BatchBudget(Controller):
     """The `Budget` of every row of one batch, whose passes are padded to the largest tree.
 
     In each step the candidates of all rows are found first, then `decide` weighs their scores, then the drafts are
-    made.
-
-    Args:
-        cost: what a forward pass of the batch costs, by the size of each row's tree.
-        state: see `Controller`.
-        most: likewise.
+    made. The cost is that of a pass over the whole batch, by the size of each row's tree.
     """
 
     def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
-        self._controller, self.most = Controller(cost, state, most), most
+        super().__init__(cost, state, most)
         self._skipping: bool | None = None
         self._size = 1
+
+    def use(self, cost: PassCost) -> None:
+        """Go by the cost of another number of rows from now on; `settle` first, so that it learns nothing of others."""
+        self._cost = cost
 
     @property
     def reads_logits(self) -> bool:
         """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
-        return not self._controller._state.spent
+        return not self._state.spent
 
     def skip_drafting(self) -> bool:
         """See `Budget`: all rows skip it in the same steps."""
         if self._skipping is None:
-            self._skipping = self._controller.skip_drafting()
+            self._skipping = super().skip_drafting()
         return self._skipping
-
-    def thresholds(self) -> list[tuple[int, float]]:
-        """See `Budget`."""
-        return self._controller.thresholds()
 
     def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
         """Choose the size of this step's trees.
@@ -430,27 +430,17 @@ class BatchBudget:
         for scores, weight in zip(candidates, weights / weights.sum(), strict=True):
             mean[: max(1, len(scores))] += weight * np.array(scores or [1.0])
         resting = bool(self._skipping)  # then what is there comes from other sources than the memory, or a grammar
-        alone = () if resting else None
-        self._size = self._controller.choose(mean.tolist(), alone, trial=not resting)
-
-    @property
-    def trust(self) -> float:
-        """See `Budget`."""
-        return self._controller.trust
+        self._size = self._chosen(mean.tolist(), () if resting else None, trial=not resting)
 
     def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`: as many as in all other rows, if there are as many."""
         return min(self._size, len(scores))
 
-    def pays(self, scores: Sequence[float]) -> bool:
-        """See `Budget`: if all rows had such a guess."""
-        return self._controller.pays(scores)
-
     def fill_to(self, size: int) -> int:
         """See `Budget`: a row with fewer candidates than others fills up, which costs nothing."""
-        return self._controller.fill_to(max(size, self._size))
+        return super().fill_to(max(size, self._size))
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1) -> None:
         """No-op: `observe_pass` gets the pass as a whole."""
 
     def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
@@ -463,9 +453,5 @@ class BatchBudget:
             forward_s: seconds of those that the model took.
             rows: B, how many took part.
         """
-        self._controller.observe(fed, emitted, seconds, forward_s, rows=rows)
+        super().observe(fed, emitted, seconds, forward_s, rows=rows)
         self._skipping = None
-
-    def settle(self) -> None:
-        """See `Budget`; before the cost becomes that of another number of rows, too."""
-        self._controller.settle()

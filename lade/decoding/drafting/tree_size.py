@@ -7,31 +7,22 @@ from typing import Protocol
 
 
 class PassCost(Protocol):
-    """What a forward pass costs."""
+    """What a forward pass costs.
 
-    @property
-    def table(self) -> list[float]:
-        """Seconds by size, from 0 on; never decreasing."""
-        ...
+    Attributes:
+        table: seconds by size, from 0 on; never decreasing.
+        plain_s: seconds of a pass over one token on average, hiccups included.
+        marginals: seconds that one more token adds, on the lower convex hull of the table; never decreasing.
+        corners: sizes where the table touches its hull, ascending.
+    """
 
-    @property
-    def plain_s(self) -> float:
-        """Seconds of a pass over one token on average, hiccups included."""
-        ...
-
-    @property
-    def marginals(self) -> list[float]:
-        """Seconds that one more token adds, on the lower convex hull of the table; never decreasing."""
-        ...
-
-    @property
-    def corners(self) -> list[int]:
-        """Sizes where the table touches its hull, ascending."""
-        ...
+    table: list[float]
+    plain_s: float
+    marginals: list[float]
+    corners: list[int]
 
     def observe(self, size: int, seconds: float) -> None:
         """Learn from a pass."""
-        ...
 
 
 class Budget(Protocol):
