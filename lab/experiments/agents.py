@@ -1,6 +1,6 @@
 """Recorded runs of agents, replayed turn by turn: tokens per step by turn, and how much of each prompt is reused.
 
-    python lab/experiments/agents.py --tau FILE.json --swe FOLDER [--runs 30] [--sizes 8,16] [--json FILE]
+    python lab/experiments/agents.py --tau FILE.json --swe FOLDER [--runs 30] [--sizes 8,16] [--times] [--json FILE]
 
 FILE is a file of recorded runs of tau-bench (github.com/sierra-research/tau-bench, `historical_trajectories`), FOLDER
 has trajectories of SWE-agent (`*.traj`). Each answer of the agent, tool calls included, takes the place of the model's
@@ -10,6 +10,8 @@ with all places in one tree; *suffix* knows the request, *suffix, kept* the earl
 answers* predicts each answer by the earlier ones, the latest `ANSWERS` tokens of them. *server, kept* is the
 same by `/v1/chat/completions` of a server, whose chat template writes the messages as the others read them; calls are
 text there, too.
+
+With --times it is the time to the first token that is measured, of *adaptive, kept* with and without a prefix cache.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -59,12 +62,13 @@ class Turn(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Figures of one turn by one method."""
+    """Figures of one turn by one method; `first_s` is the time to the first token, of engines only."""
 
     number: int
     stats: lade.Stats
     prompt_tokens: int
     cached_tokens: int
+    first_s: float = 0.0
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -113,20 +117,52 @@ def by_peer(name: str, size: int, runs: Sequence[Sequence[Turn]], vocabulary: in
         yield Counts(turn.number, stats, len(turn.prompt), 0)
 
 
-def by_engine(kept: bool, answers: bool, size: int, runs: Sequence[Sequence[Turn]], model: Any) -> Iterator[Counts]:
-    """Replay all runs by the library's method, in an engine with a prefix cache."""
+class Way(NamedTuple):
+    """How an engine replays runs.
+
+    Attributes:
+        kept: one memory for all turns and runs.
+        answers: earlier answers are predictions.
+        cache: size of the prefix cache in bytes.
+        timed: the time to the first token is wanted, so that only the answer's logits are replaced.
+    """
+
+    kept: bool = True
+    answers: bool = False
+    cache: int = PREFIX_BYTES
+    timed: bool = False
+
+
+def by_engine(way: Way, size: int, runs: Sequence[Sequence[Turn]], model: Any) -> Iterator[Counts]:
+    """Replay all runs by the library's method, in an engine."""
     memory, earlier = lade.Memory(), list[int]()
-    with lade.Engine(model, max_rows=1, max_tokens=2**16, prefix_cache=PREFIX_BYTES) as engine:
+    with lade.Engine(model, max_rows=1, max_tokens=2**16, prefix_cache=way.cache) as engine:
         for turn in (turn for run in runs for turn in run):
             text = [*turn.prompt, *turn.answer]
-            config = lade.LookaheadConfig(budget=size, memory=memory if kept else lade.Memory())
-            with recorded(model, text):
+            config = lade.LookaheadConfig(budget=size, memory=memory if way.kept else lade.Memory())
+            with recorded(model, text, len(turn.prompt) - 1 if way.timed else 0):
                 arguments = {"max_new_tokens": len(turn.answer), "do_sample": False}
-                prediction = earlier[-ANSWERS:] if answers and earlier else None
+                prediction = earlier[-ANSWERS:] if way.answers and earlier else None
                 handle = engine.add(turn.prompt, lookahead=config, prediction=prediction, scope="agent", **arguments)
                 assert handle.result()[0].tolist() == text, "the recorded text is not what was decoded"
             earlier += turn.answer
-            yield Counts(turn.number, handle.stats, handle.prompt_tokens, handle.cached_tokens)
+            assert handle.queue_s is not None
+            assert handle.prefill_s is not None
+            waited = handle.queue_s + handle.prefill_s
+            yield Counts(turn.number, handle.stats, handle.prompt_tokens, handle.cached_tokens, waited)
+
+
+def first_tokens(size: int, runs: Sequence[Sequence[Turn]], model: Any) -> Iterator[dict[str, Any]]:
+    """Yield a row of the table of times with and without a prefix cache: medians by the number of the turn."""
+    for cache in (PREFIX_BYTES, 0):
+        groups = by_turn(list(by_engine(Way(cache=cache, timed=True), size, runs, model)))
+        if cache:
+            prompts = {name: int(median(each.prompt_tokens for each in group)) for name, group in groups.items()}
+            yield {"": "tokens of the prompt", **prompts}
+            fresh = {k: int(median(e.prompt_tokens - e.cached_tokens for e in group)) for k, group in groups.items()}
+            yield {"": "of them not in the cache", **fresh}
+        times = {name: 1000 * median(each.first_s for each in group) for name, group in groups.items()}
+        yield {"": f"ms to the first token, {'with' if cache else 'without'} the cache", **times}
 
 
 def by_server(size: int, runs: Sequence[Sequence[Mapping[str, Any]]], model: Any, tokenizer: Any) -> Iterator[Counts]:
@@ -169,13 +205,18 @@ def _asked(url: str, size: int, asked: Asked, model: Any, tokenizer: Any) -> Cou
     return Counts(asked.number, stats, len(prompt), reply.cached)
 
 
-def summary(counts: Sequence[Counts]) -> dict[str, Any]:
-    """Return tokens per step, in all and by turn, tokens fed, and the share of the prompts that was reused."""
+def by_turn(counts: Sequence[Counts]) -> dict[str, list[Counts]]:
+    """Return the turns by the column that their number belongs to, and all of them."""
     groups: dict[str, list[Counts]] = defaultdict(list)
     for each in counts:
         groups["all"].append(each)
         groups[next(_name(bucket) for bucket in BUCKETS if bucket[0] <= each.number <= bucket[1])].append(each)
-    row = dict[str, Any]()
+    return groups
+
+
+def summary(counts: Sequence[Counts]) -> dict[str, Any]:
+    """Return tokens per step, in all and by turn, tokens fed, and the share of the prompts that was reused."""
+    groups, row = by_turn(counts), dict[str, Any]()
     for name, group in groups.items():
         steps = sum(each.stats.steps for each in group)
         row[name] = sum(each.stats.accepted_tokens for each in group) / max(1, steps)
@@ -204,6 +245,7 @@ def main(
     runs: int = 30,
     sizes: str = "8,16",
     methods: str = ";".join(METHODS),
+    times: Annotated[bool, typer.Option(help="measure the time to the first token only")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
 ) -> None:
     tokenizer, loaded = AutoTokenizer.from_pretrained(model), windowed(model)
@@ -217,15 +259,20 @@ def main(
     for data, conversations in found.items():
         replayed = [list(turns(messages, encode)) for messages in conversations[:runs]]
         for size in map(int, sizes.split(",") if replayed else ()):
+            if times:
+                print(table(["", "all", *NAMES], list(first_tokens(size, replayed, loaded))))
+                continue
             for name in methods.split(";"):
                 if name.startswith("server"):
                     counts = list(by_server(size, conversations[:runs], loaded, tokenizer))
                 elif name.startswith("adaptive"):
-                    counts = list(by_engine("kept" in name, "answers" in name, size, replayed, loaded))
+                    counts = list(by_engine(Way("kept" in name, "answers" in name), size, replayed, loaded))
                 else:
                     counts = list(by_peer(name, size, replayed, loaded.config.vocab_size))
                 rows.append({"runs of": data, "size": size, "method": name, **summary(counts)})
                 print(rows[-1], flush=True)
+    if times:
+        return
     columns = ["all", *NAMES, "fed", "reused, %", "turns", "tokens"]
     print(table(["runs of", "size", "method", *columns], rows))
     if output is not None:

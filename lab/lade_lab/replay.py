@@ -99,7 +99,7 @@ def replay(prompt: Sequence[int], answer: Sequence[int], drafter: Drafter, vocab
 
 
 @contextmanager
-def recorded(model: Any, text: Sequence[int]) -> Iterator[None]:
+def recorded(model: Any, text: Sequence[int], start: int = 0) -> Iterator[None]:
     """Within this context greedy decoding by a model follows a text: the next token's logit is raised above all others.
 
     At each node that carries the text's token at its position the model's logits are kept otherwise.
@@ -107,6 +107,7 @@ def recorded(model: Any, text: Sequence[int]) -> Iterator[None]:
     Args:
         model: a causal language model; one row is decoded at a time.
         text: ids of prompt and answer.
+        start: number of tokens whose logits stay the model's own, which saves time where time is measured.
     """
     following = torch.tensor([*text[1:], -1])
 
@@ -116,7 +117,7 @@ def recorded(model: Any, text: Sequence[int]) -> Iterator[None]:
             return
         fed = logits.shape[1]
         own, at = ids[0, -fed:], places[0, -fed:].clamp(max=len(text) - 1)
-        on_text = (torch.tensor(text)[at] == own) & (following[at] >= 0)
+        on_text = (torch.tensor(text)[at] == own) & (following[at] >= 0) & (at >= start)
         rows = on_text.nonzero()[:, 0]
         logits[0, rows, following[at[rows]]] = logits[0, rows].amax(-1) + 1.0
 
