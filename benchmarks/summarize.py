@@ -113,7 +113,7 @@ def _text(folder: Path, file: Path) -> str:
 
 def _results(folder: Path, file: Path) -> str:
     results = Results.load(folder / file)
-    return "\n\n".join([_command(results), as_markdown(results).strip(), *_pictures(folder, file.parent)])
+    return "\n\n".join([as_markdown(results).strip(), _command(results), *_pictures(folder, file.parent)])
 
 
 def _scaling(folder: Path, file: Path) -> str:

@@ -110,7 +110,7 @@ def test_all_methods_write_the_turns_and_prefixes_are_reused(agents):
         if name.startswith("server"):  # see test_evidence.py
             continue
         if name.startswith("adaptive"):
-            counts = list(agents.by_engine("kept" in name, "answers" in name, 8, runs, model))
+            counts = list(agents.by_engine(agents.Way("kept" in name, "answers" in name), 8, runs, model))
             assert counts[1].cached_tokens > 0.5 * counts[1].prompt_tokens
         else:
             counts = list(agents.by_peer(name, 8, runs, VOCABULARY))
@@ -118,3 +118,13 @@ def test_all_methods_write_the_turns_and_prefixes_are_reused(agents):
         assert row["tokens"] == tokens and row["turns"] == 4
         first, last = counts[0].stats.tokens_per_step, counts[2].stats.tokens_per_step
         assert "kept" not in name or last > 2 * first, "the second run's calls are known from the first"
+
+
+def test_times_to_the_first_token_are_told_by_turn_with_and_without_a_prefix_cache(agents):
+    runs = [list(agents.turns(CONVERSATION, byte_ids))] * 2
+    model = toy_model("llama", vocabulary=VOCABULARY, dtype=torch.float32)
+    prompts, fresh, *times = agents.first_tokens(8, runs, model)
+    assert set(prompts) == {"", "all", "turn 1", "turn 2"}
+    assert prompts["turn 1"] < prompts["turn 2"] and fresh["turn 2"] < prompts["turn 2"]
+    assert ["without" in row[""] for row in times] == [False, True]
+    assert all(row["turn 2"] > 0 for row in times)

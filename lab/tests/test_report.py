@@ -120,10 +120,10 @@ def test_without_matplotlib_there_is_a_page_with_tables_that_names_the_remedy(mo
     assert 'Without pictures: matplotlib is not installed: run  pip install "lookahead-decoding[bench]"' in found.text
 
 
-def test_faults_and_losses_stand_before_gains(text):
+def test_faults_stand_first_then_gains_and_losses(text):
     kinds = [attrs["class"] for tag, attrs in Page(text).elements if tag == "li" and "class" in attrs]
     assert kinds[0] == "fault"
-    assert kinds.index("loss") < kinds.index("gain")
+    assert kinds.index("gain") < kinds.index("loss")
 
 
 def test_texts_of_others_are_escaped():

@@ -159,7 +159,7 @@ def caption(results: Results) -> str:
 
 
 def findings(results: Results, summary: Summary) -> list[Finding]:
-    """Return the findings: faults first, then losses, then gains."""
+    """Return the findings: faults first, then the gain, losses, and how the answers compare."""
     if not results.samples:
         return [Finding("incomplete", "No answer was measured yet.")]
     found = []
@@ -168,10 +168,10 @@ def findings(results: Results, summary: Summary) -> list[Finding]:
         found.append(
             Finding("incomplete", f"The run was interrupted: all figures are of the {answers} that there are.")
         )
-    fastest = _fastest(results, summary)
-    last = [fastest] if fastest and fastest.kind == "gain" else []
-    first = [fastest] if fastest and fastest.kind == "loss" else []
-    return found + _differences(summary) + first + _losses(summary) + last
+    differences, fastest = _differences(summary), _fastest(results, summary)
+    found += [each for each in differences if each.kind == "fault"]
+    found += [fastest] if fastest else []
+    return found + _losses(summary) + [each for each in differences if each.kind != "fault"]
 
 
 def _differences(summary: Summary) -> list[Finding]:
@@ -183,10 +183,8 @@ def _differences(summary: Summary) -> list[Finding]:
         text = f"Texts differ from {summary.reference}'s by more than rounding explains: {_join(faults)}."
         found.append(Finding("fault", text))
     if ties:
-        text = (
-            f"Texts part from {summary.reference}'s where two tokens score alike and rounding decides: {_join(ties)}."
-        )
-        found.append(Finding("tie", text))
+        where = "where two tokens score almost equally and rounding decides"
+        found.append(Finding("tie", f"Some answers differ from {summary.reference}'s {where}: {_join(ties)}."))
     other = [row.method for row in summary.overall.rows if row.samples and not row.compared]
     if rows and not found:
         which = "Every answer that was compared" if other else "Every answer of every method"
@@ -230,12 +228,12 @@ def _fastest(results: Results, summary: Summary) -> Finding | None:
     if best is None or best.speedup is None or best.speedup.each.median < 2 - _EVEN:
         return Finding("loss", f"No method is faster than {reference}.") if rows else None
     each = best.speedup.each
-    half = f"; the middle half of its answers from {each.low:.2f} to {each.high:.2f}" if each.count > 1 else ""
+    half = f"; half of its answers lie between {each.low:.2f} and {each.high:.2f}" if each.count > 1 else ""
     text = f"The fastest, {best.method}, runs at {each.median:.2f} times the speed of {reference}{half}."
     base = next((row for row in rows if row.method == summary.base and row is not best), None)
     packed = any(method.packed for method in results.methods if method.name == summary.base)
     if base and packed:
-        text += f" Packed weights alone ({base.method}) bring {number(_median(base.speedup))} of that."
+        text += f" With packed weights alone ({base.method}) it is {number(_median(base.speedup))}."
     return Finding("gain", text)
 
 
