@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -104,13 +105,18 @@ def edits(tasks: Sequence[dict[str, Any]], tokenizer: Any, form: Callable[[str, 
             yield Edit(ids(prompt), ids(f"```python\n{task['input']}\n```"), ids(answer))
 
 
-def replayed(found: Sequence[Edit], model: Any) -> dict[tuple[int, str], list[lade.Stats]]:
-    """Return the figures of every task by size and method."""
-    return {
-        (size, name): [method(model, edit, size) for edit in found]
-        for size in SIZES
-        for name, method in METHODS.items()
-    }
+def replayed(found: Sequence[Edit], load: Callable[[], Any]) -> dict[tuple[int, str], list[lade.Stats]]:
+    """Return the figures of every task by size and method.
+
+    Each method gets a model of its own: what is learned of an MTP layer stays with the model, and would make the
+    figures depend on the order of the methods.
+    """
+    figures = dict[tuple[int, str], list[lade.Stats]]()
+    for size in SIZES:
+        for name, method in METHODS.items():
+            model = load()
+            figures[size, name] = [method(model, edit, size) for edit in found]
+    return figures
 
 
 def summary(stats: dict[tuple[int, str], list[lade.Stats]]) -> list[dict[str, Any]]:
@@ -135,12 +141,12 @@ def main(
     limit: int = 97,
     output: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
 ) -> None:
-    tokenizer, loaded = AutoTokenizer.from_pretrained(model), windowed(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     tasks = [json.loads(line) for line in (data / "edit_eval.jsonl").read_text().splitlines()[:limit]]
     rows = list[dict[str, Any]]()
     for name, form in FORMS.items():
         found = list(edits(tasks, tokenizer, form))
-        rows += [{"form": name, **row} for row in summary(replayed(found, loaded))]
+        rows += [{"form": name, **row} for row in summary(replayed(found, partial(windowed, model)))]
     print(table(["form", "size", "method", "tokens per step", "fed", "best in", "tasks", "tokens"], rows))
     if output is not None:
         output.write_text(json.dumps(rows, indent=1) + "\n")

@@ -65,7 +65,7 @@ def test_edits_come_whole_or_in_blocks(edits):
 def test_all_methods_write_the_edit(edits):
     model = toy_model("llama", vocabulary=VOCABULARY)
     edit = edits.Edit(PROMPT, PROMPT[3:28], ANSWER)
-    rows = edits.summary(edits.replayed([edit, edit], model))
+    rows = edits.summary(edits.replayed([edit, edit], lambda: model))
     assert len(rows) == len(edits.SIZES) * len(edits.METHODS)
     assert all(row["tokens"] == 2 * len(ANSWER) and row["tasks"] == 2 for row in rows)
     assert {row["best in"] for row in rows} >= {2}
