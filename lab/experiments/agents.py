@@ -248,7 +248,7 @@ def main(
     times: Annotated[bool, typer.Option(help="measure the time to the first token only")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
 ) -> None:
-    tokenizer, loaded = AutoTokenizer.from_pretrained(model), windowed(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -260,9 +260,10 @@ def main(
         replayed = [list(turns(messages, encode)) for messages in conversations[:runs]]
         for size in map(int, sizes.split(",") if replayed else ()):
             if times:
-                print(table(["", "all", *NAMES], list(first_tokens(size, replayed, loaded))))
+                print(table(["", "all", *NAMES], list(first_tokens(size, replayed, windowed(model)))))
                 continue
             for name in methods.split(";"):
+                loaded = windowed(model)  # what is learned of its MTP layer stays with a model
                 if name.startswith("server"):
                     counts = list(by_server(size, conversations[:runs], loaded, tokenizer))
                 elif name.startswith("adaptive"):
