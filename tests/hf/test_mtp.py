@@ -213,8 +213,8 @@ class KnowsTexts:
 def drafted_by(monkeypatch):
     """Has all texts be drafted with a layer of a test's own."""
 
-    def use(layer, habits=None, fixed=3):
-        passes = MtpPasses(layer, habits or MtpHabits(), WallClock(), fixed)
+    def use(layer, habits=None, fixed=3, clock=None):
+        passes = MtpPasses(layer, habits or MtpHabits(), clock or WallClock(), fixed)
         monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
         return passes
 
@@ -376,8 +376,10 @@ def test_where_passes_do_not_pay_no_states_are_kept_until_shortly_before_the_nex
     layer.reading = lambda rows: layer.known.update(map(id, rows)) or torch.no_grad()
     habits = MtpHabits(gains=[0.0] * 5, refused=1, tokens=3.0, seconds=1.0)
     habits.cost.seconds = {1: 10.0}
-    drafted_by(layer, habits, fixed=None)
-    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=400, lookahead=LookaheadConfig()))
+    clock = Told()
+    clock.seconds = 10.0
+    drafted_by(layer, habits, fixed=None, clock=clock)
+    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=400, lookahead=BUDGET))
     assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
     assert len(steps) > 150 and 0.1 < len(watched) / len(steps) < 0.5
 
