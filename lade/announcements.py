@@ -11,10 +11,10 @@ _BUSY = 1.25
 """Runnable threads per core from which on a pass takes several times as long: its threads wait for each other."""
 
 
-def announce(logger: logging.Logger, message: str) -> None:
+def announce(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
     """Log a message; in a terminal or notebook that does not show the log, print it to stderr as one line."""
-    logger.info("%s", message)
-    if not logger.isEnabledFor(logging.INFO) and is_interactive():
+    logger.log(level, "%s", message)
+    if not logger.isEnabledFor(level) and is_interactive():
         print(f"lade: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -51,6 +51,6 @@ def contention_now(threads: int) -> str:
 
 
 @cache
-def announce_once(logger: logging.Logger, message: str) -> None:
+def announce_once(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
     """Announce a message at most once per process."""
-    announce(logger, message)
+    announce(logger, message, level)

@@ -40,7 +40,7 @@ def test_without_a_library_that_fits_one_line_says_so(stale, tmp_path, monkeypat
         (tmp_path / "one.cpp").write_text("int one;")
     monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
     native.announce_once.cache_clear()
-    with caplog.at_level("INFO"):
+    with caplog.at_level("WARNING"):
         assert native.library.__wrapped__() is None
     assert len(caplog.records) == 1
     assert ("older than their sources" if stale else "install a C++ compiler") in caplog.text

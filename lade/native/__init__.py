@@ -46,6 +46,7 @@ def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
             logger,
             "the compiled kernels are missing, and slow reference implementations run instead: install a C++ compiler "
             "(g++ or clang), and install this package again (in a checkout: make native)",
+            logging.WARNING,
         )
         return None
     loaded: ctypes.CDLL = (ctypes.PyDLL if keeps_lock else ctypes.CDLL)(str(path))
@@ -56,6 +57,7 @@ def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
             logger,
             "the compiled kernels are older than their sources, and slow reference implementations run instead: "
             "run  make native",
+            logging.WARNING,
         )
         return None
     return loaded

@@ -12,6 +12,7 @@ constexpr double NEGLIGIBLE = -4.6;  // log-odds of about 1 %; below it only the
 constexpr double MTP_RATE = 1.0;     // factor of the learning rate for the final mixing
 constexpr double TRUST_RATE = 20.0;  // factor for the layer's share, a single number that every node updates
 constexpr double MOST_TRUST = 5.0;   // log-odds
+constexpr double MOST_ODDS = -2.0 * FLOOR;  // log-odds of the memory in the final mixing, either way: twice those of a row
 constexpr double NOT_SEEN = 0.4;     // pseudo-count of an unseen token after the matches
 constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
 
@@ -136,7 +137,10 @@ double layer_odds(const Tree& tree, int64_t number, int32_t token) {
 }
 
 // Returns the log-odds before the final mixing; `base` for NaN, which marks tokens that only the layer suggests.
-double before(double log_odds, double base) { return std::isnan(log_odds) ? base : log_odds; }
+// Clipped: sums over many rows reach -100, and one step along such a gradient would throw the weights far off.
+double before(double log_odds, double base) {
+    return std::clamp(std::isnan(log_odds) ? base : log_odds, -MOST_ODDS, MOST_ODDS);
+}
 
 double weighed(const double* line, double memory, double layer) {
     return line[0] * memory + line[1] * layer + line[2] * std::max(memory, 0.0) + line[3];

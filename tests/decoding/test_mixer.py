@@ -21,12 +21,15 @@ from memories import (
 )
 
 from lade.decoding.drafting.best_first import TreeGrower
-from lade.decoding.drafting.memory import RATE, prior_weights
+from lade.decoding.drafting.memory import RATE, ContextMemory, prior_weights
+from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.kernels.layout import (
     CEILING,
     END,
     FLOOR,
+    MTP_WIDTH,
     ORDERS,
+    PREDICTED,
     SCALE,
     TEXT,
     TEXT_ORDERS,
@@ -193,3 +196,24 @@ def test_learning_lowers_the_coding_cost_and_calibrates(of_text):
 
 def test_values_stand_for_log_odds_from_floor_to_ceiling():
     assert log_odds_of(0) == FLOOR and log_odds_of(255) == pytest.approx(CEILING)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_sums_that_say_more_than_two_rows_do_not_throw_off_the_final_mixing(sign):
+    """Sums over many rows reach -100. One step along such a gradient took a weight from -0.3 to 19.6."""
+    steps = []
+    for odds in (sign * 14.0, sign * 111.0):
+        text, memory, weights = [1, 2, 3] * 4, ContextMemory(), MtpWeights()
+        before = weights.lines.copy()
+        grower, tree = TreeGrower([], 12, room=16), TokenTree(text[-1])
+        grower.use_mtp(weights.lines, weights.trust)
+        grower.read(text)
+        work = grower.work
+        work.mtp_tokens[0], work.mtp_odds[0], work.mtp_parents[0], work.mtp_depths[0] = range(MTP_WIDTH), 0.5, -1, 1
+        work.used[PREDICTED] = 1
+        grower.begin(text, [])
+        grower.hang(tree, len(grower.grow(memory, [(8, 0.01)], None)))
+        work.memory_odds[0, : work.listed[0]] = odds
+        grower.learn(memory, [0], [5], rows_of([{5: 200}] * len(tree)))
+        steps.append(weights.lines - before)
+    assert np.array_equal(*steps) and np.abs(steps[0]).max() > 0.0

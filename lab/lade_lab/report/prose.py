@@ -134,9 +134,8 @@ def closing(summary: Summary) -> str:
     curves = [(row.identity.from_curve, row.identity.observed) for row in rows if row.identity]
     away = [abs(promised / observed - 1) for promised, observed in curves if promised]
     if away:
-        text += (
-            f"; with costs from the step curve, in which nothing of a method's own time is, {_closely(max(away), 0)}"
-        )
+        closely = _closely(max(away), 0)
+        text += f". With costs from the step curve, which leave out a method's own time, it is so {closely}"
     return text + "."
 
 

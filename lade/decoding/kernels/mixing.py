@@ -43,6 +43,7 @@ _NEGLIGIBLE = -4.6  # log-odds of about 1 %; below it only the chosen token take
 _MTP_RATE = 1.0  # factor of the learning rate for the final mixing, whose inputs are calibrated already
 _TRUST_RATE = 20.0  # factor for the layer's share, a single number that every node updates
 _MOST_TRUST = 5.0  # log-odds
+_MOST_ODDS = -2.0 * FLOOR  # log-odds of the memory in the final mixing, either way: twice those of a row
 _NOT_SEEN = 0.4  # pseudo-count of an unseen token after the matches
 
 Row = Sequence[int]
@@ -207,8 +208,11 @@ def _mix_prediction(work: Work, node: int, base: float) -> None:
 
 
 def _before(log_odds: float, base: float) -> float:
-    """Return the log-odds before the final mixing; `base` for NaN, which marks tokens that only the layer suggests."""
-    return base if math.isnan(log_odds) else log_odds
+    """Return the log-odds before the final mixing; `base` for NaN, which marks tokens that only the layer suggests.
+
+    Clipped: sums over many rows reach -100, and one step along such a gradient would throw the weights far off.
+    """
+    return max(-_MOST_ODDS, min(base if math.isnan(log_odds) else log_odds, _MOST_ODDS))
 
 
 def _weighed(line: Sequence[float], memory: float, layer: float) -> float:
