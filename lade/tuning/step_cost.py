@@ -28,8 +28,7 @@ The estimator, in the order in which a pass is processed by `observe`:
 6. What is read is the isotonic regression of the knots (pool adjacent violators, by these weights), and its lower
    convex hull.
 
-The constants below are chosen, not measured, and bound by tests/tuning/test_never_slower.py and test_step_cost.py:
-follow a slower machine, ignore hiccups, correct a wrong knot, keep what is known, and the shape.
+The constants below are chosen; tests/tuning/test_never_slower.py and test_step_cost.py hold them.
 """
 
 from __future__ import annotations

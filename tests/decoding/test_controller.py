@@ -433,7 +433,7 @@ def test_several_processes_feed_about_as_many_each_as_one_alone(processes, most)
 def test_a_chain_pays_where_it_would_be_fed_if_there_was_nothing_else():
     controller = Controller(FrozenCost(USUAL))
     for scores in ([], [0.01], [0.3] * 3, [0.9, 0.8, 0.7], [0.99] * 20):
-        assert controller.pays(scores) is (copy.deepcopy(controller)._chosen([1.0, *scores], [], trial=False) > 1)
+        assert controller.pays(scores) is (copy.deepcopy(controller).choose([1.0, *scores], []) > 1)
     assert not controller.pays([0.3]) and controller.pays([0.99] * 20)
 
 

@@ -236,38 +236,26 @@ class Controller:
         """See `Budget`."""
         return min(1.0, self._state.calibration)
 
-    def _prices(self, sizes: Sequence[int]) -> list[float]:
-        """Tokens that the last nodes of trees of these sizes cost."""
-        rate, node_s, marginals = self.rate, self._state.node_s, self._cost.marginals
-        return [rate * (marginals[size - 1] + node_s) for size in sizes]
-
-    def _explored(self, start: int, end: int, price: float) -> int:
-        """The size from `start` to `end` up to which a node is worth its price whatever its score."""
-        gain = (1.0 - SCORES) * self._state.calibration
-        while start < end and gain * (_PRIOR[start + 1] - _PRIOR[start]) >= price:
-            start += 1
-        return start
-
     def thresholds(self) -> list[tuple[int, float]]:
         """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
         corners = [size for size in self._cost.corners if 1 < size < self.most] + [self.most]
+        rate, node_s, marginals = self.rate, self._state.node_s, self._cost.marginals
         use, stages, size = self._state.calibration, list[tuple[int, float]](), 1
-        for corner, price in zip(corners, self._prices(corners), strict=True):
-            explored = self._explored(size, corner, price)
-            if explored > size:
+        weight = (1.0 - SCORES) * use
+        for corner in corners:
+            price, explored = rate * (marginals[corner - 1] + node_s), size
+            while explored < corner and weight * (_PRIOR[explored + 1] - _PRIOR[explored]) >= price:
+                explored += 1
+            if explored > size:  # nodes that are worth it whatever their scores
                 stages.append((explored, 0.0))
             if explored < corner:
-                prior = (1.0 - SCORES) * use * (_PRIOR[explored + 1] - _PRIOR[explored])
-                stages.append((corner, (price - prior) / (SCORES * use)))
+                taught = weight * (_PRIOR[explored + 1] - _PRIOR[explored])
+                stages.append((corner, (price - taught) / (SCORES * use)))
             size = corner
         return stages
 
     def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`."""
-        return self._chosen(scores, alone, trial=True)
-
-    def _chosen(self, scores: Sequence[float], alone: Sequence[float] | None, *, trial: bool) -> int:
-        """Return how many to feed; see `Budget.choose`. Without `trial` nothing is fed to see what it costs."""
         self.settle()
         promised = sum(scores[1:])
         share = 1.0 if alone is None else min(1.0, sum(alone[1:]) / promised) if promised else 0.0
@@ -278,7 +266,7 @@ class Controller:
         elif self._peek:
             self._state.resume()
         size = worth.index(max(worth)) + 1
-        if size == 1 and trial and self._state.since_guesses >= TRIAL_AFTER:
+        if size == 1 and self._looked and self._state.since_guesses >= TRIAL_AFTER:
             size = min(TRIAL, len(scores))
         fed = sum(scores[1:size])
         self._of_memory = alone is None or 2.0 * sum(alone[1:size]) >= fed
@@ -315,12 +303,10 @@ class Controller:
 
     def fill_to(self, size: int) -> int:
         """See `Budget`: as far as a node is worth its price for what it teaches."""
-        for corner, price in zip(self._cost.corners, self._prices(self._cost.corners), strict=True):
-            if corner > size:
-                explored = self._explored(size, min(corner, self.most), price)
-                if explored < corner:
-                    return explored
-                size = explored
+        for end, threshold in self.thresholds():
+            if end > size and threshold > 0.0:
+                break
+            size = max(size, end)
         return size
 
     def skip_drafting(self) -> bool:
@@ -420,8 +406,7 @@ class BatchBudget(Controller):
             candidates: `[B]`, of each row the scores of all nodes that it could feed; empty where drafting is skipped.
                 A row without scores beside others with some drafts by another method, or not at all: it counts one
                 token.
-            emitted: `[B]`, tokens that each row has emitted, where a call waits for all; None if each row is on its
-                own.
+            emitted: `[B]`, tokens that each row has emitted, if a call waits for all; None if rows are on their own.
         """
         if not any(candidates):
             return
@@ -430,7 +415,7 @@ class BatchBudget(Controller):
         for scores, weight in zip(candidates, weights / weights.sum(), strict=True):
             mean[: max(1, len(scores))] += weight * np.array(scores or [1.0])
         resting = bool(self._skipping)  # then what is there comes from other sources than the memory, or a grammar
-        self._size = self._chosen(mean.tolist(), () if resting else None, trial=not resting)
+        self._size = super().choose(mean.tolist(), () if resting else None)
 
     def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
         """See `Budget`: as many as in all other rows, if there are as many."""
