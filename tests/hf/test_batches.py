@@ -338,6 +338,22 @@ def test_prompts_are_read_where_a_batch_finds_it_worth_it(read, told, monkeypatc
         assert len(set(rows)) == expected
 
 
+def test_a_batch_goes_by_how_far_its_rows_are_and_an_engine_does_not(monkeypatch):
+    """The caller waits for the slowest row; an engine has other requests for a place that gets free."""
+    told, decide = [], BatchBudget.decide
+    monkeypatch.setattr(
+        BatchBudget, "decide", lambda self, found, emitted=None: (told.append(emitted), decide(self, found, emitted))
+    )
+    texts = random_texts(9, 4, 6)
+    assert_same(MODELS["llama"], LookaheadConfig(), **padded(texts), max_new_tokens=6)
+    assert told[0] == [1, 1, 1] and min(told[-1]) > 1
+    told.clear()
+    with lade.Engine(MODELS["llama"], max_rows=3) as engine:
+        for handle in [engine.add(text, max_new_tokens=6, do_sample=False) for text in texts]:
+            handle.result()
+    assert told and not any(told)
+
+
 def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
     asked, observed = [], []
 
