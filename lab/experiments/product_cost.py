@@ -3,16 +3,15 @@
     python lab/experiments/product_cost.py [--shape 6080x768 --shape 768x6080] [--rows 1 --rows 8]
 
 Of each shape there are so many weights that a core's cache holds none of them, and all are multiplied in turn. An int8
-product is that of integers alone, without rounding its inputs. "Own" products, of weights in panels, are those in tiles
-or by dot products, whichever the processor has; the others are oneDNN's. A shape with the outputs of several layers
-says what one product in place of theirs would take.
+product of oneDNN's is that of integers alone, without rounding its inputs. "Own" products, of weights in panels, are
+those in tiles or by dot products, whichever the processor has; the others are oneDNN's. A shape with the outputs of
+several layers says what one product in place of theirs would take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from statistics import median
 from time import perf_counter
 from typing import Annotated
@@ -20,11 +19,10 @@ from typing import Annotated
 import torch
 import typer
 
-from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels
-from lade.backends.cpu.packing.int4_products import has_int4_kernel, int4_product, quantised_for_int4
 from lade.backends.cpu.packing.integer_products import in_form, input_dtype, multiplied, prepacked
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel, initial_sums
 from lade.backends.cpu.packing.panels import in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.errors import UnsupportedModelError
@@ -57,31 +55,28 @@ def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
     pages, scale, x = HugePages(), torch.ones(outputs), torch.randn(MOST_ROWS, inputs)
     panel = panel_for(torch.int8)
     values = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(count)]
-    weights = [(in_panels(each, pages, panel), initial_sums(each)) for each in values]
-    given = cache(lambda rows: quantised_in_blocks(x[:rows], panel))
-
-    def product(rows: int) -> None:
-        for weight, start in weights:
-            int8_panel_product(*given(rows), weight, start, scale, None, torch.empty(rows, outputs))
-
-    return product
+    weights = [
+        PanelWeight(in_panels(each, pages, panel), outputs, inputs, steps=scale, start=initial_sums(each))
+        for each in values
+    ]
+    return lambda rows: [weight.product(x[:rows]) for weight in weights]
 
 
 def own_in_int4(outputs: int, inputs: int, count: int) -> Product:
     """The same in int4."""
     pages, x = HugePages(), torch.randn(MOST_ROWS, inputs)
     codes = Int4Codes.of(torch.randn(outputs, inputs))
-    weights = [in_int4_panels(codes, pages) for _ in range(count)]
-    given = cache(lambda rows: quantised_for_int4(x[:rows]))
-    return lambda rows: [int4_product(*given(rows), weight, None, torch.empty(rows, outputs)) for weight in weights]
+    weights = [PanelWeight(in_int4_panels(codes, pages), outputs, inputs) for _ in range(count)]
+    return lambda rows: [weight.product(x[:rows]) for weight in weights]
 
 
 def own_in_bfloat16(outputs: int, inputs: int, count: int) -> Product:
     """The same in bfloat16."""
     pages, x = HugePages(), torch.randn(MOST_ROWS, inputs).bfloat16()
     panel = panel_for(torch.bfloat16)
-    weights = [in_panels(torch.randn(outputs, inputs).bfloat16(), pages, panel) for _ in range(count)]
-    return lambda rows: [panel_product(x[:rows], weight, None, outputs) for weight in weights]
+    panels = [in_panels(torch.randn(outputs, inputs).bfloat16(), pages, panel) for _ in range(count)]
+    weights = [PanelWeight(each, outputs, inputs) for each in panels]
+    return lambda rows: [panel_product(x[:rows], weight, None) for weight in weights]
 
 
 def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[float, Product]]:

@@ -95,8 +95,6 @@ def inference_mode_blocker(facts: ModelFacts) -> str:
         return "its modules are of other packages, and may keep their inputs"
     if [thing for thing in facts.foreign if not isinstance(thing, PretrainedConfig)]:
         return "foreign code takes part, and may keep its inputs"
-    if cpu is not None and any(issubclass(kind, cpu.int8_layer) for kind in facts.kinds):
-        return "its layers use tensor versions to share rounded activations"
     if facts.compiled:
         return "its modules are compiled"
     if [kind for kind in facts.kinds if hasattr(kind, "make_weights")]:  # as in M2M100 and XGLM

@@ -8,7 +8,7 @@
 //     cpu_exponentials.h   exp, tanh and the logistic function
 //     cpu_attention.h      attention, and in cpu_norms.h RMS norms, with a fixed order of sums
 //     cpu_rows.h          per-row int8 quantisation
-//     cpu_panels.h         products with weights in panels: arguments and epilogue
+//     cpu_panels.h         products with weights in panels: layout of rows and epilogue
 //     cpu_dots.h           products by dot-product instructions; cpu_tiles.h: by AMX tiles; cpu_int4.h: of int4 weights
 //
 // Those headers have no include guard: cpu_plain.cpp, cpu_avx2.cpp and the like include them inside a namespace, with
@@ -61,10 +61,45 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Rows, and where they are to lie in blocks.
+//
+// Blocks have 64 bytes of inputs (32 in bfloat16, 64 in int8), and those of a group of rows follow each other:
+//
+//     [rows / together][blocks][together][64 bytes]
+//
+// Rows that are a power of two apart would evict each other from the L1 cache. The last block is padded with zeros; rows
+// that pad the last group are not written.
+struct RowBlocks {
+    const char* x;  // rows, [rows, inputs], contiguous
+    char* to;       // the blocks
+    char* scales;   // [rows] float32, value of one step of the codes; codes only
+    char* starts;   // initial sums of int4 products, see cpu_int4.h; null for none
+    int64_t kind;   // dtype code of x
+    int64_t rows, inputs;
+    int64_t together;  // rows interleaved in a group
+    int64_t zero;      // code of zero: 0 for signed codes, 128 for unsigned ones
+};
+
+// A product of rows in blocks with weights in panels.
+struct PanelProduct {
+    const char* x;       // rows in blocks
+    const char* scales;  // [rows] float32, scales of the rows; codes only
+    const char* weight;  // the panels
+    const char* steps;   // [outputs] float32, scales of the weights; int8 only
+    int64_t start;  // address of initial sums for unsigned codes, [outputs padded] int32: -128 times the sum of an
+                    // output's weights, since 128 stands for an input of zero; 0 for none. For int4 see cpu_int4.h
+    const char* bias;  // [outputs]; null for none
+    char* out;         // [rows, outputs]: sums, times `steps` and `scales` if given, plus the bias
+    int64_t bias_kind, kind;  // dtype codes of the bias and of the result
+    int64_t rows, blocks, outputs;
+    int64_t row_group, panel_group;  // rows (whole groups) and panels per part; few rows are all in each part
+    int64_t together;                // rows interleaved in a group
+};
+
 #if defined(__GNUC__)  // other compilers lack vectors, and build no kernel of these
 // The next part of a kernel's work, or the number of parts if none is left.
 static inline int64_t next_part(int64_t* fields) {
-    int64_t part = __atomic_fetch_add(fields, 1, __ATOMIC_RELAXED);
+    int64_t part = __atomic_fetch_add(fields, 1, __ATOMIC_ACQ_REL);  // orders `run_stages`, too
     return part < fields[1] ? part : fields[1];
 }
 

@@ -44,22 +44,32 @@ INLINE Floats capped(Floats x, float cap) {
 }
 
 struct LogisticProduct {
-    const char* x;  // numbers of a dtype code, float32 or bfloat16
-    char* found;    // the result, distinct from x
+    const char* x;        // numbers of a dtype code, float32 or bfloat16
+    const char* factors;  // as many numbers that the results are multiplied by; null for none
+    char* found;          // the result, distinct from x
     int64_t kind;
     int64_t slope, cubic;  // coefficients of x and of x ** 3 in the exponent, as float32 bits
     int64_t count;         // numbers; each part has at least LANES
 };
 
-// Writes x / (1 + exp(slope * x + cubic * x ** 3)) for the numbers from `first` to before `last`. The last vector may
-// overlap the one before it, and then writes the same bits again.
-INLINE void logistic_products(const LogisticProduct& call, int64_t first, int64_t last, int64_t kind) {
+INLINE Floats rounded_to(Floats numbers, int64_t kind) {
+    char spare[4 * LANES];
+    store_as(spare, numbers, kind);
+    return load_as(spare, kind);
+}
+
+// Writes x / (1 + exp(slope * x + cubic * x ** 3)) for the numbers from `first` to before `last`; with factors, that is
+// rounded first, as by a product of its own. The last vector may overlap the one before it, and then writes the same bits
+// again.
+INLINE void logistic_products(const LogisticProduct& call, int64_t first, int64_t last, int64_t kind, bool gated) {
     const int64_t item = item_size(kind);
     const Floats slope = broadcast(load_one((const char*)&call.slope));
     const Floats cubic = broadcast(load_one((const char*)&call.cubic));
     for (int64_t begin = first; begin < last; begin += LANES) {
         const int64_t at = item * smaller(begin, last - LANES);
-        store_as(call.found + at, logistic_quotient(load_as(call.x + at, kind), slope, cubic), kind);
+        Floats found = logistic_quotient(load_as(call.x + at, kind), slope, cubic);
+        if (gated) found = rounded_to(found, kind) * load_as(call.factors + at, kind);
+        store_as(call.found + at, found, kind);
     }
 }
 
@@ -69,8 +79,10 @@ static void logistic_product(int64_t* fields) {
     for (int64_t part; (part = next_part(fields)) < parts;) {
         const int64_t first = call.count * part / parts, last = call.count * (part + 1) / parts;
         if (call.kind == BFLOAT16)
-            logistic_products(call, first, last, BFLOAT16);
+            call.factors ? logistic_products(call, first, last, BFLOAT16, true)
+                         : logistic_products(call, first, last, BFLOAT16, false);
         else
-            logistic_products(call, first, last, 0);
+            call.factors ? logistic_products(call, first, last, 0, true)
+                         : logistic_products(call, first, last, 0, false);
     }
 }

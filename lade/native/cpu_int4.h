@@ -7,7 +7,7 @@
 //                     in its low half, and that of input 16 + 4 * w + i in its high half
 //     lines 5 to 8    codes for inputs 32 to 63, likewise
 //
-// Rows are signed int8 codes in blocks, see cpu_panels.h, with one scale per row. `PanelProduct::start` has for every row
+// Rows are signed int8 codes in blocks, see `RowBlocks`, with one scale per row. `PanelProduct::start` has for every row
 // and 32 inputs -8 times the sum of the row's codes, [rows / together][2 * blocks][together] int32. From there the
 // products of 32 unsigned codes are added up: an exact sum of at most 16 bits. Times a scale of 8 bits it is still exact
 // in float32, so each 32 inputs add one rounding to an output, in their order, whatever the number of rows.

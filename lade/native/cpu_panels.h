@@ -1,27 +1,4 @@
-// Products with weights in panels: arguments, the layout of rows, and the epilogue.
-//
-// Rows lie in groups, and a group's blocks of 64 bytes of inputs (32 in bfloat16, 64 in int8) follow each other:
-//
-//     [rows / together][blocks][together][64 bytes]
-//
-// Rows that are a power of two apart would evict each other from the L1 cache. The last block is padded with zeros; rows
-// that pad the last group are not written.
-
-struct PanelProduct {
-    const char* x;         // rows in blocks, see above
-    const char* scales;    // [rows] float32, scales of the rows; int8 and int4 only
-    const char* weight;    // the panels
-    const char* steps;     // [outputs] float32, scales of the weights; int8 only
-    const char* bias;      // [outputs]; null for none
-    int64_t bias_kind;     // dtype code of the bias
-    char* out;             // [rows, outputs]: sums, times `steps` and `scales` if given, plus the bias
-    int64_t kind;          // dtype code of the result
-    int64_t rows, blocks, outputs;
-    int64_t row_group, panel_group;  // rows (whole groups) and panels per part; few rows are all in each part
-    int64_t together;                // rows interleaved in a group
-    int64_t start;  // address of initial sums for unsigned codes, [outputs padded] int32: -128 times the sum of an
-                    // output's weights, since 128 stands for an input of zero; 0 for none. For int4 see cpu_int4.h
-};
+// Products with weights in panels: the layout of rows, see `RowBlocks`, and the epilogue.
 
 // Bytes from the first row's first block to some block of a row.
 INLINE int64_t block_place(int64_t row, int64_t block, int64_t together, int64_t blocks) {

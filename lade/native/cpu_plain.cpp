@@ -1,4 +1,6 @@
 // CPU kernels for any processor, and what products are compared with: their definition, input by input.
+#include <thread>
+
 #include "cpu.h"
 
 #if defined(__GNUC__)
@@ -81,6 +83,20 @@ INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
 
 #include "cpu_int4.h"
 
+// Runs kernels one after the other. The fields are, after the first two, the number of kernels, and for each of them how
+// many threads are in it, its address, the number of its fields, and these. A thread that finds no part of a kernel's work
+// left waits for those that others have begun.
+static void run_stages(int64_t* fields) {
+    int64_t* stage = fields + 3;
+    for (int64_t left = fields[2]; left > 0; left--, stage += 3 + stage[2]) {
+        __atomic_fetch_add(stage, 1, __ATOMIC_ACQ_REL);
+        ((Kernel)stage[1])(stage + 3);
+        __atomic_fetch_sub(stage, 1, __ATOMIC_ACQ_REL);
+        for (int turns = 0; left > 1 && __atomic_load_n(stage, __ATOMIC_ACQUIRE) > 0; turns++)
+            if (turns > 1000) std::this_thread::yield();  // more threads than processors
+    }
+}
+
 struct Code {};
 struct Half {};
 
@@ -134,6 +150,7 @@ const Entry plain_kernels[] = {
     {"quantise_rows", "plain", quantise_rows},
     {"block_rows", "plain", block_rows},
     {"multiply_int4", "plain", multiply_int4},
+    {"run_stages", "plain", run_stages},
     {"multiply_few", REFERENCE, multiply_by_dots<HalfDot>},
     {"multiply_many", REFERENCE, multiply_by_dots<HalfDot>},
     {"multiply_few_codes", REFERENCE, multiply_by_dots<CodeDot>},

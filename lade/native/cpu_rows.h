@@ -1,11 +1,5 @@
-// Rows laid out in the blocks of cpu_panels.h: bfloat16 as they are, or quantised to int8, symmetric and scaled by each
-// row's largest magnitude.
-
-struct RowBlocks {
-    const char* x;  // rows, [rows, inputs] bfloat16, contiguous
-    char* to;       // the result
-    int64_t rows, inputs, together;
-};
+// Rows laid out in blocks: bfloat16 as they are, or quantised to int8, symmetric and scaled by each row's largest
+// magnitude.
 
 // Lays bfloat16 rows out in blocks.
 static void block_rows(int64_t* fields) {
@@ -22,17 +16,6 @@ static void block_rows(int64_t* fields) {
         }
     }
 }
-
-struct RowQuantisation {
-    const char* x;  // rows, [rows, inputs], contiguous
-    int64_t kind;   // dtype code of x
-    char* codes;    // the result, [rows / together, blocks, together, 64]: see cpu_panels.h
-    char* scales;   // [rows] float32: value of one step
-    int64_t rows, inputs;
-    int64_t together;  // rows interleaved in a group
-    int64_t zero;      // code of zero: 0 for signed codes, 128 for unsigned ones
-    char* starts;      // initial sums of int4 products, see cpu_int4.h; null for none
-};
 
 // The conversion truncates, so adding one half rounds; for signed codes the offset of 128 is removed by flipping the
 // sign bit.
@@ -54,7 +37,7 @@ INLINE float largest_magnitude(const char* x, int64_t kind, int64_t inputs) {
 }
 
 // -8 times the sum of the signed codes of every 32 inputs.
-static void write_starts(const RowQuantisation& call, const char* codes, int64_t row, int64_t blocks) {
+static void write_starts(const RowBlocks& call, const char* codes, int64_t row, int64_t blocks) {
     char* starts = call.starts + 4 * (row / call.together * call.together * 2 * blocks + row % call.together);
     for (int64_t group = 0; group < 2 * blocks; group++) {
         const int8_t* from = (const int8_t*)codes + group / 2 * LINE * call.together + group % 2 * 32;
@@ -65,12 +48,12 @@ static void write_starts(const RowQuantisation& call, const char* codes, int64_t
 }
 
 static void quantise_rows(int64_t* fields) {
-    const auto call = arguments_of<RowQuantisation>(fields);
+    const auto call = arguments_of<RowBlocks>(fields);
     const int64_t parts = fields[1], item = item_size(call.kind), blocks = ceil_div(call.inputs, LINE);
     for (int64_t part; (part = next_part(fields)) < parts;) {
         for (int64_t row = call.rows * part / parts; row < call.rows * (part + 1) / parts; row++) {
             const char* x = call.x + item * call.inputs * row;
-            char* codes = call.codes + block_place(row, 0, call.together, blocks);
+            char* codes = call.to + block_place(row, 0, call.together, blocks);
             const float size = largest_magnitude(x, call.kind, call.inputs);
             const float step = (size < 1e-30f ? 1e-30f : size) / 127.0f;  // not 0 for rows of zeros
             for (int64_t at = 0; at < blocks * LINE; at += LANES) {

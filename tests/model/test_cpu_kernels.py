@@ -10,8 +10,9 @@ import lade
 from lade.backends.cpu import kernels
 from lade.backends.cpu.invariant import activations, attention, norms
 from lade.backends.cpu.invariant.attention import PlacedMask
-from lade.backends.cpu.packing import code_products, panel_products, panels
+from lade.backends.cpu.packing import panel_products, panel_weight, panels
 from lade.backends.cpu.packing.integer_products import Codes
+from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import DOT_PANEL, NARROW, WIDE, in_panels
 from lade.testing import toy_model
 
@@ -34,9 +35,21 @@ def assert_same_bits(call, instructions: str) -> None:
     """What a call gives by these instructions alone is what it gives by the best."""
     expected = call()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activations, attention, norms, code_products, panel_products):
+        for module in (activations, attention, norms):
             patch.setattr(module, "kernel", lambda name: kernels.kernel(name, instructions))
         assert torch.equal(bits(call()), bits(expected))
+
+
+def by(**instructions: str):
+    """Finds kernels by their names, those named here by these instructions."""
+    return lambda name, given="": kernels.kernel(name, instructions.get(name, given))
+
+
+def coded(codes: Codes) -> PanelWeight:
+    """Codes of a weight in panels for dot products."""
+    packed = in_panels(codes.values, panel=DOT_PANEL)
+    start = panel_weight.initial_sums(codes.values)
+    return PanelWeight(packed, *codes.values.shape, steps=codes.scale, start=start)
 
 
 def drawn(data, *shape: int, dtypes=tuple(FLOATS)) -> torch.Tensor:
@@ -91,11 +104,12 @@ def test_activations_have_the_same_bits(instructions, data):
 def test_all_numbers_of_two_bytes_are_read_alike(instructions, dtype):
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     x = torch.where(numbers.isfinite(), numbers, 1).view(-1, 64)
-    found = [code_products.quantised_in_blocks(x, DOT_PANEL)]
+    values = torch.eye(64, dtype=torch.int8)  # sums are the codes
+    weight = coded(Codes(values, torch.ones(64)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(code_products, "kernel", lambda name: kernels.kernel(name, instructions))
-        found.append(code_products.quantised_in_blocks(x, DOT_PANEL))
-    assert all(map(torch.equal, *found))
+        patch.setattr(panel_weight, "kernel", by(quantise_rows=instructions))
+        found = weight.product(x)
+    assert torch.equal(found, coded(Codes(values, torch.ones(64))).product(x))
 
 
 @with_each("multiply_few_codes")
@@ -106,9 +120,7 @@ def test_results_are_rounded_as_torch_does(instructions, dtype):
     halfway = (numbers + numbers.roll(-1)) / 2
     bias = torch.cat([numbers, halfway, halfway.nextafter(numbers), halfway.nextafter(numbers.roll(-1))])
     values, x = torch.zeros(len(bias), 1, dtype=torch.int8), torch.zeros(1, 1)
-    laid_out, start = in_panels(values, panel=DOT_PANEL), code_products.initial_sums(values)
-    rounded, out = code_products.quantised_in_blocks(x, DOT_PANEL), torch.empty(1, len(bias), dtype=dtype)
-    code_products.int8_panel_product(*rounded, laid_out, start, torch.ones(len(bias)), bias, out, instructions)
+    out = coded(Codes(values, torch.ones(len(bias)))).product(x, bias, dtype, instructions)
     expected = (bias + 0.0).to(dtype)  # a zero is positive
     assert torch.equal(out[0].isnan(), expected.isnan())
     assert torch.equal(bits(out[0].nan_to_num(7)), bits(expected.nan_to_num(7)))
@@ -127,17 +139,11 @@ def test_products_of_codes_have_the_same_bits(instructions, data):
     bias = drawn(data, outputs) if data.draw(st.booleans()) else None
     dtype = data.draw(st.sampled_from(FLOATS))
 
-    def product(kernel_of="") -> torch.Tensor:
-        rounded = code_products.quantised_in_blocks(x, DOT_PANEL)
-        laid_out, start = in_panels(codes.values, panel=DOT_PANEL), code_products.initial_sums(codes.values)
-        out = torch.empty(rows, outputs, dtype=dtype)
-        return code_products.int8_panel_product(*rounded, laid_out, start, codes.scale, bias, out, kernel_of)
-
-    expected, groups = product(), groups_of(instructions)
+    expected, groups = coded(codes).product(x, bias, dtype), groups_of(instructions)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (code_products, panels):
+        for module in (panel_weight, panels):
             patch.setattr(module, "row_groups", lambda: groups)
-        assert torch.equal(bits(product(instructions)), bits(expected))
+        assert torch.equal(bits(coded(codes).product(x, bias, dtype, instructions)), bits(expected))
 
 
 @with_each("multiply_few")
@@ -150,14 +156,11 @@ def test_products_of_bfloat16_have_the_same_bits(instructions, data):
     bias = drawn(data, outputs, dtypes=half) if data.draw(st.booleans()) else None
 
     def product(kernel_of: str) -> torch.Tensor:
-        def kernel(name: str) -> kernels.CpuKernel:
-            return kernels.kernel(name, "" if name == "block_rows" else kernel_of)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(panel_products, "kernel", kernel)
-            for module in (panel_products, panels):
+            for module in (panel_weight, panels):
                 patch.setattr(module, "row_groups", lambda: WIDE)
-            return panel_products.dot_product(x, in_panels(weight, panel=DOT_PANEL), bias, outputs)
+            laid_out = PanelWeight(in_panels(weight, panel=DOT_PANEL), outputs, inputs)
+            return laid_out.product(x, bias, instructions=kernel_of)
 
     assert torch.equal(bits(product(instructions)), bits(product("reference")))
 

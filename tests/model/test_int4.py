@@ -19,15 +19,9 @@ from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import folder, int4
 from lade.backends.cpu.packing.int4 import Int4Linear, reference_int4_product
 from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels, out_of_int4_panels
-from lade.backends.cpu.packing.int4_products import (
-    has_int4_kernel,
-    int4_product,
-    int4_row_groups,
-    quantised_for_int4,
-)
-from lade.backends.cpu.packing.int8 import INT4
 from lade.backends.cpu.packing.integer_products import quantised
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
+from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel
 from lade.backends.cpu.packing.quality import watched
 from lade.backends.cpu.packing.weight import HugePages
 from lade.errors import ConfigError, UnsupportedModelError
@@ -62,9 +56,8 @@ def by_definition(x, codes, bias, dtype):
 
 
 def by_kernel(x, codes, bias, dtype, instructions=""):
-    out = torch.empty(*x.shape[:-1], len(codes.values), dtype=dtype)
-    rows = quantised_for_int4(x, int4_row_groups(instructions))
-    return int4_product(*rows, in_int4_panels(codes, HugePages()), bias, out, instructions)
+    weight = PanelWeight(in_int4_panels(codes, HugePages()), *codes.values.shape)
+    return weight.product(x, bias, dtype, instructions)
 
 
 @with_each
@@ -138,10 +131,11 @@ def test_inputs_of_any_shape(way):
 @needs_library
 def test_what_kernels_cannot_read_is_refused():
     codes = Int4Codes.of(torch.randn(8, 32))
-    with pytest.raises(ValueError, match="a bias"):
-        by_kernel(torch.randn(2, 32), codes, torch.randn(7), torch.float32)
-    with pytest.raises(ValueError, match="on the CPU"):
-        quantised_for_int4(torch.randn(2, 32, device="meta"))
+    for x, bias in ((torch.randn(2, 32), torch.randn(7)), (torch.randn(2, 32, device="meta"), None)):
+        with pytest.raises(ValueError, match="the panel product was given"):
+            by_kernel(x, codes, bias, torch.float32)
+    with pytest.raises(ValueError, match="outputs is 17: these panels have up to 16"):
+        PanelWeight(in_int4_panels(codes, HugePages()), 17, 32)
 
 
 # Codes
@@ -213,8 +207,8 @@ def test_copies_compute_the_same_bits_also_without_the_library(way, family, copi
     monkeypatch.setattr(int4, "has_int4_kernel", lambda: other)
     again = copied(model)
     assert torch.equal(logits(again), expected)
-    forms = {module._form for module in again.modules() if isinstance(module, Int4Linear)}
-    assert forms == {INT4 if other else torch.int8}
+    compiled = {module._panel_weight is not None for module in again.modules() if isinstance(module, Int4Linear)}
+    assert compiled == {other}
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

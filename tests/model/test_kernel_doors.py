@@ -21,11 +21,11 @@ from lade import native
 from lade.backends.cpu.invariant.activations import InvariantActivation, replace_activations, times_logistic
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
 from lade.backends.cpu.invariant.norms import LLAMA, InvariantNorm, replace_norms, rms_norm
-from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.integer_products import Codes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
 from lade.backends.cpu.packing.panels import DOT_PANEL, has_dots, in_panels
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth, reading, tables
@@ -319,9 +319,9 @@ def test_products_in_panels_refuse_what_does_not_fit(name, panel):
     x, bias = UNFIT[name]
     panels = in_panels(torch.randn(70, 40).to(HALF), panel=panel)
     with pytest.raises(ValueError, match=r"the panel product was given x .* it takes bfloat16 on the CPU"):
-        panel_product(x, panels, bias, 70)
+        panel_product(x, PanelWeight(panels, 70, 40), bias)
     with pytest.raises(ValueError, match="up to"):
-        panel_product(torch.randn(3, 40).to(HALF), panels, None, 129)
+        PanelWeight(panels, 129, 40)
 
 
 @settings(max_examples=examples(100))
@@ -329,9 +329,10 @@ def test_products_in_panels_refuse_what_does_not_fit(name, panel):
 @pytest.mark.skipif(not panel_for(HALF), reason="neither tiles (AMX) nor AVX512-BF16 here")
 def test_products_in_panels_are_right_or_refused(x, biased):
     weight, bias = torch.randn(70, 40).to(HALF), OF_70.to(HALF) if biased else None
-    found = found_or_refused(lambda: panel_product(x, in_panels(weight, panel=panel_for(HALF)), bias, 70))
-    assert (found is not None) == (x.dtype == HALF and x.shape[-1] > 32)
-    if found is not None and x.shape[-1] == 40:
+    packed = PanelWeight(in_panels(weight, panel=panel_for(HALF)), 70, 40)
+    found = found_or_refused(lambda: panel_product(x, packed, bias))
+    assert (found is not None) == (x.dtype == HALF and x.shape[-1] == 40)
+    if found is not None:
         expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
         torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=0.1)
 
@@ -345,10 +346,8 @@ def test_products_of_codes_are_right_or_refused(x, kind, bias_dtype, biases):
     codes, bias = Codes.of(torch.randn(70, max(inputs, 1))), torch.ones(biases).to(bias_dtype) if biases else None
 
     def product():
-        rounded = quantised_in_blocks(made(kind, x), DOT_PANEL)
-        panels = in_panels(codes.values, panel=DOT_PANEL)
-        out = torch.empty(*x.shape[:-1], 70, dtype=x.dtype)
-        return int8_panel_product(*rounded, panels, initial_sums(codes.values), codes.scale, bias, out)
+        packed, start = in_panels(codes.values, panel=DOT_PANEL), initial_sums(codes.values)
+        return PanelWeight(packed, 70, inputs, steps=codes.scale, start=start).product(made(kind, x), bias)
 
     found, empty = found_or_refused(product), not x.numel()
     takes_x = inputs > 0 and kind not in ELSEWHERE and x.dtype in FLOATS

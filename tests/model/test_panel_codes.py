@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from lade.backends.cpu.kernels import dtype_code, kernel
 from lade.backends.cpu.packing import weight
-from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.int8 import DOTS, PANELS, TILES, Int8Linear
 from lade.backends.cpu.packing.integer_products import Codes, quantised
 from lade.backends.cpu.packing.panel_products import panel_for
+from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, PanelWeight, initial_sums, put_rows
 from lade.backends.cpu.packing.panels import (
     DOT_PANEL,
     TILE_PANEL,
@@ -22,6 +23,7 @@ from lade.backends.cpu.packing.panels import (
 )
 from lade.backends.cpu.packing.tile_products import has_tiles
 from lade.backends.cpu.packing.weight import HugePages
+from lade.backends.cpu.worker_threads import Stages
 from lade.errors import UnsupportedModelError
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
@@ -64,11 +66,8 @@ def by_numbers(x, codes, bias):
 
 
 def by_own(form, x, codes, bias):
-    out, panel = x.new_empty(len(x), len(codes.scale)), PANELS[form]
-    packed = in_panels(codes.values, HugePages(), panel)
-    return int8_panel_product(
-        *quantised_in_blocks(x, panel), packed, initial_sums(codes.values), codes.scale, bias, out
-    )
+    packed, start = in_panels(codes.values, HugePages(), PANELS[form]), initial_sums(codes.values)
+    return PanelWeight(packed, *codes.values.shape, steps=codes.scale, start=start).product(x, bias)
 
 
 def same(found, expected):
@@ -103,19 +102,40 @@ def test_the_largest_sums_are_exact(form, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inputs", [1, 16, 63, 64, 65, 777])
-@pytest.mark.parametrize("unsigned", [False, True])
+@pytest.mark.parametrize("panel", [DOT_PANEL, TILE_PANEL])
+@pytest.mark.skipif(not kernel("attend").available, reason="the compiled kernels are missing")
 @torch.no_grad()
-def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, unsigned, threads):
-    blocks = -(-inputs // 64)
+def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, panel, threads):
+    unsigned, blocks = panel == DOT_PANEL, -(-inputs // 64)
+    values = torch.zeros(panel, inputs, dtype=torch.int8)
+    weight = PanelWeight(
+        in_panels(values, panel=panel), panel, inputs, steps=torch.ones(panel), start=initial_sums(values)
+    )
     for rows in EDGES:
-        x = inputs_of(rows, inputs, dtype)
-        codes, scales = quantised_in_blocks(x, DOT_PANEL if unsigned else TILE_PANEL)
+        x, stages = inputs_of(rows, inputs, dtype), Stages()
+        layout, place = weight.add_rows(stages, rows, "reference")
+        room = torch.empty(sum(layout), dtype=torch.int8)
+        addresses = layout.addresses(room.data_ptr(), x.data_ptr())
+        put_rows(stages.fields, place, x.data_ptr(), dtype_code(dtype), addresses)
+        stages.run(stages.fields, None)
+        codes, scales = room[: layout.blocks], room[layout.blocks :].view(torch.float32)
         expected, scale = quantised(x, torch.uint8 if unsigned else torch.int8)
         together = row_groups().together_for(rows) if unsigned else min(rows, 16)
         laid_out = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]
         laid_out = laid_out.view(expected.dtype)
         assert torch.equal(laid_out[:, :inputs], expected) and (laid_out[:, inputs:] == 128 * unsigned).all()
         assert torch.equal(scales, scale[:, 0])
+
+
+@own_forms
+def test_calls_are_kept_for_few_rows_alone(form):
+    codes = Codes.of(torch.randn(70, 64))
+    packed = in_panels(codes.values, panel=PANELS[form])
+    weight = PanelWeight(packed, 70, 64, steps=codes.scale, start=initial_sums(codes.values))
+    for rows in (3, 3, 4, PREPARED_ROWS, PREPARED_ROWS + 1, 1000):
+        x = torch.randn(rows, 64)
+        assert torch.equal(weight.product(x), by_numbers(x, codes, None)), rows
+    assert sorted(rows for rows, *_ in weight._prepared) == [3, 4, PREPARED_ROWS]
 
 
 @own_forms

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lade.backends.cpu.invariant.padded_rows import _drawn, _order, cancelling
+from lade.backends.cpu.kernels import BFLOAT16
 from lade.backends.cpu.packing import panel_products, panels, tile_products
-from lade.backends.cpu.packing.panel_products import panel_product
+from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL, has_dots, out_of_panels
 from lade.backends.cpu.packing.tile_products import has_tiles
 
@@ -22,6 +23,10 @@ SHAPES = [(64, 32), (70, 33), (96, 64), (97, 65), (33, 7), (130, 1000), (200, 25
 def in_panels(request):
     """Lays a weight out for either sort of products."""
     return partial(panels.in_panels, panel=request.param)
+
+
+def panel_product(x, packed, bias, outputs):
+    return panel_products.panel_product(x, PanelWeight(packed, outputs, x.shape[-1]), bias)
 
 
 def drawn(outputs: int, inputs: int, rows: int = 500) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,11 +100,11 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, in_panels):
     out = torch.full((rows * 70 + 2000,), 7.0, dtype=HALF)
     biases = torch.full((70 + 100,), torch.nan, dtype=HALF)
     biases[:70] = bias
-    arguments = inner, in_panels(weight), biases[:70], out[1000:-1000].view(rows, 70)
+    inside = out[1000:-1000].view(rows, 70)
     if in_panels.keywords["panel"] == TILE_PANEL:
-        tile_products._multiply(*arguments, "")
+        tile_products._multiply(inner, in_panels(weight), biases[:70], inside, "")
     else:
-        panel_products._multiply(*arguments)
+        PanelWeight(in_panels(weight), 70, 33)._multiply(inner, BFLOAT16, rows, biases[:70], inside, "")
     assert (out[:1000] == 7).all() and (out[-1000:] == 7).all()
     assert torch.equal(out[1000:-1000].view(rows, 70), panel_product(x, in_panels(weight), bias, 70))
 

@@ -5,9 +5,9 @@ import torch
 
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import panels, tile_products
-from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.integer_products import Codes, quantised
-from lade.backends.cpu.packing.panels import TILE_PANEL, in_panels
+from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
+from lade.backends.cpu.packing.panels import in_panels
 from lade.backends.cpu.packing.tile_products import has_tiles, tile_product
 
 HALF = torch.bfloat16
@@ -66,13 +66,26 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, instructions):
 def test_sums_of_codes_are_exact(shape, dtype, instructions, threads):
     rows, outputs, inputs = shape
     codes, x, bias = Codes.of(torch.randn(outputs, inputs)), torch.randn(rows, inputs).to(dtype), torch.randn(outputs)
-    out = torch.empty(rows, outputs, dtype=dtype)
-    rounded = quantised_in_blocks(x, TILE_PANEL)
     start = initial_sums(codes.values)
-    int8_panel_product(*rounded, in_panels(codes.values), start, codes.scale, bias, out, instructions)
+    weight = PanelWeight(in_panels(codes.values), outputs, inputs, steps=codes.scale, start=start)
+    out = weight.product(x, bias, instructions=instructions)
     values, scale = quantised(x, torch.int8)
     sums = (values.double() @ codes.values.double().t()).float()
     assert torch.equal(out, sums.mul_(codes.scale).mul_(scale).add_(bias).to(dtype))
+
+
+class ByReference(PanelWeight):
+    """A processor with tiles, for one without: its products are those of their definition."""
+
+    def product(self, x, *, instructions):
+        return super().product(x, instructions="reference")
+
+
+class OneIsWrong(ByReference):
+    def product(self, x, *, instructions):
+        out = super().product(x, instructions=instructions)
+        out[0, 0] += instructions == "amx"
+        return out
 
 
 def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypatch, caplog):
@@ -80,11 +93,7 @@ def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypat
     assert all(tile_products._products_agree(*shape, "reference") for shape in tile_products._TRIAL)
     own_product, own_kernel = tile_products.tile_product, tile_products.kernel
     monkeypatch.setattr(tile_products, "kernel", lambda name, _="": own_kernel(name, "reference"))
-    monkeypatch.setattr(
-        tile_products,
-        "int8_panel_product",
-        lambda *args: int8_panel_product(*args[:-1], "reference"),
-    )
+    monkeypatch.setattr(tile_products, "PanelWeight", ByReference)
     assert has_tiles.__wrapped__()
     assert not caplog.records
 
@@ -99,12 +108,7 @@ def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypat
 
 
 def test_in_int8_one_wrong_sum_is_enough(monkeypatch):
-    def wrong(*args):
-        out = int8_panel_product(*args[:-1], "reference")
-        out[0, 0] += args[-1] == "amx"
-        return out
-
-    monkeypatch.setattr(tile_products, "int8_panel_product", wrong)
+    monkeypatch.setattr(tile_products, "PanelWeight", OneIsWrong)
     monkeypatch.setattr(tile_products, "tile_product", lambda *args: torch.zeros(args[0].shape[0], args[3]))
     assert not tile_products._products_agree(3, 5, 70)
 

@@ -75,7 +75,7 @@ def test_a_team_does_each_part_once(monkeypatch, parts, openmp):
 
 
 def test_a_child_of_a_process_that_used_its_kernels_can_use_them():
-    """OpenMP's pool does not survive a fork: to enter it there would hang."""
+    """OpenMP's pool does not survive a fork: to enter it there would hang, as torch's own operators do."""
     numbers = torch.linspace(-5, 5, 2**17)
     expected = times_logistic(numbers)
-    assert in_fork(lambda: torch.equal(times_logistic(numbers), expected), seconds=10)
+    assert in_fork(lambda: bool((times_logistic(numbers).numpy() == expected.numpy()).all()), seconds=10)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
 
@@ -33,8 +34,34 @@ def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int, holds: obj
         parts: number of parts, at least one; no more threads are used than parts, or than torch has.
         holds: owner of the memory that `fields` point to, kept alive until the kernel returns.
     """
-    work = array("q", (0, parts, *fields))
-    (place, _), threads = work.buffer_info(), min(torch.get_num_threads(), parts)
+    _run(kernel, array("q", (0, parts, *fields)), min(torch.get_num_threads(), parts), holds)
+
+
+class Stages:
+    """Kernels that one team of threads runs one after the other: the work of several calls in one.
+
+    Attributes:
+        fields: fields of the kernel `run_stages`.
+        threads: the most threads that find work.
+    """
+
+    def __init__(self) -> None:
+        self.fields, self.threads = array("q", (0, 1, 0)), 1
+
+    def add(self, kernel: CpuKernel, parts: int, fields: Sequence[int]) -> int:
+        """Add a kernel, see `run_on_team`, and return the place of the first of its `fields` among all."""
+        self.fields.extend((0, kernel.address, 2 + len(fields), 0, parts, *fields))
+        self.fields[2] += 1
+        self.threads = max(self.threads, min(torch.get_num_threads(), parts))
+        return len(self.fields) - len(fields)
+
+    def run(self, fields: array[int], holds: object) -> None:
+        """Run the kernels on a copy of the fields, which is written to; see `run_on_team` for `holds`."""
+        _run(kernels.kernel("run_stages"), fields, self.threads, holds)
+
+
+def _run(kernel: CpuKernel, work: array[int], threads: int, holds: object) -> None:
+    place, _ = work.buffer_info()
     if threads == 1:
         kernel(place)
     elif (enter := _entrance()) is not None:

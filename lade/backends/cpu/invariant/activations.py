@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,19 @@ _OF_TANH = (
     activations.FastGELUActivation,
     activations.AccurateGELUActivation,
 )
+
+
+class Logistic(NamedTuple):
+    """Activation x times the logistic function of `slope * x + cubic * x ** 3`."""
+
+    slope: float = 1.0
+    cubic: float = 0.0
+
+
+SILU, QUICK_GELU = Logistic(), Logistic(1.702)
+_TANH_SLOPE = 2 * math.sqrt(2 / math.pi)
+GELU_TANH = Logistic(_TANH_SLOPE, 0.044715 * _TANH_SLOPE)
+"""GELU approximated by tanh, using 1 + tanh(u) = 2 * logistic(2 u)."""
 
 
 class InvariantActivation(Changed):
@@ -57,29 +71,23 @@ def replace_activations(model: nn.Module) -> None:
 
 def _function_of(kind: Any, layer: Any) -> Function | None:
     """Return the invariant function of an activation; None for modules that need no replacement."""
+    coefficients = _coefficients_of(kind, layer)
+    if coefficients is not None:
+        return partial(times_logistic, slope=coefficients.slope, cubic=coefficients.cubic)
+    return gelu if kind is activations.GELUActivation or kind is nn.GELU else None
+
+
+def _coefficients_of(kind: Any, layer: Any) -> Logistic | None:
     if kind in (nn.SiLU, activations.SiLUActivation):
-        return silu
+        return SILU
     if kind is activations.QuickGELUActivation:
-        return quick_gelu
-    if kind is activations.GELUActivation or (kind is nn.GELU and layer.approximate == "none"):
-        return gelu
-    return gelu_tanh if kind in _OF_TANH else None
+        return QUICK_GELU
+    return GELU_TANH if kind in _OF_TANH and not (kind is nn.GELU and layer.approximate == "none") else None
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """Return x times its logistic function."""
-    return times_logistic(x)
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return GELU approximated by the logistic function."""
-    return times_logistic(x, 1.702)
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Return GELU approximated by tanh, using 1 + tanh(u) = 2 * logistic(2 u)."""
-    slope = 2 * math.sqrt(2 / math.pi)
-    return times_logistic(x, slope, 0.044715 * slope)
+def logistic_of(layer: Any) -> Logistic | None:
+    """Return the coefficients of an activation that `replace_activations` has replaced; None for any other."""
+    return _coefficients_of(layer.original, layer) if isinstance(layer, InvariantActivation) else None
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +125,8 @@ def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> t
         return times_logistic(padded, slope, cubic)[:numbers].view(x.shape)
     x = x.contiguous()
     found = torch.empty_like(x)
-    fields = x.data_ptr(), found.data_ptr(), dtype_code(x.dtype), float_bits(-slope), float_bits(-cubic), numbers
+    bits = float_bits(-slope), float_bits(-cubic)
+    fields = x.data_ptr(), 0, found.data_ptr(), dtype_code(x.dtype), *bits, numbers
     parts = max(1, min(torch.get_num_threads(), numbers // _MANY))
     run_on_team(kernel("logistic_product"), fields, parts, holds=(x, found))
     return found

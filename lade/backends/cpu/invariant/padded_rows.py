@@ -89,7 +89,7 @@ def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: 
     more = padding(rows)
     if not more:
         return layer(x.contiguous())
-    found = layer(torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, more)))
+    found = layer(torch.nn.functional.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, more)))
     if isinstance(found, tuple):
         return tuple(each[:rows] for each in found)
     return found[:rows].view(*x.shape[:-1], found.shape[-1])

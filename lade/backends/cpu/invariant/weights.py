@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.invariant.padded_rows import (
+    NO_PADDING,
     RowPadding,
     call_padded,
     cancelling,
@@ -94,7 +95,9 @@ def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
             )
         if _is_mixture(layer):
             note_padding(layer, padding)
-        else:
+        elif not (
+            padding == NO_PADDING and isinstance(layer, PackedLinear) and layer.panel
+        ):  # which lays rows out itself
             pad_rows(layer, padding)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import pad
 
 from lade.backends.cpu.packing.int4_codes import GROUP, PANEL, Int4Codes, in_int4_panels, out_of_int4_panels
-from lade.backends.cpu.packing.int4_products import has_int4_kernel, int4_product
-from lade.backends.cpu.packing.int8 import INT4, Int8Linear
+from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integer_products import quantised
+from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel
 from lade.backends.cpu.packing.weight import ByValue
 
 _MOST_SUMS = 2**24  # of the reference at a time
@@ -33,15 +34,18 @@ class Int4Linear(Int8Linear):
         """Create the packed tensor, and free the dense `weight` unless it is kept."""
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Int4Codes.of(self._turned(weight.detach()))
-        compiled = has_int4_kernel()
-        packed = in_int4_panels(codes, self._memory) if compiled else codes.values
-        scale = torch.empty(0) if compiled else codes.scale  # panels hold their scales
-        self.__dict__.update(_packed=packed, _scale=scale, _form=INT4 if compiled else torch.int8)
+        panel_weight = None
+        if has_int4_kernel():
+            packed, scale = in_int4_panels(codes, self._memory), torch.empty(0)  # panels hold their scales
+            panel_weight = PanelWeight(packed, self.out_features, self.in_features)
+        else:
+            packed, scale = codes.values, codes.scale
+        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _scale=scale)
         self._hold_integers(weight, packed)
 
     def codes(self) -> Int4Codes:
         """Return a copy of the weight's codes."""
-        if self._form == INT4:
+        if self._panel_weight is not None:
             return out_of_int4_panels(self._packed, self.out_features, self.in_features)
         return Int4Codes(self._packed, self._scale)
 
@@ -50,12 +54,8 @@ class Int4Linear(Int8Linear):
         """Bytes of the packed codes and their scales."""
         return self._packed.nbytes + self._scale.nbytes
 
-    def _multiply(self, codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        bias = self._parameters["bias"]
-        if self._form == INT4:
-            out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
-            return int4_product(codes, scale, self._packed, bias, out)
-        return reference_int4_product(codes, scale, self.codes(), bias, x.dtype)
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return reference_int4_product(*quantised(x, torch.int8), self.codes(), bias, x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the codes: another process may have no library."""

@@ -1,4 +1,4 @@
-"""Int8 linear layers: dynamically quantised inputs, shared between layers, and exact integer products.
+"""Int8 linear layers: dynamically quantised inputs, and exact integer products.
 
 Weights have one scale per output, inputs one scale per token. The integer products run on the kernels compiled here on
 processors with AMX tiles, AVX-512 or AVX2 dot products, and on oneDNN elsewhere. Integer sums are exact and scaling
@@ -10,19 +10,17 @@ with dynamic per-token scales.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import ref
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from lade.backends.cpu.kernels import is_plain
-from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
 from lade.backends.cpu.packing.int4_codes import Int4Codes
-from lade.backends.cpu.packing.int4_products import quantised_for_int4
 from lade.backends.cpu.packing.integer_products import Codes, input_dtype, multiplied, prepacked, quantised
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
+from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
 from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL, in_panels, out_of_panels
 from lade.backends.cpu.packing.weight import ByValue, HugePages, PackedWeight, like
 from lade.errors import UnsupportedModelError
@@ -30,9 +28,7 @@ from lade.errors import UnsupportedModelError
 TILES: Literal["tiles"] = "tiles"
 DOTS: Literal["dots"] = "dots"
 """Forms of codes for the kernels compiled here; the other forms are input dtypes that oneDNN multiplies."""
-INT4: Literal["int4"] = "int4"
-"""Form of codes for the compiled products of int4 weights."""
-Form = torch.dtype | Literal["tiles", "dots", "int4"]
+Form = torch.dtype | Literal["tiles", "dots"]
 PANELS: dict[Form, int] = {TILES: TILE_PANEL, DOTS: DOT_PANEL}
 """Outputs per panel of the weights, by form."""
 MOST_INPUTS = 2**31 // (255 * 127)
@@ -48,7 +44,6 @@ class Int8Linear(PackedLinear):
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
         keep: true to keep the layer's own weight along with the packed one.
         codes: codes of its weight, if known; computed from the weight otherwise.
-        inputs: quantised inputs shared by all layers of a model.
         pages: memory pool shared by all layers of a model.
 
     Raises:
@@ -64,7 +59,6 @@ class Int8Linear(PackedLinear):
     _scale: torch.Tensor
     _zeros: torch.Tensor
     _form: Form
-    _inputs: SharedInputs
     _memory: HugePages
 
     def __init__(
@@ -73,10 +67,9 @@ class Int8Linear(PackedLinear):
         *,
         keep: bool,
         codes: Codes | Int4Codes | None = None,
-        inputs: SharedInputs | None = None,
         pages: HugePages | None = None,
     ) -> None:
-        self.__dict__.update(_given=codes, _inputs=inputs or SharedInputs(), _memory=pages or HugePages())
+        self.__dict__.update(_given=codes, _memory=pages or HugePages())
         super().__init__(layer, keep=keep)
 
     @torch.no_grad()
@@ -84,11 +77,14 @@ class Int8Linear(PackedLinear):
         """Create the packed tensor, and free the dense `weight` unless it is kept."""
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
-        form = input_form(self.in_features, self.out_features)
-        panel = PANELS.get(form)
-        packed = in_panels(codes.values, self._memory, panel) if panel else prepacked(codes.values)
-        zeros = initial_sums(codes.values) if panel else torch.zeros(self.out_features, dtype=torch.int)
-        self.__dict__.update(_packed=packed, _scale=codes.scale, _zeros=zeros, _form=form)
+        form, panel_weight = input_form(self.in_features, self.out_features), None
+        if form in PANELS:
+            packed, zeros = in_panels(codes.values, self._memory, PANELS[form]), initial_sums(codes.values)
+            sizes = self.out_features, self.in_features
+            panel_weight = PanelWeight(packed, *sizes, steps=codes.scale, start=zeros)
+        else:
+            packed, zeros = prepacked(codes.values), torch.zeros(self.out_features, dtype=torch.int)
+        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _scale=codes.scale, _zeros=zeros, _form=form)
         self._hold_integers(weight, packed)
 
     def _hold_integers(self, weight: Any, packed: torch.Tensor) -> None:
@@ -101,7 +97,7 @@ class Int8Linear(PackedLinear):
 
     def codes(self) -> Codes | Int4Codes:
         """Return a copy of the weight's codes."""
-        if self._form in PANELS:
+        if self._panel_weight is not None:
             return Codes(out_of_panels(self._packed, self.out_features, self.in_features), self._scale)
         return Codes(self._packed.to_dense().t().contiguous(), self._scale)
 
@@ -134,14 +130,13 @@ class Int8Linear(PackedLinear):
         if not is_plain(x):
             what = f"a {type(x).__name__} on {x.device}"
             raise UnsupportedModelError(f"a layer packed in {self.WEIGHTS} for the CPU was given {what}", MOVE_REMEDY)
-        return self._multiply(*self._inputs.rounded(x, self._form, id(self)), x)
-
-    def _multiply(self, codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Multiply codes of the inputs `x`, see `rounded`."""
         bias = self._parameters["bias"]
-        if self._form in PANELS:
-            out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
-            return int8_panel_product(codes, scale, self._packed, self._zeros, self._scale, bias, out)
+        return self._multiply(x, bias) if self._panel_weight is None else self._panel_weight.product(x, bias)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute the product without panels."""
+        assert isinstance(self._form, torch.dtype)
+        codes, scale = quantised(x, self._form)
         y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
         if bias is not None:
             y.add_(bias)
@@ -150,7 +145,7 @@ class Int8Linear(PackedLinear):
     def __getstate__(self) -> dict[str, Any]:
         """Store the codes, since the packed layout cannot be copied."""
         state = self.__dict__.copy()
-        del state["_packed"]
+        del state["_packed"], state["_panel_weight"]
         state["_sent"] = ByValue(self.codes().values)
         if not self.keeps_original:
             weight: Any = self._parameters["weight"]
@@ -165,57 +160,6 @@ class Int8Linear(PackedLinear):
     def _received(values: torch.Tensor, scale: torch.Tensor) -> Codes | Int4Codes:
         """Return the codes of a pickled layer."""
         return Codes(values, scale)
-
-
-class SharedInputs:
-    """Codes of the input quantised last, shared by consecutive layers of a model that get the same tensor.
-
-    A layer uses them once, so it never gets codes of an earlier pass, whatever was written into its input. Copies start
-    empty. Concurrent threads may evict each other's codes, which costs time only.
-    """
-
-    def __init__(self) -> None:
-        self._last: _SharedCodes | None = None
-
-    def __reduce__(self) -> tuple[type[SharedInputs], tuple[()]]:
-        return SharedInputs, ()
-
-    def rounded(self, x: torch.Tensor, form: Form, taker: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales like `rounded`; callers must not write into them.
-
-        Args:
-            x: `[..., in]` inputs of the layer.
-            form: form of the codes, see `input_form`.
-            taker: id of the layer.
-        """
-        if x.is_inference():  # inference tensors have no version counter
-            return rounded(x, form)
-        last = self._last
-        same = last is not None and last.x() is x and (last.version, last.form) == (x._version, form)
-        if last is not None and same and taker not in last.takers:
-            last.takers.add(taker)
-            return last.codes, last.scale
-        codes, scale = rounded(x, form)
-        self._last = _SharedCodes(ref(x), x._version, form, codes, scale, {taker})
-        return codes, scale
-
-
-class _SharedCodes(NamedTuple):
-    """Codes of an input, the version of the input they belong to, and the layers that have used them."""
-
-    x: ref[torch.Tensor]
-    version: int
-    form: Form
-    codes: torch.Tensor
-    scale: torch.Tensor
-    takers: set[int]
-
-
-def rounded(x: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of inputs `[..., in]`, from the function for the form."""
-    if form == INT4:
-        return quantised_for_int4(x)
-    return quantised_in_blocks(x, PANELS[form]) if isinstance(form, str) else quantised(x, form)
 
 
 def input_form(inputs: int, outputs: int) -> Form:

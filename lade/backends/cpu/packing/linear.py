@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import in_panels, out_of_panels
 from lade.backends.cpu.packing.weight import (
     UNPACK_REMEDY,
@@ -59,6 +60,7 @@ class PackedLinear(nn.Module):
     panel: int
     _own_panel: int
     _packed: torch.Tensor
+    _panel_weight: PanelWeight | None
     _count: int
     _pages: HugePages | None
     _packed_state: tuple[int, int]
@@ -88,7 +90,8 @@ class PackedLinear(nn.Module):
         packed = self._laid_out(self._turned(dense), panel)
         if not self.keeps_original and not same_bits(self._dense(packed, panel), dense):
             raise UnsupportedModelError("a packed weight does not unpack to the original", "keep this model unpacked")
-        self.__dict__.update(_packed=packed, panel=panel)
+        panel_weight = PanelWeight(packed, self.out_features, self.in_features) if panel else None
+        self.__dict__.update(_packed=packed, panel=panel, _panel_weight=panel_weight)
         if not self.keeps_original:
             self._parameters["weight"] = like(weight, packed, PackedWeight)
 
@@ -145,7 +148,11 @@ class PackedLinear(nn.Module):
         return self.layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[..., in]` to `[..., out]`.
+        """Map `[..., in]` to `[..., out]`; see `checked` for the errors raised."""
+        return self._product(self.checked(x))
+
+    def checked(self, x: torch.Tensor) -> torch.Tensor:
+        """Return inputs `[..., in]` in the layer's dtype, once weight and bias are those that the kernels take.
 
         Raises:
             UnsupportedModelError: gradients or another autocast dtype are required, or weight or bias were replaced by
@@ -166,7 +173,7 @@ class PackedLinear(nn.Module):
             self._refuse_bias(bias)
         if self.keeps_original and state_of(self._parameters["weight"]) != self._packed_state:
             self._follow_weight()
-        return self._product(x)
+        return x
 
     def _fits(self, bias: torch.Tensor) -> bool:
         """Return True if kernels can read this bias by its address."""
@@ -187,8 +194,8 @@ class PackedLinear(nn.Module):
         raise UnsupportedModelError(f"the bias of a packed layer is {given}, and must be {wanted}", UNPACK_REMEDY)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self.panel:
-            return panel_product(x, self._packed, self._parameters["bias"], self.out_features)
+        if self._panel_weight is not None:
+            return panel_product(x, self._panel_weight, self._parameters["bias"])
         # 16-bit dtypes gain little, and the kernel for a lone row has the bits of the unpacked layer.
         lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
         rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
@@ -254,7 +261,7 @@ class PackedLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Store the dense weight: the packed layout is specific to this processor and cannot be copied."""
         state = self.__dict__.copy()
-        del state["_packed"]
+        del state["_packed"], state["_panel_weight"]
         if not self.keeps_original:  # a kept weight may be shared with another module
             weight: Any = self._parameters["weight"]
             state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}

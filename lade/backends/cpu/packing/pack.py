@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.int4 import Int4Linear
 from lade.backends.cpu.packing.int4_codes import Int4Codes
-from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Int8Linear, SharedInputs, input_form
+from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Int8Linear, input_form
 from lade.backends.cpu.packing.integer_products import Codes, required, scale_of
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
 from lade.backends.cpu.packing.product_choice import faster_panel
@@ -184,12 +184,12 @@ def pack_layers(
         panel: outputs per panel of bfloat16 weights; 0 for oneDNN's layout.
     """
     places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
-    inputs, pages = SharedInputs(), HugePages()
+    pages = HugePages()
     try:
         for layer, kind in kinds.items():
             known: Any = {"panel": panel * (weight_of(layer).dtype == torch.bfloat16)}
             if issubclass(kind, Int8Linear):
-                known = {"codes": (codes or {}).get(layer), "inputs": inputs}
+                known = {"codes": (codes or {}).get(layer)}
             packed = kind(layer, keep=keep_original or id(layer.weight) in shared, pages=pages, **known)
             done.append(packed)
             _put(packed, places[layer])

@@ -19,6 +19,7 @@ import platformdirs
 import torch
 
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
+from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import TILE_PANEL, in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.files import digest_of, read_record, write_record
@@ -117,12 +118,16 @@ def _timed(outputs: int, inputs: int, copies: int, panel: int) -> tuple[float, f
     """Return the least seconds of oneDNN's and of own products with all copies of a weight, summed over `ROWS`."""
     weight, pages = torch.ones(outputs, inputs, dtype=torch.bfloat16), HugePages()
     blocked, panels = zip(
-        *((packed_weight(weight), in_panels(weight, pages, panel)) for _ in range(copies)), strict=True
+        *(
+            (packed_weight(weight), PanelWeight(in_panels(weight, pages, panel), outputs, inputs))
+            for _ in range(copies)
+        ),
+        strict=True,
     )
     linear = torch.ops.mkldnn._linear_pointwise
     arms: tuple[Callable[[torch.Tensor], object], ...] = (
         lambda x: [linear(x, each, None, "none", [], "") for each in blocked],
-        lambda x: [panel_product(x, each, None, outputs) for each in panels],
+        lambda x: [panel_product(x, each, None) for each in panels],
     )
     least: dict[tuple[int, int], float] = {}
     given = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in ROWS]

@@ -9,7 +9,7 @@ import torch
 
 from lade.announcements import announce_once
 from lade.backends.cpu.kernels import address_of, kernel
-from lade.backends.cpu.packing.code_products import initial_sums, int8_panel_product, quantised_in_blocks
+from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
 from lade.backends.cpu.packing.panels import BLOCK, TILE_PANEL, TILE_ROWS, in_panels
 from lade.backends.cpu.worker_threads import run_on_team
 
@@ -43,12 +43,8 @@ def _products_agree(rows: int, outputs: int, inputs: int, instructions: str = "a
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, inputs, generator=generator)
     values = torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8)
-    codes, panels = quantised_in_blocks(x, TILE_PANEL), in_panels(values)
-    start, steps = initial_sums(values), torch.ones(outputs)
-    ours, exact = (
-        int8_panel_product(*codes, panels, start, steps, None, torch.empty(rows, outputs), each)
-        for each in (instructions, "reference")
-    )
+    coded = PanelWeight(in_panels(values), outputs, inputs, steps=torch.ones(outputs), start=initial_sums(values))
+    ours, exact = (coded.product(x, instructions=each) for each in (instructions, "reference"))
     panels, x = in_panels(values.bfloat16()), x.bfloat16()
     found, expected = (tile_product(x, panels, None, outputs, each).float() for each in (instructions, "reference"))
     size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) * values.float().norm(dim=-1)  # [rows, outputs]
