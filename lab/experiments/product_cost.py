@@ -2,10 +2,9 @@
 
     python lab/experiments/product_cost.py [--shape 6080x768 --shape 768x6080] [--rows 1 --rows 8]
 
-Of each shape there are so many weights that a core's cache holds none of them, and all are multiplied in turn. An int8
-product of oneDNN's is that of integers alone, without rounding its inputs. "Own" products, of weights in panels, are
-those in tiles or by dot products, whichever the processor has; the others are oneDNN's. A shape with the outputs of
-several layers says what one product in place of theirs would take.
+Of each shape there are so many weights that a core's cache holds none of them, and all are multiplied in turn. "Own"
+products, of weights in panels, are those in tiles or by dot products, whichever the processor has; the others are
+oneDNN's. A shape with the outputs of several layers says what one product in place of theirs would take.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ import torch
 import typer
 
 from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels
-from lade.backends.cpu.packing.integer_products import in_form, input_dtype, multiplied, prepacked
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel, initial_sums
 from lade.backends.cpu.packing.panels import in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
-from lade.errors import UnsupportedModelError
 
 BYTES = 200e6
 """Bytes of all weights of a shape, in 16 bits."""
@@ -40,14 +37,6 @@ def in_own_dtype(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> P
     weights = [packed_weight(torch.randn(outputs, inputs).to(dtype)) for _ in range(count)]
     x = torch.randn(MOST_ROWS, inputs).to(dtype)
     return lambda rows: [linear(x[:rows], weight, None, "none", [], "") for weight in weights]
-
-
-def in_int8(outputs: int, inputs: int, count: int) -> Product:
-    """The same in int8."""
-    weights = [prepacked(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)) for _ in range(count)]
-    scale, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int)
-    codes = in_form(torch.randint(1, 256, (MOST_ROWS, inputs), dtype=torch.uint8), input_dtype(inputs, outputs))
-    return lambda rows: [multiplied(codes[:rows], weight, scale, zeros) for weight in weights]
 
 
 def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
@@ -87,10 +76,6 @@ def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[float, Pro
             arms[str(dtype)[6:]] = dtype.itemsize, in_own_dtype(outputs, inputs, count, dtype)
     if panel_for(torch.bfloat16):
         arms["bfloat16, own"] = 2, own_in_bfloat16(outputs, inputs, count)
-    try:
-        arms["int8"] = 1, in_int8(outputs, inputs, count)
-    except UnsupportedModelError as refusal:
-        print(refusal)
     if panel_for(torch.int8):
         arms["int8, own"] = 1, own_in_int8(outputs, inputs, count)
     if has_int4_kernel():

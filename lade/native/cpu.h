@@ -7,6 +7,7 @@
 //     cpu_vectors.h        vectors of float32, as wide as the registers: loads, stores, conversions
 //     cpu_exponentials.h   exp, tanh and the logistic function
 //     cpu_attention.h      attention, and in cpu_norms.h RMS norms, with a fixed order of sums
+//     cpu_elementwise.h    residual sums and rotary positions
 //     cpu_rows.h          per-row int8 quantisation
 //     cpu_panels.h         products with weights in panels: layout of rows and epilogue
 //     cpu_dots.h           products by dot-product instructions; cpu_tiles.h: by AMX tiles; cpu_int4.h: of int4 weights

@@ -13,6 +13,7 @@ namespace avx2 {
 
 #include "cpu_exponentials.h"
 #include "cpu_norms.h"
+#include "cpu_elementwise.h"
 #include "cpu_panels.h"
 
 #include "cpu_attention.h"
@@ -102,6 +103,8 @@ const Entry avx2_kernels[] = {
     {"attend", "avx2", avx2::attend},
     {"normalise", "avx2", avx2::normalise},
     {"logistic_product", "avx2", avx2::logistic_product},
+    {"rotate", "avx2", avx2::rotate},
+    {"add", "avx2", avx2::add},
     {"quantise_rows", "avx2", avx2::quantise_rows},
     {"block_rows", "avx2", avx2::block_rows},
     {"multiply_few_codes", "avx2", avx2::multiply_few},

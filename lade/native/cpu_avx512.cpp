@@ -13,6 +13,7 @@ namespace avx512 {
 
 #include "cpu_exponentials.h"
 #include "cpu_norms.h"
+#include "cpu_elementwise.h"
 #include "cpu_panels.h"
 
 #include "cpu_attention.h"
@@ -129,6 +130,8 @@ const Entry avx512_kernels[] = {
     {"attend", "avx512", avx512::attend},
     {"normalise", "avx512", avx512::normalise},
     {"logistic_product", "avx512", avx512::logistic_product},
+    {"rotate", "avx512", avx512::rotate},
+    {"add", "avx512", avx512::add},
     {"quantise_rows", "avx512", avx512::quantise_rows},
     {"block_rows", "avx512", avx512::block_rows},
     {"multiply_few_codes", "avx512", avx512::multiply_few},

@@ -13,6 +13,7 @@ namespace {
 
 #include "cpu_exponentials.h"
 #include "cpu_norms.h"
+#include "cpu_elementwise.h"
 #include "cpu_panels.h"
 
 #include "cpu_attention.h"
@@ -72,6 +73,27 @@ template <class Dot> void multiply_by_dots(int64_t* fields) {
         }
     }
 }
+
+namespace dots {
+
+// Unsigned inputs and int8 weights: four products per output, one after the other.
+struct Dots {
+    using Sums = Ints;
+    using Weights = Bits;
+    using Inputs = uint32_t;
+    INLINE Sums begin(int64_t start) { return read<Ints>((const char*)start); }
+    INLINE Weights weights(const char* line) { return read<Bits>(line); }
+    INLINE Inputs inputs(const char* word) { return read<uint32_t>(word); }
+    INLINE Sums add(Sums sums, Inputs x, Weights weights) {
+        UNROLL for (int at = 0; at < 4; at++)
+            sums += ((Ints)(weights << (24 - 8 * at)) >> 24) * (int32_t)(x >> 8 * at & 0xFF);
+        return sums;
+    }
+};
+
+#include "cpu_dots.h"
+
+}  // namespace dots
 
 // Adds 32 products of unsigned codes up to 15 and signed ones to a start.
 INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
@@ -147,8 +169,12 @@ const Entry plain_kernels[] = {
     {"attend", "plain", attend},
     {"normalise", "plain", normalise},
     {"logistic_product", "plain", logistic_product},
+    {"rotate", "plain", rotate},
+    {"add", "plain", add},
     {"quantise_rows", "plain", quantise_rows},
     {"block_rows", "plain", block_rows},
+    {"multiply_few_codes", "plain", dots::multiply_few},
+    {"multiply_many_codes", "plain", dots::multiply_many},
     {"multiply_int4", "plain", multiply_int4},
     {"run_stages", "plain", run_stages},
     {"multiply_few", REFERENCE, multiply_by_dots<HalfDot>},

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from lade.backends.cpu.packing import int8, integer_products
 from lade.backends.cpu.packing import pack as packing
 
 pytestmark = pytest.mark.usefixtures("rounds_alike")
@@ -99,15 +98,6 @@ def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     result = lade(*arguments, "-m", folder)
     assert result.exit_code == 2 and words in result.stderr and not (tmp_path / "x").exists()
-
-
-def test_a_processor_without_the_kernel_is_an_error(lade, folder, text, small_layers_count, monkeypatch):
-    integer_products._is_exact.cache_clear()
-    monkeypatch.setattr(int8, "panel_for", lambda dtype: 0)
-    monkeypatch.setattr(integer_products, "multiplied", lambda *arguments: 1 / 0)
-    monkeypatch.setattr(integer_products, "prepacked", lambda values: (_ for _ in ()).throw(RuntimeError("no kernel")))
-    result = lade("pack", folder, "--check", text)
-    assert result.exit_code == 2 and "no int8 kernel here (no kernel)" in result.stderr
 
 
 def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, folder, text, tmp_path, monkeypatch):

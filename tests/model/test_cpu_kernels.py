@@ -11,7 +11,7 @@ from lade.backends.cpu import kernels
 from lade.backends.cpu.invariant import activations, attention, norms
 from lade.backends.cpu.invariant.attention import PlacedMask
 from lade.backends.cpu.packing import panel_products, panel_weight, panels
-from lade.backends.cpu.packing.integer_products import Codes
+from lade.backends.cpu.packing.int8 import Codes
 from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import DOT_PANEL, NARROW, WIDE, in_panels
 from lade.testing import toy_model
@@ -127,7 +127,7 @@ def test_results_are_rounded_as_torch_does(instructions, dtype):
 
 
 def groups_of(instructions: str):
-    return NARROW if instructions in ("avx2", "avxvnni") else panels.row_groups()
+    return NARROW if instructions in ("plain", "avx2", "avxvnni") else panels.row_groups()
 
 
 @with_each("multiply_few_codes")
@@ -177,11 +177,10 @@ def test_without_the_library_models_are_packed_by_torch_and_not_made_invariant(m
     monkeypatch.setattr(kernels, "_finder", lambda: None)
     monkeypatch.setattr(kernels, "kernel", kernels.CpuKernel)
     from lade.backends.cpu.invariant import make_invariant
-    from lade.backends.cpu.packing import tile_products
 
-    for module in (make_invariant, panels, tile_products):
+    for module in (make_invariant, panels, panel_products):
         monkeypatch.setattr(module, "kernel", kernels.CpuKernel)
-    monkeypatch.setattr(panel_products, "has_tiles", tile_products.has_tiles.__wrapped__)
+    monkeypatch.setattr(panel_products, "has_tiles", panel_products.has_tiles.__wrapped__)
     model, ids = toy_model(dtype=torch.float32), torch.arange(1, 9)[None]
     assert panel_products.panel_for(torch.bfloat16) == panel_products.panel_for(torch.int8) == 0
     assert not make_invariant.is_candidate(model)

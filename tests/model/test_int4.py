@@ -19,7 +19,7 @@ from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import folder, int4
 from lade.backends.cpu.packing.int4 import Int4Linear, reference_int4_product
 from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels, out_of_int4_panels
-from lade.backends.cpu.packing.integer_products import quantised
+from lade.backends.cpu.packing.int8 import quantised
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
 from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel
 from lade.backends.cpu.packing.quality import watched
@@ -52,7 +52,7 @@ def way(request, monkeypatch):
 
 
 def by_definition(x, codes, bias, dtype):
-    return reference_int4_product(*quantised(x, torch.int8), codes, bias, dtype)
+    return reference_int4_product(*quantised(x), codes, bias, dtype)
 
 
 def by_kernel(x, codes, bias, dtype, instructions=""):

@@ -12,43 +12,36 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lade
-from lade.backends.cpu.invariant.gated import GatedBlock
 from lade.backends.cpu.invariant.padded_rows import PaddedRows
-from lade.backends.cpu.packing import folder, int8, integer_products
-from lade.backends.cpu.packing.int8 import DOTS, TILES, Int8Linear
-from lade.backends.cpu.packing.integer_products import fewest_rows, multiplied, prepacked
+from lade.backends.cpu.packing import folder, int8
+from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.pack import int8_layers, kept_layers, packed_layers
-from lade.backends.cpu.packing.panels import has_dots
+from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.quality import perplexity, watched
-from lade.backends.cpu.packing.tile_products import has_tiles
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 
 pytestmark = pytest.mark.by_processor
 
-FORMS = [torch.uint8, torch.int8]
-ALL_FORMS = [
-    *FORMS,
-    pytest.param(TILES, marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here")),
-    pytest.param(DOTS, marks=pytest.mark.skipif(not has_dots(torch.int8), reason="no AVX2 here")),
-]
+PANEL = panel_for(torch.int8)
 
 
 def packed(model, **options):
     return lade.pack(model, weights="int8", min_weights=1, **options)
 
 
-@pytest.fixture
-def untried(monkeypatch):
-    """No trial is remembered, neither before nor after, nor does this processor have products of our own."""
-    monkeypatch.setattr(int8, "panel_for", lambda dtype: 0)
-    integer_products._is_exact.cache_clear()
-    yield
-    integer_products._is_exact.cache_clear()
+@pytest.fixture(params=["compiled", "reference"])
+def way(request, monkeypatch):
+    """Layers with the compiled kernels, and those of an installation without the library."""
+    if request.param == "reference":
+        take(monkeypatch, 0)
+    elif not PANEL:
+        pytest.skip("the compiled kernels are missing")
+    return request.param
 
 
-def take(monkeypatch, form):
-    """Have layers take this form of input codes; all are exact for few inputs, and signed ones for many."""
-    monkeypatch.setattr(int8, "input_form", lambda inputs, outputs: form)
+def take(monkeypatch, panel):
+    """Have layers take panels of this width; 0 for none, as without the library."""
+    monkeypatch.setattr(int8, "panel_for", lambda dtype: panel)
 
 
 def difference(found, expected):
@@ -61,7 +54,7 @@ def difference(found, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(96, 64), (64, 300), (7, 3), (1, 33), (40, 3000)], ids=str)
 @torch.no_grad()
-def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype):
+def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype, way):
     outputs, inputs = shape
     layer = Int8Linear(nn.Linear(inputs, outputs).to(dtype), keep=False)
     x = torch.randn(64, inputs).to(dtype) * 10 ** torch.linspace(-2, 2, 64)[:, None].to(dtype)
@@ -76,8 +69,8 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype):
 def test_it_is_the_product_of_the_rounded_factors(layer):
     x = torch.randn(5, 24)
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    rounded = integer_products.Codes.of(weight).dense(torch.float64)
-    values, scale = integer_products.quantised(x, torch.int8)
+    rounded = int8.Codes.of(weight).dense(torch.float64)
+    values, scale = int8.quantised(x)
     expected = values.double() * scale @ rounded.t()
     if layer.bias is not None:
         expected = expected + layer.bias
@@ -87,48 +80,21 @@ def test_it_is_the_product_of_the_rounded_factors(layer):
 
 
 @torch.no_grad()
-def test_either_form_of_inputs_stands_for_the_same_integers():
+def test_the_compiled_products_have_the_bits_of_their_definition(monkeypatch):
     near_ties = (torch.arange(-126, 127) + 0.5)[:, None] * torch.tensor([1 - 2**-23, 1, 1 + 2**-23])
-    x = torch.cat([near_ties.flatten(), torch.linspace(-127, 127, 5000), torch.tensor([127.0])])
-    for given in (
-        x,
-        torch.randn(7, 999) * 1e4,
-        torch.zeros(2, 3),
-        torch.randn(3, 50).bfloat16(),
-        torch.randn(9, 8).t(),
-    ):
-        (unsigned, one), (signed, other) = (integer_products.quantised(given, form) for form in FORMS)
-        assert torch.equal(unsigned.short() - 128, signed.short()) and torch.equal(one, other)
-        assert (unsigned.dtype, signed.dtype) == tuple(FORMS) and signed.is_contiguous() and signed.min() >= -127
-
-
-@torch.no_grad()
-def test_either_form_gives_the_same_bits(monkeypatch):
-    linear, x = nn.Linear(300, 40), torch.randn(50, 300)
-    found = []
-    for form in FORMS:
-        take(monkeypatch, form)
+    x = torch.cat([near_ties.flatten(), torch.linspace(-127, 127, 2700), torch.tensor([127.0])]).repeat(50, 1)
+    x[1::2] = torch.randn(25, x.shape[1]) * 1e4
+    linear, found = nn.Linear(x.shape[1], 40), []
+    for panel in (PANEL, 0):
+        take(monkeypatch, panel)
         layer = Int8Linear(linear, keep=True)
-        assert layer._form == form
+        assert (layer._panel_weight is not None) == (panel > 0)
         found.append([layer(x), *(layer(x[:rows]) for rows in (0, 1, 6, 7, 33))])
     assert all(map(torch.equal, *found))
 
 
 @torch.no_grad()
-def test_signed_inputs_are_multiplied_exactly_in_few_rows_and_many():
-    for outputs, inputs in ((1, 700), (8, 5000), (100, 2000), (300, 600)):
-        integer_products.input_dtype(inputs, outputs)  # or skip
-        values = torch.randint(100, 128, (outputs, inputs), dtype=torch.int8)
-        x = torch.randint(100, 128, (40, inputs), dtype=torch.int8)
-        packed, ones = prepacked(values), torch.ones(outputs)
-        expected = (x.long() @ values.long().t()).float()
-        for rows in {1, fewest_rows(outputs) - 1, fewest_rows(outputs), 40}:
-            found = multiplied(x[:rows], packed, ones, torch.zeros(outputs, dtype=torch.int))
-            assert torch.equal(found, expected[:rows])
-
-
-@torch.no_grad()
-def test_rows_of_zeros_and_inputs_of_any_shape():
+def test_rows_of_zeros_and_inputs_of_any_shape(way):
     layer = Int8Linear(nn.Linear(24, 40), keep=False)
     assert torch.equal(layer(torch.zeros(3, 24)), layer.bias.expand(3, -1))
     x = torch.randn(2, 3, 4, 24)
@@ -158,9 +124,7 @@ def test_an_input_that_was_written_into_is_rounded_anew():
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("form", ALL_FORMS, ids=str)
-def test_lookahead_writes_the_tokens_of_plain_decoding(form, family, dtype, monkeypatch):
-    take(monkeypatch, form)
+def test_lookahead_writes_the_tokens_of_plain_decoding(way, family, dtype):
     model = lade.invariant(packed(build(family, dtype)))
     assert int8_layers(model) == packed_layers(model) > 0 and lade.supports(model)
     assert_texts_are_plains(model)
@@ -178,9 +142,8 @@ def test_a_prompt_of_an_invariant_model_is_one_product_for_each_layer(dtype, mon
     layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
     assert not any(isinstance(layer, PaddedRows) for layer in layers)
     monkeypatch.setattr(Int8Linear, "_product", noted)
-    logits(model, torch.randint(1, VOCABULARY, (1, 75)))
-    blocks = sum(isinstance(module, GatedBlock) for module in model.modules())
-    assert fed == [75] * (len(layers) - 3 * blocks) and blocks == 2, "three layers of a block are one call"
+    logits(model, torch.randint(1, VOCABULARY, (1, 175)))
+    assert fed == [175] * len(layers) != []
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
@@ -250,17 +213,16 @@ def test_without_originals_unpacking_is_refused_and_nothing_changes():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_copies_compute_the_same_bits_also_where_another_form_is_exact(family, copied, monkeypatch):
-    take(monkeypatch, torch.int8)
-    model = packed(build(family, torch.bfloat16))
-    take(monkeypatch, torch.uint8)
+def test_copies_compute_the_same_bits_also_without_the_library(family, copied, way, monkeypatch):
+    model, other = packed(build(family, torch.bfloat16)), PANEL if way == "reference" else 0
+    take(monkeypatch, other)
     again = copied(model)
-    assert forms(model) == {torch.int8} and forms(again) == {torch.uint8}
+    assert compiled(model) == {way == "compiled"} and compiled(again) == {bool(other)}
     assert torch.equal(logits(again), logits(model))
 
 
-def forms(model):
-    return {module._form for module in model.modules() if isinstance(module, Int8Linear)}
+def compiled(model):
+    return {module._panel_weight is not None for module in model.modules() if isinstance(module, Int8Linear)}
 
 
 def test_a_state_has_what_the_integers_stand_for(tmp_path):
@@ -273,16 +235,15 @@ def test_a_state_has_what_the_integers_stand_for(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-def test_a_saved_model_is_loaded_bit_for_bit_whatever_form_is_exact(family, dtype, tmp_path, monkeypatch):
+def test_a_saved_model_is_loaded_bit_for_bit_also_without_the_library(family, dtype, way, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "_SHARD_BYTES", 20_000)
-    take(monkeypatch, torch.uint8)
     model = packed(build(family, dtype), keep=["layers.0.*"] if family == "llama" else ())
     lade.save_packed(model, tmp_path)
     assert len(list(tmp_path.glob("packed-*.safetensors"))) > 1
-    take(monkeypatch, torch.int8)
+    take(monkeypatch, PANEL if way == "reference" else 0)
     found = lade.load_packed(tmp_path)
     assert torch.equal(logits(found), logits(model)) and not found.training
-    assert forms(model) == {torch.uint8} and forms(found) == {torch.int8}
+    assert compiled(model) == {way == "compiled"} and compiled(found) == {way == "reference" and PANEL > 0}
     assert (int8_layers(found), kept_layers(found)) == (int8_layers(model), kept_layers(model))
     tied = [each.get_input_embeddings().weight is each.lm_head.weight for each in (found, model)]
     assert tied[0] == tied[1]
@@ -347,42 +308,6 @@ def test_what_cannot_be_is_refused_before_the_work(make, options, error, message
     with pytest.raises(error, match=message):
         lade.pack(model, min_weights=1, **options)
     assert list(model.modules()) == parts
-
-
-def test_a_kernel_that_is_gone_or_not_exact_is_refused(monkeypatch, untried):
-    def limited(*arguments):
-        return multiplied(*arguments).clamp(max=2**15)
-
-    monkeypatch.setattr(integer_products, "multiplied", limited)
-    with pytest.raises(UnsupportedModelError, match="not exact on this processor"):
-        packed(build())
-    integer_products._is_exact.cache_clear()
-
-    def gone(*arguments):
-        raise RuntimeError("no kernel\nmore")
-
-    monkeypatch.setattr(integer_products, "multiplied", gone)
-    with pytest.raises(UnsupportedModelError, match=r"no int8 kernel here \(no kernel\)"):
-        packed(build())
-
-
-@pytest.mark.parametrize(("tiles", "inputs"), [(True, 520), (True, 6000), (False, 520)])
-def test_signed_inputs_are_taken_beside_tiles_where_unsigned_ones_are_not_exact(tiles, inputs, monkeypatch, untried):
-    def rounded(integer_products, packed, scale, zeros):
-        """As beside AMX: sums of unsigned inputs are rounded to float32 before the zero's part is taken off."""
-        values = packed.to_dense().double()
-        sums = integer_products.double() @ values
-        zero = 128 * values.sum(0).float() if integer_products.dtype == torch.uint8 else torch.zeros(())
-        return (sums.float() - zero) * scale
-
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    monkeypatch.setattr(integer_products, "multiplied", rounded)
-    assert integer_products.input_dtype(500, 64) == torch.uint8, "no sum is large enough"
-    if tiles:
-        assert integer_products.input_dtype(inputs, 64) == torch.int8
-    else:
-        with pytest.raises(UnsupportedModelError, match="not exact on this processor"):
-            integer_products.input_dtype(inputs, 64)
 
 
 def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):

@@ -21,8 +21,7 @@ from lade import native
 from lade.backends.cpu.invariant.activations import InvariantActivation, replace_activations, times_logistic
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
 from lade.backends.cpu.invariant.norms import LLAMA, InvariantNorm, replace_norms, rms_norm
-from lade.backends.cpu.packing.int8 import Int8Linear
-from lade.backends.cpu.packing.integer_products import Codes
+from lade.backends.cpu.packing.int8 import Codes, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
@@ -339,7 +338,7 @@ def test_products_in_panels_are_right_or_refused(x, biased):
 
 @settings(max_examples=examples(200))
 @given(tensors(columns=st.integers(0, 70)), KINDS, DTYPES, st.sampled_from([70, 69, 1, 0]))
-@pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no AVX2")
+@pytest.mark.skipif(not has_dots(torch.int8), reason="the compiled kernels are missing")
 @torch.no_grad()
 def test_products_of_codes_are_right_or_refused(x, kind, bias_dtype, biases):
     inputs = x.shape[-1]

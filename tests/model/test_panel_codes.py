@@ -9,10 +9,9 @@ from torch import nn
 
 from lade.backends.cpu.kernels import dtype_code, kernel
 from lade.backends.cpu.packing import weight
-from lade.backends.cpu.packing.int8 import DOTS, PANELS, TILES, Int8Linear
-from lade.backends.cpu.packing.integer_products import Codes, quantised
-from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, PanelWeight, initial_sums, put_rows
+from lade.backends.cpu.packing.int8 import Codes, Int8Linear, quantised
+from lade.backends.cpu.packing.panel_products import has_tiles, panel_for
+from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, PanelWeight, initial_sums
 from lade.backends.cpu.packing.panels import (
     DOT_PANEL,
     TILE_PANEL,
@@ -21,15 +20,14 @@ from lade.backends.cpu.packing.panels import (
     out_of_panels,
     row_groups,
 )
-from lade.backends.cpu.packing.tile_products import has_tiles
 from lade.backends.cpu.packing.weight import HugePages
-from lade.backends.cpu.worker_threads import Stages
+from lade.backends.cpu.worker_threads import At, Room, Stages
 from lade.errors import UnsupportedModelError
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles (AMX)")
-needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="this processor has no AVX2")
-own_forms = pytest.mark.parametrize(
-    "form", [pytest.param(TILES, marks=needs_tiles), pytest.param(DOTS, marks=needs_dots)]
+needs_dots = pytest.mark.skipif(not has_dots(torch.int8), reason="the compiled kernels are missing")
+own_panels = pytest.mark.parametrize(
+    "panel", [pytest.param(TILE_PANEL, marks=needs_tiles), pytest.param(DOT_PANEL, marks=needs_dots)]
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -59,14 +57,14 @@ def inputs_of(rows, inputs, dtype):
 
 def by_numbers(x, codes, bias):
     """As the layer multiplies elsewhere: exact sums, rounded to float32, times both scales, plus the bias."""
-    values, scale = quantised(x, torch.int8)
+    values, scale = quantised(x)
     sums = (values.double() @ codes.values.double().t()).float()
     y = sums.mul_(codes.scale).mul_(scale)
     return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
-def by_own(form, x, codes, bias):
-    packed, start = in_panels(codes.values, HugePages(), PANELS[form]), initial_sums(codes.values)
+def by_own(panel, x, codes, bias):
+    packed, start = in_panels(codes.values, HugePages(), panel), initial_sums(codes.values)
     return PanelWeight(packed, *codes.values.shape, steps=codes.scale, start=start).product(x, bias)
 
 
@@ -74,22 +72,22 @@ def same(found, expected):
     return torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
 
 
-@own_forms
+@own_panels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_results_have_the_bits_of_exact_sums(form, shape, dtype, threads):
+def test_results_have_the_bits_of_exact_sums(panel, shape, dtype, threads):
     outputs, inputs = shape
     codes = Codes.of(torch.randn(outputs, inputs))
     rows_tried = [*range(1, 41), 200] if threads == 1 else EDGES
     for rows, bias in itertools.product(rows_tried, (None, torch.randn(outputs).to(dtype))):
         x = inputs_of(rows, inputs, dtype)
-        assert same(by_own(form, x, codes, bias), by_numbers(x, codes, bias)), rows
+        assert same(by_own(panel, x, codes, bias), by_numbers(x, codes, bias)), rows
 
 
-@own_forms
+@own_panels
 @torch.no_grad()
-def test_the_largest_sums_are_exact(form, threads):
+def test_the_largest_sums_are_exact(panel, threads):
     values = torch.full((70, 6080), 127, dtype=torch.int8)
     values[::3] = -127
     values[1, 7] = 126
@@ -97,7 +95,7 @@ def test_the_largest_sums_are_exact(form, threads):
     x = torch.full((150, 6080), 3.0)
     x[::2] *= -1
     x[:, -1] *= 0.5
-    assert torch.equal(by_own(form, x, codes, None), by_numbers(x, codes, None))
+    assert torch.equal(by_own(panel, x, codes, None), by_numbers(x, codes, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,25 +110,24 @@ def test_inputs_are_rounded_to_the_same_codes(inputs, dtype, panel, threads):
         in_panels(values, panel=panel), panel, inputs, steps=torch.ones(panel), start=initial_sums(values)
     )
     for rows in EDGES:
-        x, stages = inputs_of(rows, inputs, dtype), Stages()
-        layout, place = weight.add_rows(stages, rows, "reference")
-        room = torch.empty(sum(layout), dtype=torch.int8)
-        addresses = layout.addresses(room.data_ptr(), x.data_ptr())
-        put_rows(stages.fields, place, x.data_ptr(), dtype_code(dtype), addresses)
-        stages.run(stages.fields, None)
-        codes, scales = room[: layout.blocks], room[layout.blocks :].view(torch.float32)
-        expected, scale = quantised(x, torch.uint8 if unsigned else torch.int8)
+        x, stages, room = inputs_of(rows, inputs, dtype), Stages(), Room(1)
+        laid_out = weight.add_rows(stages, room, rows, At(0), dtype_code(dtype), "reference")
+        memory = torch.empty(room.size, dtype=torch.int8)
+        stages.run((x.data_ptr(), memory.data_ptr()))
+        codes = memory[: laid_out.scales.offset]
+        scales = memory[laid_out.scales.offset :].view(torch.float32)[:rows]
+        expected, scale = quantised(x)
         together = row_groups().together_for(rows) if unsigned else min(rows, 16)
-        laid_out = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]
-        laid_out = laid_out.view(expected.dtype)
-        assert torch.equal(laid_out[:, :inputs], expected) and (laid_out[:, inputs:] == 128 * unsigned).all()
+        found = codes.view(-1, blocks, together, 64).transpose(1, 2).reshape(-1, 64 * blocks)[:rows]
+        found = found.bitwise_xor(-128) if unsigned else found  # the zero point is taken off
+        assert torch.equal(found[:, :inputs], expected) and not found[:, inputs:].any()
         assert torch.equal(scales, scale[:, 0])
 
 
-@own_forms
-def test_calls_are_kept_for_few_rows_alone(form):
+@own_panels
+def test_calls_are_kept_for_few_rows_alone(panel):
     codes = Codes.of(torch.randn(70, 64))
-    packed = in_panels(codes.values, panel=PANELS[form])
+    packed = in_panels(codes.values, panel=panel)
     weight = PanelWeight(packed, 70, 64, steps=codes.scale, start=initial_sums(codes.values))
     for rows in (3, 3, 4, PREPARED_ROWS, PREPARED_ROWS + 1, 1000):
         x = torch.randn(rows, 64)
@@ -138,14 +135,14 @@ def test_calls_are_kept_for_few_rows_alone(form):
     assert sorted(rows for rows, *_ in weight._prepared) == [3, 4, PREPARED_ROWS]
 
 
-@own_forms
+@own_panels
 @torch.no_grad()
-def test_what_is_not_finite_does_not_become_so(form):
+def test_what_is_not_finite_does_not_become_so(panel):
     codes = Codes.of(torch.randn(70, 200))
     x = torch.randn(20, 200)
-    expected = by_own(form, x, codes, None)
+    expected = by_own(panel, x, codes, None)
     x[3, 199], x[18, 0], x[7, 5] = float("nan"), float("inf"), -float("inf")
-    found = by_own(form, x, codes, None)
+    found = by_own(panel, x, codes, None)
     finite = [row for row in range(20) if row not in (3, 7, 18)]
     assert torch.equal(found[finite], expected[finite]) and not found[[3, 7, 18]].isfinite().any()
 
@@ -168,7 +165,7 @@ def test_panels_hold_the_codes_and_zeros(shape, panel):
 @torch.no_grad()
 def test_a_layer_takes_panels_and_says_what_it_cannot_be_fed():
     layer = Int8Linear(nn.Linear(30, 70), keep=False)
-    assert layer._form == (TILES if has_tiles() else DOTS) and layer.weight.dtype == torch.int8
+    assert layer.weight.shape[2:] == ((4 if has_tiles() else 1), 16, 64) and layer.weight.dtype == torch.int8
     with pytest.raises(UnsupportedModelError, match="a Tensor on meta; give it an ordinary tensor on the CPU"):
         layer(torch.randn(3, 30, device="meta"))
     kept = Int8Linear(nn.Linear(30, 70), keep=True)

@@ -7,10 +7,10 @@ import torch
 
 from lade.backends.cpu.invariant.padded_rows import _drawn, _order, cancelling
 from lade.backends.cpu.kernels import BFLOAT16
-from lade.backends.cpu.packing import panel_products, panels, tile_products
+from lade.backends.cpu.packing import panel_products, panels
+from lade.backends.cpu.packing.panel_products import has_tiles
 from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL, has_dots, out_of_panels
-from lade.backends.cpu.packing.tile_products import has_tiles
 
 HALF = torch.bfloat16
 TILES = pytest.param(TILE_PANEL, id="tiles", marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))
@@ -49,7 +49,7 @@ def test_an_output_has_the_same_bits_beside_any_rows(outputs, inputs, biased, in
         for first in (0, 500 - rows):
             found = panel_product(x[first : first + rows], packed, bias, outputs)
             assert torch.equal(found, expected[first : first + rows]), rows
-    monkeypatch.setattr(tile_products, "_MANY", 1)
+    monkeypatch.setattr(panel_products, "_MANY", 1)
     monkeypatch.setattr(panels, "_MANY_WEIGHTS", 1)
     monkeypatch.setattr(panels, "_MANY_INPUTS", 1)
     for threads in (2, 3, 7):
@@ -102,9 +102,9 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, in_panels):
     biases[:70] = bias
     inside = out[1000:-1000].view(rows, 70)
     if in_panels.keywords["panel"] == TILE_PANEL:
-        tile_products._multiply(inner, in_panels(weight), biases[:70], inside, "")
+        panel_products._multiply(inner, in_panels(weight), biases[:70], inside, "")
     else:
-        PanelWeight(in_panels(weight), 70, 33)._multiply(inner, BFLOAT16, rows, biases[:70], inside, "")
+        PanelWeight(in_panels(weight), 70, 33)._multiply(inner, rows, (BFLOAT16,) * 3, biases[:70], inside, "")
     assert (out[:1000] == 7).all() and (out[-1000:] == 7).all()
     assert torch.equal(out[1000:-1000].view(rows, 70), panel_product(x, in_panels(weight), bias, 70))
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from lade.backends.cpu.kernels import kernel
-from lade.backends.cpu.packing import panels, tile_products
-from lade.backends.cpu.packing.integer_products import Codes, quantised
+from lade.backends.cpu.packing import panel_products, panels
+from lade.backends.cpu.packing.int8 import Codes, quantised
+from lade.backends.cpu.packing.panel_products import has_tiles, tile_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
 from lade.backends.cpu.packing.panels import in_panels
-from lade.backends.cpu.packing.tile_products import has_tiles, tile_product
 
 HALF = torch.bfloat16
 SHAPES = [(1, 64, 64), (1, 33, 7), (7, 3, 33), (16, 300, 64), (17, 64, 300), (33, 130, 777), (70, 40, 2500)]
@@ -25,7 +25,7 @@ def instructions(request):
 
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
-    monkeypatch.setattr(tile_products, "_MANY", 1)
+    monkeypatch.setattr(panel_products, "_MANY", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
@@ -56,7 +56,7 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, instructions):
     around = torch.full((rows * 33 + 2000,), torch.nan, dtype=HALF)
     inner = around[1000:-1000].view(rows, 33).copy_(x)
     out = torch.full((rows * 70 + 2000,), 7.0, dtype=HALF)
-    tile_products._multiply(inner, in_panels(weight), None, out[1000:-1000].view(rows, 70), instructions)
+    panel_products._multiply(inner, in_panels(weight), None, out[1000:-1000].view(rows, 70), instructions)
     assert (out[:1000] == 7).all() and (out[-1000:] == 7).all()
     assert torch.equal(out[1000:-1000].view(rows, 70), tile_product(x, in_panels(weight), None, 70, instructions))
 
@@ -69,7 +69,7 @@ def test_sums_of_codes_are_exact(shape, dtype, instructions, threads):
     start = initial_sums(codes.values)
     weight = PanelWeight(in_panels(codes.values), outputs, inputs, steps=codes.scale, start=start)
     out = weight.product(x, bias, instructions=instructions)
-    values, scale = quantised(x, torch.int8)
+    values, scale = quantised(x)
     sums = (values.double() @ codes.values.double().t()).float()
     assert torch.equal(out, sums.mul_(codes.scale).mul_(scale).add_(bias).to(dtype))
 
@@ -90,10 +90,10 @@ class OneIsWrong(ByReference):
 
 def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypatch, caplog):
     """A processor with tiles, whose products are made up: of the definition, or with a fault."""
-    assert all(tile_products._products_agree(*shape, "reference") for shape in tile_products._TRIAL)
-    own_product, own_kernel = tile_products.tile_product, tile_products.kernel
-    monkeypatch.setattr(tile_products, "kernel", lambda name, _="": own_kernel(name, "reference"))
-    monkeypatch.setattr(tile_products, "PanelWeight", ByReference)
+    assert all(panel_products._products_agree(*shape, "reference") for shape in panel_products._TRIAL)
+    own_product, own_kernel = panel_products.tile_product, panel_products.kernel
+    monkeypatch.setattr(panel_products, "kernel", lambda name, _="": own_kernel(name, "reference"))
+    monkeypatch.setattr(panel_products, "PanelWeight", ByReference)
     assert has_tiles.__wrapped__()
     assert not caplog.records
 
@@ -101,16 +101,16 @@ def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypat
         found = own_product(x, packed, bias, outputs, instructions)
         return found if instructions == "reference" else found.roll(1, -1)
 
-    monkeypatch.setattr(tile_products, "tile_product", wrong)
+    monkeypatch.setattr(panel_products, "tile_product", wrong)
     with caplog.at_level("INFO"):
         assert not has_tiles.__wrapped__()
     assert "AMX tiles give wrong results" in caplog.text
 
 
 def test_in_int8_one_wrong_sum_is_enough(monkeypatch):
-    monkeypatch.setattr(tile_products, "PanelWeight", OneIsWrong)
-    monkeypatch.setattr(tile_products, "tile_product", lambda *args: torch.zeros(args[0].shape[0], args[3]))
-    assert not tile_products._products_agree(3, 5, 70)
+    monkeypatch.setattr(panel_products, "PanelWeight", OneIsWrong)
+    monkeypatch.setattr(panel_products, "tile_product", lambda *args: torch.zeros(args[0].shape[0], args[3]))
+    assert not panel_products._products_agree(3, 5, 70)
 
 
 def test_groups_of_rows_hold_all_rows():

@@ -1,6 +1,7 @@
 """Threads that compiled functions share their work among."""
 
 import ctypes
+import itertools
 import threading
 
 import pytest
@@ -9,35 +10,13 @@ from forked import in_fork
 
 from lade.backends.cpu import worker_threads
 from lade.backends.cpu.invariant.activations import times_logistic
-from lade.backends.cpu.worker_threads import run_in_parts, run_on_team
+from lade.backends.cpu.kernels import kernel
+from lade.backends.cpu.worker_threads import At, Room, Stages, run_on_team
 
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-
-
-@pytest.mark.parametrize(("most", "parts"), [(0, 1), (1, 1), (2, 2), (7, 3)])
-def test_each_part_is_run_once(most, parts):
-    seen = []
-    run_in_parts(lambda *args: seen.append((*args, threading.current_thread() is threading.main_thread())), most)
-    assert sorted(seen) == [(part, parts, part == 0) for part in range(parts)]
-
-
-def test_an_error_in_another_thread_is_raised_here():
-    with pytest.raises(ZeroDivisionError):
-        run_in_parts(lambda part, parts: 1 // (part - 2), 3)
-
-
-def test_a_child_has_threads_of_its_own():
-    run_in_parts(lambda part, parts: None, 3)
-
-    def parts_in_child():
-        seen = []
-        run_in_parts(lambda part, parts: seen.append(part), 3)
-        return sorted(seen)
-
-    assert in_fork(parts_in_child, seconds=5) == [0, 1, 2]
 
 
 LOCK = threading.Lock()
@@ -70,7 +49,7 @@ def test_a_team_does_each_part_once(monkeypatch, parts, openmp):
         pytest.skip("torch has no pool of OpenMP's that this knows to enter")
     done = torch.zeros(parts, dtype=torch.int64)
     for times in (1, 2, 3):
-        run_on_team(count, [done.data_ptr()], parts, done)
+        run_on_team(count, [done.data_ptr()], parts)
         assert done.tolist() == [times] * parts
 
 
@@ -79,3 +58,25 @@ def test_a_child_of_a_process_that_used_its_kernels_can_use_them():
     numbers = torch.linspace(-5, 5, 2**17)
     expected = times_logistic(numbers)
     assert in_fork(lambda: bool((times_logistic(numbers).numpy() == expected.numpy()).all()), seconds=10)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize("openmp", [True, False])
+def test_stages_come_one_after_the_other(monkeypatch, times, openmp):
+    """Each adds what the one before it has written, all parts of it."""
+    if not openmp:
+        monkeypatch.setattr(worker_threads, "_entrance", lambda: None)
+    numbers, stages, room = torch.arange(10_000.0), Stages(), Room(2)
+    between = [room.take(numbers.nbytes) for _ in range(times)]
+    places = [At(0), *between, At(1)]
+    for a, found in itertools.pairwise(places):
+        stages.add(kernel("add"), 7, (a, At(0), found, 0, len(numbers)))
+    for _ in range(3):
+        found, memory = torch.empty_like(numbers), torch.empty(room.size, dtype=torch.int8)
+        stages.run((numbers.data_ptr(), found.data_ptr(), memory.data_ptr()))
+        assert torch.equal(found, numbers * (times + 2))
+
+
+def test_memory_of_a_call_is_handed_out_piece_by_piece():
+    room = Room(5)
+    assert [room.take(size) for size in (64, 1, 65)] == [At(5, 0), At(5, 64), At(5, 128)] and room.size == 256

@@ -1,8 +1,8 @@
-"""Run kernels on several threads: torch's intra-op pool, or a thread pool of Python.
+"""Run kernels on several threads: those of torch's intra-op pool.
 
-Waking a Python thread takes longer than many products. Torch's OpenMP threads spin for a while before they sleep, so
-work that enters their pool finds them awake between two operators of torch. OpenMP's pool does not survive a fork: in
-a child of the process that imported this, the pool of Python is used instead.
+Torch's OpenMP threads spin for a while before they sleep, so work that enters their pool finds them awake between two
+operators of torch, where waking a thread would take longer than many products. OpenMP's pool does not survive a fork:
+in a child of the process that imported this, and where torch has another pool, kernels run in the calling thread.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import ctypes
 import os
 import struct
 from array import array
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +21,7 @@ from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
 
-def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int, holds: object = None) -> None:
+def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
     """Run a kernel on a team of threads, which take the parts of the work one by one.
 
     The kernel gets the address of int64 fields: the index of the next part (an atomic counter), the number of parts,
@@ -30,48 +29,71 @@ def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int, holds: obj
 
     Args:
         kernel: loops until all parts are taken.
-        fields: arguments of the kernel, as integers.
+        fields: arguments of the kernel, as integers; the caller keeps alive what they point to.
         parts: number of parts, at least one; no more threads are used than parts, or than torch has.
-        holds: owner of the memory that `fields` point to, kept alive until the kernel returns.
     """
-    _run(kernel, array("q", (0, parts, *fields)), min(torch.get_num_threads(), parts), holds)
+    _run(kernel, array("q", (0, parts, *fields)), min(torch.get_num_threads(), parts))
+
+
+class At(NamedTuple):
+    """A place in memory that differs between calls: so many bytes after one of the addresses that a call is given."""
+
+    address: int
+    offset: int = 0
+
+
+class Room:
+    """Memory that a call needs for itself.
+
+    Args:
+        address: index of its address among those that a call is given.
+
+    Attributes:
+        size: bytes taken so far.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address, self.size = address, 0
+
+    def take(self, size: int) -> At:
+        """Return the place of so many bytes, aligned to 64."""
+        place = At(self._address, self.size)
+        self.size += -(-size // 64) * 64
+        return place
 
 
 class Stages:
-    """Kernels that one team of threads runs one after the other: the work of several calls in one.
-
-    Attributes:
-        fields: fields of the kernel `run_stages`.
-        threads: the most threads that find work.
-    """
+    """Kernels that one team of threads runs one after the other: the work of several calls in one."""
 
     def __init__(self) -> None:
-        self.fields, self.threads = array("q", (0, 1, 0)), 1
+        self._fields, self._threads = array("q", (0, 1, 0)), 1
+        self._places: list[tuple[int, int, int]] = []
 
-    def add(self, kernel: CpuKernel, parts: int, fields: Sequence[int]) -> int:
-        """Add a kernel, see `run_on_team`, and return the place of the first of its `fields` among all."""
-        self.fields.extend((0, kernel.address, 2 + len(fields), 0, parts, *fields))
-        self.fields[2] += 1
-        self.threads = max(self.threads, min(torch.get_num_threads(), parts))
-        return len(self.fields) - len(fields)
+    def add(self, kernel: CpuKernel, parts: int, fields: Sequence[int | At]) -> None:
+        """Add a kernel, see `run_on_team`; fields that are `At` become addresses in each call."""
+        first = len(self._fields) + 5
+        for place, field in enumerate(fields, start=first):
+            if isinstance(field, At):
+                self._places.append((place, *field))
+        known = (0 if isinstance(field, At) else field for field in fields)
+        self._fields.extend((0, kernel.address, 2 + len(fields), 0, parts, *known))
+        self._fields[2] += 1
+        self._threads = max(self._threads, min(torch.get_num_threads(), parts))
 
-    def run(self, fields: array[int], holds: object) -> None:
-        """Run the kernels on a copy of the fields, which is written to; see `run_on_team` for `holds`."""
-        _run(kernels.kernel("run_stages"), fields, self.threads, holds)
+    def run(self, addresses: Sequence[int]) -> None:
+        """Run the kernels with these addresses, 0 for none; the caller keeps alive what they point to."""
+        fields = self._fields[:]
+        for place, address, offset in self._places:
+            fields[place] = addresses[address] + offset
+        _run(kernels.kernel("run_stages"), fields, self._threads)
 
 
-def _run(kernel: CpuKernel, work: array[int], threads: int, holds: object) -> None:
-    place, _ = work.buffer_info()
-    if threads == 1:
+def _run(kernel: CpuKernel, work: array[int], threads: int) -> None:
+    (place, _), enter = work.buffer_info(), _entrance() if threads > 1 else None
+    if enter is None:
         kernel(place)
-    elif (enter := _entrance()) is not None:
-        enter(kernel.address, place, threads, 0)
     else:
-
-        def run(part: int, parts: int, _alive: object = (work, holds)) -> None:
-            kernel(place)
-
-        run_in_parts(run, threads)
+        enter(kernel.address, place, threads, 0)
 
 
 def float_bits(number: float) -> int:
@@ -99,27 +121,3 @@ def _openmp_entrance() -> Any:
             enter.argtypes, enter.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
             return enter
     return None
-
-
-def run_in_parts(run: Callable[[int, int], object], most: int) -> None:
-    """Call a function once for each part of some work, with the index of the part and the number of parts.
-
-    If this thread is interrupted, the others go on: the function must keep the memory that it uses alive.
-
-    Args:
-        run: function that releases the GIL; otherwise threads gain nothing.
-        most: upper bound of the number of parts; there is at least one, and no more than torch has threads.
-    """
-    parts = max(1, min(torch.get_num_threads(), most))
-    others = [_pool(parts - 1).submit(run, part, parts) for part in range(1, parts)]
-    run(0, parts)
-    for other in others:
-        other.result()
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "lade-worker")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool without its threads

@@ -128,5 +128,5 @@ def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> t
     bits = float_bits(-slope), float_bits(-cubic)
     fields = x.data_ptr(), 0, found.data_ptr(), dtype_code(x.dtype), *bits, numbers
     parts = max(1, min(torch.get_num_threads(), numbers // _MANY))
-    run_on_team(kernel("logistic_product"), fields, parts, holds=(x, found))
+    run_on_team(kernel("logistic_product"), fields, parts)
     return found

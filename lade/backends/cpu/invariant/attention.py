@@ -237,7 +237,7 @@ def attention_of(
         *(address_of(sinks), out.data_ptr(), dtype_code(out.dtype)),
         *(rows, kv_heads, group, step, size, value_size, block, blocks, slots),
     )
-    run_on_team(kernel("attend"), fields, parts, holds=(query, key, value, mask, sinks, out, scratch))
+    run_on_team(kernel("attend"), fields, parts)
     return out
 
 

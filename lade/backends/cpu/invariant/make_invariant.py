@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.backends.cpu.invariant.activations import replace_activations
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
-from lade.backends.cpu.invariant.gated import fuse_gated
+from lade.backends.cpu.invariant.fused import fuse
 from lade.backends.cpu.invariant.norms import replace_norms
 from lade.backends.cpu.invariant.padded_rows import forget_padding
 from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keeps_order
@@ -149,7 +149,7 @@ def _replace_layers(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> 
     replace_norms(model)
     lay_out(model, panels=True)
     pad_all(model, model.dtype)
-    fuse_gated(model)
+    fuse(model)
 
 
 def _check_invariance(model: PreTrainedModel) -> None:

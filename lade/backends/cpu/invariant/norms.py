@@ -70,15 +70,19 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
     """Compute `rms_norm` without checks."""
     x = x.contiguous()
-    found, columns, numbers = torch.empty_like(x), weight.numel(), x.numel()
-    norm = float_bits(epsilon), float_bits(formula.more), int(formula.rounded)
-    fields = (  # a Norm, see cpu_norms.h
-        *(x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype), columns, numbers // columns),
-        *norm,
+    found, numbers = torch.empty_like(x), x.numel()
+    fields = (
+        *(x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype)),
+        *_sizes(weight.numel(), numbers // weight.numel(), epsilon, formula),
     )
     parts = max(1, min(torch.get_num_threads(), numbers // _MANY))
-    run_on_team(kernel("normalise"), fields, parts, holds=(x, weight, found))
+    run_on_team(kernel("normalise"), fields, parts)
     return found
+
+
+def _sizes(columns: int, rows: int, epsilon: float, formula: Formula) -> tuple[int, ...]:
+    """Return the fields of a `Norm` behind addresses and dtype, see cpu_norms.h."""
+    return columns, rows, float_bits(epsilon), float_bits(formula.more), int(formula.rounded)
 
 
 class InvariantNorm(Changed):
@@ -93,6 +97,16 @@ class InvariantNorm(Changed):
             own: torch.Tensor = self.original.forward(self, x)
             return own
         return _normalised(x, weight, _epsilon_of(self), self.formula)
+
+    def fields(self, rows: int) -> tuple[int, ...]:
+        """Return the fields of the kernel for so many rows, behind addresses and dtype."""
+        weight: Any = self._parameters["weight"]
+        return _sizes(weight.numel(), rows, _epsilon_of(self), self.formula)
+
+    def fuses(self, dtype: torch.dtype, columns: int) -> bool:
+        """Return True if the kernel takes rows of this dtype and size in place."""
+        weight: Any = self._parameters["weight"]
+        return weight.numel() == columns and not columns % WIDEST and weight.dtype == dtype and _takes(weight, weight)
 
 
 class AsLlama(InvariantNorm):

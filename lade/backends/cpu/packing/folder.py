@@ -29,8 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.packing.int4 import Int4Linear
 from lade.backends.cpu.packing.int4_codes import Int4Codes
-from lade.backends.cpu.packing.int8 import Int8Linear, input_form
-from lade.backends.cpu.packing.integer_products import Codes
+from lade.backends.cpu.packing.int8 import Codes, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear, weight_of
 from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError
@@ -166,7 +165,6 @@ def load_packed(folder: str | os.PathLike[str], *, attn_implementation: str | No
 
     Raises:
         InputError: the folder holds no packed model, or one of a later version, or is incomplete or damaged.
-        UnsupportedModelError: this PyTorch has no exact int8 kernel on this processor.
     """
     source = Path(folder)
     index = _read_index(source)
@@ -226,8 +224,6 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
         codes[layer] = Int4Codes.unpacked(values, scale, inputs) if name in index.int4 else Codes(values, scale)
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
         layer._parameters["weight"] = nn.Parameter(empty)  # carries the dtype
-    for outputs, inputs in {each.values.shape for each in codes.values() if isinstance(each, Codes)}:
-        input_form(inputs, outputs)  # raises before any tensor is loaded
     for name, file in files.items():
         place, _, own = name.rpartition(".")
         module, tensor = model.get_submodule(place), file.get_tensor(name)

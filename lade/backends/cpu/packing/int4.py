@@ -8,8 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from lade.backends.cpu.packing.int4_codes import GROUP, PANEL, Int4Codes, in_int4_panels, out_of_int4_panels
-from lade.backends.cpu.packing.int8 import Int8Linear
-from lade.backends.cpu.packing.integer_products import quantised
+from lade.backends.cpu.packing.int8 import Int8Linear, quantised
 from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel
 from lade.backends.cpu.packing.weight import ByValue
 
@@ -55,7 +54,7 @@ class Int4Linear(Int8Linear):
         return self._packed.nbytes + self._scale.nbytes
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return reference_int4_product(*quantised(x, torch.int8), self.codes(), bias, x.dtype)
+        return reference_int4_product(*quantised(x), self.codes(), bias, x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the codes: another process may have no library."""

@@ -1,8 +1,8 @@
 """Int8 linear layers: dynamically quantised inputs, and exact integer products.
 
-Weights have one scale per output, inputs one scale per token. The integer products run on the kernels compiled here on
-processors with AMX tiles, AVX-512 or AVX2 dot products, and on oneDNN elsewhere. Integer sums are exact and scaling
-rounds in the same steps everywhere, so all kernels give the same bits, and a row does not depend on the other rows.
+Weights have one scale per output, inputs one scale per token. Products run on the compiled kernels, or on torch's
+operators without the library. Integer sums are exact and scaling rounds in the same steps everywhere, so the bits are
+the same, and a row does not depend on the other rows.
 
 The scheme is that of Dettmers et al., "LLM.int8()" (2022), without outliers, and of Xiao et al., "SmoothQuant" (2022),
 with dynamic per-token scales.
@@ -10,31 +10,100 @@ with dynamic per-token scales.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.int4_codes import Int4Codes
-from lade.backends.cpu.packing.integer_products import Codes, input_dtype, multiplied, prepacked, quantised
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
-from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL, in_panels, out_of_panels
+from lade.backends.cpu.packing.panels import ZERO_POINT, in_panels, out_of_panels
 from lade.backends.cpu.packing.weight import ByValue, HugePages, PackedWeight, like
 from lade.errors import UnsupportedModelError
 
-TILES: Literal["tiles"] = "tiles"
-DOTS: Literal["dots"] = "dots"
-"""Forms of codes for the kernels compiled here; the other forms are input dtypes that oneDNN multiplies."""
-Form = torch.dtype | Literal["tiles", "dots"]
-PANELS: dict[Form, int] = {TILES: TILE_PANEL, DOTS: DOT_PANEL}
-"""Outputs per panel of the weights, by form."""
+LARGEST = 127
+"""Largest code; codes are symmetric, and -128 is unused."""
+_TINY = 1e-30
+"""Least scale of an input, to avoid division by zero in rows of zeros."""
+_EXACT = 2**24 // LARGEST**2
+"""Inputs whose products have an exact sum in float32."""
 MOST_INPUTS = 2**31 // (255 * 127)
 """Most inputs of a layer whose integer sums always fit into 32 bits."""
 MOVE_REMEDY = "give it an ordinary tensor on the CPU"
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight matrix in int8: `values * scale[:, None]`.
+
+    Attributes:
+        values: `[out, in]` int8, from -127 to 127.
+        scale: `[out]` float32, value of one quantisation step per output.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Self:
+        """Quantise a weight `[out, in]`; the largest magnitude of each output becomes 127."""
+        scale = scale_of(weight)
+        values = (weight.float() / scale.clamp_min(_TINY)[:, None]).round_().to(torch.int8)
+        return cls(values, scale)
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the dequantised weight, `[out, in]`."""
+        return (self.values * self.scale[:, None]).to(dtype)
+
+
+def scale_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each row, `[out]` float32; not finite where the row is not."""
+    return weight.abs().amax(-1).float() / LARGEST
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise inputs, each row by its own largest magnitude, so that a row does not depend on the other rows.
+
+    Every operation is exact, or rounds each element by itself.
+
+    Args:
+        x: `[..., in]`, floating point.
+
+    Returns:
+        Codes `[..., in]` int8 from -127 to 127, contiguous, and scales `[..., 1]` float32.
+    """
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min_(_TINY).div_(LARGEST)
+    # The conversion truncates; adding one half rounds. Signed codes, by flipping the sign bit, come after: rounding to
+    # them directly would break ties differently.
+    codes = (x / scale).add_(ZERO_POINT + 0.5).to(torch.uint8).contiguous()
+    return codes.bitwise_xor_(ZERO_POINT).view(torch.int8), scale
+
+
+def reference_int8_product(
+    values: torch.Tensor, scales: torch.Tensor, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply int8 rows by int8 weights with torch's operators: the definition, and what runs without the library.
+
+    Args:
+        values: `[..., in]` int8, codes of the rows.
+        scales: `[..., 1]` float32, scales of the rows.
+        codes: the weight.
+        bias: `[out]`; None for none.
+        dtype: dtype of the result.
+
+    Returns:
+        `[..., out]`.
+    """
+    pieces = zip(values.split(_EXACT, -1), codes.values.split(_EXACT, -1), strict=True)
+    sums = sum((x.float() @ weight.float().t()).to(torch.int32) for x, weight in pieces)
+    assert isinstance(sums, torch.Tensor)
+    y = sums.float().mul_(codes.scale).mul_(scales)
+    return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 class Int8Linear(PackedLinear):
@@ -46,19 +115,14 @@ class Int8Linear(PackedLinear):
         codes: codes of its weight, if known; computed from the weight otherwise.
         pages: memory pool shared by all layers of a model.
 
-    Raises:
-        UnsupportedModelError: no exact int8 kernel is available here.
-
     Attributes:
-        weight: the layer's own parameter if it is kept; otherwise an int8 parameter in the packed layout: oneDNN's
-            `[in, out]`, or panels.
+        weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
+            the codes.
         WEIGHTS: name of the weights' format, as `lade.pack` takes it.
     """
 
     WEIGHTS: ClassVar[str] = "int8"
     _scale: torch.Tensor
-    _zeros: torch.Tensor
-    _form: Form
     _memory: HugePages
 
     def __init__(
@@ -77,14 +141,11 @@ class Int8Linear(PackedLinear):
         """Create the packed tensor, and free the dense `weight` unless it is kept."""
         weight: Any = self._parameters["weight"]
         codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
-        form, panel_weight = input_form(self.in_features, self.out_features), None
-        if form in PANELS:
-            packed, zeros = in_panels(codes.values, self._memory, PANELS[form]), initial_sums(codes.values)
-            sizes = self.out_features, self.in_features
-            panel_weight = PanelWeight(packed, *sizes, steps=codes.scale, start=zeros)
-        else:
-            packed, zeros = prepacked(codes.values), torch.zeros(self.out_features, dtype=torch.int)
-        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _scale=codes.scale, _zeros=zeros, _form=form)
+        panel, packed, panel_weight = panel_for(torch.int8), codes.values, None
+        if panel:
+            packed, start = in_panels(codes.values, self._memory, panel), initial_sums(codes.values)
+            panel_weight = PanelWeight(packed, self.out_features, self.in_features, steps=codes.scale, start=start)
+        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _scale=codes.scale)
         self._hold_integers(weight, packed)
 
     def _hold_integers(self, weight: Any, packed: torch.Tensor) -> None:
@@ -99,7 +160,7 @@ class Int8Linear(PackedLinear):
         """Return a copy of the weight's codes."""
         if self._panel_weight is not None:
             return Codes(out_of_panels(self._packed, self.out_features, self.in_features), self._scale)
-        return Codes(self._packed.to_dense().t().contiguous(), self._scale)
+        return Codes(self._packed, self._scale)
 
     def kept_weight(self) -> torch.Tensor:
         """Return the original weight, `[out, in]`; requires `restorable`."""
@@ -134,13 +195,8 @@ class Int8Linear(PackedLinear):
         return self._multiply(x, bias) if self._panel_weight is None else self._panel_weight.product(x, bias)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute the product without panels."""
-        assert isinstance(self._form, torch.dtype)
-        codes, scale = quantised(x, self._form)
-        y = multiplied(codes, self._packed, self._scale, self._zeros).mul_(scale)  # [..., out] float32
-        if bias is not None:
-            y.add_(bias)
-        return y.to(x.dtype)
+        """Compute the product without the library."""
+        return reference_int8_product(*quantised(x), Codes(self._packed, self._scale), bias, x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the codes, since the packed layout cannot be copied."""
@@ -160,18 +216,3 @@ class Int8Linear(PackedLinear):
     def _received(values: torch.Tensor, scale: torch.Tensor) -> Codes | Int4Codes:
         """Return the codes of a pickled layer."""
         return Codes(values, scale)
-
-
-def input_form(inputs: int, outputs: int) -> Form:
-    """Return the form of input codes for a layer of this size; every form gives the same bits.
-
-    Args:
-        inputs: number of inputs of the layer.
-        outputs: number of outputs of the layer.
-
-    Raises:
-        UnsupportedModelError: only oneDNN is available, and it is not exact; see `input_dtype`.
-    """
-    panel = panel_for(torch.int8)
-    own = next((form for form, outputs_each in PANELS.items() if outputs_each == panel), None)
-    return own or input_dtype(inputs, outputs)

@@ -169,11 +169,16 @@ class PackedLinear(nn.Module):
             x = self._autocast(x)
         if x.dtype != self.dtype or x.shape[-1:] != (self.in_features,):
             self._refuse_input(x, bias)
+        self.follow_parameters()
+        return x
+
+    def follow_parameters(self) -> None:
+        """Pack a kept weight again that was changed, and check the bias; see `checked` for the errors raised."""
+        bias = self._parameters["bias"]
         if bias is not None and not self._fits(bias):
             self._refuse_bias(bias)
         if self.keeps_original and state_of(self._parameters["weight"]) != self._packed_state:
             self._follow_weight()
-        return x
 
     def _fits(self, bias: torch.Tensor) -> bool:
         """Return True if kernels can read this bias by its address."""

@@ -27,8 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.int4 import Int4Linear
 from lade.backends.cpu.packing.int4_codes import Int4Codes
-from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Int8Linear, input_form
-from lade.backends.cpu.packing.integer_products import Codes, required, scale_of
+from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Codes, Int8Linear, scale_of
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
 from lade.backends.cpu.packing.product_choice import faster_panel
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
@@ -94,7 +93,7 @@ def pack(
     Raises:
         ConfigError: `weights` is unknown, or no layer matches `keep`.
         UnsupportedModelError: the model, a layer, its device or its dtype cannot be packed exactly, or this PyTorch
-            lacks the kernel, or, with int8, an exact one. The model is left unchanged.
+            lacks the kernel. The model is left unchanged.
     """
     with _packing:
         start = perf_counter()
@@ -330,10 +329,16 @@ def try_kernel(dtype: torch.dtype) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
-    with required(f"packed {dtype_name(dtype)} kernel", CPU_REMEDY):
+    try:
+        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+            raise RuntimeError("torch.backends.mkldnn is not available or not enabled")
         packed = packed_weight(weight)
         found = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
         right = same_bits(packed.to_dense(), weight)
+    except (RuntimeError, AttributeError) as problem:
+        reason = str(problem).partition("\n")[0]
+        what = f"PyTorch has no packed {dtype_name(dtype)} kernel here ({reason})"
+        raise UnsupportedModelError(what, CPU_REMEDY) from problem
     expected = x.double() @ weight.double().t()
     error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
     if not right or error > 4 * torch.finfo(dtype).eps:
@@ -345,8 +350,6 @@ def try_kernel(dtype: torch.dtype) -> None:
 def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
     for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
         try_kernel(dtype)
-    for outputs, inputs in {_shape(layer) for layer, kind in kinds.items() if kind is Int8Linear}:
-        input_form(inputs, outputs)
 
 
 def _bfloat16_panel(kinds: Mapping[nn.Module, type[PackedLinear]]) -> int:

@@ -9,24 +9,24 @@ are summed up exactly, scaled, and added up in the order of the inputs. No row d
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 
 from lade.backends.cpu.kernels import address_of, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.packing.integer_products import ZERO_POINT
 from lade.backends.cpu.packing.panels import (
     BLOCK,
     DOT_PANEL,
     TILE_PANEL,
     TILE_ROWS,
+    ZERO_POINT,
     RowGroups,
     groups,
     parts_of_rows,
     row_groups,
 )
-from lade.backends.cpu.worker_threads import Stages
+from lade.backends.cpu.worker_threads import At, Room, Stages
 
 INT4_WIDE, INT4_NARROW = RowGroups((1, 2, 4, 6, 8, 12, 16), 16, 1), RowGroups((1, 2, 4), 4, 1)
 """Groups of rows of int4 products for 32 registers of 64 bytes, and for 16 of 32 bytes."""
@@ -68,43 +68,12 @@ class _Split(NamedTuple):
     panel_group: int
 
 
-class Layout(NamedTuple):
-    """Room for rows that are laid out in blocks, or rounded to codes, in bytes.
+class Blocks(NamedTuple):
+    """Where rows lie in blocks, with initial sums of int4 products and scales of codes; 0 for none."""
 
-    Attributes:
-        blocks: for the blocks; 0 for a row that lies as in blocks already.
-        starts: for initial sums of int4 products, behind the blocks.
-        scales: for the rows' scales, behind these.
-    """
-
-    blocks: int
-    starts: int
-    scales: int
-
-    def addresses(self, room: int, rows: int) -> tuple[int, int, int]:
-        """Return the addresses of blocks, initial sums (0 for none) and scales (0 for none) in a room.
-
-        Args:
-            room: address of as many bytes as there are in this layout.
-            rows: address of the rows, which the blocks are if they need no room.
-        """
-        starts = room + self.blocks
-        return room if self.blocks else rows, starts if self.starts else 0, starts + self.starts if self.scales else 0
-
-
-class _Call(NamedTuple):
-    """Prepared product of a number of rows.
-
-    Attributes:
-        stages: the kernels, with all fields but those that differ between calls.
-        layout: room for the rows.
-        rows, product: places of the fields of a `RowBlocks` and of a `PanelProduct`, see cpu.h.
-    """
-
-    stages: Stages
-    layout: Layout
-    rows: int
-    product: int
+    rows: At
+    starts: At | int
+    scales: At | int
 
 
 class PanelWeight:
@@ -132,7 +101,7 @@ class PanelWeight:
     ) -> None:
         self.panels, self.outputs, self.inputs, self.steps, self.start = panels, outputs, inputs, steps, start
         self._of_codes, self._is_int4 = panels.dtype == torch.int8, panels.dim() == 4
-        self._prepared: dict[tuple[int, int, str], _Call] = {}
+        self._prepared: dict[Hashable, tuple[Stages, int]] = {}
         most = len(panels) * (DOT_PANEL if self._is_int4 else panels.shape[2] * DOT_PANEL)
         if outputs > most:
             raise ValueError(f"outputs is {outputs}: these panels have up to {most}")
@@ -160,10 +129,11 @@ class PanelWeight:
         """
         self.check(x, bias)
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-        out, kind = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype or x.dtype), dtype_code(x.dtype)
+        out = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype or x.dtype)
         rows = x.numel() // self.inputs
+        kinds = dtype_code(x.dtype), dtype_code(out.dtype), 0 if bias is None else dtype_code(bias.dtype)
         if rows:
-            self._multiply(x, kind, rows, bias, out, instructions)
+            self._multiply(x, rows, kinds, bias, out, instructions)
         return out
 
     def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -180,71 +150,73 @@ class PanelWeight:
             refuse("the panel product", takes.replace("torch.", ""), x=x, panels=self.panels, bias=bias)
 
     def _multiply(
-        self, x: torch.Tensor, kind: int, rows: int, bias: torch.Tensor | None, out: torch.Tensor, instructions: str
+        self,
+        x: torch.Tensor,
+        rows: int,
+        kinds: tuple[int, int, int],
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        instructions: str,
     ) -> None:
-        key = rows, torch.get_num_threads(), instructions
-        call = self._prepared.get(key)
-        if call is None:
-            stages = Stages()
-            layout, row_place = self.add_rows(stages, rows, instructions)
-            call = _Call(stages, layout, row_place, self.add_product(stages, rows, instructions))
+        """Compute `product` of tensors that are contiguous; `kinds` are the dtype codes of x, out and bias."""
+        key = rows, torch.get_num_threads(), kinds, instructions
+        stages, size = self._prepared.get(key) or (None, 0)
+        if stages is None:
+            stages, room = Stages(), Room(0)
+            blocks = self.add_rows(stages, room, rows, At(1), kinds[0], instructions)
+            self.add_product(stages, rows, blocks, 3, At(2), *kinds[1:], instructions)
+            size = room.size
             if rows <= PREPARED_ROWS:
-                self._prepared[key] = call
-        stages, layout, row_place, product_place = call
-        room, fields = torch.empty(sum(layout), dtype=torch.int8), stages.fields[:]
-        places = layout.addresses(room.data_ptr(), x.data_ptr())
-        put_rows(fields, row_place, x.data_ptr(), kind, places)
-        self.put_product(fields, product_place, places, bias, out.data_ptr(), dtype_code(out.dtype))
-        stages.run(fields, (self, x, room, bias, out))
+                self._prepared[key] = stages, size
+        memory = torch.empty(size, dtype=torch.int8)
+        stages.run((memory.data_ptr(), x.data_ptr(), out.data_ptr(), *self.addresses(bias)))
 
-    def add_rows(self, stages: Stages, rows: int, instructions: str = "") -> tuple[Layout, int]:
-        """Add the stage that lays rows out for a product, and return the room they take, and the stage's place."""
-        split, blocks, width = self._split(rows, instructions), self.panels.shape[1], self.inputs * self.panels.itemsize
-        lies_in_blocks = not self._of_codes and rows == 1 and width % BLOCK == 0  # as a lone row without padding does
-        parts = 0 if lies_in_blocks else parts_of_rows(rows, rows * width)
-        count = split.padded * blocks
-        layout = Layout(
-            0 if lies_in_blocks else count * BLOCK, count * _STARTS * self._is_int4, 4 * rows * self._of_codes
-        )
+    def addresses(self, bias: torch.Tensor | None) -> tuple[int, int, int, int]:
+        """Return the addresses of the weight and of a bias, as `add_product` counts them.
+
+        They are looked up in each call: tensors move when they are sent to another process.
+        """
+        return self.panels.data_ptr(), address_of(self.steps), address_of(self.start), address_of(bias)
+
+    def add_rows(self, stages: Stages, room: Room, rows: int, x: At, kind: int, instructions: str = "") -> Blocks:
+        """Add the stage that lays rows at a place out for a product, and return where in the room they then lie."""
+        split, width = self._split(rows, instructions), self.inputs * self.panels.itemsize
+        if not self._of_codes and rows == 1 and width % BLOCK == 0:  # such a row lies as in blocks
+            return Blocks(x, 0, 0)
+        count = split.padded * self.panels.shape[1]
+        to = room.take(count * BLOCK)
+        starts = room.take(count * _STARTS) if self._is_int4 else 0
+        scales = room.take(4 * rows) if self._of_codes else 0
         zero = ZERO_POINT if self.start is not None and split.kernel.endswith("codes") else 0
-        fields = 0, 0, 0, 0, 0, rows, self.inputs, split.together, zero  # a RowBlocks
-        return layout, stages.add(kernel("quantise_rows" if self._of_codes else "block_rows"), parts, fields)
+        fields = x, to, scales, starts, kind, rows, self.inputs, split.together, zero  # a RowBlocks, see cpu.h
+        stages.add(
+            kernel("quantise_rows" if self._of_codes else "block_rows"), parts_of_rows(rows, rows * width), fields
+        )
+        return Blocks(to, starts, scales)
 
-    def add_product(self, stages: Stages, rows: int, instructions: str = "") -> int:
-        """Add the stage that multiplies rows in blocks by this weight, and return its place."""
-        split, (count, blocks, *_) = self._split(rows, instructions), self.panels.shape
-        fields = (  # a PanelProduct
-            *(0, 0, self.panels.data_ptr(), address_of(self.steps), address_of(self.start), 0, 0, 0, 0),
-            *(rows, blocks, self.outputs, split.row_group, split.panel_group, split.together),
+    def add_product(
+        self,
+        stages: Stages,
+        rows: int,
+        blocks: Blocks,
+        own: int,
+        out: At,
+        kind: int,
+        bias_kind: int,
+        instructions: str = "",
+    ) -> None:
+        """Add the stage that multiplies rows by this weight; `own` is the index of the first of its `addresses`.
+
+        The rows may be laid out for another weight of the same kind and number of inputs.
+        """
+        split, (count, wide, *_) = self._split(rows, instructions), self.panels.shape
+        panels, steps, start, bias = map(At, range(own, own + 4))
+        fields = (  # a PanelProduct, see cpu.h
+            *(blocks.rows, blocks.scales, panels, steps, blocks.starts or start, bias, out, bias_kind, kind),
+            *(rows, wide, self.outputs, split.row_group, split.panel_group, split.together),
         )
         parts = -(-rows // split.row_group) * -(-count // split.panel_group)
-        return stages.add(kernel(split.kernel, instructions), parts, fields)
-
-    def put_product(
-        self,
-        fields: array[int],
-        place: int,
-        rows: tuple[int, int, int],
-        bias: torch.Tensor | None,
-        out: int,
-        kind: int,
-    ) -> None:
-        """Complete the fields of a product.
-
-        Args:
-            fields: fields of all stages.
-            place: place of this product, from `add_product`.
-            rows: addresses of the rows' blocks, see `Layout.addresses`.
-            bias: contiguous, `[out]`; None for none.
-            out: address of the result.
-            kind: dtype code of the result.
-        """
-        fields[place], starts, fields[place + 1] = rows
-        if starts:
-            fields[place + 4] = starts
-        if bias is not None:
-            fields[place + 5], fields[place + 7] = bias.data_ptr(), dtype_code(bias.dtype)
-        fields[place + 6], fields[place + 8] = out, kind
+        stages.add(kernel(split.kernel, instructions), parts, fields)
 
     def _split(self, rows: int, instructions: str) -> _Split:
         count, blocks, tiles, *_ = self.panels.shape
@@ -263,20 +235,6 @@ class PanelWeight:
         together = row_groups().together_for(rows)
         name = f"multiply_{'few' if rows <= row_groups().sizes[-1] else 'many'}{'_codes' * self._of_codes}"
         return _Split(name, together, -(-rows // together) * together, *groups(rows, count, blocks))
-
-
-def put_rows(fields: array[int], place: int, x: int, kind: int, blocks: tuple[int, int, int]) -> None:
-    """Complete the fields of rows that are to be laid out.
-
-    Args:
-        fields: fields of all stages.
-        place: place of these rows, from `PanelWeight.add_rows`.
-        x: address of the rows.
-        kind: dtype code of the rows.
-        blocks: addresses of the result, see `Layout.addresses`.
-    """
-    fields[place], fields[place + 4] = x, kind
-    fields[place + 1], fields[place + 3], fields[place + 2] = blocks
 
 
 def int4_row_groups(instructions: str = "") -> RowGroups:

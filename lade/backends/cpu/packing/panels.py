@@ -14,6 +14,8 @@ BLOCK = 64
 """Bytes of consecutive inputs, of one row or one output, in a block."""
 DOT_PANEL, TILE_PANEL = 16, 64
 """Outputs per panel of dot products, and of AMX tiles."""
+ZERO_POINT = 128
+"""Code of a zero among the unsigned inputs of dot products."""
 TILE_ROWS = 16
 """Rows of a tile."""
 _WORD = 4  # bytes of the inputs of an output that an instruction adds up
@@ -52,7 +54,7 @@ def row_groups() -> RowGroups:
 
 
 def has_dots(dtype: torch.dtype) -> bool:
-    """Return True if there are dot products of a dtype: bfloat16 needs AVX512-BF16, int8 needs AVX2."""
+    """Return True if there are dot products of a dtype: bfloat16 needs AVX512-BF16, int8 the library alone."""
     names = {torch.bfloat16: "multiply_few", torch.int8: "multiply_few_codes"}
     return dtype in names and kernel(names[dtype]).available
 

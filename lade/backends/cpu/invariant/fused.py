@@ -1,0 +1,454 @@
+"""Decoder layers, attention's projections and gated blocks in as few calls as possible.
+
+Of few rows, the operations of a layer take hardly longer than their calls from Python. One team of threads runs many of
+them one after the other here, with the same bits: products in panels, norms and activations are those of the modules
+themselves, and what is rounded to the model's dtype is rounded after the same operations.
+
+    q, k, v = turned(norm(q(x))), turned(norm(k(x))), v(x)     projections; the norms are optional
+    down(activation(gate(x)) * up(x))                          a gated block
+    h = x + o(attention(projections(norm(x))))                 a decoder layer: one call before its cache and attention,
+    h + block(norm(h))                                         and one behind them
+
+A module is recognised by the names of its layers, and by a trial: its own forward must give the same bits. Its own
+forward also takes over where a layer has hooks or was replaced, and for many rows, where calls do not matter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lade.backends.cpu.invariant.activations import logistic_of
+from lade.backends.cpu.invariant.attention import NAME as ATTENTION
+from lade.backends.cpu.invariant.attention import invariant_attention
+from lade.backends.cpu.invariant.norms import InvariantNorm
+from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel
+from lade.backends.cpu.packing.int4 import Int4Linear
+from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
+from lade.backends.cpu.packing.panels import TILE_PANEL
+from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits
+from lade.model.in_place_subclassing import Changed, change
+
+_KINDS = (PackedLinear, Int8Linear, Int4Linear)
+_DTYPES = (torch.float32, torch.bfloat16)
+_MANY = 2**14  # least numbers per thread of what is no product
+_GATED, _PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
+_HEAD_NORMS, _LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
+_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+_TRIAL = (2, 5)  # rows and tokens
+_MEMORY, _X, _OUT, _MORE = range(4)  # indices among the addresses of a call
+
+
+class _Prepared(dict[tuple[int, ...], tuple[Stages, int]]):
+    """Stages and bytes of memory by rows, threads and what else they depend on; copies start empty.
+
+    Attributes:
+        parts: the modules that stages were prepared for, each with its name and the children of the module it is in.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[dict[str, Any], str, Any]] = []
+
+    def __reduce__(self) -> Any:
+        return _Prepared, ()
+
+
+class Fused(Changed):
+    """Base of the mixins."""
+
+    _calls: _Prepared
+
+    def _is_fit(self) -> bool:
+        """Return True if fewer calls give what the parts do; they may have been replaced, or have got hooks."""
+        for modules, name, part in self._calls.parts:
+            if modules.get(name) is not part or not _is_free(part):
+                break
+        else:
+            if self._calls.parts:
+                return True
+        self._calls.clear()
+        self._calls.parts = _parts_of(self) if _can_be_fused(self) else []
+        return bool(self._calls.parts)
+
+
+class GatedBlock(Fused):
+    """Mixin for the class of a block with the layers `gate_proj`, `up_proj`, `down_proj` and `act_fn`."""
+
+    gate_proj: Any
+    down_proj: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the block."""
+        rows = _few_rows(x)
+        if not rows or not self._is_fit():
+            own: torch.Tensor = self.original.forward(self, x)
+            return own
+        layers = _layers_of(self, _GATED)
+        x = _checked(layers, x)
+        out = x.new_empty(*x.shape[:-1], layers[2].out_features)
+        stages, size = _known(self._calls, rows) or _prepare(self._calls, (rows,), _block_stages, self)
+        _run(stages, size, x, out, [], layers)
+        return out
+
+
+def _block_stages(stages: Stages, room: Room, rows: int, block: Any) -> None:
+    _add_block(stages, room, rows, block, At(_X), At(_OUT), _MORE)
+
+
+def _add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At, own: int) -> None:
+    """Add the stages of a gated block; `own` is the index of the first address of its weights."""
+    (gate, up, down), logistic = _layers_of(block, _GATED), logistic_of(block.act_fn)
+    assert logistic is not None
+    numbers, kind = rows * up.out_features, dtype_code(gate.dtype)
+    of_gate, of_up, product = (room.take(numbers * gate.dtype.itemsize) for _ in range(3))
+    blocks = gate._panel_weight.add_rows(stages, room, rows, x, kind)
+    gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
+    up._panel_weight.add_product(stages, rows, blocks, own + 4, of_up, kind, kind)
+    slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
+    stages.add(kernel("logistic_product"), _parts(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
+    _add_linear(stages, room, rows, down, product, out, own + 8)
+
+
+def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: At, own: int) -> None:
+    kind = dtype_code(layer.dtype)
+    blocks = layer._panel_weight.add_rows(stages, room, rows, x, kind)
+    layer._panel_weight.add_product(stages, rows, blocks, own, out, kind, kind)
+
+
+class FusedProjections(Fused):
+    """Mixin for the class of an attention layer with `q_proj`, `k_proj` and `v_proj`, and maybe norms behind them."""
+
+    config: Any
+    head_dim: int
+    scaling: float
+    layer_idx: int
+    o_proj: Any
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute attention; arguments are those of transformers' attention layers."""
+        if not _fits(self, hidden_states, position_embeddings) or not self._is_fit():
+            given: Any = dict(zip(_ARGUMENTS[1:], (position_embeddings, attention_mask, past_key_values), strict=True))
+            return self.original.forward(self, hidden_states, **given, **kwargs)
+        states = _projected(self, hidden_states, position_embeddings, None)
+        out = _attended(self, states, attention_mask, past_key_values, kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def _fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
+    """Return True if one call may give the projections of these rows."""
+    if not _few_rows(x) or attention.training or attention.config._attn_implementation != ATTENTION:
+        return False
+    return _turns(positions, x, attention.head_dim)
+
+
+def _projected(attention: Any, x: torch.Tensor, positions: Any, norm: Any) -> list[torch.Tensor]:
+    """Return turned queries and keys, and values, `[B, S, heads, D]`, of rows `[B, S, in]`, behind a norm if there is one.
+
+    Positions are cosines and sines, `[1 or B, S, D]`.
+    """
+    (batch, step, _), layers, (cos, sin) = x.shape, _layers_of(attention, _PROJECTED), positions
+    x, rows, size, turns = _checked(layers, x), batch * step, attention.head_dim, cos.shape[0] * step
+    states = [x.new_empty(batch, step, each.out_features // size, size) for each in layers]
+    key = rows, turns, int(norm is not None)
+    prepared = _known(attention._calls, *key) or _prepare(
+        attention._calls, key, _projection_stages, turns, attention, norm
+    )
+    norms = [norm, *(attention._modules.get(name) for name in _HEAD_NORMS)]
+    weights = [0 if each is None else each.weight.data_ptr() for each in norms]
+    more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states), *weights]
+    _run(*prepared, x, x, more, layers)
+    return states
+
+
+def _projection_stages(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
+    cos, sin, *states = map(At, range(_MORE, _MORE + 5))
+    norm_weights, own = [At(_MORE + 5 + each) for each in range(3)], _MORE + 8
+    layers, size = _layers_of(attention, _PROJECTED), attention.head_dim
+    kind, x = dtype_code(layers[0].dtype), At(_X)
+    if norm is not None:
+        x = room.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
+        _add_norm(stages, rows, norm, At(_X), norm_weights[0], x)
+    blocks = layers[0]._panel_weight.add_rows(stages, room, rows, x, kind)
+    for number, (layer, found) in enumerate(zip(layers, states, strict=True)):
+        layer._panel_weight.add_product(stages, rows, blocks, own + 4 * number, found, kind, kind)
+    for name, layer, found, weight in zip(_HEAD_NORMS, layers, states, norm_weights[1:], strict=False):
+        heads, head_norm = layer.out_features // size, attention._modules.get(name)
+        if head_norm is not None:
+            _add_norm(stages, rows * heads, head_norm, found, weight, found)
+        turn = found, cos, sin, kind, rows, turns, heads, size  # a Rotation, see cpu_elementwise.h
+        stages.add(kernel("rotate"), _parts(rows * layer.out_features), turn)
+
+
+def _add_norm(stages: Stages, rows: int, norm: Any, x: At, weight: At, out: At) -> None:
+    kind, columns = dtype_code(norm.weight.dtype), norm.weight.numel()
+    stages.add(kernel("normalise"), _parts(rows * columns), (x, weight, out, kind, *norm.fields(rows)))
+
+
+def _attended(
+    attention: Any, states: Sequence[torch.Tensor], mask: Any, cache: Any, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return the results of attention, `[B, S, heads, D]`, after the cache was given keys and values."""
+    query, key, value = (each.transpose(1, 2) for each in states)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+    softcap = getattr(attention, "attn_logit_softcapping", None)
+    kwargs = {"scaling": attention.scaling, "softcap": softcap, **kwargs}
+    return invariant_attention(attention, query, key, value, mask, **kwargs)[0]
+
+
+class FusedLayer(Fused):
+    """Mixin for the class of a decoder layer of projections and a gated block, with a norm before either."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer; arguments are those of transformers' decoder layers."""
+        x, attention, positions = hidden_states, self._modules["self_attn"], kwargs.get("position_embeddings")
+        if args or not _fits(attention, x, positions) or not self._is_fit():
+            return self.original.forward(self, x, *args, **kwargs)
+        begin, norm = _layers_of(self, _LAYER_NORMS)
+        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        rest = {name: each for name, each in kwargs.items() if name not in _ARGUMENTS}
+        states = _projected(attention, x, positions, begin)
+        found = _attended(attention, states, mask, cache, rest)
+        rows, layers = x.numel() // x.shape[-1], _layers_behind(self)
+        for each in layers:
+            each.follow_parameters()
+        stages, size = _known(self._calls, rows) or _prepare(self._calls, (rows,), _layer_stages, self)
+        x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+        _run(stages, size, x, out, [found.data_ptr(), norm.weight.data_ptr()], layers)
+        return out
+
+
+def _layers_behind(layer: Any) -> list[Any]:
+    """Return the linear layers of a decoder layer that come after attention."""
+    return [layer._modules["self_attn"]._modules["o_proj"], *_layers_of(layer._modules["mlp"], _GATED)]
+
+
+def _layer_stages(stages: Stages, room: Room, rows: int, layer: Any) -> None:
+    attended, norm_weight, own, norm = At(_MORE), At(_MORE + 1), _MORE + 2, layer.post_attention_layernorm
+    output, kind = layer.self_attn.o_proj, dtype_code(layer.self_attn.o_proj.dtype)
+    numbers = rows * output.out_features
+    of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
+    _add_linear(stages, room, rows, output, attended, of_attention, own)
+    stages.add(kernel("add"), _parts(numbers), (At(_X), of_attention, hidden, kind, numbers))
+    _add_norm(stages, rows, norm, hidden, norm_weight, normed)
+    _add_block(stages, room, rows, layer.mlp, normed, of_block, own + 4)
+    stages.add(kernel("add"), _parts(numbers), (hidden, of_block, At(_OUT), kind, numbers))
+
+
+def _known(calls: _Prepared, *key: int) -> tuple[Stages, int] | None:
+    return calls.get((*key, torch.get_num_threads()))
+
+
+def _prepare(calls: _Prepared, key: tuple[int, ...], add_stages: Any, *more: Any) -> tuple[Stages, int]:
+    """Return the stages of a call, and the bytes of memory that they need."""
+    stages, room = Stages(), Room(_MEMORY)
+    add_stages(stages, room, key[0], *more)
+    calls[(*key, torch.get_num_threads())] = prepared = stages, room.size
+    return prepared
+
+
+def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
+    """Run the stages of a call; the addresses of its layers' weights come last."""
+    memory = torch.empty(size, dtype=torch.int8)
+    addresses = [memory.data_ptr(), x.data_ptr(), out.data_ptr(), *more]
+    for each in layers:
+        addresses += each._panel_weight.addresses(each._parameters["bias"])
+    stages.run(addresses)
+
+
+def _checked(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return contiguous rows, once layers that are not called are known to take them; all are of one kind."""
+    x = layers[0].checked(x)
+    for each in layers[1:]:
+        each.follow_parameters()
+    return x.contiguous()
+
+
+def _few_rows(x: Any) -> int:
+    """Return the number of rows of `[..., in]` that one call takes; 0 for none, too many, or gradients."""
+    rows = x.numel() // x.shape[-1] if is_plain(x) and x.numel() and not torch.is_grad_enabled() else 0
+    return rows if rows <= PREPARED_ROWS else 0
+
+
+def _parts(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // _MANY))
+
+
+def _layers_of(module: Any, names: Iterable[str]) -> Any:
+    modules = module._modules
+    return [modules[name] for name in names]
+
+
+# What is recognised
+
+
+@torch.no_grad()
+def fuse(model: nn.Module) -> None:
+    """Fuse what is recognised in a model, in place; only layers whose weights are in panels are."""
+    for module in reversed(list(model.modules())):  # a layer after its parts
+        names = set(module._modules)
+        if names == {*_GATED, "act_fn"} and not module._parameters and _is_gated(module):
+            _change(module, GatedBlock, _same_blocks)
+        elif {*_PROJECTED, "o_proj"} <= names and _takes_arguments(module) and _is_projected(module):
+            _change(module, FusedProjections, _same_attention)
+        elif names == {"self_attn", "mlp", *_LAYER_NORMS} and _takes_arguments(module) and _is_layer(module):
+            _change(module, FusedLayer, _same_layers)
+
+
+def _can_be_fused(module: Fused) -> bool:
+    if isinstance(module, FusedLayer):
+        return _is_layer(module)
+    return _is_gated(module) if isinstance(module, GatedBlock) else _is_projected(module)
+
+
+def _parts_of(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return all modules in a module, each with the children of the one it is in and its name among them."""
+    return [(each._modules, name, part) for each in module.modules() for name, part in each._modules.items()]
+
+
+def _is_free(layer: Any) -> bool:
+    """Return True if nobody but the module that a layer is in would notice that it is not called."""
+    return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
+
+
+def _are_in_panels(layers: Any) -> bool:
+    """Return True if layers are packed, have panels of one kind, and may be passed by."""
+    first = layers[0]
+    kind, dtype = type(first), first.dtype if type(first) in _KINDS else None
+    for each in layers:
+        if type(each) is not kind or dtype not in _DTYPES or each.dtype != dtype or not _is_free(each):
+            return False
+        if each._panel_weight is None or each.panel == TILE_PANEL:
+            return False
+    return True
+
+
+def _is_gated(block: Any) -> bool:
+    """Return True if one call gives what the layers of a block do."""
+    layers, activation = _layers_of(block, _GATED), block._modules["act_fn"]
+    if not _are_in_panels(layers) or not _is_free(activation) or logistic_of(activation) is None:
+        return False
+    gate, up, down = layers
+    same: bool = gate.in_features == up.in_features and gate.out_features == up.out_features == down.in_features
+    return same and up.out_features >= WIDEST
+
+
+def _is_projected(attention: Any) -> bool:
+    """Return True if one call gives what the projections, and the norms behind them, of an attention layer do."""
+    layers, size = _layers_of(attention, _PROJECTED), getattr(attention, "head_dim", 0)
+    if not _are_in_panels(layers) or not size or size % 2:
+        return False
+    for each in layers:
+        if each.out_features % size or each.in_features != layers[0].in_features:
+            return False
+    norms = [attention._modules.get(name) for name in _HEAD_NORMS]
+    return all(norm is None or _is_norm(norm, layers[0].dtype, size) for norm in norms)
+
+
+def _is_norm(norm: Any, dtype: torch.dtype, columns: int) -> bool:
+    return isinstance(norm, InvariantNorm) and _is_free(norm) and norm.fuses(dtype, columns)
+
+
+def _is_layer(layer: Any) -> bool:
+    """Return True if two calls give what the parts of a decoder layer do, but for attention itself."""
+    attention, block = _layers_of(layer, ("self_attn", "mlp"))
+    if not (isinstance(attention, FusedProjections) and isinstance(block, GatedBlock)):
+        return False
+    if not (_is_free(attention) and _is_free(block) and _is_projected(attention) and _is_gated(block)):
+        return False
+    if not _are_in_panels(_layers_behind(layer)):
+        return False
+    first, last = _layers_of(attention, ("q_proj", "o_proj"))
+    width, dtype = first.in_features, first.dtype
+    if not width == last.out_features == block.gate_proj.in_features == block.down_proj.out_features:
+        return False
+    return all(_is_norm(norm, dtype, width) for norm in _layers_of(layer, _LAYER_NORMS))
+
+
+def _takes_arguments(module: nn.Module) -> bool:
+    """Return True if a forward has the arguments of transformers' layers, and needs no other."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = {each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD}
+    return needed <= set(_ARGUMENTS) <= {each.name for each in parameters}
+
+
+def _turns(positions: Any, x: torch.Tensor, size: int) -> bool:
+    """Return True if cosines and sines are of whole heads, in the dtype of the rows `[B, S, in]`."""
+    if x.dim() != 3 or not isinstance(positions, tuple) or len(positions) != 2:
+        return False
+    (batch, step, _), (cos, sin) = x.shape, positions
+    if not (is_plain(cos) and is_plain(sin) and cos.dtype == sin.dtype == x.dtype and cos.shape == sin.shape):
+        return False
+    return cos.shape in ((1, step, size), (batch, step, size)) and cos.is_contiguous() and sin.is_contiguous()
+
+
+# Trials
+
+
+def _change(module: Any, mixed_in: type[Fused], same: Any) -> None:
+    """Mix a class into a module's class if a trial finds the same bits."""
+    change(module, mixed_in)
+    module.__dict__["_calls"] = _Prepared()
+    if not same(module):
+        module.__class__ = module.original
+
+
+def _drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _same_blocks(block: Any) -> bool:
+    gate = block.gate_proj
+    x = _drawn(*_TRIAL, gate.in_features, dtype=gate.dtype)
+    own = block.original.forward(block, x)
+    return isinstance(own, torch.Tensor) and torch.equal(own, block(x))
+
+
+class _Cache:
+    """Stands in for a cache in a trial, and notes what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[torch.Tensor] = []
+        self.more: tuple[Any, ...] = ()
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.given, self.more = [key, value], more
+        return key, value
+
+
+def _same_attention(attention: Any) -> bool:
+    return _same_results(attention, attention)
+
+
+def _same_layers(layer: Any) -> bool:
+    return _same_results(layer, layer.self_attn)
+
+
+def _same_results(module: Any, attention: Any) -> bool:
+    """Return True if results, keys and values have the same bits, and the cache is given nothing else."""
+    caches, first = (_Cache(), _Cache()), attention.q_proj
+    x = _drawn(*_TRIAL, first.in_features, dtype=first.dtype)
+    positions = _drawn(2, 1, _TRIAL[1], attention.head_dim, dtype=first.dtype).unbind()
+    given: Any = {"position_embeddings": positions, "attention_mask": None}
+    forwards = module.original.forward.__get__(module), module
+    own, found = (forward(x, **given, past_key_values=cache) for forward, cache in zip(forwards, caches, strict=True))
+    if type(own) is not type(found):
+        return False
+    if isinstance(own, tuple):
+        own, found = own[0], found[0]
+    pairs = [*zip(caches[0].given, caches[1].given, strict=True), (own, found)]
+    return caches[0].more == caches[1].more and all(torch.equal(*pair) for pair in pairs)

@@ -1,0 +1,260 @@
+"""Layers in few calls: the bits of their parts' own calls, and the parts' own way wherever that may differ."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from integer_toys import assert_texts_are_plains
+from torch import nn
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import lade
+from lade.backends.cpu.invariant.fused import Fused, FusedLayer, FusedProjections, GatedBlock
+from lade.backends.cpu.kernels import kernel
+from lade.backends.cpu.packing.panel_products import panel_for
+from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
+from lade.backends.cpu.packing.panels import DOT_PANEL
+
+HALF = torch.bfloat16
+pytestmark = pytest.mark.skipif(not kernel("attend").available, reason="the compiled kernels are missing")
+KINDS = [
+    pytest.param(weights, dtype, marks=pytest.mark.skipif(panel_for(panels) != DOT_PANEL, reason="no dot products"))
+    for weights, dtype, panels in [
+        ("int8", torch.float32, torch.int8), ("int8", HALF, torch.int8), (None, HALF, HALF),
+    ]
+] + [("int4", torch.float32), ("int4", HALF)]  # fmt: skip
+with_each = pytest.mark.parametrize(("weights", "dtype"), KINDS)
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "biases": (LlamaConfig, LlamaForCausalLM, {"mlp_bias": True, "attention_bias": True}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 7, "head_dim": 12}),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 8, "sliding_window": 7}),
+    "granite": (GraniteConfig, GraniteForCausalLM, {"residual_multiplier": 0.5, "attention_multiplier": 0.7}),
+}
+WITH_LAYERS = ("llama", "biases", "qwen2", "qwen3", "mistral")  # others have more norms, or scale what they add up
+
+
+def built(family="llama", dtype=torch.float32, **more):
+    config, kind, own = FAMILIES[family]
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": 48, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    fields = {"num_key_value_heads": 2, "initializer_range": 0.3} | sizes | tokens | own | more
+    model = kind(config(**fields)).to(dtype).eval()
+    for parameter in model.parameters():  # biases, and the weights of norms
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape).to(dtype)
+    return model
+
+
+def made(family="llama", weights="int4", dtype=torch.float32, **more):
+    return lade.invariant(lade.pack(built(family, dtype, **more), weights=weights, min_weights=1))
+
+
+def count(model, kind) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
+def first(model, kind):
+    return next(module for module in model.modules() if isinstance(module, kind))
+
+
+def apart(model):
+    """A copy whose modules make all their calls."""
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        if isinstance(module, Fused):
+            module.__class__ = module.original
+    return other
+
+
+def rows_of(block, *shape, dtype):
+    x = torch.randn(*shape, block.gate_proj.in_features, generator=torch.Generator().manual_seed(3))
+    return (x * 10 ** torch.linspace(-2, 1, x.shape[-2])[:, None]).to(dtype)
+
+
+def outputs(model, ids, cache=None, **more):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, **more)
+
+
+@with_each
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "quick_gelu"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@torch.no_grad()
+def test_a_block_has_the_bits_of_its_layers(weights, dtype, activation, threads, monkeypatch):
+    block = first(made("llama", weights, dtype, hidden_act=activation), GatedBlock)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for rows in (1, 2, 3, 8, 16, 17, 40, PREPARED_ROWS, PREPARED_ROWS + 1):
+        x = rows_of(block, 1, rows, dtype=dtype)
+        assert torch.equal(block(x), block.original.forward(block, x)), rows
+    assert block(x[0, 0]).shape == x[0, 0].shape and block(x[:, :0]).shape == (1, 0, x.shape[-1])
+    turned = rows_of(block, 4, 6, dtype=dtype).transpose(0, 1)
+    assert torch.equal(block(turned), block(turned.contiguous()))
+    assert max(rows for rows, _ in block._calls) == PREPARED_ROWS
+
+
+@with_each
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("threads", [1, 3])
+@torch.no_grad()
+def test_a_model_has_the_bits_of_its_parts(weights, dtype, family, threads, monkeypatch):
+    """Passes of a row and of several, in one piece and behind a cache, with padding and without."""
+    model = made(family, weights, dtype)
+    assert count(model, GatedBlock) == count(model, FusedProjections) == 2
+    assert count(model, FusedLayer) == 2 * (family in WITH_LAYERS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    other, generator = apart(model), torch.Generator().manual_seed(1)
+    for rows, tokens in ((1, 1), (1, 9), (3, 5), (1, PREPARED_ROWS), (2, PREPARED_ROWS)):
+        ids = torch.randint(1, 48, (rows, tokens + 4), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[rows // 2 :, : 2 * (rows > 1)] = 0
+        for pieces in ([ids], ids.split([4, tokens], 1), ids.split([tokens, 3, 1], 1)):
+            caches, seen = (DynamicCache(), DynamicCache()), 0
+            for piece in pieces:
+                seen += piece.shape[1]
+                found, expected = (
+                    each(piece, past_key_values=cache, attention_mask=mask[:, :seen]).logits
+                    for each, cache in zip((model, other), caches, strict=True)
+                )
+                assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7)), (rows, tokens, len(pieces))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_families_write_the_text_of_plain_decoding(family, dtype):
+    assert_texts_are_plains(made(family, dtype=dtype))
+
+
+def test_parts_of_other_kinds_are_left_alone():
+    assert count(lade.invariant(built()), Fused) == 0, "its weights are not packed"
+    for activation in ("gelu", "relu"):
+        model = made(hidden_act=activation)
+        assert count(model, GatedBlock) == count(model, FusedLayer) == 0 < count(model, FusedProjections)
+    model = lade.pack(built(), weights="int4", keep=["v_proj"], min_weights=1)
+    assert count(lade.invariant(model), FusedProjections) == 0
+    part_of_a_head = made(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    assert_texts_are_plains(part_of_a_head)
+
+
+def test_a_block_that_computes_something_else_is_left_alone(monkeypatch):
+    def swapped(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+    monkeypatch.setattr(LlamaMLP, "forward", swapped)
+    assert count(made(), GatedBlock) == 0
+
+
+PARTS = [
+    "self_attn", "self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp", "mlp.gate_proj", "mlp.down_proj",
+    "mlp.act_fn", "input_layernorm", "post_attention_layernorm",
+]  # fmt: skip
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_hooks_of_parts_are_heard(name):
+    model, seen = made(), list[str]()
+    before, part = outputs(model, IDS).logits, model.model.layers[1].get_submodule(name)
+
+    def doubled(module, given, out):
+        seen.append(name)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    handle = part.register_forward_hook(doubled)
+    found = outputs(model, IDS).logits
+    assert seen == [name] and not torch.equal(found, before)
+    assert torch.equal(found, outputs(apart(model), IDS).logits)
+    handle.remove()
+    assert torch.equal(outputs(model, IDS).logits, before)
+    other = copy.deepcopy(model)
+    part.forward = lambda *args, **kwargs: seen.append("own") or type(part).forward(part, *args, **kwargs)
+    assert torch.equal(outputs(model, IDS).logits, before) and seen[-1] == "own"
+    assert torch.equal(outputs(other, IDS).logits, before)
+
+
+def test_parts_that_are_replaced_are_called():
+    model = made()
+    before, attention = outputs(model, IDS).logits, model.model.layers[0].self_attn
+    attention.v_proj = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features)
+    found = outputs(model, IDS).logits
+    assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
+
+
+def test_hidden_states_and_attentions_can_be_asked_for():
+    model = made()
+    found, expected = (outputs(each, IDS, output_hidden_states=True) for each in (model, apart(model)))
+    assert len(found.hidden_states) == 3 and all(map(torch.equal, found.hidden_states, expected.hidden_states))
+
+
+def test_another_attention_is_asked_for():
+    model = made()
+    expected = outputs(apart(model), IDS).logits
+    model.set_attn_implementation("eager")
+    assert torch.allclose(outputs(model, IDS).logits, expected, atol=1e-3)
+    model.set_attn_implementation("lade_invariant")
+    assert torch.equal(outputs(model, IDS).logits, expected)
+
+
+def test_a_weight_that_was_kept_and_written_into_is_packed_anew():
+    model = lade.invariant(lade.pack(built(), weights="int4", keep_original=True, min_weights=1))
+    assert count(model, FusedLayer) == 2
+    for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.k_proj", "self_attn.o_proj"):
+        before = outputs(model, IDS).logits
+        with torch.no_grad():
+            model.model.layers[1].get_submodule(name).weight.mul_(2)
+        found = outputs(model, IDS).logits
+        assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
+
+
+def test_a_bias_that_does_not_fit_is_refused():
+    for name in ("mlp.up_proj", "self_attn.k_proj", "self_attn.o_proj"):
+        model = made("biases")
+        outputs(model, IDS)
+        layer = model.model.layers[1].get_submodule(name)
+        layer.bias = nn.Parameter(torch.zeros(3))
+        with pytest.raises(lade.UnsupportedModelError, match="the bias of a packed layer"):
+            outputs(model, IDS)
+
+
+def test_it_refuses_what_its_parts_refuse():
+    model = made()
+    block = first(model, GatedBlock)
+    with pytest.raises(lade.UnsupportedModelError, match="no gradients"):
+        block(rows_of(block, 3, dtype=torch.float32).requires_grad_())
+    with pytest.raises(lade.UnsupportedModelError, match="no gradients"):
+        model(inputs_embeds=torch.randn(1, 3, 64).requires_grad_())
+    with torch.no_grad(), pytest.raises(RuntimeError, match="mat1 and mat2"):
+        block(torch.randn(3, block.gate_proj.in_features + 1))
+    with torch.autocast("cpu", dtype=HALF), pytest.raises(lade.UnsupportedModelError, match="autocast"):
+        outputs(model, IDS)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_weights_of_their_own(copied):
+    model = made()
+    expected = outputs(model, IDS).logits
+    again = copied(model)
+    assert not any(module._calls or module._calls.parts for module in again.modules() if isinstance(module, Fused))
+    del model
+    assert torch.equal(outputs(again, IDS).logits, expected)
+    lade.variant(again)
+    assert count(again, Fused) == 0
