@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 260,
-    "lines": 48_640,
+    "files": 257,
+    "lines": 48_760,  # 120 more with `invariant.fused`, the one time that a bound was raised
     "files under 40 lines of code": 15,
     "lines of the largest file": 500,
-    "imports, per cent of code": 10.9,
-    "lines of a function, p90": 19,
+    "imports, per cent of code": 10.8,
+    "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 63,
-    "lines that generate imports": 13850,
+    "lines that generate imports": 13810,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 20,
     "entries of Args that are fragments, per cent": 4.2,
 }
-LEAST = {"median lines of a file": 189}
+LEAST = {"median lines of a file": 190}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
-from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels
+from lade.backends.cpu.packing.int4 import Int4Codes, in_int4_panels
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel, initial_sums
 from lade.backends.cpu.packing.panels import in_panels

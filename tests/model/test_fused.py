@@ -199,6 +199,24 @@ def test_parts_that_are_replaced_are_called():
     assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
 
 
+def test_parts_that_are_replaced_by_others_of_their_kind_are_fused_anew():
+    model, other = made(weights="int4"), made(weights="int8", initializer_range=0.5)
+    before, layer = outputs(model, IDS).logits, model.model.layers[0]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(layer.self_attn, name, other.model.layers[0].self_attn.get_submodule(name))
+    found = outputs(model, IDS).logits
+    assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
+    assert layer._calls, "the layer is still made by two calls"
+
+
+def test_rows_that_autocast_would_cast_go_the_parts_own_way():
+    model = made(dtype=HALF)
+    embedded = torch.randn(1, 3, 64)
+    with torch.no_grad(), torch.autocast("cpu", dtype=HALF):
+        found, expected = (each(inputs_embeds=embedded).logits for each in (model, apart(model)))
+    assert torch.equal(found, expected)
+
+
 def test_hidden_states_and_attentions_can_be_asked_for():
     model = made()
     found, expected = (outputs(each, IDS, output_hidden_states=True) for each in (model, apart(model)))

@@ -17,8 +17,13 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import folder, int4
-from lade.backends.cpu.packing.int4 import Int4Linear, reference_int4_product
-from lade.backends.cpu.packing.int4_codes import Int4Codes, in_int4_panels, out_of_int4_panels
+from lade.backends.cpu.packing.int4 import (
+    Int4Codes,
+    Int4Linear,
+    in_int4_panels,
+    out_of_int4_panels,
+    reference_int4_product,
+)
 from lade.backends.cpu.packing.int8 import quantised
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
 from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel

@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lade.backends.cpu.invariant import norms
-from lade.backends.cpu.invariant.norms import GEMMA, LLAMA, WHOLE, InvariantNorm, replace_norms, rms_norm
+from lade.backends.cpu.invariant.norms import GEMMA, LLAMA, WHOLE, InvariantNorm, _normalised, replace_norms
 from lade.model.in_place_subclassing import restore
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -74,21 +74,21 @@ def test_a_row_has_the_same_bits_wherever_it_stands(size, dtype, monkeypatch):
     x, weight = torch.randn(40, size).to(dtype), torch.randn(size).to(dtype)
     try:
         torch.set_num_threads(1)
-        alone = torch.cat([rms_norm(row, weight, 1e-5, LLAMA) for row in x.split(1)])
+        alone = torch.cat([_normalised(row, weight, 1e-5, LLAMA) for row in x.split(1)])
         torch.set_num_threads(3)
-        shared = rms_norm(x.view(5, 8, size), weight, 1e-5, LLAMA)
+        shared = _normalised(x.view(5, 8, size), weight, 1e-5, LLAMA)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(shared.view(40, size), alone) and torch.equal(rms_norm(x[7:], weight, 1e-5, LLAMA), alone[7:])
-    turned = rms_norm(x.t().contiguous().t(), weight, 1e-5, LLAMA)
+    assert torch.equal(shared.view(40, size), alone) and torch.equal(_normalised(x[7:], weight, 1e-5, LLAMA), alone[7:])
+    turned = _normalised(x.t().contiguous().t(), weight, 1e-5, LLAMA)
     assert torch.equal(turned, alone), "rows that do not lie side by side"
 
 
 def test_what_is_no_number_stays_in_its_row():
     x, weight = torch.randn(4, 40), torch.ones(40)
-    whole = rms_norm(x, weight, 1e-5, LLAMA)
+    whole = _normalised(x, weight, 1e-5, LLAMA)
     x[2, 39] = torch.nan
-    found = rms_norm(x, weight, 1e-5, LLAMA)
+    found = _normalised(x, weight, 1e-5, LLAMA)
     assert found[2].isnan().all() and torch.equal(found[[0, 1, 3]], whole[[0, 1, 3]])
 
 

@@ -93,13 +93,11 @@ class GatedBlock(Fused):
         layers = _layers_of(self, _GATED)
         x = _checked(layers, x)
         out = x.new_empty(*x.shape[:-1], layers[2].out_features)
-        stages, size = _known(self._calls, rows) or _prepare(self._calls, (rows,), _block_stages, self)
-        _run(stages, size, x, out, [], layers)
+        prepared = _known(self._calls, rows) or _prepare(
+            self._calls, (rows,), _add_block, self, At(_X), At(_OUT), _MORE
+        )
+        _run(*prepared, x, out, [], layers)
         return out
-
-
-def _block_stages(stages: Stages, room: Room, rows: int, block: Any) -> None:
-    _add_block(stages, room, rows, block, At(_X), At(_OUT), _MORE)
 
 
 def _add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At, own: int) -> None:
@@ -152,14 +150,12 @@ def _fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
     """Return True if one call may give the projections of these rows."""
     if not _few_rows(x) or attention.training or attention.config._attn_implementation != ATTENTION:
         return False
-    return _turns(positions, x, attention.head_dim)
+    same = getattr(attention._modules["q_proj"], "dtype", None) == x.dtype  # autocast might cast them
+    return same and _turns(positions, x, attention.head_dim)
 
 
 def _projected(attention: Any, x: torch.Tensor, positions: Any, norm: Any) -> list[torch.Tensor]:
-    """Return turned queries and keys, and values, `[B, S, heads, D]`, of rows `[B, S, in]`, behind a norm if there is one.
-
-    Positions are cosines and sines, `[1 or B, S, D]`.
-    """
+    """Return turned queries and keys, and values, `[B, S, heads, D]`, of rows `[B, S, in]`; the norm may be None."""
     (batch, step, _), layers, (cos, sin) = x.shape, _layers_of(attention, _PROJECTED), positions
     x, rows, size, turns = _checked(layers, x), batch * step, attention.head_dim, cos.shape[0] * step
     states = [x.new_empty(batch, step, each.out_features // size, size) for each in layers]
@@ -215,8 +211,10 @@ class FusedLayer(Fused):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer; arguments are those of transformers' decoder layers."""
-        x, attention, positions = hidden_states, self._modules["self_attn"], kwargs.get("position_embeddings")
-        if args or not _fits(attention, x, positions) or not self._is_fit():
+        attention: Any = self._modules["self_attn"]
+        x, positions = hidden_states, kwargs.get("position_embeddings")
+        fits = not args and _fits(attention, x, positions)
+        if not fits or not (self._is_fit() and attention._is_fit()):
             return self.original.forward(self, x, *args, **kwargs)
         begin, norm = _layers_of(self, _LAYER_NORMS)
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
@@ -302,11 +300,11 @@ def fuse(model: nn.Module) -> None:
     for module in reversed(list(model.modules())):  # a layer after its parts
         names = set(module._modules)
         if names == {*_GATED, "act_fn"} and not module._parameters and _is_gated(module):
-            _change(module, GatedBlock, _same_blocks)
+            _change(module, GatedBlock)
         elif {*_PROJECTED, "o_proj"} <= names and _takes_arguments(module) and _is_projected(module):
-            _change(module, FusedProjections, _same_attention)
+            _change(module, FusedProjections)
         elif names == {"self_attn", "mlp", *_LAYER_NORMS} and _takes_arguments(module) and _is_layer(module):
-            _change(module, FusedLayer, _same_layers)
+            _change(module, FusedLayer)
 
 
 def _can_be_fused(module: Fused) -> bool:
@@ -399,56 +397,48 @@ def _turns(positions: Any, x: torch.Tensor, size: int) -> bool:
 # Trials
 
 
-def _change(module: Any, mixed_in: type[Fused], same: Any) -> None:
+def _change(module: Any, mixed_in: type[Fused]) -> None:
     """Mix a class into a module's class if a trial finds the same bits."""
     change(module, mixed_in)
     module.__dict__["_calls"] = _Prepared()
-    if not same(module):
+    if not _is_same(module):
         module.__class__ = module.original
-
-
-def _drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def _same_blocks(block: Any) -> bool:
-    gate = block.gate_proj
-    x = _drawn(*_TRIAL, gate.in_features, dtype=gate.dtype)
-    own = block.original.forward(block, x)
-    return isinstance(own, torch.Tensor) and torch.equal(own, block(x))
 
 
 class _Cache:
     """Stands in for a cache in a trial, and notes what it is given."""
 
     def __init__(self) -> None:
-        self.given: list[torch.Tensor] = []
-        self.more: tuple[Any, ...] = ()
+        self.given: tuple[Any, ...] = ()
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given, self.more = [key, value], more
+        self.given = key, value, *more
         return key, value
 
 
-def _same_attention(attention: Any) -> bool:
-    return _same_results(attention, attention)
+def _is_same(module: Any) -> bool:
+    """Return True if a module's own forward has the same results, and gives its cache the same, bit for bit."""
+    first, given, caches = _first_layer(module), dict[str, Any](), (_Cache(), _Cache())
+    if not isinstance(module, GatedBlock):
+        size = getattr(module, "self_attn", module).head_dim
+        given = {
+            "position_embeddings": _drawn(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind(),
+            "attention_mask": None,
+        }
+    x, seen = _drawn(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
+    for forward, cache in zip((module.original.forward.__get__(module), module), caches, strict=True):
+        found = forward(x, **given, **({"past_key_values": cache} if given else {}))
+        seen.append([found[0] if isinstance(found, tuple) else found, type(found), *cache.given])
+    return len(seen[0]) == len(seen[1]) and all(map(_are_equal, *seen))
 
 
-def _same_layers(layer: Any) -> bool:
-    return _same_results(layer, layer.self_attn)
+def _are_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def _same_results(module: Any, attention: Any) -> bool:
-    """Return True if results, keys and values have the same bits, and the cache is given nothing else."""
-    caches, first = (_Cache(), _Cache()), attention.q_proj
-    x = _drawn(*_TRIAL, first.in_features, dtype=first.dtype)
-    positions = _drawn(2, 1, _TRIAL[1], attention.head_dim, dtype=first.dtype).unbind()
-    given: Any = {"position_embeddings": positions, "attention_mask": None}
-    forwards = module.original.forward.__get__(module), module
-    own, found = (forward(x, **given, past_key_values=cache) for forward, cache in zip(forwards, caches, strict=True))
-    if type(own) is not type(found):
-        return False
-    if isinstance(own, tuple):
-        own, found = own[0], found[0]
-    pairs = [*zip(caches[0].given, caches[1].given, strict=True), (own, found)]
-    return caches[0].more == caches[1].more and all(torch.equal(*pair) for pair in pairs)
+def _first_layer(module: Any) -> Any:
+    return next(each for each in module.modules() if isinstance(each, PackedLinear))
+
+
+def _drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

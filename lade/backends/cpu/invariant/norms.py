@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel, refuse
+from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel
 from lade.backends.cpu.worker_threads import float_bits, run_on_team
 from lade.model.in_place_subclassing import Changed, change, own_class
 
@@ -40,24 +40,6 @@ class Formula(NamedTuple):
 LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, False)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
-    """Divide rows by their root mean square and multiply by the weights, in float32, without gradients.
-
-    Args:
-        x: `[..., D]` on the CPU, bfloat16 or float32, D at least 32.
-        weight: `[D]` in the dtype of x, contiguous.
-        epsilon: number added to the mean square.
-        formula: variant of the norm.
-
-    Raises:
-        ValueError: x or weight is not supported.
-    """
-    if not _takes(x, weight):
-        takes = f"bfloat16 or float32 on the CPU, rows of {WIDEST} numbers or more, contiguous weights of their dtype"
-        refuse("the RMS norm", takes, x=x, weight=weight)
-    return _normalised(x, weight, epsilon, formula)
-
-
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if the kernel supports these tensors, and no gradients are needed."""
     if not (is_plain(x) and is_plain(weight) and x.dtype == weight.dtype and x.dtype in _DTYPES):
@@ -68,7 +50,7 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: Formula) -> torch.Tensor:
-    """Compute `rms_norm` without checks."""
+    """Divide rows by their root mean square and multiply by the weights, in float32; see `_takes`."""
     x = x.contiguous()
     found, numbers = torch.empty_like(x), x.numel()
     fields = (
@@ -156,7 +138,7 @@ def _equal_elements(kind: type[InvariantNorm], layer: nn.Module, weight: torch.T
     x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0))
     x = (x * torch.logspace(-2, 2, _ROWS)[:, None]).to(weight.dtype)
     expected = functional_call(layer, {"weight": weight}, (x,))
-    found = rms_norm(x, weight, _epsilon_of(layer), kind.formula)
+    found = _normalised(x, weight, _epsilon_of(layer), kind.formula)
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return 0
     error = 4 * torch.finfo(found.dtype).eps

@@ -27,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lade.backends.cpu.packing.int4 import Int4Linear
-from lade.backends.cpu.packing.int4_codes import Int4Codes
+from lade.backends.cpu.packing.int4 import Int4Codes, Int4Linear
 from lade.backends.cpu.packing.int8 import Codes, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear, weight_of
 from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights

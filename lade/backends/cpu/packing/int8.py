@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from lade.backends.cpu.kernels import is_plain
-from lade.backends.cpu.packing.int4_codes import Int4Codes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
@@ -55,6 +54,26 @@ class Codes:
         scale = scale_of(weight)
         values = (weight.float() / scale.clamp_min(_TINY)[:, None]).round_().to(torch.int8)
         return cls(values, scale)
+
+    def in_panels(self, pages: HugePages) -> PanelWeight | None:
+        """Return the weight as kernels take it; None without the library."""
+        panel = panel_for(torch.int8)
+        if not panel:
+            return None
+        start = initial_sums(self.values)
+        return PanelWeight(in_panels(self.values, pages, panel), *self.values.shape, steps=self.scale, start=start)
+
+    @staticmethod
+    def out_of_panels(weight: PanelWeight) -> Codes:
+        """Invert `in_panels`."""
+        assert weight.steps is not None
+        return Codes(out_of_panels(weight.panels, weight.outputs, weight.inputs), weight.steps)
+
+    def product(
+        self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Multiply int8 rows by the weight, see `reference_int8_product`."""
+        return reference_int8_product(values, scales, self, bias, dtype)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantised weight, `[out, in]`."""
@@ -119,10 +138,12 @@ class Int8Linear(PackedLinear):
         weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
             the codes.
         WEIGHTS: name of the weights' format, as `lade.pack` takes it.
+        CODES: class of the codes.
     """
 
     WEIGHTS: ClassVar[str] = "int8"
-    _scale: torch.Tensor
+    CODES: ClassVar[Any] = Codes
+    _codes: Any  # None for a weight in panels
     _memory: HugePages
 
     def __init__(
@@ -130,7 +151,7 @@ class Int8Linear(PackedLinear):
         layer: nn.Module,
         *,
         keep: bool,
-        codes: Codes | Int4Codes | None = None,
+        codes: Any = None,
         pages: HugePages | None = None,
     ) -> None:
         self.__dict__.update(_given=codes, _memory=pages or HugePages())
@@ -140,27 +161,19 @@ class Int8Linear(PackedLinear):
     def _pack_weight(self) -> None:
         """Create the packed tensor, and free the dense `weight` unless it is kept."""
         weight: Any = self._parameters["weight"]
-        codes = self.__dict__.pop("_given", None) or Codes.of(self._turned(weight.detach()))
-        panel, packed, panel_weight = panel_for(torch.int8), codes.values, None
-        if panel:
-            packed, start = in_panels(codes.values, self._memory, panel), initial_sums(codes.values)
-            panel_weight = PanelWeight(packed, self.out_features, self.in_features, steps=codes.scale, start=start)
-        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _scale=codes.scale)
-        self._hold_integers(weight, packed)
-
-    def _hold_integers(self, weight: Any, packed: torch.Tensor) -> None:
-        """Replace the dense weight by the packed one unless it is kept."""
+        codes = self.__dict__.pop("_given", None) or self.CODES.of(self._turned(weight.detach()))
+        panel_weight = codes.in_panels(self._memory)
+        packed = codes.values if panel_weight is None else panel_weight.panels
+        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _codes=codes if panel_weight is None else None)
         if not self.keeps_original:
             integers = PackedWeight(packed, requires_grad=False)  # integers have no gradients
             integers.__dict__.update(weight.__dict__)
             self._parameters["weight"] = integers
         self._note_packed(weight)
 
-    def codes(self) -> Codes | Int4Codes:
+    def codes(self) -> Any:
         """Return a copy of the weight's codes."""
-        if self._panel_weight is not None:
-            return Codes(out_of_panels(self._packed, self.out_features, self.in_features), self._scale)
-        return Codes(self._packed, self._scale)
+        return self._codes or self.CODES.out_of_panels(self._panel_weight)
 
     def kept_weight(self) -> torch.Tensor:
         """Return the original weight, `[out, in]`; requires `restorable`."""
@@ -178,7 +191,8 @@ class Int8Linear(PackedLinear):
     @property
     def nbytes(self) -> int:
         """Bytes of the codes and their scales."""
-        return self._packed.numel() + self._scale.nbytes
+        scale = self._codes.scale if self._panel_weight is None else self._panel_weight.steps
+        return self._packed.nbytes + (0 if scale is None else scale.nbytes)  # int4 panels hold their scales
 
     def _dense_parameter(self) -> nn.Parameter:
         if not self.keeps_original:
@@ -192,27 +206,21 @@ class Int8Linear(PackedLinear):
             what = f"a {type(x).__name__} on {x.device}"
             raise UnsupportedModelError(f"a layer packed in {self.WEIGHTS} for the CPU was given {what}", MOVE_REMEDY)
         bias = self._parameters["bias"]
-        return self._multiply(x, bias) if self._panel_weight is None else self._panel_weight.product(x, bias)
-
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute the product without the library."""
-        return reference_int8_product(*quantised(x), Codes(self._packed, self._scale), bias, x.dtype)
+        if self._panel_weight is not None:
+            return self._panel_weight.product(x, bias)
+        product: torch.Tensor = self._codes.product(*quantised(x), bias, x.dtype)
+        return product
 
     def __getstate__(self) -> dict[str, Any]:
-        """Store the codes, since the packed layout cannot be copied."""
-        state = self.__dict__.copy()
-        del state["_packed"], state["_panel_weight"]
-        state["_sent"] = ByValue(self.codes().values)
+        """Store the codes: the packed layout cannot be copied, and another process may have no library."""
+        state, codes = self.__dict__.copy(), self.codes()
+        del state["_packed"], state["_panel_weight"], state["_codes"]
+        state["_sent"] = ByValue(codes.values), codes.scale
         if not self.keeps_original:
             weight: Any = self._parameters["weight"]
             state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        codes = self._received(state["_sent"], state["_scale"])
+        codes = self.CODES(*state["_sent"])
         super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})
-
-    @staticmethod
-    def _received(values: torch.Tensor, scale: torch.Tensor) -> Codes | Int4Codes:
-        """Return the codes of a pickled layer."""
-        return Codes(values, scale)

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.invariant_marker import refuse_invariant
-from lade.backends.cpu.packing.int4 import Int4Linear
-from lade.backends.cpu.packing.int4_codes import Int4Codes
+from lade.backends.cpu.packing.int4 import Int4Codes, Int4Linear
 from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Codes, Int8Linear, scale_of
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
 from lade.backends.cpu.packing.product_choice import faster_panel
