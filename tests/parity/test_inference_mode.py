@@ -148,19 +148,11 @@ class Foreign(nn.Linear):
     """A layer of another package."""
 
 
-def int8(model: Any) -> None:
-    try:
-        lade.pack(model, weights="int8", min_weights=1)
-    except lade.UnsupportedModelError as error:
-        pytest.skip(str(error))
-
-
 CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
     ("foreign code", lambda model: model.model.layers[1].register_forward_hook(lambda *given: None)),
     ("hooks", lambda model: model.model.layers[1].register_forward_hook(forward_hook_of_torch)),
     ("replaced", lambda model: setattr(model, "forward", model.forward)),
     ("other packages", lambda model: setattr(model, "lm_head", Foreign(*reversed(model.lm_head.weight.shape)))),
-    ("versions", int8),
     ("compiled", lambda model: model.model.layers[0].compile(backend="eager")),
     ("custom class", lambda model: model.lm_head.register_parameter("weight", Weight(model.lm_head.weight))),
     ("CPUs", lambda model: model.lm_head.to("meta")),
