@@ -109,7 +109,7 @@ def test_a_block_has_the_bits_of_its_layers(weights, dtype, activation, threads,
     assert block(x[0, 0]).shape == x[0, 0].shape and block(x[:, :0]).shape == (1, 0, x.shape[-1])
     turned = rows_of(block, 4, 6, dtype=dtype).transpose(0, 1)
     assert torch.equal(block(turned), block(turned.contiguous()))
-    assert max(rows for rows, _ in block._calls) == PREPARED_ROWS
+    assert max(key[1] for key in block._calls.known) == PREPARED_ROWS
 
 
 @with_each
@@ -206,7 +206,31 @@ def test_parts_that_are_replaced_by_others_of_their_kind_are_fused_anew():
         setattr(layer.self_attn, name, other.model.layers[0].self_attn.get_submodule(name))
     found = outputs(model, IDS).logits
     assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
-    assert layer._calls, "the layer is still made by two calls"
+    assert layer._calls.known, "the layer is still made by two calls"
+    other = model.model.layers[1]
+    assert layer._calls.known is not other._calls.known, "which have other kernels"
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
+def test_the_weight_of_a_norm_may_be_another(name):
+    model = made()
+    before, norm = outputs(model, IDS).logits, model.model.layers[0].get_submodule(name)
+    norm.weight = nn.Parameter(norm.weight.detach() * 2)
+    found = outputs(model, IDS).logits
+    assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
+    norm.weight = nn.Parameter(norm.weight.detach().double())
+    with pytest.raises(RuntimeError, match="dtype"):  # that of the layer behind it
+        outputs(model, IDS)
+
+
+def test_layers_of_one_shape_share_their_stages():
+    model = lade.pack(built(num_hidden_layers=3), weights="int4", min_weights=1)
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+    model = lade.invariant(model)
+    assert torch.equal(outputs(model, IDS).logits, outputs(apart(model), IDS).logits)
+    first, second, third = (layer._calls.known for layer in model.model.layers)
+    assert first is third and first is not second
+    assert len({id(layer.mlp._calls.known) for layer in model.model.layers}) == 1
 
 
 def test_rows_that_autocast_would_cast_go_the_parts_own_way():
@@ -271,7 +295,8 @@ def test_copies_have_weights_of_their_own(copied):
     model = made()
     expected = outputs(model, IDS).logits
     again = copied(model)
-    assert not any(module._calls or module._calls.parts for module in again.modules() if isinstance(module, Fused))
+    calls = [module._calls for module in again.modules() if isinstance(module, Fused)]
+    assert len(calls) == 6 and not any(each.known or each.parts for each in calls)
     del model
     assert torch.equal(outputs(again, IDS).logits, expected)
     lade.variant(again)

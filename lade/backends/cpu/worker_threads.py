@@ -80,6 +80,11 @@ class Stages:
         self._fields[2] += 1
         self._threads = max(self._threads, min(torch.get_num_threads(), parts))
 
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """Kernels, fields and places of addresses: equal for stages that do the same."""
+        return tuple(self._fields), tuple(self._places)
+
     def run(self, addresses: Sequence[int]) -> None:
         """Run the kernels with these addresses, 0 for none; the caller keeps alive what they point to."""
         fields = self._fields[:]

@@ -45,37 +45,49 @@ _TRIAL = (2, 5)  # rows and tokens
 _MEMORY, _X, _OUT, _MORE = range(4)  # indices among the addresses of a call
 
 
-class _Prepared(dict[tuple[int, ...], tuple[Stages, int]]):
-    """Stages and bytes of memory by rows, threads and what else they depend on; copies start empty.
+class _Calls:
+    """Prepared calls of a module; copies start empty.
 
     Attributes:
-        parts: the modules that stages were prepared for, each with its name and the children of the module it is in.
+        known: stages and bytes of memory by rows, threads and what else they depend on; shared by modules of one shape.
+        parts: the modules that stages were prepared for, each with its name, the children of the module it is in, and
+            its weight.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[tuple[dict[str, Any], str, Any]] = []
+        self.known: dict[tuple[Any, ...], tuple[Stages, int]] = {}
+        self.parts: list[tuple[Any, str, Any, Any]] = []
 
     def __reduce__(self) -> Any:
-        return _Prepared, ()
+        return _Calls, ()
+
+    def of(self, add_stages: Any, *key: int, given: tuple[Any, ...]) -> tuple[Stages, int]:
+        """Return the stages of a call, and the bytes of memory that they need; the key begins with its rows."""
+        whole = add_stages, *key, torch.get_num_threads()
+        prepared = self.known.get(whole)
+        if prepared is None:
+            stages, room = Stages(), Room(_MEMORY)
+            add_stages(stages, room, *key, *given)
+            prepared = self.known[whole] = stages, room.size
+        return prepared
 
 
 class Fused(Changed):
     """Base of the mixins."""
 
-    _calls: _Prepared
+    _calls: _Calls
 
     def _is_fit(self) -> bool:
         """Return True if fewer calls give what the parts do; they may have been replaced, or have got hooks."""
-        for modules, name, part in self._calls.parts:
-            if modules.get(name) is not part or not _is_free(part):
+        free = True
+        for modules, name, part, weight in self._calls.parts:
+            if modules.get(name) is not part or part._parameters.get("weight") is not weight:
+                self._calls = _Calls()  # not those that others share
                 break
-        else:
-            if self._calls.parts:
-                return True
-        self._calls.clear()
-        self._calls.parts = _parts_of(self) if _can_be_fused(self) else []
-        return bool(self._calls.parts)
+            free = free and _is_free(part)
+        if not self._calls.parts and _can_be_fused(self):
+            self._calls.parts = _parts_of(self)
+        return free and bool(self._calls.parts)
 
 
 class GatedBlock(Fused):
@@ -93,10 +105,7 @@ class GatedBlock(Fused):
         layers = _layers_of(self, _GATED)
         x = _checked(layers, x)
         out = x.new_empty(*x.shape[:-1], layers[2].out_features)
-        prepared = _known(self._calls, rows) or _prepare(
-            self._calls, (rows,), _add_block, self, At(_X), At(_OUT), _MORE
-        )
-        _run(*prepared, x, out, [], layers)
+        _run(*self._calls.of(_add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], layers)
         return out
 
 
@@ -141,7 +150,7 @@ class FusedProjections(Fused):
         if not _fits(self, hidden_states, position_embeddings) or not self._is_fit():
             given: Any = dict(zip(_ARGUMENTS[1:], (position_embeddings, attention_mask, past_key_values), strict=True))
             return self.original.forward(self, hidden_states, **given, **kwargs)
-        states = _projected(self, hidden_states, position_embeddings, None)
+        states = _projected(self._calls, self, hidden_states, position_embeddings, None)
         out = _attended(self, states, attention_mask, past_key_values, kwargs)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
@@ -154,23 +163,19 @@ def _fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
     return same and _turns(positions, x, attention.head_dim)
 
 
-def _projected(attention: Any, x: torch.Tensor, positions: Any, norm: Any) -> list[torch.Tensor]:
+def _projected(calls: _Calls, attention: Any, x: torch.Tensor, positions: Any, norm: Any) -> list[torch.Tensor]:
     """Return turned queries and keys, and values, `[B, S, heads, D]`, of rows `[B, S, in]`; the norm may be None."""
     (batch, step, _), layers, (cos, sin) = x.shape, _layers_of(attention, _PROJECTED), positions
     x, rows, size, turns = _checked(layers, x), batch * step, attention.head_dim, cos.shape[0] * step
     states = [x.new_empty(batch, step, each.out_features // size, size) for each in layers]
-    key = rows, turns, int(norm is not None)
-    prepared = _known(attention._calls, *key) or _prepare(
-        attention._calls, key, _projection_stages, turns, attention, norm
-    )
     norms = [norm, *(attention._modules.get(name) for name in _HEAD_NORMS)]
     weights = [0 if each is None else each.weight.data_ptr() for each in norms]
     more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states), *weights]
-    _run(*prepared, x, x, more, layers)
+    _run(*calls.of(_add_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
     return states
 
 
-def _projection_stages(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
+def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
     cos, sin, *states = map(At, range(_MORE, _MORE + 5))
     norm_weights, own = [At(_MORE + 5 + each) for each in range(3)], _MORE + 8
     layers, size = _layers_of(attention, _PROJECTED), attention.head_dim
@@ -219,14 +224,14 @@ class FusedLayer(Fused):
         begin, norm = _layers_of(self, _LAYER_NORMS)
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         rest = {name: each for name, each in kwargs.items() if name not in _ARGUMENTS}
-        states = _projected(attention, x, positions, begin)
+        states = _projected(self._calls, attention, x, positions, begin)
         found = _attended(attention, states, mask, cache, rest)
         rows, layers = x.numel() // x.shape[-1], _layers_behind(self)
         for each in layers:
             each.follow_parameters()
-        stages, size = _known(self._calls, rows) or _prepare(self._calls, (rows,), _layer_stages, self)
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-        _run(stages, size, x, out, [found.data_ptr(), norm.weight.data_ptr()], layers)
+        more = [found.data_ptr(), norm.weight.data_ptr()]
+        _run(*self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
         return out
 
 
@@ -235,7 +240,7 @@ def _layers_behind(layer: Any) -> list[Any]:
     return [layer._modules["self_attn"]._modules["o_proj"], *_layers_of(layer._modules["mlp"], _GATED)]
 
 
-def _layer_stages(stages: Stages, room: Room, rows: int, layer: Any) -> None:
+def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
     attended, norm_weight, own, norm = At(_MORE), At(_MORE + 1), _MORE + 2, layer.post_attention_layernorm
     output, kind = layer.self_attn.o_proj, dtype_code(layer.self_attn.o_proj.dtype)
     numbers = rows * output.out_features
@@ -245,18 +250,6 @@ def _layer_stages(stages: Stages, room: Room, rows: int, layer: Any) -> None:
     _add_norm(stages, rows, norm, hidden, norm_weight, normed)
     _add_block(stages, room, rows, layer.mlp, normed, of_block, own + 4)
     stages.add(kernel("add"), _parts(numbers), (hidden, of_block, At(_OUT), kind, numbers))
-
-
-def _known(calls: _Prepared, *key: int) -> tuple[Stages, int] | None:
-    return calls.get((*key, torch.get_num_threads()))
-
-
-def _prepare(calls: _Prepared, key: tuple[int, ...], add_stages: Any, *more: Any) -> tuple[Stages, int]:
-    """Return the stages of a call, and the bytes of memory that they need."""
-    stages, room = Stages(), Room(_MEMORY)
-    add_stages(stages, room, key[0], *more)
-    calls[(*key, torch.get_num_threads())] = prepared = stages, room.size
-    return prepared
 
 
 def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
@@ -297,6 +290,7 @@ def _layers_of(module: Any, names: Iterable[str]) -> Any:
 @torch.no_grad()
 def fuse(model: nn.Module) -> None:
     """Fuse what is recognised in a model, in place; only layers whose weights are in panels are."""
+    shared = dict[Any, Any]()
     for module in reversed(list(model.modules())):  # a layer after its parts
         names = set(module._modules)
         if names == {*_GATED, "act_fn"} and not module._parameters and _is_gated(module):
@@ -305,6 +299,21 @@ def fuse(model: nn.Module) -> None:
             _change(module, FusedProjections)
         elif names == {"self_attn", "mlp", *_LAYER_NORMS} and _takes_arguments(module) and _is_layer(module):
             _change(module, FusedLayer)
+        if isinstance(module, Fused):
+            module._calls.known = shared.setdefault(_shape_of(module), module._calls.known)
+
+
+def _shape_of(module: Any) -> Any:
+    """Return what the stages of a module are made of but for the number of rows: those of two rows."""
+    stages, room = Stages(), Room(_MEMORY)
+    if isinstance(module, GatedBlock):
+        _add_block(stages, room, 2, module, At(_X), At(_OUT), _MORE)
+    else:
+        attention = getattr(module, "self_attn", module)
+        _add_projections(stages, room, 2, 2, attention, module._modules.get(_LAYER_NORMS[0]))
+    if isinstance(module, FusedLayer):
+        _add_layer(stages, room, 2, module)
+    return type(module), stages.described
 
 
 def _can_be_fused(module: Fused) -> bool:
@@ -313,9 +322,10 @@ def _can_be_fused(module: Fused) -> bool:
     return _is_gated(module) if isinstance(module, GatedBlock) else _is_projected(module)
 
 
-def _parts_of(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return all modules in a module, each with the children of the one it is in and its name among them."""
-    return [(each._modules, name, part) for each in module.modules() for name, part in each._modules.items()]
+def _parts_of(module: nn.Module) -> list[tuple[Any, str, Any, Any]]:
+    """Return all modules in a module, see `_Calls`."""
+    parts: Any = [(each._modules, name, part) for each in module.modules() for name, part in each._modules.items()]
+    return [(*each, each[-1]._parameters.get("weight")) for each in parts]
 
 
 def _is_free(layer: Any) -> bool:
@@ -400,7 +410,7 @@ def _turns(positions: Any, x: torch.Tensor, size: int) -> bool:
 def _change(module: Any, mixed_in: type[Fused]) -> None:
     """Mix a class into a module's class if a trial finds the same bits."""
     change(module, mixed_in)
-    module.__dict__["_calls"] = _Prepared()
+    module._calls = _Calls()
     if not _is_same(module):
         module.__class__ = module.original
 
