@@ -22,7 +22,6 @@ from lade.backends.cpu.packing.int4 import (
     Int4Linear,
     in_int4_panels,
     out_of_int4_panels,
-    reference_int4_product,
 )
 from lade.backends.cpu.packing.int8 import quantised
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
@@ -57,7 +56,7 @@ def way(request, monkeypatch):
 
 
 def by_definition(x, codes, bias, dtype):
-    return reference_int4_product(*quantised(x), codes, bias, dtype)
+    return codes.product(*quantised(x), bias, dtype)
 
 
 def by_kernel(x, codes, bias, dtype, instructions=""):

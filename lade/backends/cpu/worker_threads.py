@@ -20,6 +20,8 @@ import torch
 from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
+_MANY = 2**14  # least numbers per thread, of work that is no product
+
 
 def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
     """Run a kernel on a team of threads, which take the parts of the work one by one.
@@ -99,6 +101,11 @@ def _run(kernel: CpuKernel, work: array[int], threads: int) -> None:
         kernel(place)
     else:
         enter(kernel.address, place, threads, 0)
+
+
+def parts_of(numbers: int) -> int:
+    """Return the parts for work on so many numbers, one after the other: a norm, an activation, a sum."""
+    return max(1, min(torch.get_num_threads(), numbers // _MANY))
 
 
 def float_bits(number: float) -> int:

@@ -19,11 +19,10 @@ from torch import nn
 from transformers import activations
 
 from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.worker_threads import float_bits, run_on_team
+from lade.backends.cpu.worker_threads import float_bits, parts_of, run_on_team
 from lade.model.in_place_subclassing import Changed, change
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-_MANY = 2**14  # least numbers per thread
 AT_A_TIME = 2**17
 """Numbers per piece: half a megabyte in float32, which fits a typical L2 cache."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -127,6 +126,5 @@ def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> t
     found = torch.empty_like(x)
     bits = float_bits(-slope), float_bits(-cubic)
     fields = x.data_ptr(), 0, found.data_ptr(), dtype_code(x.dtype), *bits, numbers
-    parts = max(1, min(torch.get_num_threads(), numbers // _MANY))
-    run_on_team(kernel("logistic_product"), fields, parts)
+    run_on_team(kernel("logistic_product"), fields, parts_of(numbers))
     return found

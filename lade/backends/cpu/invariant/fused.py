@@ -32,12 +32,11 @@ from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
 from lade.backends.cpu.packing.panels import TILE_PANEL
-from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits
+from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
 from lade.model.in_place_subclassing import Changed, change
 
 _KINDS = (PackedLinear, Int8Linear, Int4Linear)
 _DTYPES = (torch.float32, torch.bfloat16)
-_MANY = 2**14  # least numbers per thread of what is no product
 _GATED, _PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS, _LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
 _ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
@@ -119,7 +118,7 @@ def _add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At
     gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
     up._panel_weight.add_product(stages, rows, blocks, own + 4, of_up, kind, kind)
     slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
-    stages.add(kernel("logistic_product"), _parts(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
+    stages.add(kernel("logistic_product"), parts_of(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
     _add_linear(stages, room, rows, down, product, out, own + 8)
 
 
@@ -191,12 +190,12 @@ def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attentio
         if head_norm is not None:
             _add_norm(stages, rows * heads, head_norm, found, weight, found)
         turn = found, cos, sin, kind, rows, turns, heads, size  # a Rotation, see cpu_elementwise.h
-        stages.add(kernel("rotate"), _parts(rows * layer.out_features), turn)
+        stages.add(kernel("rotate"), parts_of(rows * layer.out_features), turn)
 
 
 def _add_norm(stages: Stages, rows: int, norm: Any, x: At, weight: At, out: At) -> None:
     kind, columns = dtype_code(norm.weight.dtype), norm.weight.numel()
-    stages.add(kernel("normalise"), _parts(rows * columns), (x, weight, out, kind, *norm.fields(rows)))
+    stages.add(kernel("normalise"), parts_of(rows * columns), (x, weight, out, kind, *norm.fields(rows)))
 
 
 def _attended(
@@ -218,8 +217,7 @@ class FusedLayer(Fused):
         """Compute the layer; arguments are those of transformers' decoder layers."""
         attention: Any = self._modules["self_attn"]
         x, positions = hidden_states, kwargs.get("position_embeddings")
-        fits = not args and _fits(attention, x, positions)
-        if not fits or not (self._is_fit() and attention._is_fit()):
+        if args or not _fits(attention, x, positions) or not self._is_fit():
             return self.original.forward(self, x, *args, **kwargs)
         begin, norm = _layers_of(self, _LAYER_NORMS)
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
@@ -246,10 +244,10 @@ def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
     numbers = rows * output.out_features
     of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
     _add_linear(stages, room, rows, output, attended, of_attention, own)
-    stages.add(kernel("add"), _parts(numbers), (At(_X), of_attention, hidden, kind, numbers))
+    stages.add(kernel("add"), parts_of(numbers), (At(_X), of_attention, hidden, kind, numbers))
     _add_norm(stages, rows, norm, hidden, norm_weight, normed)
     _add_block(stages, room, rows, layer.mlp, normed, of_block, own + 4)
-    stages.add(kernel("add"), _parts(numbers), (hidden, of_block, At(_OUT), kind, numbers))
+    stages.add(kernel("add"), parts_of(numbers), (hidden, of_block, At(_OUT), kind, numbers))
 
 
 def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
@@ -273,10 +271,6 @@ def _few_rows(x: Any) -> int:
     """Return the number of rows of `[..., in]` that one call takes; 0 for none, too many, or gradients."""
     rows = x.numel() // x.shape[-1] if is_plain(x) and x.numel() and not torch.is_grad_enabled() else 0
     return rows if rows <= PREPARED_ROWS else 0
-
-
-def _parts(numbers: int) -> int:
-    return max(1, min(torch.get_num_threads(), numbers // _MANY))
 
 
 def _layers_of(module: Any, names: Iterable[str]) -> Any:

@@ -16,10 +16,9 @@ from torch import nn
 from torch.func import functional_call
 
 from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel
-from lade.backends.cpu.worker_threads import float_bits, run_on_team
+from lade.backends.cpu.worker_threads import float_bits, parts_of, run_on_team
 from lade.model.in_place_subclassing import Changed, change, own_class
 
-_MANY = 2**14  # least numbers per thread
 _ROWS = 16  # rows of the trial
 _NAMES = ("variance_epsilon", "eps")
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -57,8 +56,7 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: 
         *(x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype)),
         *_sizes(weight.numel(), numbers // weight.numel(), epsilon, formula),
     )
-    parts = max(1, min(torch.get_num_threads(), numbers // _MANY))
-    run_on_team(kernel("normalise"), fields, parts)
+    run_on_team(kernel("normalise"), fields, parts_of(numbers))
     return found
 
 

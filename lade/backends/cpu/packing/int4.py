@@ -78,8 +78,12 @@ class Int4Codes:
     def product(
         self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Multiply int8 rows by the weight, see `reference_int4_product`."""
-        return reference_int4_product(values, scales, self, bias, dtype)
+        """Multiply int8 rows by the weight with torch's operators; see `Codes.product`."""
+        x = _grouped(values.reshape(-1, values.shape[-1])).transpose(0, 1)  # [groups, rows, 32]
+        chunk = max(PANEL, _MOST_SUMS // max(1, x.shape[0] * x.shape[1]))
+        parts = [_summed(x, *each) for each in zip(self.values.split(chunk), self.scale.split(chunk), strict=True)]
+        y = torch.cat(parts, -1).view(*values.shape[:-1], len(self.values)).mul_(scales)
+        return (y if bias is None else y.add_(bias)).to(dtype)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantised weight, `[out, in]`."""
@@ -147,17 +151,6 @@ class Int4Linear(Int8Linear):
 
     WEIGHTS: ClassVar[str] = "int4"
     CODES: ClassVar[Any] = Int4Codes
-
-
-def reference_int4_product(
-    values: torch.Tensor, scales: torch.Tensor, codes: Int4Codes, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiply int8 rows by int4 weights with torch's operators; see `reference_int8_product`."""
-    x = _grouped(values.reshape(-1, values.shape[-1])).transpose(0, 1)  # [groups, rows, 32]
-    chunk = max(PANEL, _MOST_SUMS // max(1, x.shape[0] * x.shape[1]))
-    parts = [_summed(x, *each) for each in zip(codes.values.split(chunk), codes.scale.split(chunk), strict=True)]
-    y = torch.cat(parts, -1).view(*values.shape[:-1], len(codes.values)).mul_(scales)
-    return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 def _summed(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

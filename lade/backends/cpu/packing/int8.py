@@ -72,8 +72,22 @@ class Codes:
     def product(
         self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Multiply int8 rows by the weight, see `reference_int8_product`."""
-        return reference_int8_product(values, scales, self, bias, dtype)
+        """Multiply int8 rows by the weight with torch's operators: the definition, and what runs without the library.
+
+        Args:
+            values: `[..., in]` int8, codes of the rows.
+            scales: `[..., 1]` float32, scales of the rows.
+            bias: `[out]`; None for none.
+            dtype: dtype of the result.
+
+        Returns:
+            `[..., out]`.
+        """
+        pieces = zip(values.split(_EXACT, -1), self.values.split(_EXACT, -1), strict=True)
+        sums = sum((x.float() @ weight.float().t()).to(torch.int32) for x, weight in pieces)
+        assert isinstance(sums, torch.Tensor)
+        y = sums.float().mul_(self.scale).mul_(scales)
+        return (y if bias is None else y.add_(bias)).to(dtype)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantised weight, `[out, in]`."""
@@ -101,28 +115,6 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # them directly would break ties differently.
     codes = (x / scale).add_(ZERO_POINT + 0.5).to(torch.uint8).contiguous()
     return codes.bitwise_xor_(ZERO_POINT).view(torch.int8), scale
-
-
-def reference_int8_product(
-    values: torch.Tensor, scales: torch.Tensor, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiply int8 rows by int8 weights with torch's operators: the definition, and what runs without the library.
-
-    Args:
-        values: `[..., in]` int8, codes of the rows.
-        scales: `[..., 1]` float32, scales of the rows.
-        codes: the weight.
-        bias: `[out]`; None for none.
-        dtype: dtype of the result.
-
-    Returns:
-        `[..., out]`.
-    """
-    pieces = zip(values.split(_EXACT, -1), codes.values.split(_EXACT, -1), strict=True)
-    sums = sum((x.float() @ weight.float().t()).to(torch.int32) for x, weight in pieces)
-    assert isinstance(sums, torch.Tensor)
-    y = sums.float().mul_(codes.scale).mul_(scales)
-    return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 class Int8Linear(PackedLinear):
