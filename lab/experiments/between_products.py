@@ -6,6 +6,9 @@ A step is what the library makes of one: the inputs, the pass over a tree, the l
 as it is, where *between* is the whole less its products, and *alone*, where products give back a tensor made
 beforehand, so that caches stay warm; either once more with all parts timed, where what modelling code does itself
 (residuals, reshapes) and Python are *the rest*. Rounds take all sizes in turn; numbers are medians, in ms.
+
+Layers that an invariant model makes in few calls are timed first, as they are and apart, arm by arm in turn; then they
+are taken apart, since their products cannot be told from what is between.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
+from lade.backends.cpu.invariant.fused import Fused, FusedLayer
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
@@ -162,6 +166,29 @@ def medians(
     }
 
 
+def compare_fused(model: Any, steps: dict[int, Callable[[], None]], rounds: int) -> None:
+    """Print what steps take by what is made in few calls, and leave all modules apart."""
+    fused: dict[Any, Any] = {module: type(module) for module in model.modules() if isinstance(module, Fused)}
+    arms = {
+        "layers in two calls": list(fused),
+        "projections, blocks": [module for module, kind in fused.items() if not issubclass(kind, FusedLayer)],
+        "parts apart": [],
+    }
+    samples: dict[str, dict[int, list[float]]] = {arm: {size: [] for size in steps} for arm in arms}
+    for _ in range(rounds + 1):
+        for size, run in steps.items():
+            for arm, taken in arms.items():
+                for module, kind in fused.items():
+                    module.__class__ = kind if module in taken else kind.original
+                run()  # what the arm before has left in caches
+                start = perf_counter()
+                run()
+                samples[arm][size].append(1e3 * (perf_counter() - start))
+    print(f"{len(fused)} modules in few calls" + "".join(f"{size:8}" for size in steps))
+    for arm, by_size in samples.items():
+        print(f"  {arm:26}" + "".join(f"{median(found[1:]):8.2f}" for found in by_size.values()))
+
+
 def show(title: str, columns: dict[int, dict[str, float]]) -> None:
     """Print a table of parts by sizes."""
     print(f"{title:28}" + "".join(f"{size:8}" for size in columns))
@@ -182,6 +209,7 @@ def measure(model: Any, cached: int, rounds: int) -> None:
     runner = EagerRunner(model, supports(model).require(), model.generation_config)
     cache = runner.tree_cache()
     steps, spent = steps_of(model, runner, cache, cached), defaultdict[str, float](float)
+    compare_fused(model, steps, rounds)
     parts = Parts(model, runner, cache)
     with parts.wrapped(timed(spent), PRODUCTS):
         found = medians(steps, rounds, spent)
