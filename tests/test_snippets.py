@@ -3,13 +3,10 @@
 import logging
 import re
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,21 +44,12 @@ def names():
     return {"lade": lade, "model": model, "tokenizer": tokenizer, "inputs": inputs, "prompts": [inputs, inputs]}
 
 
-def llama_stand_in(path: str, *, n_ctx: int, logits_all: bool) -> SimpleNamespace:
-    """What a draft model asks of a `llama_cpp.Llama` when made; tests/engines/test_llama_cpp.py generates with one."""
-    rows = n_ctx if logits_all else 1
-    return SimpleNamespace(
-        scores=np.empty((rows, 8), np.single), n_ctx=lambda: n_ctx, n_vocab=lambda: 8, token_eos=lambda: 1
-    )
-
-
 @pytest.fixture
 def undone(monkeypatch, tmp_path):
     """In a folder that has the files the pages name; what they change for the process is as it was afterwards."""
     monkeypatch.setenv("USE_LADE", "0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(lade.pack.__kwdefaults__, "min_weights", 1)  # the embedded model is small
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=llama_stand_in))
     export_recipe(tmp_path / "recipe")
     results = tmp_path / "bench-results" / "embedded"
     results.mkdir(parents=True)

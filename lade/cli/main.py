@@ -91,7 +91,7 @@ for _name, _epilog, _command in (
     ("demo", demo.EXAMPLE, demo.demo),
 ):
     app.command(_name, epilog=_epilog, cls=ShellCommand)(_command)
-for _commands in entry_points(group="lade.commands"):  # `lade bench` and `lade plan`, from the package that measures
+for _commands in entry_points(group="lade.commands"):  # `lade bench`, from the package that measures
     _commands.load()(app)
 
 

@@ -1,1 +1,1 @@
-"""`lade bench` and `lade plan`."""
+"""`lade bench`."""

@@ -8,7 +8,7 @@ from lade.cli.options import decoding as options
 from lade.cli.options.grouping import ShellCommand, ShellGroup
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import InputError
-from lade_lab.cli import compare, plan, scaling
+from lade_lab.cli import compare, scaling
 from lade_lab.cli.job import Answers, Files, Plan, Runs, Weights
 from lade_lab.cli.throughput import LoadOptions, measure
 
@@ -51,7 +51,6 @@ def bench(
 
 app.command("compare", epilog=compare.EXAMPLE, cls=ShellCommand)(compare.compare)
 app.command("scaling", epilog=scaling.EXAMPLE, cls=ShellCommand)(scaling.scaling)
-app.command("plan", epilog=plan.EXAMPLE, cls=ShellCommand)(plan.plan)
 
 
 def run(plan: Plan, term: Terminal) -> None:
@@ -89,6 +88,5 @@ def _refuse_options(context: typer.Context) -> None:
 
 
 def register(shell: typer.Typer) -> None:
-    """Add `lade bench` and `lade plan` to the shell; an entry point of the group `lade.commands`."""
+    """Add `lade bench` to the shell; an entry point of the group `lade.commands`."""
     shell.add_typer(app, name="bench")
-    shell.command("plan", epilog=plan.EXAMPLE, cls=ShellCommand)(plan.plan)

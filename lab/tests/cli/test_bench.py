@@ -330,7 +330,6 @@ def test_the_help_has_an_example():
 
 PANELS = {
     "bench": ["What to run", "Answers", "Results", "Model", "Commands"],
-    "bench plan": ["Model", "Hardware", "Results"],
     "bench scaling": ["What to run", "Results", "Model"],
     "tune": ["What to measure", "Results", "Model"],
     "info": [],

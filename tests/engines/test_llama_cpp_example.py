@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.llama_cpp_drafts import DraftModel
 from lade.embedded.files import model_path, prompts
-from lade.engines.llama_cpp import DraftModel
 from lade.errors import ConfigError
 from lade.memory import Memory
 
@@ -113,7 +113,7 @@ def test_a_text_that_does_not_come_from_the_last_pass_begins_anew():
 def test_passes_that_do_not_pay_are_seen_by_their_times(monkeypatch):
     """Where each token takes as long as the first one, little but sure tokens is drafted after twenty passes."""
     now = [0.0]
-    monkeypatch.setattr("lade.engines.llama_cpp.perf_counter", lambda: now[0])
+    monkeypatch.setattr("examples.llama_cpp_drafts.perf_counter", lambda: now[0])
     drafted = []
     for slope in (0.001, 1.0):
         llama = Llama()
