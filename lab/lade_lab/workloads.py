@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -118,10 +118,10 @@ def _classeval(entry: Entry) -> Item:
 
 
 def _jsonl(entry: Entry) -> Item:
-    """One's own prompts, continued as they are; without an `id` the number of the line is the id."""
+    """One's own prompts; without an `id` the number of the line is the id."""
     name = entry.name("id") if "id" in entry.values else str(entry.number)
     category = entry.text("category") if "category" in entry.values else None
-    return Item(name, [entry.text("prompt")], chat=False, category=category)
+    return Item(name, [entry.text("prompt")], chat=True, category=category)
 
 
 def _keys(*sets: str) -> tuple[frozenset[str], ...]:
@@ -145,7 +145,9 @@ FORMATS = tuple(_FORMATS)
     mbpp                   task_id, text, test_list          tasks; with `prompt` in place of `text` if sanitized
     gsm8k                  question, answer                  questions
     classeval              task_id, skeleton, class_name     classes to complete
-    jsonl                  prompt; id, category if wanted    one's own prompts, continued as they are
+    jsonl                  prompt; id, category if wanted    one's own prompts
+
+All but HumanEval's are messages to a model with a chat template, and continued as they are by others.
 """
 
 
@@ -236,7 +238,7 @@ BUILTIN = "builtin"
 """Beginnings of standard library functions that the embedded model was not trained on."""
 
 
-def load(source: str | Path, format: str | None = None, limit: int | None = None) -> Workload:
+def load(source: str | Path, format: str | None = None, limit: int | None = None, *, raw: bool = False) -> Workload:
     """Read prompts.
 
     Args:
@@ -244,6 +246,7 @@ def load(source: str | Path, format: str | None = None, limit: int | None = None
             entries of one category. `"builtin"` is a set of beginnings of Python functions that needs no file.
         format: how its entries are read, one of `FORMATS`; None recognises it by the keys of the first one.
         limit: the largest number of prompts, the first ones; None takes all.
+        raw: continue the prompts as they are even if the model has a chat template; the name says so.
 
     Returns:
         The prompts in the file's order. One's own are named like their file, a benchmark's like its format, such as
@@ -263,17 +266,20 @@ def load(source: str | Path, format: str | None = None, limit: int | None = None
             raise InputError(f"format={format!r} is for files: leave it out with {BUILTIN!r}")
         return _builtin(category, limit)
     path = Path(where)
-    raw = read_bytes(path)
-    entries = parse(raw, path)
+    content = read_bytes(path)
+    entries = parse(content, path)
     format = format or recognised(entries)
     items = read(entries, format)
     name = named(format, _stem(path))
-    return _workload(name, format, items, category, limit, hashlib.sha256(raw).hexdigest())
+    if raw:
+        items, name = [replace(item, chat=False) for item in items], f"{name} (raw)"
+    return _workload(name, format, items, category, limit, hashlib.sha256(content).hexdigest())
 
 
 def _builtin(category: str | None, limit: int | None) -> Workload:
     path = Path(str(resources.files("lade.embedded") / "builtin.jsonl"))
-    return _workload(BUILTIN, BUILTIN, read(parse(read_bytes(path), path), "jsonl"), category, limit, None)
+    items = [replace(item, chat=False) for item in read(parse(read_bytes(path), path), "jsonl")]
+    return _workload(BUILTIN, BUILTIN, items, category, limit, None)
 
 
 def _workload(

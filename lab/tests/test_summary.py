@@ -6,7 +6,7 @@ import pytest
 from made_results import METHODS, made_results
 
 from lade_lab.breakdown import acceptance, answers, points_of
-from lade_lab.report.prose import closing, findings
+from lade_lab.report.prose import closing, findings, verdict
 from lade_lab.results import Method, Mismatch, Sample, StepCurve, Workload
 from lade_lab.summary import Curve, Spread, curve_of, curves_of, summarise
 
@@ -88,7 +88,7 @@ def test_the_identity_shows_steps_that_were_not_counted():
     found.samples[2] = replace(found.samples[2], accepted=[2, 2, 2, 1])
     summary = summarise(found)
     assert summary.overall.row("fast").identity.gap == pytest.approx(-1 / 16)
-    assert "6.2% (fast)" in closing(summary)
+    assert "6.2% (furthest: fast)" in closing(summary)
 
 
 def test_the_base_is_plain_or_else_the_reference_if_that_feeds_one_token():
@@ -260,3 +260,24 @@ def test_answers_have_a_cell_for_each_method_that_wrote_them():
     assert first.cells["fast"].differs
     assert not first.cells["plain"].differs
     assert set(second.cells) == {"hf"}
+
+
+def test_the_verdict_says_what_to_use_and_whether_texts_are_equal():
+    found = small()
+    said = verdict(found, summarise(found))
+    assert said.startswith("Use fast: 2.") and said.endswith("all 2 texts equal.")
+    tie = Mismatch("code", "a", 0, "fast", 0, 0, "hf", 3, 5, 6, 1.0, 1.0, 0.0, near_tie=True)
+    found = small(mismatches=[tie])
+    assert "1 of 2 texts equal, the others after a near tie" in verdict(found, summarise(found))
+    found = small(mismatches=[replace(tie, near_tie=False)])
+    assert not verdict(found, summarise(found)).startswith("Use fast")
+    found = small(samples=[*small().samples[:1], sample("fast", "a", 27.0, 26.0, 4, [4] * 4, [2] * 4)])
+    assert verdict(found, summarise(found)).startswith("Stay with hf")
+
+
+def test_answers_of_a_token_or_two_name_no_winner():
+    """As of an instruct model that was given its prompts without a chat template."""
+    found = small(samples=[replace(each, new_tokens=2) for each in small().samples])
+    summary = summarise(found)
+    assert verdict(found, summary).startswith("No verdict: answers have 2 tokens on average, and 8 are needed.")
+    assert not [each for each in findings(found, summary) if each.kind == "gain"]

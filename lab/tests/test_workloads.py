@@ -82,15 +82,22 @@ def refused(source, *words: str, **arguments) -> None:
         ("spec-bench", RAG, Item("481", ["Read this, and say when."], True, category="rag")),
         ("humaneval", HUMANEVAL, Item("HumanEval/0", ["def one():\n"], False)),
         ("gsm8k", GSM8K, Item("1", ["Two and two?"], True, plain=["Question: Two and two?\nAnswer:"])),
-        ("jsonl", OWN, Item("a", ["Once upon"], False)),
-        ("jsonl", {"prompt": "Once", "category": "story"}, Item("1", ["Once"], False, category="story")),
-        ("jsonl", {"id": 7, "prompt": "User: hi\nBot:", "turns": ["hi"]}, Item("7", ["User: hi\nBot:"], False)),
+        ("jsonl", OWN, Item("a", ["Once upon"], True)),
+        ("jsonl", {"prompt": "Once", "category": "story"}, Item("1", ["Once"], True, category="story")),
+        ("jsonl", {"id": 7, "prompt": "User: hi\nBot:", "turns": ["hi"]}, Item("7", ["User: hi\nBot:"], True)),
     ],
 )
 def test_a_format_is_recognised_and_read(tmp_path, format, entry, item):
     workload = load(written(tmp_path / "some.jsonl", entry))
     assert workload.record.format == format
     assert workload.items == [item]
+
+
+def test_raw_prompts_are_continued_as_they_are(tmp_path):
+    workload = load(written(tmp_path / "some.jsonl", OWN), raw=True)
+    assert workload.record.name == "some (raw)" and [item.chat for item in workload.items] == [False]
+    (asked,) = load(written(tmp_path / "test.jsonl", GSM8K), raw=True).items
+    assert asked.worded(template=False) == ["Question: Two and two?\nAnswer:"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,7 @@ def test_talk_beside_other_tasks_is_spec_bench_and_each_task_can_be_chosen(tmp_p
 def test_a_given_format_overrides_the_recognised_one(tmp_path):
     path = written(tmp_path / "some.jsonl", HUMANEVAL)
     assert load(path, format="jsonl").record == results.Workload("some", "jsonl", 1, load(path).record.sha256)
-    assert load(path, format="jsonl").items == [Item("1", ["def one():\n"], False)]
+    assert load(path, format="jsonl").items == [Item("1", ["def one():\n"], True)]
     talk = written(tmp_path / "question.jsonl", TALK)
     assert load(talk, format="spec-bench").record.name == "spec-bench"
     assert load(talk).record.name == "mt-bench"
@@ -203,7 +210,7 @@ def test_builtin_is_the_builtin_one_only_as_a_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "builtin", OWN)
     assert load("builtin").record.format == "builtin"
-    assert load("./builtin").items == load(Path("builtin")).items == [Item("a", ["Once upon"], False)]
+    assert load("./builtin").items == load(Path("builtin")).items == [Item("a", ["Once upon"], True)]
 
 
 # What is wrong

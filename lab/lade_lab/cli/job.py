@@ -26,7 +26,7 @@ class Runs:
     """Which methods run on which prompts.
 
     Attributes:
-        workload, format, limit: files of prompts, and how many of each.
+        workload, format, limit, raw: files of prompts, how many of each, and whether without a chat template.
         methods: as `methods.parse_all` takes them; None: the usual ones.
         draft: the model that hf-assisted drafts with.
         drafter: drafters of the user's own, as `module:Class` or `module:Class=8`.
@@ -46,6 +46,9 @@ class Runs:
         str | None, _what(metavar="NAME", help="Format of the files. Default: recognised by their keys.")
     ] = None
     limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts of each file.")] = None
+    raw: Annotated[bool, _what("--raw", help="Continue prompts as they are, without the model's chat template.")] = (
+        False
+    )
     methods: Annotated[
         list[str] | None,
         _what(
@@ -79,7 +82,8 @@ class Runs:
         """The prompts."""
         from lade_lab import workloads
 
-        return [workloads.load(source, self.format, self.limit) for source in self.workload or [workloads.BUILTIN]]
+        sources = self.workload or [workloads.BUILTIN]
+        return [workloads.load(source, self.format, self.limit, raw=self.raw) for source in sources]
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Files:
     Attributes:
         out: folder for everything.
         resume: whether to continue with what is in it.
-        figures: whether to draw SVG and PNG files.
+        figures: whether to draw all figures as SVG and PNG files; else the speed-up, where matplotlib is installed.
         allow_near_ties: whether they leave the exit code 0.
         json: whether the summary is printed as JSON.
     """
@@ -142,7 +146,7 @@ class Files:
     resume: Annotated[
         bool, _results("--resume", help="Continue an interrupted run; a complete one is reported again.")
     ] = False
-    figures: Annotated[bool, _results("--figures", help="Write the figures as SVG and PNG, too.")] = False
+    figures: Annotated[bool, _results("--figures", help="Write all pictures as SVG and PNG.")] = False
     allow_near_ties: Annotated[
         bool, _results("--allow-near-ties", help="Exit with 0 if rounding explains all differences.")
     ] = False

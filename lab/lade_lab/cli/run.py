@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.text import Text
 
 from lade.cli.options.model import command_line
-from lade.cli.terminal import Progress, Terminal
+from lade.cli.terminal import Progress, Terminal, count
 from lade.errors import InputError
 from lade.files import differences
 from lade_lab.cli.job import Plan
@@ -147,19 +147,27 @@ def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None
         term.say(Text(described(mismatch, tokenizer), "yellow" if mismatch.near_tie else "bold red"))
     files = _draw(results, plan) if results.samples else []
     if plan.files.json:
+        from lade_lab.report.prose import verdict
         from lade_lab.summary import summarise
 
         found = [asdict(mismatch) for mismatch in results.mismatches]
         facts = {"model": asdict(results.model), "out": str(plan.out), "files": files, "mismatches": found}
-        term.write_json({**facts, **summarise(results).as_dict()})
+        summary = summarise(results)
+        said = verdict(results, summary) if results.samples else None
+        term.write_json({**facts, "verdict": said, **summary.as_dict()})
     elif results.samples:
         from lade_lab.report.table import print_table
 
         print_table(results, term.out)
     if files:
         figures = len(files) - len(_ALWAYS)
-        more = f" and {figures} figures" if figures else ""
+        more = f" and {count(figures, 'picture')}" if figures else ""
         term.say(f"{', '.join(_ALWAYS)}{more} are in {str(plan.out)!r}", "dim")
+    if results.samples and not plan.files.json:
+        from lade_lab.report.prose import verdict
+        from lade_lab.summary import summarise
+
+        term.out.print(Text(verdict(results, summarise(results)), "bold"))
 
 
 def exit_code(results: Results, *, allow_near_ties: bool) -> int:
@@ -193,9 +201,10 @@ def _token(token: int | None, score: float | None, tokenizer: Any) -> str:
 
 def _draw(results: Results, plan: Plan) -> list[str]:
     """Names of the files written."""
-    from lade_lab.report.figures import save_figures
+    from lade_lab.report.figures import can_draw, save_figures
     from lade_lab.report.page import write_report
 
     write_report(results, plan.out / REPORT)
-    figures = save_figures(results, plan.out) if plan.files.figures else []
+    wanted = None if plan.files.figures else {"speedup"} if can_draw() else set[str]()
+    figures = [] if wanted == set() else save_figures(results, plan.out, wanted)
     return [*_ALWAYS, *(str(file.relative_to(plan.out)) for file in figures)]

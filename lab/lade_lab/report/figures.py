@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,12 +98,13 @@ _MOST_PLACES = 10
 _FONT = 9
 
 
-def save_figures(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
+def save_figures(results: Results, folder: str | os.PathLike[str], names: Collection[str] | None = None) -> list[Path]:
     """Draw what the run has data for.
 
     Args:
         results: a run, complete or not.
         folder: made if it does not exist. Files are named like `speedup.svg` and `speedup.png`.
+        names: names of the pictures in `MEANINGS` to draw; None for all.
 
     Returns:
         The files.
@@ -116,7 +117,7 @@ def save_figures(results: Results, folder: str | os.PathLike[str]) -> list[Path]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, figure in _drawn(results):
+    for name, figure in _drawn(results, names):
         svg, png = folder / f"{name}.svg", folder / f"{name}.png"
         svg.write_text(as_svg(figure), encoding="utf-8")
         figure.savefig(png, dpi=144, metadata={"Software": None})
@@ -134,14 +135,14 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _drawn(results: Results) -> Iterator[tuple[str, Figure]]:
+def _drawn(results: Results, names: Collection[str] | None = None) -> Iterator[tuple[str, Figure]]:
     """Every picture that there is data for; each is to be saved before the next one is drawn."""
     from matplotlib import rc_context
 
     draws: list[Callable[[Results], Figure | None]] = [_speedup, _trade, _step_cost, _acceptance]
     for name, draw in zip(MEANINGS, draws, strict=True):
         with rc_context(RC):
-            figure = draw(results)
+            figure = draw(results) if names is None or name in names else None
             if figure is not None:
                 yield name, figure
 

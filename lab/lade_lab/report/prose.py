@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from lade.cli.terminal import count
@@ -14,6 +15,9 @@ LOSS = "▼"
 """Marks what is slower than the reference, for those who see no colours."""
 
 _EVEN = 0.995  # what rounds to 1.00 is no loss
+
+LEAST_TOKENS = 8
+"""Mean tokens of an answer below which no method is named the fastest: one step more or less would decide."""
 
 _TELLING_GAP = 0.5
 """Above this relative difference a prediction is no percentage off, but wrong by a factor."""
@@ -130,12 +134,13 @@ def closing(summary: Summary) -> str:
     if not gaps:
         return ""
     largest, method = max(gaps)
-    text = f"S/cost is the measured speed over {summary.base} {_closely(largest, 1)} ({method})"
+    matched = f"match the measured speed over {summary.base}"
+    text = f"Tokens per step over step cost {matched} {_closely(largest, 1)} (furthest: {method})"
     curves = [(row.identity.from_curve, row.identity.observed) for row in rows if row.identity]
     away = [abs(promised / observed - 1) for promised, observed in curves if promised]
     if away:
         closely = _closely(max(away), 0)
-        text += f". With costs from the step curve, which leave out a method's own time, it is so {closely}"
+        text += f". With costs from the step curve, which leave out a method's own time, they do {closely}"
     return text + "."
 
 
@@ -171,6 +176,32 @@ def findings(results: Results, summary: Summary) -> list[Finding]:
     found += [each for each in differences if each.kind == "fault"]
     found += [fastest] if fastest else []
     return found + _losses(summary) + [each for each in differences if each.kind != "fault"]
+
+
+def verdict(results: Results, summary: Summary) -> str:
+    """Return what to use here, how much faster it is and whether its texts are equal, in one line."""
+    tokens = [sample.new_tokens for sample in results.samples if sample.method == summary.reference]
+    if not tokens:
+        return "No verdict: nothing to compare with was measured."
+    if fmean(tokens) < LEAST_TOKENS:
+        few = f"{fmean(tokens):.0f} token{'' if round(fmean(tokens)) == 1 else 's'} on average"
+        return f"No verdict: answers have {few}, and {LEAST_TOKENS} are needed. Are these prompts for this model?"
+    best = _best(summary)
+    if best is None or best.speedup is None:
+        return f"Stay with {summary.reference}: no method is faster here without another text."
+    speed = f"{best.speedup.each.median:.1f} times as fast as {summary.reference}"
+    if not best.compared:
+        return f"Use {best.method}: {speed}; its samples are others of the same distribution."
+    equal = best.samples - best.near_ties
+    texts = f"all {best.samples} texts equal" if not best.near_ties else f"{equal} of {best.samples} texts equal"
+    return f"Use {best.method}: {speed}, {texts}{'' if not best.near_ties else ', the others after a near tie'}."
+
+
+def _best(summary: Summary) -> Row | None:
+    """Return the fastest method without a text that differs by more than rounding; None if none beats the reference."""
+    rows = [row for row in summary.overall.rows if row.speedup and row.method != summary.reference]
+    rows = [row for row in rows if not row.mismatches and row.speedup and row.speedup.each.median >= 2 - _EVEN]
+    return max(rows, key=lambda row: row.speedup.each.median if row.speedup else 0.0, default=None)
 
 
 def _differences(summary: Summary) -> list[Finding]:
@@ -220,8 +251,10 @@ def _speeds(rows: list[Row], values: list[Speedup | None]) -> str:
 
 
 def _fastest(results: Results, summary: Summary) -> Finding | None:
-    """The best of the methods, or that none is faster than the reference."""
+    """The best of the methods, or that none is faster than the reference; None for answers that are too short."""
     reference = summary.reference
+    if fmean(sample.new_tokens for sample in results.samples) < LEAST_TOKENS:
+        return None
     rows = [row for row in summary.overall.rows if row.speedup and row.method != reference]
     best = max(rows, key=lambda row: row.speedup.each.median if row.speedup else 0.0, default=None)
     if best is None or best.speedup is None or best.speedup.each.median < 2 - _EVEN:

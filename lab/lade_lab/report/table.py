@@ -105,11 +105,15 @@ COLUMNS = (
     ),
     Column(
         "over {base}",
-        "what was measured of that: speed-up over {base} after prefill, all answers together",
+        "measured speed-up over {base} after prefill, all answers together",
         _over_base,
         rank=2,
     ),
-    Column("own", "share of the time after prefill outside the model", lambda row, _: percent(row.library_share)),
+    Column(
+        "own",
+        "share of the time after prefill outside the model's passes: choosing tokens, drafting, learning, the loop",
+        lambda row, _: percent(row.library_share),
+    ),
     Column("tok/s", "tokens a second after the first: median", lambda row, _: rate(_median(row.decode_rate))),
     Column("tok/s, quartiles", "", lambda row, _: _quartiles(row.decode_rate, rate), rank=6, markdown=False),
     Column(

@@ -105,7 +105,7 @@ def test_all_of_it(bench, out, folder, drawn):
     assert f"{folder.name}, 0.0M float32 parameters on " in said
     assert "3 prompts of texts, at most 8 new tokens, greedily" in said
     assert "methods: hf, plain, adaptive-warm 8" in said and re.search(r"^about \d+ s$", said, re.M)
-    assert "figures are in" in said
+    assert re.search(r"\d pictures are in", said)
     for method in ("hf", "plain", "adaptive-warm"):
         assert method in result.stdout
     assert (out / "report.html").is_file() and list(out.glob("*.svg"))
@@ -254,8 +254,10 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
     fails(bench("--figures"), "matplotlib is not installed: run pip install")
     assert not out.exists()
     result = bench()
-    assert result.exit_code == 0 and "results.json, report.html are in" in result.stderr
-    assert sorted(file.name for file in out.iterdir()) == ["report.html", "results.json"]
+    assert result.exit_code == 0 and "results.json, report.html and 2 pictures are in" in result.stderr
+    made = ["report.html", "results.json", "speedup.png", "speedup.svg"]
+    assert sorted(file.name for file in out.iterdir()) == made
+    assert result.stdout.splitlines()[-1].startswith(("Use ", "Stay ", "No verdict: "))
 
 
 @pytest.mark.one_in(2)
