@@ -28,6 +28,7 @@ from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.int4 import Int4Codes, Int4Linear
 from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Codes, Int8Linear, scale_of
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
+from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.product_choice import faster_panel
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
@@ -57,6 +58,7 @@ def pack(
     weights: str | None = None,
     keep: Sequence[str] | str = (),
     min_weights: int = MIN_WEIGHTS,
+    panels: bool = False,
 ) -> _Model:
     """Replace the linear layers of a model by prepacked ones, in place. For inference on the CPU.
 
@@ -85,6 +87,8 @@ def pack(
         keep: with int8 or int4, names of layers that are packed in their own dtype. Patterns such as "lm_head" or
             "layers.0.*" match the whole name or its end.
         min_weights: least number of weights of a layer that is packed.
+        panels: in bfloat16, use this project's products wherever it has them, without measuring: `lade.invariant` needs
+            these, and would lay the weights out again.
 
     Returns:
         The model itself.
@@ -98,7 +102,7 @@ def pack(
         start = perf_counter()
         kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
         try:
-            panel = _bfloat16_panel(kinds) if weights is None else 0
+            panel = 0 if weights is not None else panel_for(torch.bfloat16) if panels else _bfloat16_panel(kinds)
             pack_layers(model, kinds, keep_original=keep_original, panel=panel)
         finally:  # integer layers that cannot be restored stay packed after an error
             guard(model)
