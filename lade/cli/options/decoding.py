@@ -59,8 +59,7 @@ Invariant = Annotated[
     typer.Option(
         "--invariant/--no-invariant",
         rich_help_panel="Speed",
-        help="Batch-invariant kernels: in 16 bits, too, the same text with and without drafts. Default: on a CPU, for "
-        "models in 16 bits, int8 or int4.",
+        help="Same text with and without drafts in 16 bits, too. Default: on a CPU, where possible.",
     ),
 ]
 _speed = in_panel("Speed")

@@ -64,14 +64,12 @@ def pack(
 
     `nn.Linear` and GPT-2's `Conv1D` are packed in float32, bfloat16 or, if the processor supports it, float16.
     Everything else (embeddings, norms, experts that are not linear layers) is left alone, and so are small layers. A
-    model without a large enough layer is returned unchanged, and layers that are already packed stay packed.
+    model without a large enough layer is returned unchanged, and layers that are already packed stay packed. In
+    bfloat16, layers use oneDNN's products, or this project's own if these are faster; see `product_choice`.
 
-    In bfloat16, all layers use oneDNN's products, or this project's own if they are measured to be faster, once per
-    model, machine and number of threads; see `product_choice`.
-
-    A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a second
-    copy. Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
-    gradients are refused. No thread may call the model while it is being packed.
+    A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a copy.
+    Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
+    gradients are refused. No thread may call the model meanwhile.
 
     With `weights="int8"`, weights are quantised to int8 with one scale per output, and inputs with one scale per token.
     With "int4" weights have 4 bits, and a scale for every 32 inputs. Either makes another model, slightly worse, that
@@ -87,8 +85,7 @@ def pack(
         keep: with int8 or int4, names of layers that are packed in their own dtype. Patterns such as "lm_head" or
             "layers.0.*" match the whole name or its end.
         min_weights: least number of weights of a layer that is packed.
-        panels: in bfloat16, use this project's products wherever it has them, without measuring: `lade.invariant` needs
-            these, and would lay the weights out again.
+        panels: in bfloat16, use this project's products without measuring; `lade.invariant` needs them.
 
     Returns:
         The model itself.
