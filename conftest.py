@@ -22,7 +22,6 @@ from lade.hf import job, refusals
 from lade.model import supports as support
 from lade.testing import nearly_flat_cost, toy_model
 from lade.tuning import cost_file as store
-from lade.tuning import cost_key
 
 pytest_plugins = ["shell_fixtures"]
 
@@ -110,7 +109,7 @@ def on_known_processor():
     """Not on the makers' older ones: without VNNI, PyTorch's int8 product saturates, and a trial finds it out."""
     info = Path("/proc/cpuinfo")
     has_vnni = info.is_file() and "avx512_vnni" in info.read_text()
-    return has_vnni and cost_key._cpu_name().startswith(KNOWN_PROCESSOR)
+    return has_vnni and native.processor_name().startswith(KNOWN_PROCESSOR)
 
 
 @pytest.fixture

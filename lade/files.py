@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from time import time
 from typing import Any
 
+import platformdirs
+
 from lade.errors import InputError
+
+logger = logging.getLogger(__name__)
+MAX_AGE_S = 30 * 24 * 3600.0
+"""Age at which a record of `Records` is found anew."""
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -73,6 +82,50 @@ def read_record(path: Path, key: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(record, dict) or digest_of({"key": record.get("key")}) != digest_of({"key": key}):
         raise ValueError("it was saved under another key")
     return record
+
+
+@dataclass(frozen=True)
+class Records:
+    """What was measured or tried here, in the user's cache folder: one small JSON file per key.
+
+    It is only a cache: a file that is damaged, foreign or older than 30 days is as good as none, since a key covers
+    neither drivers nor power settings, and a folder that cannot be written to costs the work again at the next start.
+    So none of this is an error; the logger `lade` tells.
+
+    Args:
+        kind: name of the folder.
+        what: what a record holds, for the logger.
+        folder: folder of the files; None for that in the user's cache folder.
+    """
+
+    kind: str
+    what: str
+    folder: Path | None = None
+
+    def path_of(self, key: Mapping[str, object]) -> Path:
+        """Return the path of a key's file."""
+        users = Path(platformdirs.user_cache_dir("lookahead-decoding", appauthor=False))
+        return (self.folder or users / self.kind) / f"{digest_of(key)}.json"
+
+    def load(self, key: Mapping[str, object]) -> dict[str, Any] | None:
+        """Return the fields saved under a key; None if there are none that can be used."""
+        path = self.path_of(key)
+        try:
+            record = read_record(path, key)
+            return record if abs(time() - record["saved_at"]) <= MAX_AGE_S else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as problem:
+            logger.warning("%s in %s cannot be used and is found again: %r", self.what, path, problem)
+            return None
+
+    def save(self, key: Mapping[str, object], fields: Mapping[str, object]) -> None:
+        """Save fields under a key."""
+        path = self.path_of(key)
+        try:
+            write_record(path, key, {**fields, "saved_at": time()})
+        except OSError as problem:
+            logger.warning("%s cannot be saved in %s, and is found again later: %s", self.what, path.parent, problem)
 
 
 _LONGEST, _CONTEXT = 60, 20  # characters of a value in a message; of these, how many of a common prefix

@@ -64,7 +64,7 @@ def tune(
     *,
     loading: options.Loading,
     pack: options.Pack = None,
-    invariant: options.Invariant = False,
+    invariant: options.Invariant = None,
     json: options.Json = False,
     output: options.Output,
 ) -> None:

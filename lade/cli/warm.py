@@ -108,7 +108,7 @@ def warm(
     template: options.Template,
     loading: options.Loading,
     pack: options.Pack = None,
-    invariant: options.Invariant = False,
+    invariant: options.Invariant = None,
     json: options.Json = False,
     output: options.Output,
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
+from lade.announcements import announce
 from lade.config import Lookahead, resolve
 from lade.hf.arguments import (
     REPLACED,
@@ -26,13 +28,18 @@ from lade.hf.arguments import (
     refuse_without_generate,
 )
 from lade.hf.generate import generate
-from lade.model.supports import supports
+from lade.model import joint
+from lade.model.facts import is_invariant
+from lade.model.supports import supports, unwrap
 from lade.stats import Stats
 
+logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT")
+_MADE_EXACT = "_lade_made_exact"
+"""Attribute of a model that `enable` made invariant, and `disable` makes as it was."""
 
 
-def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None = None) -> ModelT:
+def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None = None, exact: bool = False) -> ModelT:
     """Accelerate every later `model.generate` of this model, including calls by pipelines, trainers and frameworks.
 
     The tokens stay those of plain `model.generate`; in 16-bit, output can diverge where two tokens score almost equally
@@ -50,17 +57,23 @@ def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None 
             decoding method (`custom_generate=`, `assistant_model=`), fall back to plain `model.generate`, with one
             `FallbackWarning`; with a `LookaheadConfig` they raise.
         stats: figures that every call adds to; None for none.
+        exact: make a model in 16 bits, int8 or int4 batch-invariant, so that its text does not depend on the drafts,
+            see `lade.invariant`. That text is the invariant kernels' own, with and without drafts; it can differ from
+            that of before. `disable` undoes it. A model in float32 or float64 is left as it is.
 
     Returns:
         The same model.
 
     Raises:
         ConfigError: `lookahead` is none of the three, or `stats` is not a `Stats`.
-        UnsupportedModelError: the model has no `generate`, or cannot be served with this `LookaheadConfig`.
+        UnsupportedModelError: the model has no `generate`, or cannot be served with this `LookaheadConfig`, or cannot
+            be made invariant.
     """
     config, may_fall_back = resolve(lookahead)
     refuse_without_generate(model)
     check_stats(stats)
+    if exact:
+        _make_exact(model)
     if config is not None and not may_fall_back:
         supports(model).require()
         check_generate(model)
@@ -78,6 +91,10 @@ def disable(model: ModelT) -> ModelT:
     Returns:
         The same model.
     """
+    inner = unwrap(model)
+    if _MADE_EXACT in _attributes(inner):
+        joint.load("cpu").variant(inner)
+        delattr(inner, _MADE_EXACT)
     for owner in _owners(model):
         if _is_accelerated(_attributes(owner).get("generate")):
             del owner.generate
@@ -85,6 +102,24 @@ def disable(model: ModelT) -> ModelT:
                 owner.generate = getattr(owner, REPLACED)
                 delattr(owner, REPLACED)
     return model
+
+
+def _make_exact(model: Any) -> None:
+    """Make a model invariant that rounds visibly and is not invariant yet; tell what its text is now."""
+    inner = unwrap(model)
+    cpu = joint.load("cpu")
+    if not cpu.rounds_visibly(inner):
+        return
+    was_invariant = is_invariant(inner)
+    cpu.invariant(inner)  # tried again if it was, since the number of threads may have changed
+    if was_invariant:
+        return
+    setattr(inner, _MADE_EXACT, True)
+    announce(
+        logger,
+        f"the text of this {type(inner).__name__} is now that of batch-invariant kernels, with drafts and without: it "
+        "can differ from before where two tokens score almost equally; lade.disable(model) undoes it",
+    )
 
 
 class Accelerated:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +31,26 @@ from lade.announcements import announce_once
 from lade.native.sources import digest_of, library_name
 
 logger = logging.getLogger(__name__)
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def library_path() -> Path:
+    """Return the path of the compiled library; there may be none."""
+    return Path(__file__).parent / library_name()
+
+
+@cache
+def processor_name(info: Path = _CPU_INFO) -> str:
+    """Return the processor's name, such as "AMD EPYC 9654 96-Core Processor", for the keys of what was measured here.
+
+    Args:
+        info: the kernel's description of the processor, on Linux.
+    """
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 @cache
@@ -39,8 +60,7 @@ def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
     Args:
         keeps_lock: the library whose calls hold the interpreter's lock; see `lade.native.kernel.NativeKernel`.
     """
-    folder = Path(__file__).parent
-    path = folder / library_name()
+    path = library_path()
     if not path.exists():
         announce_once(
             logger,
@@ -51,7 +71,7 @@ def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
         return None
     loaded: ctypes.CDLL = (ctypes.PyDLL if keeps_lock else ctypes.CDLL)(str(path))
     loaded.lade_sources.restype = ctypes.c_char_p
-    sources = digest_of(folder)
+    sources = digest_of(path.parent)
     if sources and loaded.lade_sources() != sources.encode():
         announce_once(
             logger,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
 
 import torch
 import transformers
@@ -17,12 +14,12 @@ from lade.model.config import field
 from lade.model.facts import ModelFacts, bytes_by_kind
 from lade.model.inputs import batch_bucket
 from lade.model.runner import EagerRunner
+from lade.native import processor_name
 from lade.version import __version__
 
 _SHAPE = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[str, object]:
@@ -74,18 +71,4 @@ def _counts(facts: ModelFacts) -> dict[str, int]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
-
-
-def _cpu_name() -> str:
-    """Such as "AMD EPYC 9654 96-Core Processor"."""
-    return _named_in(_CPU_INFO)
-
-
-@cache
-def _named_in(info: Path) -> str:
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return f"{processor_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type

@@ -5,10 +5,13 @@ import json
 import pytest
 
 from lade.backends.cpu.invariant_marker import invariance_of
+from lade.cli.loading import load
+from lade.cli.loading.load import load as load_model
 from lade.cli.options.decoding import Output, Speed
 from lade.cli.options.model import Loading
-from lade.cli.serve.model import load
+from lade.cli.serve.model import load as load_served
 from lade.cli.terminal import Terminal
+from lade.errors import UnsupportedModelError
 from lade_lab.results import Results
 
 pytestmark = pytest.mark.usefixtures("rounds_alike")
@@ -35,14 +38,56 @@ def test_lines_of_an_invariant_model_are_not_continued_without_it(lade, folder, 
     prompts.write_text("\n".join(json.dumps({"prompt": f"{PROMPT} {number}"}) for number in range(2)))
     ask = ["generate", "-m", folder, *HALF, "--prompts", prompts, "--batch-size", 2, "-n", 4, "--out", out]
     assert lade(*ask, "--invariant").exit_code == 0
-    result = lade(*ask, "--resume")
+    result = lade(*ask, "--resume", "--no-invariant")
     assert result.exit_code == 2 and "invariant" in result.stderr
-    assert lade(*ask, "--resume", "--invariant").exit_code == 0
+    assert lade(*ask, "--resume").exit_code == 0
+
+
+def loaded(folder, dtype, **wanted):
+    term = Terminal(Output(quiet=True))
+    return load_model(Loading(model=str(folder), dtype=dtype), term=term, **{"pack": None, "invariant": None, **wanted})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted", "made"),
+    [("bfloat16", None, True), ("float16", None, True), ("float32", None, False), ("bfloat16", False, False)],
+)
+def test_a_model_in_16_bits_is_invariant_unless_that_is_unwanted(folder, dtype, wanted, made):
+    model = loaded(folder, dtype, invariant=wanted).model
+    assert (invariance_of(model) is not None) == made
+
+
+def test_packing_changes_no_bits_unasked(folder, monkeypatch):
+    """Packing alone changes the texts of a model in 16 bits."""
+    asked = []
+    monkeypatch.setattr(load, "pack_if_it_pays", asked.append)
+    monkeypatch.setattr(load.packing, "pack", lambda model, **given: asked.append(given))
+    loaded(folder, "bfloat16", invariant=False)
+    assert not asked
+    loaded(folder, "bfloat16", invariant=False, pack=True)
+    assert asked == [{}]
+    loaded(folder, "float32")
+    assert len(asked) == 2
+
+
+def test_a_model_that_cannot_be_invariant_keeps_its_kernels(folder, monkeypatch, capsys):
+    def refuse(model):
+        raise UnsupportedModelError("it rounds by the phase of the moon", "wait")
+
+    monkeypatch.setattr(load.make_invariant, "invariant", refuse)
+    term = Terminal(Output())
+    found = load_model(Loading(model=str(folder), dtype="bfloat16"), term=term, pack=None, invariant=None)
+    assert invariance_of(found.model) is None and not found.packed
+    assert "by the phase of the moon" in capsys.readouterr().err
+    with pytest.raises(UnsupportedModelError, match="phase"):
+        loaded(folder, "bfloat16", invariant=True)
 
 
 def test_a_server_makes_its_model_invariant(folder):
     loading = Loading(model=str(folder), dtype="bfloat16")
-    served = [load(loading, Speed(invariant=wanted), None, Terminal(Output(quiet=True))) for wanted in (True, False)]
+    served = [
+        load_served(loading, Speed(invariant=wanted), None, Terminal(Output(quiet=True))) for wanted in (True, False)
+    ]
     assert [invariance_of(each.model) is not None for each in served] == [True, False]
 
 

@@ -13,6 +13,7 @@ import lade
 from lade import native
 from lade.backends.cpu.invariant_marker import Invariance, set_invariance
 from lade.hf.refusals import precision_note
+from lade.model.facts import is_invariant
 from lade.testing import toy_model
 
 REMEDY = "`lade.invariant(model)`" if native.library() else "loading the model in float32"
@@ -152,3 +153,38 @@ def test_the_remedy_is_one_that_there_is():
     compiled = torch.compile(toy_model(dtype=torch.float16), backend="eager")
     for model in (encoding, recurrent.half().eval(), compiled):
         assert precision_note(model).endswith("; loading the model in float32 prevents it")
+
+
+# Exact on request
+
+
+@pytest.mark.skipif(not native.library(), reason="no compiled kernels here")
+@pytest.mark.by_processor
+def test_an_enabled_model_can_be_made_exact_and_as_it_was_again(caplog):
+    model = toy_model(dtype=torch.bfloat16)
+    with caplog.at_level("INFO", "lade"):
+        assert lade.enable(model, exact=True) is model
+    assert "batch-invariant kernels" in caplog.text
+    assert not told(lambda: model.generate(IDS, **NEW))  # no warning: nothing can diverge
+    ours = model.generate(IDS, max_new_tokens=60, do_sample=False)
+    assert torch.equal(ours, model.generate(IDS, max_new_tokens=60, do_sample=False, lookahead=None))
+    lade.disable(model)
+    assert "generate" not in vars(model) and not is_invariant(model)
+
+
+@pytest.mark.skipif(not native.library(), reason="no compiled kernels here")
+@pytest.mark.by_processor
+def test_a_model_that_was_invariant_stays_so_and_one_in_float32_is_left_alone():
+    model = lade.invariant(toy_model(dtype=torch.bfloat16))
+    lade.disable(lade.enable(model, exact=True))
+    assert is_invariant(model)
+    model = toy_model(dtype=torch.float32)
+    lade.enable(model, exact=True)
+    assert not is_invariant(model)
+
+
+def test_what_cannot_be_made_exact_is_an_error():
+    model = MambaForCausalLM(MambaConfig(vocab_size=48, hidden_size=32, num_hidden_layers=1)).eval().bfloat16()
+    with pytest.raises(lade.UnsupportedModelError, match="cannot be made invariant"):
+        lade.enable(model, exact=True)
+    assert "generate" not in vars(model)

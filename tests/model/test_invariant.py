@@ -23,7 +23,7 @@ from transformers import (
 
 import lade
 from lade.backends.cpu import worker_threads
-from lade.backends.cpu.invariant import activations, attention, make_invariant
+from lade.backends.cpu.invariant import activations, attention, make_invariant, verdicts
 from lade.backends.cpu.invariant.activations import times_logistic
 from lade.backends.cpu.invariant.attention import attention_of, invariant_attention
 from lade.backends.cpu.invariant.padded_rows import (
@@ -44,6 +44,7 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import in_panels
+from lade.files import Records
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -52,8 +53,9 @@ HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def short_trials(monkeypatch):
-    """One text, behind which the tree crosses the border of a tile."""
+def short_trials(monkeypatch, tmp_path):
+    """One text, behind which the tree crosses the border of a tile; no verdict is known."""
+    monkeypatch.setattr(verdicts, "RECORDS", Records("invariant", "the verdict", tmp_path))
     monkeypatch.setattr(make_invariant, "TEXTS", (61,))
     monkeypatch.setattr("lade.backends.cpu.invariant.trials.TEXTS", (60,))
 

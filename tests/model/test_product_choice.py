@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lade
+from lade import files
 from lade.backends.cpu.packing import pack as packing
 from lade.backends.cpu.packing import product_choice
 from lade.backends.cpu.packing.linear import PackedLinear
@@ -64,7 +65,7 @@ def test_a_damaged_or_old_record_is_measured_again(measured, tmp_path, content, 
     product_choice.faster_panel(SHAPES, tmp_path)
     assert len(measured) == 2 and "cannot be used" in caplog.text
     next_process()
-    monkeypatch.setattr(product_choice, "MAX_AGE_S", -1)
+    monkeypatch.setattr(files, "MAX_AGE_S", -1)
     product_choice.faster_panel(SHAPES, tmp_path)
     assert len(measured) == 3
 

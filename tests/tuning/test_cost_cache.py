@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lade
+from lade import native
 from lade.hf import job
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
@@ -265,11 +266,11 @@ def test_curves_go_with_their_model(measured, tmp_path):
 
 def test_the_machine_has_a_name(model, monkeypatch, tmp_path):
     assert all(cost_key.devices_of(model))
-    monkeypatch.setattr(cost_key, "_CPU_INFO", tmp_path / "none")
-    assert all(cost_key.devices_of(model))
+    assert native.processor_name(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3: fast\n")
-    monkeypatch.setattr(cost_key, "_CPU_INFO", tmp_path / "cpuinfo")
-    assert cost_key.devices_of(model)[0].startswith("Abacus 3: fast, ")
+    assert native.processor_name(tmp_path / "cpuinfo") == "Abacus 3: fast"
+    monkeypatch.setattr(cost_key, "processor_name", lambda: "Abacus 3")
+    assert cost_key.devices_of(model)[0].startswith("Abacus 3, ")
 
 
 def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -162,6 +162,7 @@ class Weights:
         threads: of the CPU.
         pack: whether this library's methods run on prepacked weights; None: where it pays.
         invariant: whether the model is made to round alike in every pass; then all methods run on the same weights.
+            None: on a CPU in 16 bits, int8 or int4, where it can be.
     """
 
     inflate: Annotated[
@@ -180,12 +181,13 @@ class Weights:
         ),
     ] = None
     invariant: Annotated[
-        bool,
+        bool | None,
         _model(
-            "--invariant",
-            help="Batch-invariant kernels for all methods: 16-bit outputs must be equal, too.",
+            "--invariant/--no-invariant",
+            help="Batch-invariant kernels for all methods: 16-bit outputs must be equal, too. Default: on a CPU, for "
+            "models in 16 bits, int8 or int4.",
         ),
-    ] = False
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,8 @@ class Plan:
 
         if weights.invariant and files.allow_near_ties:
             raise ConfigError("allow-near-ties", True, "an invariant model has none: leave it out, or --invariant")
+        if files.allow_near_ties or loading.attn_implementation is not None:
+            weights = replace(weights, invariant=bool(weights.invariant))
         settings = answers.settings()
         size = "" if weights.inflate is None else f"-{weights.inflate / 1e6:.0f}M"
         out = files.out or FOLDER / (loading.name.split("/")[-1] + size)
@@ -232,7 +236,6 @@ class Plan:
         methods = runs.parsed(sampling=settings.temperature is not None)
         return cls(loading, runs.draft, methods, runs.workloads(), settings, out, files, weights)
 
-    @property
-    def name(self) -> str:
-        """Name of the model in the record."""
-        return self.loading.label(*(["invariant"] if self.weights.invariant else []))
+    def model_name(self, *, invariant: bool) -> str:
+        """Return the name of the model in the record."""
+        return self.loading.label(*(["invariant"] if invariant else []))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lade.backends.cpu.invariant.make_invariant import invariant
+from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.packing import pack as packing
 from lade.cli.loading import load as loading
 from lade.cli.terminal import Terminal
@@ -37,22 +37,23 @@ def load_models(plan: Plan, term: Terminal) -> tuple[Models, Any]:
         draft = loading.load(plan.loading.for_model(plan.draft), term=term)
         if fingerprint_of(draft.tokenizer) != fingerprint_of(loaded.tokenizer):
             raise InputError(
-                f"draft {plan.draft!r} has a different tokenizer than {plan.name!r}: give one of its family"
+                f"draft {plan.draft!r} has a different tokenizer than {plan.loading.label()!r}: give one of its family"
             )
     if plan.weights.threads is not None:
         torch.set_num_threads(plan.weights.threads)
+    invariant = loading.is_made_invariant(model, plan.weights.invariant)
     record = Model(
-        name=plan.name,
+        name=plan.model_name(invariant=invariant),
         kind=model.config.model_type,
         parameters=model.num_parameters(),
         dtype=loaded.dtype,
         inflated_from=None if plan.weights.inflate is None else own_parameters,
         draft=None if plan.draft is None else plan.loading.for_model(plan.draft).label(),
     )
-    packed = _packed(model, plan, term)
-    if plan.weights.invariant:
+    packed = _packed(model, plan, term, panels=invariant)
+    if invariant:
         term.show_status("checking batch invariance")
-        model, packed = invariant(model if packed is None else packed), None
+        model, packed = make_invariant.invariant(model if packed is None else packed), None
     return Models(record, model, packed, None if draft is None else draft.model), loaded.tokenizer
 
 
@@ -63,7 +64,7 @@ def _inflated(model: Any, params: float) -> Any:
         raise ConfigError("inflate", params, problem.remedy) from problem
 
 
-def _packed(model: Any, plan: Plan, term: Terminal) -> Any:
+def _packed(model: Any, plan: Plan, term: Terminal, *, panels: bool) -> Any:
     """A packed copy where that is wanted, or can be done and pays; else None."""
     may_pay = model.device.type == "cpu" and (plan.loading.model is not None or plan.weights.inflate is not None)
     ours = any(method.kind not in TRANSFORMERS for method in plan.methods)
@@ -75,4 +76,4 @@ def _packed(model: Any, plan: Plan, term: Terminal) -> Any:
         if reason and term.debug:
             term.say(f"not packed: {reason}", "dim")
         return None if reason else copy
-    return packing.pack(deepcopy(model)) if packing.packable(model) else None
+    return packing.pack(deepcopy(model), panels=panels) if packing.packable(model) else None

@@ -121,7 +121,7 @@ def complete_results(plan: Plan) -> Results | None:
         "workloads": [asdict(workload) for workload in results.workloads],
     }
     here = {
-        "model": plan.name,
+        "model": plan.model_name(invariant=bool(plan.weights.invariant)),
         "methods": [method.name for method in plan.methods],
         "settings": asdict(plan.settings),
         "workloads": [asdict(workload.record) for workload in plan.workloads],

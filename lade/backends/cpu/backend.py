@@ -74,6 +74,24 @@ class CpuBackend(Backend):
 
         pack.unpack(model)
 
+    def rounds_visibly(self, model: Any) -> bool:
+        """Return True if the rounding of a pass over several tokens may show in a model's text, as scores often tie."""
+        from lade.backends.cpu.packing import pack
+
+        return model.dtype.itemsize == 2 or pack.integer_weights(model) is not None
+
+    def invariant(self, model: nn.Module) -> None:
+        """Make a model batch-invariant, in place; see `lade.invariant`."""
+        from lade.backends.cpu.invariant.make_invariant import invariant
+
+        invariant(model)
+
+    def variant(self, model: nn.Module) -> None:
+        """Undo `invariant`, in place; see `lade.variant`."""
+        from lade.backends.cpu.invariant.make_invariant import variant
+
+        variant(model)
+
     def can_be_invariant(self, model: nn.Module) -> bool:
         """Return True if `lade.invariant` would try this model on this machine."""
         from lade.backends.cpu.invariant.make_invariant import is_candidate

@@ -135,7 +135,7 @@ def demo(
     *,
     choice: options.ModelChoice,
     pack: options.Pack = None,
-    invariant: options.Invariant = False,
+    invariant: options.Invariant = None,
     output: options.Output,
 ) -> None:
     """Show model.generate, prompt lookup and lade side by side: same text, less time.
@@ -154,7 +154,7 @@ def demo(
 
         memory = Memory()
         rounds = wanted.rounds(memory)
-        loaded = load(loading, term=term, pack=False if inflate else pack, invariant=invariant and not inflate)
+        loaded = load(loading, term=term, pack=False if inflate else pack, invariant=False if inflate else invariant)
         check_served(loaded, rounds[0].config, rounds[0].choices)
         show = Demo(loaded, rounds, memory, wanted, term)
         show.prepare(inflate, pack, invariant=invariant)
@@ -183,7 +183,7 @@ class Demo:
         self._unpacked: Any = None
         self._started = perf_counter()
 
-    def prepare(self, parameters: float, pack: bool | None, *, invariant: bool) -> None:
+    def prepare(self, parameters: float, pack: bool | None, *, invariant: bool | None) -> None:
         """Fill the memory and pad the embedded model.
 
         Args:

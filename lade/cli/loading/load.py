@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from lade.backends.cpu.backend import BACKEND
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import folder as packed_folder
 from lade.backends.cpu.packing import pack as packing
+from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
 from lade.cli.loading import checkpoint
@@ -26,7 +28,7 @@ from lade.cli.loading.hub import ModelSource, downloading, find, quiet
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig
-from lade.errors import ConfigError, InputError
+from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.hf.distributed import follow_until_dismissed
 from lade.memory import Memory
 from lade.model.config import LEARNED_POSITIONS
@@ -134,7 +136,7 @@ def load(
     term: Terminal,
     pack: bool | None = False,
     images: bool | None = False,
-    invariant: bool = False,
+    invariant: bool | None = False,
     threads: int | None = None,
     processes: int = 1,
 ) -> LoadedModel:
@@ -145,7 +147,7 @@ def load(
         term: terminal that shows the progress.
         pack: prepack linear layers for the CPU; None if that pays, and never for the embedded model.
         images: load a model that takes images; None if it can.
-        invariant: make the model batch invariant.
+        invariant: make the model batch invariant; None on a CPU in 16 bits, int8 or int4, if possible.
         threads: CPU threads; None for torch's default, and 1 for the embedded model.
         processes: number of processes to split the layers over; each of them calls this.
 
@@ -155,6 +157,8 @@ def load(
     loading.check()
     if processes > 1:
         loading.check_split(pack=pack, invariant=invariant)
+    if processes > 1 or loading.attn_implementation is not None:
+        invariant = bool(invariant)
     if not term.debug:
         term.closing.enter_context(quiet())
     device = "cpu" if loading.weights is not None and loading.device == "auto" else loading.device
@@ -191,17 +195,24 @@ def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
     return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer))
 
 
-def _pack(model: Any, term: Terminal, *, wanted: bool) -> None:
-    """Prepack linear layers: always if `wanted`, else if it pays; --debug shows why not."""
+def is_made_invariant(model: Any, wanted: bool | None) -> bool:
+    """Return whether the shell makes a model invariant, given its option; None where it may be needed, and may do."""
+    return (BACKEND.rounds_visibly(model) and make_invariant.is_candidate(model)) if wanted is None else wanted
+
+
+def _pack(model: Any, term: Terminal, *, wanted: bool, panels: bool) -> None:
+    """Prepack linear layers: if `wanted` or for panels, else if it pays; --debug shows why not."""
     term.show_status("packing the weights")
-    if wanted:
+    if panels and packing.packable(model):
+        packing.pack(model, panels=True)
+    elif wanted:
         packing.pack(model)
-    elif (reason := pack_if_it_pays(model)) and term.debug:
+    elif not panels and (reason := pack_if_it_pays(model)) and term.debug:
         term.say(f"not packed: {reason}", "dim")
 
 
 def _set_up(
-    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool
+    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool | None
 ) -> None:
     """Pack the model in place and make it invariant, as the options ask."""
     if loading.weights is not None and not is_packed:
@@ -213,13 +224,27 @@ def _set_up(
     set_up(model, term, pack=pack, invariant=invariant)
 
 
-def set_up(model: Any, term: Terminal, *, pack: bool | None, invariant: bool) -> None:
-    """Pack the model in place, if it pays for None, and make it invariant."""
-    if pack or (pack is None and model.device.type == "cpu"):
-        _pack(model, term, wanted=bool(pack))
-    if invariant:
+def set_up(model: Any, term: Terminal, *, pack: bool | None, invariant: bool | None) -> None:
+    """Pack the model in place and make it invariant; None for what keeps its text and pays.
+
+    Packing changes the last bits of a model in 16 bits. So by default such a model is packed only together with
+    invariant kernels, which make the text of plain decoding that of drafting.
+    """
+    rounds = BACKEND.rounds_visibly(model)
+    wanted = is_made_invariant(model, invariant)
+    packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
+    if pack or packs_in_panels or (pack is None and not rounds and model.device.type == "cpu"):
+        _pack(model, term, wanted=bool(pack), panels=packs_in_panels)
+    if wanted:
         term.show_status("checking batch invariance")
-        make_invariant.invariant(model)
+        try:
+            make_invariant.invariant(model)
+        except UnsupportedModelError as problem:
+            if invariant:
+                raise
+            if packs_in_panels:
+                packing.unpack(model)
+            term.say(f"decoded with its own kernels: {problem.reason}", "dim")
 
 
 def _load_packed(source: ModelSource, loading: Loading) -> Any:

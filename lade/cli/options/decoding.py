@@ -55,11 +55,11 @@ Pack = Annotated[
     ),
 ]
 Invariant = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--invariant",
+        "--invariant/--no-invariant",
         rich_help_panel="Speed",
-        help="Batch-invariant kernels: 16-bit output, too, equals that of plain decoding, bit for bit.",
+        help="Same text with and without drafts in 16 bits, too. Default: on a CPU, where possible.",
     ),
 ]
 _speed = in_panel("Speed")
@@ -87,7 +87,7 @@ class Speed:
         budget: tokens fed per step of the adaptive method.
         memory: file of a draft memory for the adaptive method.
         pack: prepack linear layers for the CPU; None if that pays.
-        invariant: make the model batch invariant.
+        invariant: make the model batch invariant; None for a model on the CPU whose rounding would show.
     """
 
     method: Method = None
@@ -95,7 +95,7 @@ class Speed:
         Path | None, _speed(metavar="FILE", help="Draft memory made by lade warm, for the adaptive method.")
     ] = None
     pack: Pack = None
-    invariant: Invariant = False
+    invariant: Invariant = None
     window: Window = None
     ngram: Ngram = None
     guesses: Guesses = None

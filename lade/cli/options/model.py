@@ -150,7 +150,7 @@ class Loading(ModelChoice):
         if self.device_map is not None and self.device != "auto":
             raise ConfigError("device-map", self.device_map, f"contradicts --device {self.device}")
 
-    def check_split(self, *, pack: bool | None, invariant: bool) -> None:
+    def check_split(self, *, pack: bool | None, invariant: bool | None) -> None:
         """Raise `ConfigError` for options that a model split over processes does not support."""
         given = {
             "device-map": self.device_map,
@@ -194,7 +194,7 @@ class Loading(ModelChoice):
         variant = ", ".join([*(f"{name} {value}" for name, value in self.variant.items()), *more])
         return f"{self.name} ({variant})" if variant else self.name
 
-    def check_layout(self, pack: bool | None, *, invariant: bool) -> None:
+    def check_layout(self, pack: bool | None, *, invariant: bool | None) -> None:
         """Raise `ConfigError` if --no-pack or --invariant contradicts another option."""
         if self.weights is not None and pack is False:
             raise ConfigError("weights", self.weights, "contradicts --no-pack")

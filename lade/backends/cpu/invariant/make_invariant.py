@@ -16,6 +16,7 @@ batch invariance, is that of Thinking Machines' "Defeating nondeterminism in LLM
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -28,8 +29,9 @@ from lade.backends.cpu.invariant.activations import replace_activations
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.fused import fuse
 from lade.backends.cpu.invariant.norms import replace_norms
-from lade.backends.cpu.invariant.padded_rows import forget_padding
-from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keeps_order
+from lade.backends.cpu.invariant.padded_rows import RowPadding, forget_padding
+from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keeps_order, distinct_layers
+from lade.backends.cpu.invariant.verdicts import keep_paddings, kept_paddings, key_of
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, set_invariance
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TEXTS = (5, 61, 190)
 """Lengths of the trial's texts; with the second one, the tree crosses a tile border."""
+BRIEF_TEXT = 61
+"""Length of the only text where a model of the same structure passed before: its tree crosses a tile border."""
 BATCHED = 64
 """Texts up to this length are also tried as one row of a batch."""
 PAST = 3
@@ -91,14 +95,18 @@ def invariant(model: _Model) -> _Model:
         attention=decoder.config._attn_implementation,
         experts=decoder.config._experts_implementation if has_mixtures(inner) else None,
     )
+    key = key_of(inner)
+    known = kept_paddings(key) if key is not None else None
     try:
         set_invariance(inner, note)
-        _replace_layers(inner, decoder, mixtures=note.experts is not None)
+        paddings = _replace_layers(inner, decoder, known or (), mixtures=note.experts is not None)
         set_invariance(inner, replace(note, changed=changed_modules(ModelFacts.of(inner))))
-        _check_invariance(inner)
+        _check_invariance(inner, briefly=known is not None)
     except BaseException:
         variant(inner)
         raise
+    if key is not None and known is None:
+        keep_paddings(key, paddings)
     logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
     return model
 
@@ -139,7 +147,10 @@ def is_candidate(model: Any) -> bool:
     return True
 
 
-def _replace_layers(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> None:
+def _replace_layers(
+    model: PreTrainedModel, decoder: Any, known: Sequence[RowPadding | None], *, mixtures: bool
+) -> Sequence[RowPadding | None]:
+    """Replace layers and functions of a model by invariant ones, and return the paddings of its products."""
     decoder.set_attn_implementation(ATTENTION)
     if decoder_config(model)._attn_implementation != ATTENTION:
         raise UnsupportedModelError(_refusal_text(model, "its attention cannot be replaced"), REMEDY)
@@ -148,33 +159,37 @@ def _replace_layers(model: PreTrainedModel, decoder: Any, *, mixtures: bool) -> 
     replace_activations(model)
     replace_norms(model)
     lay_out(model, panels=True)
-    pad_all(model, model.dtype)
+    paddings = pad_all(model, model.dtype, known)
     fuse(model)
+    return paddings
 
 
-def _check_invariance(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` unless passes over trees have the bits of passes over single tokens."""
+def _check_invariance(model: PreTrainedModel, *, briefly: bool) -> None:
+    """Raise `UnsupportedModelError` unless passes over trees have the bits of passes over single tokens.
+
+    Args:
+        model: model with invariant layers.
+        briefly: true if a model of this structure passed all trials here before: then one of them is enough, in case
+            that anything which is not part of the verdict's key has changed.
+    """
     config = decoder_config(model)
     heads = _heads(config)
-    if heads is not None and not attention_keeps_order(heads):
+    if heads is not None and not briefly and not attention_keeps_order(heads):
         reason = "its attention, as compiled here, does not keep its summation order"
         raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
     plan = supports(model).require()
     windows = [window for window in window_lengths(config) if window <= LONGEST_PROBE_TOKENS]
     limit = field(config, "max_position_embeddings") or LONGEST_PROBE_TOKENS
-    for tokens in sorted({*TEXTS, *(window + PAST for window in windows)}):
-        if tokens + len(TEXTS) * PAST > limit:
-            continue
-        trial = ModelTrial(model, plan, tokens)
-        differing = trial.first_mismatch() or (trial.first_batch_mismatch() if tokens <= BATCHED else None)
-        if differing is not None:
-            raise UnsupportedModelError(
-                _refusal_text(
-                    model,
-                    f"{differing!r} is the first part that rounds a token differently beside other tokens",
-                ),
-                REMEDY,
-            )
+    texts = [BRIEF_TEXT] if briefly else sorted({*TEXTS, *(window + PAST for window in windows)})
+    with distinct_layers(model):
+        for tokens in texts:
+            if tokens + len(TEXTS) * PAST > limit:
+                continue
+            trial = ModelTrial(model, plan, tokens)
+            differing = trial.first_mismatch() or (trial.first_batch_mismatch() if tokens <= BATCHED else None)
+            if differing is not None:
+                what = f"{differing!r} is the first part that rounds a token differently beside other tokens"
+                raise UnsupportedModelError(_refusal_text(model, what), REMEDY)
 
 
 def _check_model(model: Any, *, compiled: bool) -> None:

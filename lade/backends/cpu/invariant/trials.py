@@ -13,9 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
+from lade.backends.cpu.invariant.verdicts import kind_of
 from lade.backends.trials.tree_check import PlainDecoding
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.config import token_embeddings
+from lade.model.config import decoder_config, token_embeddings
 from lade.model.inputs import FULL
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan, StepInputs
@@ -179,6 +180,30 @@ class ModelTrial:
             plain.after(path[-1] if path else self._text[-1])
         places = TokenIndex(1, 1), TokenIndex(1, len(self._tree), self._node(path))
         return first_difference(of_token, of_tree, *places) or NO_MODULE
+
+
+@contextmanager
+def distinct_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Leave a model its first layers, up to the last that differs in structure from all before, in the context.
+
+    Layers of one structure run the same kernels on weights of the same shapes, so that one is tried for all of them.
+    Models whose layers are not found are tried whole.
+    """
+    decoder = model.get_decoder()
+    many = decoder_config(model).num_hidden_layers
+    found = [(name, part) for name, part in decoder.named_children() if isinstance(part, nn.ModuleList)]
+    stacks = [(name, layers) for name, layers in found if len(layers) == many]
+    if len(stacks) != 1:
+        yield
+        return
+    ((name, layers),) = stacks
+    kinds = [tuple((inner, *kind_of(module)) for inner, module in layer.named_modules()) for layer in layers]
+    needed = 1 + max(index for index, kind in enumerate(kinds) if kind not in kinds[:index])
+    try:
+        decoder._modules[name] = layers[:needed]
+        yield
+    finally:
+        decoder._modules[name] = layers
 
 
 @contextmanager

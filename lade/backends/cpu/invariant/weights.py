@@ -7,10 +7,10 @@ other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,12 +31,16 @@ from lade.backends.cpu.invariant.padded_rows import (
 )
 from lade.backends.cpu.packing.int8 import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cpu.packing.panel_products import panel_product
+from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name
 
 NAME = "lade_invariant"
+_TRIAL_PANELS = 9
+"""Panels of a trial: more than a thread's share, and an odd number, since some kernels take two at a time."""
 VECTORS = RowPadding(multiple=32)
 """Padding for modules that compute more than products.
 
@@ -65,26 +69,31 @@ class RowProduct:
         return padding_for(self.layer, self.features, self.dtype)
 
 
-def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
+def pad_all(
+    model: nn.Module, dtype: torch.dtype, known: Sequence[RowPadding | None] = ()
+) -> Sequence[RowPadding | None]:
     """Pad the rows of every layer, after a trial of each distinct shape and dtype.
 
     Args:
         model: model whose layers are changed in place.
         dtype: dtype of the model, for layers whose weights do not tell.
+        known: what trials of a model of the same structure returned.
+
+    Returns:
+        The paddings of the distinct products, in their order; None where no padding is enough.
 
     Raises:
         UnsupportedModelError: no padding makes some layer invariant; the message names the layer.
     """
-    tried: dict[Hashable, RowPadding | None] = {}
-    for name, layer in list(model.named_modules()):
-        products = list(_products(layer, dtype))
-        for product in products:
-            if product.kind not in tried:
-                with _weights_of_trial(layer):
-                    tried[product.kind] = product.padding()
-        paddings = [tried[product.kind] for product in products]
-        if not paddings:
+    layers = {name: (layer, list(_products(layer, dtype))) for name, layer in model.named_modules()}
+    distinct = {product.kind: (layer, product) for layer, products in layers.values() for product in products}
+    if len(known) != len(distinct):
+        known = [_padding_of_trial(*each) for each in distinct.values()]
+    padding_of_kind = dict(zip(distinct, known, strict=True))
+    for name, (layer, products) in layers.items():
+        if not products:
             continue
+        paddings = [padding_of_kind[product.kind] for product in products]
         more = _is_router(layer) or (_is_mixture(layer) and has_own_gate(layer))
         padding = _joined([*paddings, VECTORS] if more else paddings)
         if padding is None:
@@ -99,6 +108,14 @@ def pad_all(model: nn.Module, dtype: torch.dtype) -> None:
             padding == NO_PADDING and isinstance(layer, PackedLinear) and layer.panel
         ):  # which lays rows out itself
             pad_rows(layer, padding)
+    return known
+
+
+def _padding_of_trial(layer: nn.Module, product: RowProduct) -> RowPadding | None:
+    if isinstance(layer, PackedLinear) and layer.panel:
+        return product.padding()  # on panels of its own
+    with _weights_of_trial(layer):
+        return product.padding()
 
 
 def lay_out(model: nn.Module, *, panels: bool) -> None:
@@ -181,6 +198,9 @@ def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
         return
     if isinstance(layer, Int8Linear):  # integer sums are exact, and each row has its own scale
         return
+    if isinstance(layer, PackedLinear) and layer.panel:
+        yield _panel_product_of(layer)
+        return
     weight = layer._parameters.get("weight")
     features = getattr(layer, "in_features", None)
     if isinstance(layer, Conv1D) and weight is not None:
@@ -192,6 +212,21 @@ def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
         shape = (None, layer) if weight is None else (weight.shape, type(weight.data))
         given = weight.dtype if own else dtype
         yield RowProduct(layer, features, given, (type(layer), *shape, given, getattr(layer, "bias", None) is not None))
+
+
+def _panel_product_of(layer: PackedLinear) -> RowProduct:
+    """Return the product of a few panels, drawn when it is tried; a panel does not see the others."""
+    inputs, dtype, panel, biased = layer.in_features, layer.dtype, layer.panel, layer.bias is not None
+    outputs = min(layer.out_features, _TRIAL_PANELS * panel + layer.out_features % panel)
+
+    @cache
+    def drawn() -> tuple[PanelWeight, torch.Tensor | None]:
+        weight = cancelling(torch.empty(outputs, inputs, dtype=dtype, device="cpu"))
+        bias = torch.zeros(outputs, dtype=dtype, device="cpu") if biased else None
+        return PanelWeight(in_panels(weight, None, panel), outputs, inputs), bias
+
+    kind = ("panels", panel, outputs, inputs, biased)
+    return RowProduct(lambda rows: panel_product(rows, *drawn()), inputs, dtype, kind)
 
 
 def _is_mixture(layer: Any) -> bool:
@@ -233,8 +268,8 @@ def _weights_of_trial(layer: Any) -> Iterator[None]:
     first = isinstance(layer, Conv1D) or (_is_mixture(layer) and layer.is_transposed)
     try:
         if packed is not None:
-            drawn = cancelling(torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype))
-            vars(layer)["_packed"] = in_panels(drawn, None, layer.panel) if layer.panel else packed_weight(drawn)
+            shape = layer.out_features, layer.in_features
+            vars(layer)["_packed"] = packed_weight(cancelling(torch.empty(shape, dtype=layer.dtype, device="cpu")))
         for name, weight in own.items():
             if weight is None or type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
                 continue

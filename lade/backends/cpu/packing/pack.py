@@ -28,6 +28,7 @@ from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.int4 import Int4Codes, Int4Linear
 from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Codes, Int8Linear, scale_of
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
+from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.product_choice import faster_panel
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
@@ -57,19 +58,18 @@ def pack(
     weights: str | None = None,
     keep: Sequence[str] | str = (),
     min_weights: int = MIN_WEIGHTS,
+    panels: bool = False,
 ) -> _Model:
     """Replace the linear layers of a model by prepacked ones, in place. For inference on the CPU.
 
     `nn.Linear` and GPT-2's `Conv1D` are packed in float32, bfloat16 or, if the processor supports it, float16.
     Everything else (embeddings, norms, experts that are not linear layers) is left alone, and so are small layers. A
-    model without a large enough layer is returned unchanged, and layers that are already packed stay packed.
+    model without a large enough layer is returned unchanged, and layers that are already packed stay packed. In
+    bfloat16, layers use oneDNN's products, or this project's own if these are faster; see `product_choice`.
 
-    In bfloat16, all layers use oneDNN's products, or this project's own if they are measured to be faster, once per
-    model, machine and number of threads; see `product_choice`.
-
-    A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a second
-    copy. Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
-    gradients are refused. No thread may call the model while it is being packed.
+    A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a copy.
+    Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
+    gradients are refused. No thread may call the model meanwhile.
 
     With `weights="int8"`, weights are quantised to int8 with one scale per output, and inputs with one scale per token.
     With "int4" weights have 4 bits, and a scale for every 32 inputs. Either makes another model, slightly worse, that
@@ -85,6 +85,7 @@ def pack(
         keep: with int8 or int4, names of layers that are packed in their own dtype. Patterns such as "lm_head" or
             "layers.0.*" match the whole name or its end.
         min_weights: least number of weights of a layer that is packed.
+        panels: in bfloat16, use this project's products without measuring; `lade.invariant` needs them.
 
     Returns:
         The model itself.
@@ -98,7 +99,7 @@ def pack(
         start = perf_counter()
         kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
         try:
-            panel = _bfloat16_panel(kinds) if weights is None else 0
+            panel = 0 if weights is not None else panel_for(torch.bfloat16) if panels else _bfloat16_panel(kinds)
             pack_layers(model, kinds, keep_original=keep_original, panel=panel)
         finally:  # integer layers that cannot be restored stay packed after an error
             guard(model)

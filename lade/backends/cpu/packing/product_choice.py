@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter
 
-import platformdirs
 import torch
 
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight
 from lade.backends.cpu.packing.panels import TILE_PANEL, in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
-from lade.files import digest_of, read_record, write_record
+from lade.files import Records
+from lade.native import processor_name
 from lade.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,6 @@ SHAPES = 4
 """Most shapes that are timed, those with the most weights."""
 SECONDS = 0.2
 """Time for each shape, without packing; at least one round more than the first is timed."""
-MAX_AGE_S = 30 * 24 * 3600.0
-"""Age at which a remembered choice is measured again."""
 _TRIAL_BYTES = 2**26  # of the weights that pass in turn, more than a core's share of the caches
 Shapes = tuple[tuple[int, int, int], ...]
 """Outputs, inputs and number of layers of each shape."""
@@ -56,19 +53,14 @@ def faster_panel(shapes: Counter[tuple[int, int]], folder: Path | None = None) -
         return 0
     largest = sorted(shapes.items(), key=lambda each: (-each[0][0] * each[0][1] * each[1], each[0]))[:SHAPES]
     most = tuple((outputs, inputs, count) for (outputs, inputs), count in largest)
-    return panel * _own_are_faster(most, torch.get_num_threads(), panel, folder or default_folder())
-
-
-def default_folder() -> Path:
-    """Return the folder of remembered choices."""
-    return Path(platformdirs.user_cache_dir("lookahead-decoding", appauthor=False)) / "products"
+    return panel * _own_are_faster(most, torch.get_num_threads(), panel, folder)
 
 
 @cache
-def _own_are_faster(shapes: Shapes, threads: int, panel: int, folder: Path) -> bool:
+def _own_are_faster(shapes: Shapes, threads: int, panel: int, folder: Path | None) -> bool:
     """Return the remembered choice, or measure and remember it."""
     key = {
-        "processor": [platform.machine(), platform.processor(), os.cpu_count()],
+        "processor": [processor_name(), os.cpu_count()],
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "tiles": panel == TILE_PANEL,
         "threads": threads,
@@ -76,29 +68,14 @@ def _own_are_faster(shapes: Shapes, threads: int, panel: int, folder: Path) -> b
         "lade": __version__,
         "torch": torch.__version__,
     }
-    path = folder / f"{digest_of(key)}.json"
-    known = _remembered(path, key)
-    if known is None:
+    records = Records("products", "the choice of products", folder)
+    known = records.load(key)
+    if known is None or not isinstance(known.get("own"), bool):
         theirs, own = _measured(shapes, panel)
-        known = own < LARGEST_RATIO * theirs
+        known = {"own": own < LARGEST_RATIO * theirs}
         logger.info("bfloat16 products: oneDNN's %.2f ms, own %.2f ms", 1e3 * theirs, 1e3 * own)
-        try:
-            write_record(path, key, {"own": known, "measured_at": time()})
-        except OSError as problem:
-            logger.warning("the choice of products cannot be saved, and will be measured again: %s", problem)
-    return known
-
-
-def _remembered(path: Path, key: dict[str, object]) -> bool | None:
-    """Return the choice in a file; None if there is none, or none that is valid."""
-    try:
-        record = read_record(path, key)
-        return bool(record["own"]) if abs(time() - record["measured_at"]) <= MAX_AGE_S else None
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as problem:
-        logger.warning("the choice of products %s cannot be used and will be measured again: %r", path, problem)
-        return None
+        records.save(key, known)
+    return bool(known["own"])
 
 
 @torch.no_grad()

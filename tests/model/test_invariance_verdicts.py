@@ -1,0 +1,139 @@
+"""What trials of invariance found is kept, for models of one structure on one machine, and only for these."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import lade
+from lade.backends.cpu.invariant import make_invariant, padded_rows, verdicts, weights
+from lade.backends.cpu.invariant.padded_rows import NO_PADDING, RowPadding, padding_of
+from lade.backends.cpu.invariant.trials import distinct_layers
+from lade.backends.cpu.packing.panel_products import panel_for
+from lade.errors import UnsupportedModelError
+from lade.files import Records
+from lade.testing import toy_model
+
+pytestmark = [pytest.mark.by_processor, pytest.mark.usefixtures("rounds_alike")]
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "RECORDS", Records("invariant", "the verdict", tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Products whose padding was found by a trial, and lengths of the texts that models were tried on."""
+    products, texts = [], []
+    find, trial = padded_rows.padding_for, make_invariant.ModelTrial
+    monkeypatch.setattr(weights, "padding_for", lambda *given: products.append(given[1]) or find(*given))
+    monkeypatch.setattr(make_invariant, "ModelTrial", lambda *given: texts.append(given[2]) or trial(*given))
+    return products, texts
+
+
+def paddings(model):
+    return [padding_of(module) for module in model.modules()]
+
+
+def test_a_second_model_of_the_structure_gets_the_paddings_of_the_first_after_one_short_trial(records, tried):
+    products, texts = tried
+    first, second = lade.invariant(toy_model(dtype=HALF, seed=1)), None
+    assert products and len(texts) > 1 and len(list(records.iterdir())) == 1
+    products.clear()
+    texts.clear()
+    second = lade.invariant(toy_model(dtype=HALF, seed=2))
+    assert not products and texts == [make_invariant.BRIEF_TEXT]
+    assert paddings(second) == paddings(first)
+
+
+@pytest.mark.parametrize("change", ["threads", "layers", "dtype", "packed", "hooks", "own class"])
+def test_whatever_may_change_the_verdict_is_tried_anew(records, tried, change):
+    lade.invariant(toy_model(dtype=HALF))
+    tried[0].clear()
+    model, threads = toy_model(dtype=torch.float32 if change == "dtype" else HALF), torch.get_num_threads()
+    if change == "layers":
+        model.model.layers[1].mlp.act_fn = nn.ReLU()
+    elif change == "packed":
+        lade.pack(model, min_weights=1)
+    elif change == "hooks":
+        model.model.norm.register_forward_hook(lambda *given: None)
+    elif change == "own class":
+        model.model.norm.__class__ = type("OwnNorm", (type(model.model.norm),), {"__module__": "elsewhere"})
+    try:
+        torch.set_num_threads(threads + (change == "threads"))
+        lade.invariant(model)
+    finally:
+        torch.set_num_threads(threads)
+    assert tried[0]
+
+
+def test_a_kept_padding_that_is_wrong_here_is_found_by_the_short_trial(records, monkeypatch):
+    """As where something changed that is not part of the key."""
+    model = toy_model(dtype=HALF)
+    key = verdicts.key_of(model)
+    monkeypatch.setattr(padded_rows, "_rounds_alike", lambda *given: True)
+    lade.variant(lade.invariant(model))  # what was kept is no padding at all
+    (record,) = records.iterdir()
+    assert set(map(tuple, json.loads(record.read_text())["paddings"])) == {(1, 1, None)}
+    monkeypatch.setattr(weights.RowProduct, "padding", lambda self: pytest.fail("tried"))
+
+    def rounds_by_company(self, x):
+        return nn.functional.linear(x, self.weight) * (1 + x.shape[-2] / 64)
+
+    monkeypatch.setattr(nn.Linear, "forward", rounds_by_company)
+    with pytest.raises(UnsupportedModelError, match="rounds a token differently"):
+        lade.invariant(model)
+    assert verdicts.key_of(model) == key
+
+
+@pytest.mark.parametrize("content", ['{"key": 1}', "[]", "{", '{"paddings": 3}'])
+def test_a_damaged_record_is_as_good_as_none(records, tried, content):
+    lade.invariant(toy_model(dtype=HALF))
+    (record,) = records.iterdir()
+    record.write_text(content)
+    tried[0].clear()
+    lade.invariant(toy_model(dtype=HALF))
+    assert tried[0]
+
+
+def test_a_record_of_other_products_is_not_used(records, tried):
+    key = verdicts.key_of(toy_model(dtype=HALF))
+    verdicts.keep_paddings(key, [RowPadding(4, 4)])
+    tried[0].clear()
+    assert NO_PADDING in paddings(lade.invariant(toy_model(dtype=HALF)))
+    assert tried[0]
+
+
+def test_the_model_is_tried_with_the_first_layers_up_to_the_last_new_kind():
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=16,
+        layer_types=[*["sliding_attention"] * 2, "full_attention", *["sliding_attention"] * 5],
+    )
+    model = Gemma3ForCausalLM(config).eval()
+    with distinct_layers(model):
+        assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
+    assert len(model.model.layers) == 8
+    model.model.layers[6].mlp.down_proj = nn.Linear(64, 32, bias=True)
+    with distinct_layers(model):
+        assert len(model.model.layers) == 7
+
+
+@pytest.mark.skipif(not panel_for(HALF), reason="no own bfloat16 products here")
+def test_a_layer_in_panels_is_tried_on_a_few_of_its_panels(monkeypatch):
+    layer = lade.pack(nn.Sequential(nn.Linear(64, 5000, dtype=HALF)).eval(), min_weights=1, panels=True)[0]
+    assert layer.panel
+    (product,) = weights._products(layer, HALF)
+    assert product.layer(torch.ones(3, 64, dtype=HALF)).shape == (3, weights._TRIAL_PANELS * layer.panel + 5000 % 16)
+    assert product.padding() == NO_PADDING
