@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import lade
 from lade.backends.cpu.packing import linear
+from lade.model.facts import CACHE
 from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)
@@ -35,7 +36,7 @@ def built(model: str, params: float | None, arm: str) -> Any:
 def seconds(model: Any, cache: DynamicCache, size: int) -> float:
     ids = torch.randint(model.config.vocab_size, (1, size))
     start = perf_counter()
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE: cache})
     taken = perf_counter() - start
     cache.crop(-size)
     return taken
@@ -55,7 +56,7 @@ def main(
     models["float32 packed, alone"] = models["float32 packed"]
     caches = {arm: DynamicCache(config=each.config) for arm, each in models.items()}
     for arm, each in models.items():
-        each(torch.randint(each.config.vocab_size, (1, cached)), past_key_values=caches[arm])
+        each(torch.randint(each.config.vocab_size, (1, cached)), **{CACHE: caches[arm]})
     taken: dict[tuple[str, int], list[float]] = {(arm, size): [] for arm in ARMS for size in SIZES}
     for _ in range(rounds + 1):
         for (arm, size), samples in taken.items():

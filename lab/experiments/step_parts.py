@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lade
 from lade.backends.cpu.packing.linear import PackedLinear
+from lade.model.facts import CACHE
 from lade_lab.inflation import inflate
 
 SIZES = (1, 8, 16)
@@ -74,7 +75,7 @@ def main(
     if invariant:
         lade.invariant(loaded)
     cache, vocabulary = DynamicCache(config=loaded.config), loaded.config.vocab_size
-    loaded(torch.randint(vocabulary, (1, cached)), past_key_values=cache)
+    loaded(torch.randint(vocabulary, (1, cached)), **{CACHE: cache})
     clock = Clock()
     clock.watch(loaded, cache)
     found: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
@@ -82,7 +83,7 @@ def main(
         for size, samples in found.items():
             clock.spent.clear()
             start = perf_counter()
-            loaded(torch.randint(vocabulary, (1, size)), past_key_values=cache)
+            loaded(torch.randint(vocabulary, (1, size)), **{CACHE: cache})
             whole = perf_counter() - start
             cache.crop(-size)
             samples.append({"whole": whole, "the rest": whole - sum(clock.spent.values()), **clock.spent})

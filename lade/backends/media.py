@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.errors import UnsupportedArgumentError
 from lade.model.config import Positions
+from lade.model.facts import CACHE
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.prefill import PreparedPrompts
 from lade.model.prepared import TOKEN_TYPE_ARGUMENTS, Prepared, PromptTexts, is_unset
@@ -21,7 +22,7 @@ from lade.model.runner import Backend
 _WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
 STEP = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position"}
+    {"input_ids", "attention_mask", "position_ids", CACHE, "cache_position"}
     | {"use_cache", "logits_to_keep", "return_dict"}
 )
 """Arguments that a step of plain decoding feeds to any model."""
@@ -51,7 +52,7 @@ def media_prompts(prepared: Prepared, texts: PromptTexts) -> PreparedPrompts:
             continue
         if name not in TOKEN_TYPE_ARGUMENTS or value[:, -1:].any():
             _refuse(name, "plain decoding feeds it with each token, and its values for a tree are unknown")
-    arguments = {name: value for name, value in prepared.model_kwargs.items() if name != "past_key_values"}
+    arguments = {name: value for name, value in prepared.model_kwargs.items() if name != CACHE}
     offsets = _offsets(prepared, following.get("position_ids"), texts)
     if offsets and (switch is not None or limits.dynamic is not None):
         _refuse(_WHAT, "the rotary frequencies of this model depend on positions that differ from cache slots")
@@ -63,8 +64,8 @@ def _first_step(prepared: Prepared, texts: PromptTexts) -> dict[str, Any]:
     """Return the model's arguments in the first step of plain decoding after the prompt."""
     model: Any = prepared.model
     ids, cache = prepared.input_ids, TreeCache.of_length(texts.width)
-    outputs = CausalLMOutputWithPast(past_key_values=cache)
-    kwargs = model._update_model_kwargs_for_generation(outputs, {**prepared.model_kwargs, "past_key_values": cache})
+    outputs = CausalLMOutputWithPast(**{CACHE: cache})
+    kwargs = model._update_model_kwargs_for_generation(outputs, {**prepared.model_kwargs, CACHE: cache})
     with_next = torch.cat([ids, ids[:, -1:] if texts.shown else ids.new_zeros(len(ids), 1)], dim=1)
     step: dict[str, Any] = model.prepare_inputs_for_generation(with_next, next_sequence_length=1, **kwargs)
     return step

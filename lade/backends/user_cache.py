@@ -162,7 +162,7 @@ def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 class UserCacheBackend(Backend):
-    """A user's own `past_key_values`, see `lade.model.joint`."""
+    """A user's own KV cache, see `lade.model.joint`."""
 
     can_borrow = staticmethod(can_borrow)
     lacks_indexer = staticmethod(lacks_indexer)

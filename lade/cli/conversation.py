@@ -17,10 +17,9 @@ from lade.cli.options.model import NO_TEMPLATE_OPTIONS, Template
 from lade.cli.run import Generation
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
-from lade.model.facts import cache_name
 from lade.model.kv_cache import TreeCache
 from lade.model.prepared import placeholder_ids
-from lade.model.supports import supports, unwrap
+from lade.model.supports import supports
 
 _REMEDY = "give a file that /save wrote"
 
@@ -137,8 +136,8 @@ class Conversation:
         if self._arguments and not self.templated:
             remedy = f"{loaded.name!r} has no chat template"
             raise ConfigError("chat-template-kwargs", template.chat_template_kwargs, remedy)
-        croppable = cache_name(unwrap(loaded.model)) == "past_key_values"  # others do not report their length
-        self._caches = croppable and bool(supports(loaded.model))
+        support = supports(loaded.model)
+        self._caches = bool(support) and support.require().attends  # states do not report their length
         self.system: str | None = None
         self.reset()
 

@@ -24,6 +24,7 @@ from lade.errors import ConfigError
 from lade.grammar import Grammar
 from lade.hf.detokenizer import Detokenizer
 from lade.hf.generate import generate, stream
+from lade.model.facts import CACHE
 from lade.model.supports import supports
 from lade.stats import Stats, Step
 
@@ -247,7 +248,7 @@ def decode(
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": room,
         "lookahead": lookahead,
-        **({} if cache is None else {"past_key_values": cache}),
+        **({} if cache is None else {CACHE: cache}),
         **generate_arguments(loaded, choices),
         **(more or {}),
     }

@@ -16,7 +16,7 @@ from transformers.utils.generic import ModelOutput
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.plain import generate_plainly
 from lade.model import joint
-from lade.model.facts import processes_of, tensor_parallel_size
+from lade.model.facts import CACHE, processes_of, tensor_parallel_size
 from lade.model.prepared import argument_of
 from lade.model.supports import unwrap
 from lade.stats import Step
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _SPLIT = "a model that several processes decode"
 _PER_PROCESS = {
-    "past_key_values": "each of them needs a cache of its own",
+    CACHE: "each of them needs a cache of its own",
     "assistant_model": "the others do not take part in its passes",
 }
 
@@ -172,4 +172,4 @@ def _without_cache(output: T, model: PreTrainedModel) -> T:
     """Return an output object without its cache, of which each process has only a part."""
     if not isinstance(output, ModelOutput) or leader_of(model) is None:
         return output
-    return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
+    return type(output)(**{name: value for name, value in output.items() if name != CACHE})

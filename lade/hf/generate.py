@@ -37,7 +37,7 @@ from lade.hf.batch_rules import needs_lock_step
 from lade.hf.refusals import fall_back, refuse_slow_beams
 from lade.hf.session import Session
 from lade.model import joint
-from lade.model.facts import processes_of
+from lade.model.facts import processes_of, with_present_cache_name
 from lade.model.prepared import Prepared, custom_generate_for
 from lade.model.supports import unwrap
 from lade.stats import Stats, Step
@@ -290,18 +290,18 @@ def generate(
         grammar: a `lade.Grammar` that constrains the answer, with a `tokenizer=`; in a batch one for all prompts, or
             one per prompt. The tokens are those of `model.generate` with its processor in `logits_processor`.
         generate_arguments: any other argument of `model.generate`. After an error a cache passed as
-            `past_key_values` holds the text so far, as after plain decoding.
+            `cache`, or `past_key_values`, holds the text so far, as after plain decoding.
 
     Returns:
         The ids that `model.generate` returns, `[B, L + new]` int64, or its output object with
-        `return_dict_in_generate=True`; without `past_key_values` if there is padding, or several rows besides beams.
+        `return_dict_in_generate=True`; without a cache if there is padding, or several rows besides beams.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.
         InputError: the prompt cannot be decoded, or the prediction or the grammar is not valid.
         ConfigError: a prediction was given with `lookahead=None`.
     """
-    arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
+    arguments = _named(inputs, generate_arguments)
     decoded = _Model.of(model)
     call = functools.partial(_generate, decoded, arguments, lookahead, stats, streamer, prediction, grammar)
     if decoded.distributed is None or not decoded.distributed.is_shared(model):
@@ -358,6 +358,11 @@ def _generate(
         raise
 
 
+def _named(inputs: torch.Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `model.generate` by the names that this transformers has for them."""
+    return with_present_cache_name(arguments if inputs is None else {**arguments, "inputs": inputs})
+
+
 def stream(
     model: Any,
     inputs: torch.Tensor | None = None,
@@ -371,12 +376,12 @@ def stream(
     """Run `generate` for one prompt, step by step: an iterator over `Step`s, whose tokens together are the new tokens.
 
     Arguments and errors are those of `generate`; errors are raised by the call, not by the first step. The iteration
-    may be stopped early: a cache passed as `past_key_values` then holds the text of the steps that were yielded.
+    may be stopped early: a cache of the caller's then holds the text of the steps that were yielded.
 
     >>> for step in lade.stream(model, input_ids=ids, max_new_tokens=200):
     ...     print(tokenizer.decode(step.tokens), end="", flush=True)
     """
-    arguments = generate_arguments if inputs is None else {**generate_arguments, "inputs": inputs}
+    arguments = _named(inputs, generate_arguments)
     decoded = _Model.of(model)
     begin = functools.partial(_stream, decoded, arguments, lookahead, stats, prediction, grammar)
     if decoded.distributed is None or not decoded.distributed.is_shared(model):

@@ -33,6 +33,7 @@ from lade.hf.plain import decoding_method
 from lade.hf.refusals import check, refuse, warn_of_precision
 from lade.model import joint
 from lade.model.config import Positions
+from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 from lade.model.prepared import Prepared, PromptTexts, ids_of, placeholder_ids, special_ids
 from lade.stats import Stats
@@ -141,7 +142,7 @@ class LockStepSession:
             if streamer is not None:
                 streamer.put(ids.cpu())
             output: Output = sample(
-                proxy, ids, processors, criteria, config, past_key_values=proxy, use_cache=True, **streamed
+                proxy, ids, processors, criteria, config, use_cache=True, **{CACHE: proxy}, **streamed
             )
         except BaseException:
             if streamer is not None:
@@ -152,7 +153,7 @@ class LockStepSession:
             answers.report()
             self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
-            return replace(output, past_key_values=None)  # our cache lacks slots for padding; assignment keeps the item
+            return replace(output, **{CACHE: None})  # our cache lacks slots for padding; assignment keeps the item
         return output
 
 
@@ -198,7 +199,7 @@ class BeamSession:
             refuse("num_beams", "recurrent layers can advance along one path of a tree only, and beams need several")
         user_cache = prepared.user_cache
         if user_cache is not None and (user_cache.get_seq_length() or not isinstance(user_cache, TreeCache)):
-            refuse("past_key_values with num_beams", "beam search starts from an empty lade.TreeCache only")
+            refuse(f"{CACHE} with num_beams", "beam search starts from an empty lade.TreeCache only")
         runner = runner_of(prepared, plan, lock_step=True)
         _check_lengths(runner.positions, texts, prepared.generation_config.max_length)
         warn_of_precision(prepared)
@@ -223,7 +224,7 @@ class BeamSession:
         proxy = _BeamModelProxy(self._prepared.model, self._answers)
         try:
             try:
-                output: BeamOutput = search(proxy, *arguments, past_key_values=proxy, use_cache=True)
+                output: BeamOutput = search(proxy, *arguments, use_cache=True, **{CACHE: proxy})
             finally:
                 self._answers.report()
             if self._as_rows:
@@ -233,9 +234,9 @@ class BeamSession:
             raise
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Our cache has no slots for padding, which plain decoding would expect.
-            return replace(output, past_key_values=None if self._padded else self._cache)
+            return replace(output, **{CACHE: None if self._padded else self._cache})
         if isinstance(output, GenerateBeamEncoderDecoderOutput):
-            return replace(output, past_key_values=self._cache.dynamic_pair())
+            return replace(output, **{CACHE: self._cache.dynamic_pair()})
         return output
 
 

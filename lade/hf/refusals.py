@@ -26,7 +26,7 @@ from lade.errors import (
 from lade.locks import ForkSafeLock
 from lade.model import joint
 from lade.model.config import LEARNED_POSITIONS, dtype_name
-from lade.model.facts import ModelFacts, is_invariant, tensor_parallel_size
+from lade.model.facts import CACHE, CACHE_NAMES, ModelFacts, is_invariant, tensor_parallel_size
 from lade.model.inputs import FULL
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
@@ -49,11 +49,9 @@ ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"
 """Prepared arguments that concern the encoder only."""
 KNOWN_MODEL_KWARGS = frozenset(
     """
-    attention_mask cache_params cache_position decoder_attention_mask inputs_embeds logits_to_keep past_key_values
-    position_ids
-    use_cache
+    attention_mask cache_position decoder_attention_mask inputs_embeds logits_to_keep position_ids use_cache
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
-)
+) | set(CACHE_NAMES)
 REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _ON_DEVICE = "lookahead decoding keeps keys and values of the whole text on the model's device"
 FOREIGN_CACHES = {
@@ -88,7 +86,7 @@ def check(
     model, prompts, embeddings = prepared.model, prepared.prompts, prepared.embeddings
     images = not encoded and has_more_than_text(model, prepared.model_kwargs)
     _refuse_arguments(prepared, modes, images=images)
-    _refuse_caches(prepared)
+    _refuse_caches(prepared, plan)
     if encoded:
         _check_prompts(prepared, ())
         _check_decoder(prepared)
@@ -139,7 +137,7 @@ def _check_decoder(prepared: Prepared) -> None:
         refuse("prefill_chunk_size", "transformers cuts the encoder's mask as well")
 
 
-def _refuse_caches(prepared: Prepared) -> None:
+def _refuse_caches(prepared: Prepared, plan: MaskPlan) -> None:
     """Refuse caches that cannot hold a tree."""
     kind, cache = prepared.generation_config.cache_implementation, prepared.user_cache
     if prepared.model_kwargs.get("use_cache") is False:
@@ -149,20 +147,20 @@ def _refuse_caches(prepared: Prepared) -> None:
     if cache is None:
         return
     user_cache = joint.load("user_cache")
-    if prepared.cache_name == "cache_params":
-        what = "cache_params on a model whose layers are all recurrent"
+    if not plan.attends:
+        what = f"{prepared.cache_name} on a model whose layers are all recurrent"
         refuse(what, "the length of its states is unknown, so plain decoding feeds the whole prompt again")
     if not isinstance(cache, TreeCache) and prepared.facts.recurrent:
-        what = f"past_key_values of type {type(cache).__name__} on a model with recurrent layers"
+        what = f"{CACHE} of type {type(cache).__name__} on a model with recurrent layers"
         refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
     if prepared.facts.has_encoder:
-        refuse("past_key_values", "a token tree in a decoder needs its own cache besides the encoder's")
+        refuse(CACHE, "a token tree in a decoder needs its own cache besides the encoder's")
     if user_cache.lacks_indexer(cache, prepared.facts):
-        what = f"past_key_values of type {type(cache).__name__} on a model with indexers"
+        what = f"{CACHE} of type {type(cache).__name__} on a model with indexers"
         refuse(what, "it holds no indexer keys; give DynamicCache(config=model.config) or a lade.TreeCache")
     if not user_cache.can_borrow(cache):
         refuse(
-            f"past_key_values of type {type(cache).__name__}",
+            f"{CACHE} of type {type(cache).__name__}",
             "it cannot be copied from; give a DynamicCache, a StaticCache or a lade.TreeCache on the model's device",
         )
 
@@ -247,17 +245,17 @@ def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
     if cache is None:
         return
     if len(texts.ids) > 1:
-        refuse("past_key_values for a batch", "the lengths of its rows will differ; leave it out")
+        refuse(f"{CACHE} for a batch", "the lengths of its rows will differ; leave it out")
     if texts.padding:
         refuse(
-            "masked tokens or padding with past_key_values",
+            f"masked tokens or padding with {CACHE}",
             "lade's cache has no slots for padding; give the prompt without it",
         )
     if prepared.embeddings is not None and cache.get_seq_length():
-        refuse("inputs_embeds with past_key_values", "it is unknown which of them are cached; leave one of them out")
+        refuse(f"inputs_embeds with {CACHE}", "it is unknown which of them are cached; leave one of them out")
     max_length = prepared.generation_config.max_length + texts.width - texts.shown
     if reason := joint.load("user_cache").unfit_reason(cache, texts.width, max_length):
-        refuse("past_key_values", reason)
+        refuse(CACHE, reason)
 
 
 def refuse_slow_beams(prepared: Prepared) -> None:

@@ -26,17 +26,26 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation import utils as generation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.errors import UnsupportedArgumentError
 from lade.model import joint
 from lade.model.cache_layers import Recurrence
 from lade.model.config import Positions
 
-CACHE_NAMES = ("past_key_values", "cache_params")
-"""Names of the cache argument of `forward`; the second is that of models whose layers are all recurrent."""
+_FORMER_CACHE_NAMES = ("past_key_values", "cache_params")
+"""Names of the cache until transformers 5.23, the second in models whose layers are all recurrent."""
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else _FORMER_CACHE_NAMES[0]
+)
+"""Name of the cache in arguments of `generate` and of layers, and in outputs; "cache" from transformers 5.24 on."""
+CACHE_NAMES = tuple(dict.fromkeys((CACHE, *_FORMER_CACHE_NAMES)))
+"""Names of the cache argument of `forward`, of which a model has one; code of a checkpoint may have a former one."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -64,6 +73,20 @@ def cache_name(model: PreTrainedModel) -> str | None:
     """Return the name of the cache argument of `forward`; None if it has none of the known names."""
     names = accepted_arguments(model)
     return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def with_present_cache_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `generate` in which a cache has the name that this transformers has for it.
+
+    Raises:
+        UnsupportedArgumentError: it is given by two names.
+    """
+    names = ("cache", *_FORMER_CACHE_NAMES) if CACHE == "cache" else ("cache", CACHE)
+    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    if len(given) > 1:
+        raise UnsupportedArgumentError(f"{' and '.join(given)} are names of one argument", f"give {CACHE} alone")
+    rest = {name: value for name, value in arguments.items() if name not in names}
+    return {**rest, CACHE: next(iter(given.values()))} if given else rest
 
 
 def _forwards(model: PreTrainedModel) -> Iterator[Callable[..., Any]]:
@@ -128,7 +151,7 @@ RECURRENT_FUNCTIONS = (
     "mamba_selective_scan",
 )
 """Functions that transformers' mixers call for several tokens, by their names in the mixers' modules."""
-_INDEXER_ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
+_INDEXER_ARGUMENTS = {"hidden_states", "attention_mask", CACHE}
 
 
 @dataclass(frozen=True, eq=False)

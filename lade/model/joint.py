@@ -6,7 +6,7 @@ about a model (`ModelFacts`) for whether one is needed, and loads it then. A cal
     name             serves                                                      needed if
     trials           models that the tests do not cover: trial passes decide     foreign code or layers, training mode
     adapters         PEFT's adapters                                             PEFT is imported
-    user_cache       a user's own `past_key_values`                              one is given
+    user_cache       a user's own KV cache                                       one is given
     slots            layers that compute with cache slots, not with positions    `facts.uses_slots`
     recurrent        linear attention, state space models, short convolutions    `facts.recurrent_functions`
     encoder_decoder  token trees in a decoder behind an encoder                  `facts.has_encoder`

@@ -32,7 +32,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.decoding.loop import PromptLogitsHook
 from lade.errors import UnsupportedArgumentError
 from lade.model import prompt_logits
-from lade.model.facts import ModelFacts
+from lade.model.facts import CACHE, ModelFacts
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prompt_logits import HiddenStates
@@ -141,7 +141,7 @@ class PreparedPrompts:
             Logits of each prompt's last token, `[B, V]`.
         """
         arguments = {name: dict(value) if type(value) is dict else value for name, value in self.arguments.items()}
-        output = model._prefill(self.input_ids, generation_config, {**arguments, "past_key_values": cache})
+        output = model._prefill(self.input_ids, generation_config, {**arguments, CACHE: cache})
         logits: torch.Tensor = output.logits[:, -1]
         if self.beams > 1:
             first = torch.arange(0, len(logits), self.beams)
@@ -223,7 +223,7 @@ class PromptPasses:
         self._model: Any = facts.model
         self._plan, self._generation_config, self._device = plan, generation_config, device
         self._all_logits = False
-        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
+        self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
 
     @property
     def pad(self) -> bool:

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from lade.errors import InputError, UnsupportedArgumentError
 from lade.model import joint
 from lade.model.config import token_embeddings
-from lade.model.facts import ModelFacts
+from lade.model.facts import CACHE, ModelFacts
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -185,7 +185,7 @@ class Prepared:
     @property
     def cache_name(self) -> str:
         """Name of the model's cache argument."""
-        return self.facts.cache_name or "past_key_values"
+        return self.facts.cache_name or CACHE
 
     @property
     def embeddings(self) -> torch.Tensor | None:
@@ -195,7 +195,7 @@ class Prepared:
 
     @cached_property
     def user_cache(self) -> Cache | None:
-        """The user's `past_key_values`; None for a cache made by transformers, which is empty."""
+        """The user's own; None for a cache made by transformers, which is empty."""
         cache: Any = self.model_kwargs.get(self.cache_name)
         return cache if getattr(cache, "_is_user_defined", False) else None
 

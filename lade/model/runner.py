@@ -21,7 +21,7 @@ from lade.decoding.tree import ROOT, TokenTree
 from lade.model import joint
 from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
-from lade.model.facts import ModelFacts
+from lade.model.facts import CACHE, ModelFacts
 from lade.model.inputs import RootInputs
 from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
@@ -46,7 +46,7 @@ class FrequencySwitch:
         """Return whether plain decoding drops the cache here and recomputes the text with new frequencies."""
         if self._length is None or not cache.get_seq_length():
             return False
-        return self._prepared(torch.tensor(rows, device=self._device), cache).get("past_key_values") is None
+        return self._prepared(torch.tensor(rows, device=self._device), cache).get(CACHE) is None
 
     def drops_cache_wrongly(self) -> bool:
         """Return whether plain decoding drops the cache at the switch but feeds only the last token.
@@ -57,16 +57,16 @@ class FrequencySwitch:
             return False
         ids = torch.zeros(1, self._length + 1, dtype=torch.long, device=self._device)
         prepared = self._prepared(ids, TreeCache.of_length(self._length))
-        return prepared.get("past_key_values") is None and prepared["input_ids"].shape != ids.shape
+        return prepared.get(CACHE) is None and prepared["input_ids"].shape != ids.shape
 
     def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=1,
-            past_key_values=cache,
             attention_mask=torch.ones_like(ids),
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
             use_cache=True,
+            **{CACHE: cache},
         )
         return prepared
 
@@ -116,7 +116,7 @@ class EagerRunner:
     ) -> None:
         self.model: Any = model
         self.facts = facts = ModelFacts.of(model) if facts is None else facts
-        self._accepts, self._cache_name = facts.accepts, facts.cache_name or "past_key_values"
+        self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
         self._recurrence, self.positions = facts.recurrence, facts.positions
         self._slot_patches: Any = joint.load("slots").patches(facts) if facts.uses_slots else None
         self.plan, self.generation_config = plan, generation_config

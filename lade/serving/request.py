@@ -33,6 +33,7 @@ from lade.hf.refusals import check, warn_of_precision
 from lade.hf.sampling import LoneSampler
 from lade.model import joint
 from lade.model.config import LEARNED_POSITIONS, Positions
+from lade.model.facts import CACHE, with_present_cache_name
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, custom_generate_for, ids_of, vocabulary_of
 from lade.model.prompt_logits import PromptLogprobs
@@ -113,7 +114,7 @@ REMEDY = "leave it out, or use lade.generate"
 _DRAWN_SEEDS = 2**32
 _REFUSED = {
     "streamer": "give on_step, or iterate over the handle",
-    "past_key_values": "rows of an engine share one cache",
+    CACHE: "rows of an engine share one cache",
 }
 
 
@@ -237,6 +238,7 @@ def prepare(
     Raises:
         InputError, UnsupportedModelError, UnsupportedArgumentError: see `EngineRequest`.
     """
+    arguments = with_present_cache_name(arguments)
     for name, remedy in _REFUSED.items():
         if arguments.get(name) is not None:
             refuse(name, remedy)

@@ -14,6 +14,7 @@ import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.processes import leader as leading
+from lade.model.facts import CACHE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 IDS = torch.arange(3, 15)[None]
@@ -269,7 +270,7 @@ def refusals(place, size):
 def test_what_cannot_be_served_is_refused(llama, folder):
     first, second = in_processes(2, lambda rank: refusals(llama, 2))
     assert first[:3] == second[:3] and "split over processes" in first[4]
-    said = ["training mode", "past_key_values", "lade.decode", "lade.stream"]
+    said = ["training mode", CACHE, "lade.decode", "lade.stream"]
     for (name, words), expected in zip(first[:4], said, strict=True):
         assert name.startswith("Unsupported") and expected in words
     answers = in_processes(4, lambda rank: lade.supports(split(llama, 4)).reason)

@@ -16,6 +16,7 @@ from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import BatchBudget
 from lade.hf import job, session
 from lade.hf.sampling import Draws
+from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
 from lade.testing import nearly_flat_cost, toy_model
 
@@ -426,10 +427,10 @@ def test_a_cache_of_ones_own_has_no_rows_of_different_lengths(way):
             return lade.generate(model, lookahead=lookahead, past_key_values=cache, **arguments)
         return model.generate(custom_generate=lade.decode, lookahead=lookahead, past_key_values=cache, **arguments)
 
-    with pytest.raises(UnsupportedArgumentError, match="past_key_values for a batch"):
+    with pytest.raises(UnsupportedArgumentError, match=f"{CACHE} for a batch"):
         ours(PAPER)
     expected = model.generate(**arguments)
-    with pytest.warns(lade.FallbackWarning, match="past_key_values for a batch"):
+    with pytest.warns(lade.FallbackWarning, match=f"{CACHE} for a batch"):
         assert torch.equal(ours("auto"), expected)
 
 

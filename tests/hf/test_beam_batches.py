@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 import lade
 from lade import FallbackWarning, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.decoding.beams.logits import BeamLogits
+from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
@@ -280,8 +281,8 @@ def test_the_cache_that_is_given_back_is_that_of_the_running_beams():
 
 
 REFUSED = {
-    "past_key_values for a batch": {"past_key_values": TreeCache()},
-    "past_key_values .* batch": {"past_key_values": DynamicCache()},
+    f"{CACHE} for a batch": {"past_key_values": TreeCache()},
+    f"{CACHE} .* batch": {"past_key_values": DynamicCache()},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "use_cache=False": {"use_cache": False},
     "guidance_scale": {"guidance_scale": 1.5},

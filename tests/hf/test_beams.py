@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import lade
 from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.decoding.beams.logits import BeamRow
+from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
@@ -329,7 +330,7 @@ def test_beams_that_the_checkpoint_asks_for_are_not_streamed():
 
 
 REFUSED = {
-    "past_key_values": {"past_key_values": DynamicCache()},
+    CACHE: {CACHE: DynamicCache()},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "use_cache=False": {"use_cache": False},
     "guidance_scale": {"guidance_scale": 1.5},
@@ -344,7 +345,7 @@ def test_what_cannot_be_served_is_refused_before_any_work(said):
         patch.setattr(EagerRunner, "prefill", None)
         with pytest.raises(lade.UnsupportedArgumentError, match=f"(?s){said}.*lookahead="):
             lade.generate(model, lookahead=PAPER, **arguments)
-    if said == "past_key_values":
+    if said == CACHE:
         return  # transformers itself has no use for it
     with pytest.warns(lade.FallbackWarning, match=said):
         ours = lade.generate(model, lookahead="auto", **arguments)

@@ -7,6 +7,7 @@ from windowed import windowed
 
 import lade
 from lade import LookaheadConfig
+from lade.model.facts import CACHE
 from lade.testing import toy_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
@@ -171,5 +172,5 @@ def test_a_padded_prompt_gets_no_cache_whose_slots_plain_decoding_would_miscount
     mask = torch.tensor([[0] * 3 + [1] * 8])
     output = ours(model, padded, 5, attention_mask=mask, return_dict_in_generate=True)
     assert output.past_key_values is None
-    with pytest.raises(lade.UnsupportedArgumentError, match="padding with past_key_values"):
+    with pytest.raises(lade.UnsupportedArgumentError, match=f"padding with {CACHE}"):
         ours(model, padded, 5, attention_mask=mask, past_key_values=DynamicCache())

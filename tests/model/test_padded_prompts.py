@@ -8,6 +8,7 @@ import lade
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.trials import tree_check
 from lade.model import prefill, prompt_logits, runner
+from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
@@ -139,11 +140,11 @@ def test_an_invariant_model_gives_the_same_bits(dtype, monkeypatch):
 class LooksBothWays(LlamaForCausalLM):
     """Its first pass mixes all of the prompt into each token; what comes after looks back alone."""
 
-    def forward(self, input_ids=None, past_key_values=None, **arguments):
-        states = self.get_input_embeddings()(input_ids)
-        if past_key_values is None or not past_key_values.get_seq_length():
+    def forward(self, input_ids=None, **arguments):
+        states, cache = self.get_input_embeddings()(input_ids), arguments.get(CACHE)
+        if cache is None or not cache.get_seq_length():
             states = states + states.mean(1, keepdim=True)
-        return super().forward(inputs_embeds=states, past_key_values=past_key_values, **arguments)
+        return super().forward(inputs_embeds=states, **arguments)
 
 
 class Own(LlamaForCausalLM):

@@ -94,7 +94,8 @@ def test_classes_outside_of_the_interface_do_not_get_by(name: str) -> None:
     except KeyError as error:
         assert NAME in str(error)
     else:
-        assert not lade.supports(model)
+        if lade.supports(model):  # from transformers 5.24 on
+            assert_same(model, prompt(9), [PAPER], max_new_tokens=24)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import lade
 from lade.backends.encoder_decoder.backend import source_of
 from lade.backends.trials.tree_check import worst_error
+from lade.model.facts import CACHE
 from lade.model.prepared import Prepared, custom_generate_for
 from lade.model.supports import ENCODER_DECODERS
 
@@ -191,7 +192,7 @@ def test_what_is_returned() -> None:
         ):
             torch.testing.assert_close(layer.keys, other.keys)
             torch.testing.assert_close(layer.values, other.values)
-    with pytest.raises(lade.UnsupportedArgumentError, match="past_key_values cannot be used"):
+    with pytest.raises(lade.UnsupportedArgumentError, match=f"{CACHE} cannot be used"):
         lookahead(model, ids, past_key_values=expected.past_key_values, decoder_input_ids=ours.sequences)
 
 

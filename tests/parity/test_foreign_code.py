@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
+from lade.model.facts import CACHE
 
 pytestmark = pytest.mark.foreign_code
 
@@ -143,9 +144,13 @@ def not_naming_positions(model: Any) -> None:
 
     def choose(input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None,
                return_dict: Any = None) -> Any:  # fmt: skip
-        return forward(input_ids, attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache)
+        return forward(input_ids, attention_mask=attention_mask, use_cache=use_cache, **{CACHE: past_key_values})
 
-    model.forward = choose
+    def choose_as_now(input_ids: Any, attention_mask: Any = None, cache: Any = None, use_cache: Any = None,
+                      return_dict: Any = None) -> Any:  # fmt: skip
+        return choose(input_ids, attention_mask, cache, use_cache)
+
+    model.forward = choose_as_now if CACHE == "cache" else choose
 
 
 def doubling_positions_of_plain_steps(model: Any) -> None:
@@ -322,10 +327,9 @@ def test_a_class_with_a_loop_of_its_own_is_refused() -> None:
 class WithoutPositions(GPT2LMHeadModel):
     """Code from elsewhere that counts positions by itself, padding included."""
 
-    def forward(
-        self, input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
-        return super().forward(input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("position_ids", None)
+        return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
 
 
 def test_padding_that_a_class_from_elsewhere_counts_is_refused() -> None:

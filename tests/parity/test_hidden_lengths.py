@@ -15,6 +15,7 @@ import lade
 from lade.backends.trials import backend as trials
 from lade.backends.trials.lengths import named_lengths
 from lade.backends.trials.tree_check import worst_error
+from lade.model.facts import CACHE
 from lade.model.masks import plan_for
 
 pytestmark = pytest.mark.foreign_code
@@ -26,7 +27,7 @@ class Sparse(LlamaAttention):
     """Beyond a length, the tokens of a pass see all that lies in the cache, whatever their mask says."""
 
     def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        cached = kwargs["past_key_values"].get_seq_length(self.layer_idx)
+        cached = kwargs[CACHE].get_seq_length(self.layer_idx)
         if cached and cached + hidden_states.shape[1] > self.beyond():
             attention_mask = None if attention_mask is None else torch.ones_like(attention_mask)
         return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)

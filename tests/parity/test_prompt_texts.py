@@ -10,6 +10,7 @@ from comparing import ADAPTIVE, PAPER, batch, lookahead, prompt
 from families import family
 
 import lade
+from lade.model.facts import CACHE
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -96,7 +97,7 @@ REFUSED = {
     "counts masked tokens in the windows": ("mistral-window", {"input_ids": prompt(20)}),
     "may count masked tokens": ("ministral", {"input_ids": prompt(20)}),
     "that ends with 0": ("llama", {"input_ids": prompt(20), "attention_mask": torch.tensor([[1] * 19 + [0]])}),
-    "masked tokens or padding with past_key_values": (
+    f"masked tokens or padding with {CACHE}": (
         "llama",
         {"input_ids": prompt(20), "past_key_values": lade.TreeCache()},
     ),

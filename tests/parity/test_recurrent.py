@@ -179,7 +179,7 @@ def test_plain_decoding_begins_a_cache_under_its_other_name() -> None:
 
 def test_a_cache_under_a_name_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recurrent("mamba2").build()
-    monkeypatch.setattr(facts, "CACHE_NAMES", ("past_key_values",))
+    monkeypatch.setattr(facts, "CACHE_NAMES", ("keys",))
     assert "its forward takes no cache under a known name" in lade.supports(model).reason
 
 

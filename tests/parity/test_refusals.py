@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
 from lade.hf import refusals
+from lade.model.facts import CACHE
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -245,7 +246,7 @@ def _arguments(name: str, model: PreTrainedModel) -> dict[str, Any]:
     return {"input_ids": ids, "do_sample": False, "max_new_tokens": 20} | {
         "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
         "assistant_model": {"assistant_model": family("llama").build(seed=5)},
-        "past_key_values": {"past_key_values": _of_another_make(model)},
+        CACHE: {CACHE: _of_another_make(model)},
         "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
         "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
         "use_cache": {"use_cache": False},
@@ -258,7 +259,7 @@ def _arguments(name: str, model: PreTrainedModel) -> dict[str, Any]:
 ARGUMENTS = [
     "prompt_lookup_num_tokens",
     "assistant_model",
-    "past_key_values",
+    CACHE,
     "output_attentions",
     "output_hidden_states",
     "use_cache",

@@ -13,6 +13,7 @@ from comparing import PAPER, assert_same, lookahead, plain, prompt
 from families import FAMILIES, family
 
 import lade
+from lade.model.facts import CACHE
 
 pytestmark = pytest.mark.foreign_code
 
@@ -51,6 +52,20 @@ def test_what_draws_random_numbers_is_refused(name: str, fields: dict[str, Any],
     assert lade.supports(model.eval())
 
 
+drops_caches = pytest.mark.skipif(CACHE == "cache", reason="without gradients, layers keep the cache here")
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="layers drop the cache here")
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_gradient_checkpointing_that_keeps_the_cache_is_served(name: str) -> None:
+    model = family(name).build(**({"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if name == "gpt2" else {}))
+    model.gradient_checkpointing_enable()
+    model.train()
+    expected = plain(model, prompt(8), max_new_tokens=20)
+    assert torch.equal(lookahead(model, prompt(8), PAPER, max_new_tokens=20), expected)
+
+
+@drops_caches
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt2", "mixtral"])
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
@@ -69,6 +84,7 @@ def test_gradient_checkpointing_which_drops_the_cache_is_refused(name: str, argu
     assert lade.supports(model)
 
 
+@drops_caches
 def test_gradient_checkpointing_of_one_layer_counts() -> None:
     model: Any = family("llama").build()
     model.gradient_checkpointing_enable()

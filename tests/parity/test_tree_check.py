@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import lade
 from lade.model import supports as support
+from lade.model.facts import CACHE
 
 
 @pytest.mark.one_in(14)
@@ -94,7 +95,7 @@ class CountingSlots(LlamaAttention):
     """Scales its input by how much the cache holds."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         past = cache.get_seq_length(self.layer_idx) if cache is not None else 0
         slots = torch.arange(hidden_states.shape[1], device=hidden_states.device)[:, None] + past
         return super().forward(hidden_states * (1 + slots / 20).to(hidden_states.dtype), *args, **kwargs)

@@ -101,6 +101,7 @@ def test_lora_dropout_counts_in_training_mode() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+@pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache`:FutureWarning")  # of the adapter's own pass
 def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused() -> None:
     model: PeftModel = get_peft_model(
         family("llama").build(dtype=torch.float32), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

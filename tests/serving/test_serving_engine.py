@@ -39,6 +39,7 @@ from lade import (
     UnsupportedArgumentError,
 )
 from lade.embedded.files import model_path
+from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
@@ -245,7 +246,7 @@ class Nothing:
         ),
         ({"num_return_sequences": 2, "do_sample": True}, UnsupportedArgumentError, "num_return_sequences=2 .*for each"),
         ({"streamer": Nothing()}, UnsupportedArgumentError, "streamer cannot be used with lade.Engine: give on_step"),
-        ({"past_key_values": TreeCache()}, UnsupportedArgumentError, "past_key_values .*rows of an engine share one"),
+        ({"past_key_values": TreeCache()}, UnsupportedArgumentError, f"{CACHE} .*rows of an engine share one"),
         ({"use_cache": False}, UnsupportedArgumentError, "use_cache=False cannot be used"),
         ({"guidance_scale": 2.0}, UnsupportedArgumentError, "guidance_scale=2.0 cannot be used"),
         ({"prompt_lookup_num_tokens": 2}, UnsupportedArgumentError, "another decoding method .*use lade.generate$"),

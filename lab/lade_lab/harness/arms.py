@@ -23,6 +23,7 @@ from lade.errors import UnsupportedModelError
 from lade.hf.arguments import original_generate
 from lade.hf.session import Session
 from lade.memory import Memory
+from lade.model.facts import CACHE
 from lade.model.prepared import custom_generate_for
 from lade.model.supports import supports
 from lade.serving.request import PLAIN
@@ -160,7 +161,7 @@ class Meter:
             hook.remove()
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
-        ids, cache = kwargs.get("input_ids", args[0] if args else None), kwargs.get("past_key_values")
+        ids, cache = kwargs.get("input_ids", args[0] if args else None), kwargs.get(CACHE)
         fed = 1 if ids is None else ids.shape[-1]
         self.passes.append(Pass(0 if cache is None else cache.get_seq_length(), fed, perf_counter()))
 

@@ -19,11 +19,13 @@ from transformers import PreTrainedModel
 from lade.backends.slots import SlotPatches
 from lade.errors import UnsupportedModelError
 from lade.model.config import Positions
+from lade.model.facts import CACHE
 from lade.model.masks import Inputs
 from lade.model.thread_patches import Override, overridden
 
-_TABLE_PARAMETERS = {"past_key_values_length", "position_ids"}
-_COUNT_PARAMETERS = ("input_ids", "padding_idx", "past_key_values_length")
+_CACHE_LENGTH = f"{CACHE}_length"
+_TABLE_PARAMETERS = {_CACHE_LENGTH, "position_ids"}
+_COUNT_PARAMETERS = ("input_ids", "padding_idx", _CACHE_LENGTH)
 _BIAS_PARAMETERS = ("query_length", "key_length", "device", "past_seen_tokens")
 
 
@@ -91,7 +93,7 @@ def _read_by_position(table: Any, positions: torch.Tensor) -> AbstractContextMan
     """Patch a table to return the rows of `positions`, `[B, S]`, whatever ids it is called with."""
 
     def patch(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def forward(input_ids: Any, past_key_values_length: int = 0, position_ids: Any = None) -> torch.Tensor:
+        def forward(input_ids: Any, *_: Any, **__: Any) -> torch.Tensor:  # the length of the cache, and positions
             rows = read(input_ids, 0, position_ids=positions.flatten().to(table.weight.device))  # adds its patch offset
             return rows.view(*positions.shape, -1)
 
@@ -104,7 +106,7 @@ def _counted_by_position(table: Any, positions: torch.Tensor) -> AbstractContext
     """Patch a table to use `positions`, `[B, S]`, and the padding row for padding."""
 
     def patch(count: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def create_position_ids(input_ids: torch.Tensor, padding_idx: int, past_key_values_length: Any = 0) -> Any:
+        def create_position_ids(input_ids: torch.Tensor, padding_idx: int, *_: Any, **__: Any) -> Any:
             rows = positions.to(input_ids.device) + padding_idx + 1
             return rows.masked_fill(input_ids == padding_idx, padding_idx)
 

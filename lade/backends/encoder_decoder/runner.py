@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lade.backends.encoder_decoder.position_patches import DecoderPatches
 from lade.decoding.loop import PromptLogitsHook
-from lade.model.facts import ModelFacts
+from lade.model.facts import CACHE, ModelFacts
 from lade.model.kv_cache import RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
 from lade.model.runner import EagerRunner
@@ -172,7 +172,7 @@ class EncoderDecoderRunner(EagerRunner):
         assert isinstance(cache, DecoderCache)
         cache.encoded = self._encoded.rows([number % len(self._encoded) for number in range(len(rows))])
         ids = torch.tensor(rows, device=self.device)
-        kwargs = {**cache.encoded.arguments(), "past_key_values": cache.pair(), "use_cache": True}
+        kwargs = {**cache.encoded.arguments(), CACHE: cache.pair(), "use_cache": True}
         try:
             output = self.model._prefill(ids, self.generation_config, kwargs)
         except BaseException:  # layers may differ in their number of tokens
@@ -187,7 +187,7 @@ class EncoderDecoderRunner(EagerRunner):
         arguments = cache.encoded.arguments() | {
             "decoder_input_ids": inputs.ids,
             "decoder_attention_mask": self.plan.masks(inputs, self._dtype),
-            "past_key_values": cache.pair(),
+            CACHE: cache.pair(),
             "use_cache": True,
             "return_dict": True,
         }

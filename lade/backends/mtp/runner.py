@@ -20,6 +20,7 @@ from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
 from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.mtp import Predictions, RowText
 from lade.decoding.tree import ROOT, TokenTree
+from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import plan_for
 from lade.model.runner import EagerRunner
@@ -63,7 +64,7 @@ class MtpRunner:
         self._mtp = mtp = loaded.mtp
         self._head = Head(mtp, gathers)
         self._runner = runner
-        self._recorder = StateRecorder(runner.model, runner.facts.cache_name or "past_key_values")
+        self._recorder = StateRecorder(runner.model, runner.facts.cache_name or CACHE)
         self._states: torch.Tensor | None = None  # [B, S, H], of the last pass over trees
         self._plan = plan_for(mtp.config, by_layer_type=False)
         self._device, self._dtype = runner.model.device, runner.model.dtype
@@ -279,8 +280,8 @@ class MtpRunner:
             hidden,
             position_embeddings=rotated,
             position_ids=positions,
-            past_key_values=cache,
             attention_mask=mask,
+            **{CACHE: cache},
         )
         return mtp.shared_post_norm(output) if mtp.use_shared_post_norm else output
 

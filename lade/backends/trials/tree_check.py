@@ -29,7 +29,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model import joint
 from lade.model.config import decoder_config, token_embeddings
-from lade.model.facts import ModelFacts, cache_name
+from lade.model.facts import CACHE, ModelFacts, cache_name
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.randomness import RandomModelError, without_draws
@@ -146,7 +146,7 @@ class PlainDecoding:
 
     def __init__(self, model: PreTrainedModel, prefix: Sequence[int], encoded: Any = None, rows: int = 1) -> None:
         self._model = cast(Any, model)
-        self._cache_name = cache_name(model) or "past_key_values"
+        self._cache_name = cache_name(model) or CACHE
         self._encoder_arguments = {} if encoded is None else encoded.arguments()
         self._ids = torch.tensor([prefix[:-1]] * rows, device=input_device(model))
         cache: Any = DynamicCache(config=decoder_config(model))
@@ -218,7 +218,7 @@ def _error_of_cache(model: Any) -> float:
     ids = torch.arange(3, device=input_device(model))[None]
     cache, recurrence = TreeCache(), ModelFacts.of(model).recurrence
     cache.layers += [] if recurrence is None else recurrence.layers()
-    kwargs: dict[str, Any] = {cache_name(model) or "past_key_values": cache, "use_cache": True, "return_dict": True}
+    kwargs: dict[str, Any] = {cache_name(model) or CACHE: cache, "use_cache": True, "return_dict": True}
     model(input_ids=ids[:, :2], **kwargs)
     last = model(input_ids=ids[:, 2:], **kwargs).logits[0, -1]
     cache.count(1, 3)
@@ -289,7 +289,7 @@ def _error_of_padding(model: PreTrainedModel) -> float:
 def _last_two_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the logits of the last two tokens, `[2, V]`, of ids `[1, L]`; the last is fed alone, as in `generate`."""
     cache = DynamicCache(config=model.config)
-    name = cache_name(model) or "past_key_values"
+    name = cache_name(model) or CACHE
     kwargs: dict[str, Any] = {"attention_mask": mask[:, :-1], name: cache, "use_cache": True}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids[:, :-1], kwargs)

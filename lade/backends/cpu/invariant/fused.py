@@ -33,13 +33,15 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
 from lade.backends.cpu.packing.panels import TILE_PANEL
 from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
+from lade.model.facts import CACHE, CACHE_NAMES
 from lade.model.in_place_subclassing import Changed, change
 
 _KINDS = (PackedLinear, Int8Linear, Int4Linear)
 _DTYPES = (torch.float32, torch.bfloat16)
 _GATED, _PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS, _LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
-_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", CACHE)
+_FORMER_NAMES = frozenset(CACHE_NAMES) - {CACHE}
 _TRIAL = (2, 5)  # rows and tokens
 _MEMORY, _X, _OUT, _MORE = range(4)  # indices among the addresses of a call
 
@@ -142,15 +144,16 @@ class FusedProjections(Fused):
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Compute attention; arguments are those of transformers' attention layers."""
-        if not _fits(self, hidden_states, position_embeddings) or not self._is_fit():
-            given: Any = dict(zip(_ARGUMENTS[1:], (position_embeddings, attention_mask, past_key_values), strict=True))
-            return self.original.forward(self, hidden_states, **given, **kwargs)
+        unusual = args or not _FORMER_NAMES.isdisjoint(kwargs)
+        if unusual or not _fits(self, hidden_states, position_embeddings) or not self._is_fit():
+            return self.original.forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
         states = _projected(self._calls, self, hidden_states, position_embeddings, None)
-        out = _attended(self, states, attention_mask, past_key_values, kwargs)
+        rest = {name: each for name, each in kwargs.items() if name != CACHE}
+        out = _attended(self, states, attention_mask, kwargs.get(CACHE), rest)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
@@ -217,10 +220,11 @@ class FusedLayer(Fused):
         """Compute the layer; arguments are those of transformers' decoder layers."""
         attention: Any = self._modules["self_attn"]
         x, positions = hidden_states, kwargs.get("position_embeddings")
-        if args or not _fits(attention, x, positions) or not self._is_fit():
+        unusual = args or not _FORMER_NAMES.isdisjoint(kwargs)
+        if unusual or not _fits(attention, x, positions) or not self._is_fit():
             return self.original.forward(self, x, *args, **kwargs)
         begin, norm = _layers_of(self, _LAYER_NORMS)
-        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        mask, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
         rest = {name: each for name, each in kwargs.items() if name not in _ARGUMENTS}
         states = _projected(self._calls, attention, x, positions, begin)
         found = _attended(attention, states, mask, cache, rest)
@@ -415,8 +419,10 @@ class _Cache:
     def __init__(self) -> None:
         self.given: tuple[Any, ...] = ()
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given = key, value, *more
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.given = key, value, layer_idx
         return key, value
 
 
@@ -431,7 +437,7 @@ def _is_same(module: Any) -> bool:
         }
     x, seen = _drawn(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
     for forward, cache in zip((module.original.forward.__get__(module), module), caches, strict=True):
-        found = forward(x, **given, **({"past_key_values": cache} if given else {}))
+        found = forward(x, **given, **({CACHE: cache} if given else {}))
         seen.append([found[0] if isinstance(found, tuple) else found, type(found), *cache.given])
     return len(seen[0]) == len(seen[1]) and all(map(_are_equal, *seen))
 
