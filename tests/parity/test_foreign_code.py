@@ -328,7 +328,6 @@ class WithoutPositions(GPT2LMHeadModel):
     """Code from elsewhere that counts positions by itself, padding included."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-        kwargs.pop("position_ids", None)
         return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
 
 
