@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
+NEWEST_TESTS := tests/decoding tests/hf tests/parity tests/serving tests/server
+# Empty for whatever the index has, as in  rm -rf .venv-newest && make test-newest NEWEST_SET=
+NEWEST_SET ?= constraints-newest.txt
 KERNEL := .venv-kernel
 KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
 QUANTISED := .venv-quantised
@@ -26,7 +30,7 @@ SHOWN := $(if $(wildcard $(VENV)/.installed),$(VENV),$(DEMO))
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel test-native native lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-newest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel test-native native lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +56,13 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[dev]'
+	@touch $@
+
+# On the torch of constraints.txt: its newer releases come with gigabytes of CUDA unless they are builds for the CPU.
+$(NEWEST)/.installed: pyproject.toml constraints.txt $(NEWEST_SET)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(if $(NEWEST_SET),-c $(NEWEST_SET)) -e '.[dev]'
 	@touch $@
 
 $(KERNEL)/.installed: $(VENV)/.installed
@@ -136,6 +147,9 @@ test-gpu: $(VENV)/.installed ## what needs a CUDA device
 test-oldest: $(OLDEST)/.installed ## the default tests on the oldest supported transformers
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PARALLEL)
 
+test-newest: $(NEWEST)/.installed ## core, families, beams, encoder-decoders, MTP and server on the newest transformers
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(PARALLEL) $(NEWEST_TESTS)
+
 test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpreted, and compiled (Triton, 200 MB, is fetched)
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest $(PARALLEL) $(KERNEL_TESTS)
 	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest $(PARALLEL) tests/model/test_tree_kernel.py
@@ -191,4 +205,4 @@ test-wheel: ## install the wheel of dist/ into a fresh environment, and generate
 	cd build && wheel-env/bin/lade generate "def add(a, b):" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(WHEEL) $(OLDEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(SCHEMA) $(VLLM) $(PAGE) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(WHEEL) $(OLDEST) $(NEWEST) $(KERNEL) $(QUANTISED) $(FRAMEWORKS) $(CLIENTS) $(SCALE) $(SCHEMA) $(VLLM) $(PAGE) $(DOCS) build dist *.egg-info

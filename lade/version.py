@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
+from lade.announcements import announce_once
+
 __version__ = "0.1.0"
+TESTED_TRANSFORMERS = (5, 24)
+"""The newest minor version of transformers that `make test-newest` has passed on."""
+
+logger = logging.getLogger(__name__)
 
 
 REMEDY = "pip uninstall lade && pip install --force-reinstall --no-deps ."
@@ -23,6 +31,23 @@ def warn_if_shadowed() -> None:
         f"in the checkout of lookahead-decoding, run  {REMEDY}",
         stacklevel=3,
     )
+
+
+def note_untested_version(installed: str) -> None:
+    """Say once if transformers is newer than all that was tested; a renamed argument may end all acceleration.
+
+    Args:
+        installed: its version.
+    """
+    tested = ".".join(map(str, TESTED_TRANSFORMERS))
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    if numbers and (int(numbers[1]), int(numbers[2])) > TESTED_TRANSFORMERS:
+        announce_once(
+            logger,
+            f"transformers {installed} is newer than {tested}, the newest that lade {__version__} was tested with: "
+            "lade.supports(model) tries what it does not know, and Stats tells whether there are fewer passes",
+            logging.WARNING,
+        )
 
 
 def refuse_free_threading() -> None:

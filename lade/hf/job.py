@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
@@ -46,6 +47,7 @@ from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
 from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
+from lade.version import note_untested_version
 
 
 def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
@@ -317,6 +319,7 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
         lock_step: whether transformers' own loop decodes, which needs the logits of every pass: no pass is captured
             then.
     """
+    note_untested_version(transformers.__version__)
     if prepared.facts.has_encoder:
         behind_encoder: EagerRunner = joint.load("encoder_decoder").runner_on_encoded(prepared, plan)
         return behind_encoder
@@ -331,6 +334,7 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
 
 def engine_runner(model: PreTrainedModel, plan: MaskPlan) -> EagerRunner:
     """Return the runner for all requests of an engine."""
+    note_untested_version(transformers.__version__)
     return runner_for(ModelFacts.of(model), plan, GenerationConfig())
 
 

@@ -66,7 +66,11 @@ REFUSED = {
     **dict.fromkeys(
         ["inkling_text", "inkling2_text"], "its attention's biases depend on the cache slot, not on the position"
     ),
-    **dict.fromkeys(["qwen4_exp_text", "glm5_next_text"], "its indexer pools keys by cache slot, not by position"),
+    "glm5_next_text": "its indexer pools keys by cache slot, not by position",
+    **dict.fromkeys(
+        ["qwen4_exp", "qwen4_exp_text"],
+        "its embeddings hash the last two or three tokens, which in a tree depend on the path",
+    ),
     "deepseek_v4": "its attention compresses windows that close by cache slot, not by position",
     "zamba": "its recurrent states have a layout of their own, one per head",
     "zaya": "it mixes the keys and values of a token with those of the token before",

@@ -1,0 +1,97 @@
+"""Every way to call a listed family makes fewer passes than plain decoding, and `supports` agrees with all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import prompt
+from encoder_decoders import LISTED
+from families import FAMILIES, RECURRENT_FAMILIES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import lade
+from lade import announcements, version
+from lade.hf import job
+from lade.testing import nearly_flat_cost
+
+CASES = [
+    pytest.param(case, id=str(case))
+    for case in (*FAMILIES, *RECURRENT_FAMILIES, *LISTED)
+    if case.model_type in CONFIG_MAPPING
+]
+NEW = 40
+CONFIG = lade.LookaheadConfig(budget=32)
+"""Of random models hardly a text is easy to draft; 32 tokens a step shorten each of them."""
+
+
+@pytest.fixture(autouse=True)
+def known_cost_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+
+
+def by_enable(model: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    try:
+        return lade.enable(model, CONFIG).generate(ids, **given)
+    finally:
+        lade.disable(model)
+
+
+def by_stream(model: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    steps = list(lade.stream(model, ids, lookahead=CONFIG, **given))
+    return torch.tensor([[token for step in steps for token in step.tokens]])
+
+
+def by_engine(model: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    with lade.Engine(model) as engine:
+        return engine.add(ids, lookahead=CONFIG, **given).result(60.0)
+
+
+DOORS: dict[str, Callable[..., torch.Tensor]] = {
+    "generate": lambda model, ids, **given: lade.generate(model, ids, lookahead=CONFIG, **given),
+    "decode": lambda model, ids, **given: model.generate(ids, custom_generate=lade.decode, lookahead=CONFIG, **given),
+    "enable": by_enable,
+    "stream": by_stream,
+    "engine": by_engine,
+}
+
+
+def counted(model: Any, call: Callable[[], torch.Tensor]) -> tuple[list[int], int]:
+    """The new tokens of a call, and the passes of the model that it takes."""
+    passes: list[None] = []
+    handle = model.register_forward_pre_hook(lambda *given: passes.append(None))
+    try:
+        ids = call()
+    finally:
+        handle.remove()
+    return ids[0, -NEW:].tolist(), len(passes)
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", CASES)
+def test_every_door_of_a_supported_model_makes_fewer_passes(case: Any) -> None:
+    model, ids, given = case.build(), prompt(20), {"max_new_tokens": NEW, "do_sample": False}
+    assert lade.supports(model), lade.supports(model).reason
+    decoder = model.get_decoder()
+    expected, plain = counted(decoder, lambda: model.generate(ids, **given))
+    assert plain == NEW
+    doors = {name: door for name, door in DOORS.items() if name != "engine" or not model.config.is_encoder_decoder}
+    for name, door in doors.items():
+        tokens, passes = counted(decoder, lambda door=door: door(model, ids, **given))  # type: ignore[misc]
+        assert tokens == expected, name
+        assert passes < plain, f"{name}: {passes} passes for {NEW} tokens"
+
+
+def test_a_version_that_was_never_tested_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    announcements.announce_once.cache_clear()
+    newer = f"{version.TESTED_TRANSFORMERS[0]}.{version.TESTED_TRANSFORMERS[1] + 1}.0.dev0"
+    with caplog.at_level(logging.WARNING, "lade"):
+        for installed in ("5.17.0", ".".join(map(str, version.TESTED_TRANSFORMERS)) + ".9", "4.57.1"):
+            version.note_untested_version(installed)
+        assert not caplog.records
+        for _ in range(2):
+            version.note_untested_version(newer)
+    assert len(caplog.records) == 1 and newer in caplog.text
