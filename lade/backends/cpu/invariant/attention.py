@@ -113,7 +113,7 @@ def placed_mask(
         allow_is_causal_skip=False,
         **kwargs,
     )
-    slots = torch.arange(kv_length, device=device) + kv_offset
+    slots = torch.arange(kv_length, device=device, dtype=torch.int64) + kv_offset
     positions = slots.expand(batch_size, -1)  # [B, K]
     if attention_mask is not None:
         addresses = attention_mask.to(device).cumsum(-1) - 1  # [B, all tokens so far]
@@ -184,7 +184,7 @@ def _mask_of(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> PlacedM
     rows, step, slots = len(query), query.shape[2], key.shape[2]
     allowed = torch.ones(step, slots, dtype=torch.bool, device=query.device)
     allowed = allowed.tril(slots - step) if causal else allowed
-    positions = torch.arange(slots, device=query.device).expand(rows, -1)
+    positions = torch.arange(slots, device=query.device, dtype=torch.int64).expand(rows, -1)
     return PlacedMask.of(allowed.expand(rows, 1, -1, -1), positions)
 
 
@@ -218,7 +218,7 @@ def attention_of(
     _, kv_heads, keys, value_size = value.shape
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     sinks = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty(rows, step, heads, value_size, dtype=_OUT.get(query.dtype, torch.float32))
+    out = torch.empty(rows, step, heads, value_size, dtype=_OUT.get(query.dtype, torch.float32), device="cpu")
     if not out.numel():
         return out
     group = heads // kv_heads
@@ -227,7 +227,7 @@ def attention_of(
     blocks = -(-group * step // block)
     parts = max(1, min(torch.get_num_threads(), rows * kv_heads * blocks, query.numel() * slots // _MANY))
     room = _scratch_size(size, value_size, block, slots)
-    scratch = torch.empty(parts * room)
+    scratch = torch.empty(parts * room, dtype=torch.float32, device="cpu")
     fields = (  # an AttentionCall, see cpu_attention.h
         *(scratch.data_ptr(), room, float_bits(scale), float_bits(softcap or 0.0)),
         *_addresses(query),

@@ -231,7 +231,7 @@ class FusedLayer(Fused):
         rows, layers = x.numel() // x.shape[-1], _layers_behind(self)
         for each in layers:
             each.follow_parameters()
-        x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+        x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
         more = [found.data_ptr(), norm.weight.data_ptr()]
         _run(*self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
         return out
@@ -256,7 +256,7 @@ def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
 
 def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
     """Run the stages of a call; the addresses of its layers' weights come last."""
-    memory = torch.empty(size, dtype=torch.int8)
+    memory = torch.empty(size, dtype=torch.int8, device="cpu")
     addresses = [memory.data_ptr(), x.data_ptr(), out.data_ptr(), *more]
     for each in layers:
         addresses += each._panel_weight.addresses(each._parameters["bias"])
@@ -451,4 +451,4 @@ def _first_layer(module: Any) -> Any:
 
 
 def _drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(dtype)

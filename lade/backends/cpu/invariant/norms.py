@@ -133,8 +133,8 @@ def _matching_class(layer: nn.Module) -> type[InvariantNorm] | None:
 
 def _equal_elements(kind: type[InvariantNorm], layer: nn.Module, weight: torch.Tensor) -> int:
     """Return the number of elements with the layer's bits; 0 if any differs by more than rounding."""
-    x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0))
-    x = (x * torch.logspace(-2, 2, _ROWS)[:, None]).to(weight.dtype)
+    x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    x = (x * torch.logspace(-2, 2, _ROWS, dtype=torch.float32, device="cpu")[:, None]).to(weight.dtype)
     expected = functional_call(layer, {"weight": weight}, (x,))
     found = _normalised(x, weight, _epsilon_of(layer), kind.formula)
     if expected.dtype != found.dtype or expected.shape != found.shape:

@@ -138,7 +138,9 @@ def padding_for(layer: Layer, features: int, dtype: torch.dtype) -> RowPadding |
     """
     generator = torch.Generator().manual_seed(1)
     half = _drawn((max(ROWS) + _SHIFTS, features // 2), generator)
-    x = torch.cat([half, -half, torch.zeros(len(half), features % 2)], 1)[:, _order(features)]
+    x = torch.cat([half, -half, torch.zeros(len(half), features % 2, dtype=torch.float32, device="cpu")], 1)[
+        :, _order(features)
+    ]
     return next((padding for padding in PADDINGS if _rounds_alike(layer, x.to(dtype), padding)), None)
 
 
@@ -151,18 +153,20 @@ def cancelling(weight: torch.Tensor, *, features_first: bool = False) -> torch.T
     """
     *shape, out, features = weight.mT.shape if features_first else weight.shape
     half = _drawn((*shape, out, features // 2), torch.Generator().manual_seed(0))
-    drawn = torch.cat([half, half, torch.ones(*shape, out, features % 2)], -1)[..., _order(features)].to(weight.dtype)
+    drawn = torch.cat([half, half, torch.ones(*shape, out, features % 2, dtype=torch.float32, device="cpu")], -1)[
+        ..., _order(features)
+    ].to(weight.dtype)
     return drawn.mT.contiguous() if features_first else drawn
 
 
 def _drawn(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     """Draw numbers of very different magnitudes; sums of 8-bit significands of equal magnitude would not be rounded."""
-    sizes = torch.randint(-_SPREAD, _SPREAD + 1, tuple(shape), generator=generator)
-    return torch.ldexp(_SIZE * torch.randn(tuple(shape), generator=generator), sizes)
+    sizes = torch.randint(-_SPREAD, _SPREAD + 1, tuple(shape), generator=generator, dtype=torch.int64, device="cpu")
+    return torch.ldexp(_SIZE * torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu"), sizes)
 
 
 def _order(features: int) -> torch.Tensor:
-    return torch.randperm(features, generator=torch.Generator().manual_seed(2))
+    return torch.randperm(features, generator=torch.Generator().manual_seed(2), dtype=torch.int64, device="cpu")
 
 
 def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:

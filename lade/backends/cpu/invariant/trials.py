@@ -61,7 +61,10 @@ def attention_keeps_order(heads: Heads) -> bool:
 def _agrees(heads: Heads, text: int, generator: torch.Generator) -> bool:
     tree = random_tree(_NODES, _DEPTH, generator)
     counts = ((heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.value_size))
-    states = [torch.randn(1, count, text + len(tree), size, generator=generator) for count, size in counts]
+    states = [
+        torch.randn(1, count, text + len(tree), size, generator=generator, dtype=torch.float32, device="cpu")
+        for count, size in counts
+    ]
     query, key, value = states
     inputs = StepInputs.of([tree], [text], torch.device("cpu"))
     mask = PlacedMask.of(inputs.mask(FULL), inputs.key_positions)
@@ -93,7 +96,7 @@ def random_tree(nodes: int, deepest: int, generator: torch.Generator) -> TokenTr
     tree = TokenTree(0, max_depth=deepest)
     tree.add_path(range(1, deepest + 1), "pool")
     while len(tree) < nodes:
-        parent = int(torch.randint(len(tree), (), generator=generator))
+        parent = int(torch.randint(len(tree), (), generator=generator, dtype=torch.int64, device="cpu"))
         tree.add(parent, len(tree), "pool")
     return tree
 
@@ -110,8 +113,12 @@ class ModelTrial:
     def __init__(self, model: PreTrainedModel, plan: MaskPlan, tokens: int) -> None:
         generator = torch.Generator().manual_seed(tokens)
         vocabulary: int = token_embeddings(model).weight.shape[0]
-        ids = torch.randint(vocabulary, (tokens,), generator=generator).tolist()
-        nodes = torch.randperm(vocabulary, generator=generator).repeat(FOLLOWING + 1)[: FOLLOWING + 1].tolist()
+        ids = torch.randint(vocabulary, (tokens,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+        nodes = (
+            torch.randperm(vocabulary, generator=generator, dtype=torch.int64, device="cpu")
+            .repeat(FOLLOWING + 1)[: FOLLOWING + 1]
+            .tolist()
+        )
         self._model, self._text, self._following = model, ids, nodes[FOLLOWING]
         self._paths = [tuple(nodes[i] for i in path) for path in PATHS]
         self._kept = tuple(nodes[i] for i in KEPT)
