@@ -42,6 +42,7 @@ from lade.model.inputs import batch_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, placeholder_ids, special_ids
+from lade.model.randomness import DrawsApart
 from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
@@ -153,6 +154,10 @@ class DraftSpec:
         ]
 
 
+ENGINE_KIND = "engine"
+"""Kind of text of all requests of an engine, which share one tree size."""
+
+
 class DecodeJob:
     """Components that decode the rows of one model.
 
@@ -258,7 +263,7 @@ class DecodeJob:
             sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
         if self.mtp is not None and spec.config.mtp is not False:
             sizing["mtp"] = self.mtp.weights
-        own: list[Any] = _user_sources(spec) if config.sources else []
+        own: list[Any] = _user_sources(spec, apart=self._kind != ENGINE_KIND) if config.sources else []
         drafter = drafter_for(
             config,
             spec.excluded,
@@ -300,14 +305,17 @@ def _user_module() -> Any:
     return import_module("lade.decoding.drafting.user_sources")
 
 
-def _user_sources(spec: DraftSpec) -> list[Any]:
-    """Return a source per drafter of `LookaheadConfig.sources`."""
+def _user_sources(spec: DraftSpec, *, apart: bool) -> list[Any]:
+    """Return a source per drafter of `LookaheadConfig.sources`; `apart`: with random numbers of its own."""
     config = spec.config
     sizes: dict[str, Any] = {"sized": True} if spec.sizes_trees else {}
     if config.budget is not None:
         sizes["longest"] = config.budget - 1
     source = _user_module().UserSource
-    return [source(drafter, spec.vocabulary, spec.excluded, **sizes) for drafter in config.sources]
+    return [
+        source(drafter, spec.vocabulary, spec.excluded, draws=DrawsApart() if apart else None, **sizes)
+        for drafter in config.sources
+    ]
 
 
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:

@@ -216,7 +216,7 @@ class TreeLayer(CacheLayerMixin):
         visible = first + fed
         if visible > self.keys.shape[2]:
             self.keys, self.values = _grown(self.keys, visible), _grown(self.values, visible)
-        self.lengths = list(map(fed.__add__, self.lengths))
+        self.lengths = [length + fed for length in self.lengths]  # `fed` is symbolic where a pass is compiled
         keys, values = self.keys, self.values
         if keys.shape[0] != rows:
             keys, values = keys.narrow(0, 0, rows), values.narrow(0, 0, rows)

@@ -115,19 +115,23 @@ class EagerRunner:
         facts: ModelFacts | None = None,
     ) -> None:
         self.model: Any = model
-        self.facts = facts = ModelFacts.of(model) if facts is None else facts
+        self.plan, self.generation_config = plan, generation_config
+        self.device, self._dtype = input_device(model), model.dtype
+        self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
+        self._stopwatch = Stopwatch(self.clock)
+        self._prompts: PreparedPrompts | None = None
+        self._go_by(ModelFacts.of(model) if facts is None else facts)
+
+    def _go_by(self, facts: ModelFacts) -> None:
+        """Set all that follows from a survey of the model."""
+        self.facts = facts
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
         self._recurrence, self.positions = facts.recurrence, facts.positions
         self._slot_patches: Any = joint.load("slots").patches(facts) if facts.uses_slots else None
-        self.plan, self.generation_config = plan, generation_config
-        self.device, self._dtype = input_device(model), model.dtype
-        self.switch = FrequencySwitch(model, self.positions.longrope_switch, self.device)
-        self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
-        self._stopwatch = Stopwatch(self.clock)
-        self.mode = PassMode(facts, plan)
+        self.switch = FrequencySwitch(self.model, self.positions.longrope_switch, self.device)
+        self.mode = PassMode(facts, self.plan)
         self.pieces = TextPieces(facts)
-        self._prompt_passes = PromptPasses(facts, plan, generation_config, self.device)
-        self._prompts: PreparedPrompts | None = None
+        self._prompt_passes = PromptPasses(facts, self.plan, self.generation_config, self.device)
 
     @property
     def pass_time(self) -> Duration:
@@ -150,8 +154,7 @@ class EagerRunner:
 
     def refresh_facts(self) -> None:
         """Survey the model's modules again, as they may have changed between two requests of an engine."""
-        self.facts = ModelFacts.of(self.model)
-        self.mode = PassMode(self.facts, self.plan)
+        self._go_by(ModelFacts.of(self.model))
 
     @contextmanager
     def watching_states(self, watcher: Callable[[torch.Tensor], None]) -> Iterator[None]:

@@ -17,12 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.decoding.drafting.controller import LARGEST
-from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.drafting.drafter import Drafter, IsolatedDrafter
 from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
-from lade.hf.job import DecodeJob, Output, engine_runner
+from lade.hf.job import ENGINE_KIND, DecodeJob, Output, engine_runner
 from lade.model import joint
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
@@ -81,8 +81,9 @@ def _feed_chain(active: ActiveRequest, ids: list[int], runner: EagerRunner) -> t
 class EngineBatch:
     """All running requests: chunked prefill and decode steps. Not thread-safe.
 
-    An exception in a request's processors, criteria or `on_step` ends that request only. An exception in a decode pass
-    ends every request in it. If a joint prefill pass fails, each of its prompts is fed alone.
+    An exception in a request's drafts, processors, grammar, criteria or `on_step` ends that request only. If a joint
+    prefill pass fails, each of its prompts is fed alone. If a decode pass fails, its texts are fed again and decoded
+    without drafts; if that fails too, one after the other, and whoever fails alone is ended.
 
     Args:
         model: a model that `lade.supports` accepts.
@@ -113,7 +114,7 @@ class EngineBatch:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = engine_runner(model, plan)
         # the tree size that `capacity.largest_tree` assumes
-        self._job = DecodeJob(model, self._runner, "engine", batched=True, most=LARGEST)
+        self._job = DecodeJob(model, self._runner, ENGINE_KIND, batched=True, most=LARGEST)
         self._prefill_runner = self._runner.eager()
         device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())
@@ -128,7 +129,7 @@ class EngineBatch:
             [], self._runner, own_kind, isolate=True, reader=self._job.reader, leaving=self._cache_text
         )
         self.running = RunningSet(capacity, headroom)
-        self._reuse = PrefixReuse(prefix_cache, self._runner.pieces.shareable)
+        self._reuse = PrefixReuse(prefix_cache, self._runner.pieces.shareable, model)
         self._allocator = KvAllocator(self._cache, self.running)
         self.prefix_cache = prefix_cache
         self.tally = Tally()
@@ -170,7 +171,7 @@ class EngineBatch:
     def _drafter(self, request: EngineRequest) -> Drafter:
         drafter = self._job.drafter(request.draft_spec, alone=len(self.running.active) == 1)
         self._loop.budget, self._loop.mtp = self._job.budget, self._job.mtp
-        return self._reuse.drafter(drafter)
+        return self._reuse.drafter(IsolatedDrafter(drafter))
 
     def advance(self) -> None:
         """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""
@@ -326,6 +327,7 @@ class EngineBatch:
             self._job.report_to(active.handle.stats, active.request.config)
         if not active.fed:
             active.cache = self._prefill_runner.tree_cache()
+            active.scope = self._reuse.scope_of(active)
             self._reuse.take(active)
         return active.row
 
@@ -341,8 +343,8 @@ class EngineBatch:
             self._allocator.reserve()
             self._job.resize(len(rows))
             steps = self._loop.step()
-        except Exception as problem:  # noqa: BLE001 - the cache's content is unknown now
-            self._end_rows(problem)
+        except Exception as problem:  # noqa: BLE001 - forwarded to the request that fails alone
+            self._recover(rows, problem)
             return
         forward_s = self._runner.pass_time.wall_s
         self.tally.add_pass(steps, forward_s)
@@ -351,6 +353,30 @@ class EngineBatch:
                 self._deliver(self.running.decoding[row], step, forward_s)
             else:
                 self._end(self.running.decoding[row], row.problem)
+
+    def _recover(self, rows: Sequence[Row], problem: Exception) -> None:
+        """After a failed pass, which leaves the cache in an unknown state, feed the texts of its rows again.
+
+        From then on these rows draft nothing. A request that fails again is resumed alone, and ends if it fails alone.
+        """
+        actives = [self.running.decoding[row] for row in rows]
+        logger.warning(
+            "a pass over %d rows failed (%s: %s): they go on without drafts", len(rows), type(problem).__name__, problem
+        )
+        if self._loop.mtp is not None:
+            for row in rows:
+                self._loop.mtp.leave(row)
+        self._loop.rows = []
+        self._cache.reset()
+        for active in actives:
+            active.failures += 1
+            if active.pinned or active.row is None or (len(rows) == 1 and active.failures > 1):
+                self._end(active, problem)
+                continue
+            active.row.drafter.silence()
+            self.running.preempt(active)
+            active.restart()
+        self.running.resume_alone = any(active.failures > 1 for active in actives)
 
     def _end_rows(self, problem: BaseException) -> None:
         rows, self._loop.rows = self._loop.rows, []

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.logits_cache import CachedLogits, RecordingDrafter
@@ -26,6 +27,9 @@ MIN_PREFIX = 32
 """Minimum length of a shared prefix in tokens, below which a copy does not pay."""
 
 Tokens = npt.NDArray[np.int64]
+Scope = tuple[str | None, Hashable]
+SAMPLED_WEIGHTS = 16
+"""Weights of which a value is part of a model's state: enough to see a step of training that wrote through `.data`."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +39,14 @@ class CachedText:
     """A text in the prefix cache.
 
     Attributes:
-        scope: tenant that may reuse the text; None for requests without a scope.
+        scope: tenant that may reuse the text, None for requests without one, and the model's state, see `state_of`.
         tokens: ids of the text, `[L]`.
         cache: keys and values of `tokens`.
         said: top-k logits of `tokens`, for drafters.
         client: client whose request left the text.
     """
 
-    scope: str | None
+    scope: Scope
     tokens: Tokens
     cache: TreeCache
     said: CachedLogits
@@ -75,7 +79,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def find(self, scope: str | None, tokens: Sequence[int]) -> tuple[CachedText, int] | None:
+    def find(self, scope: Scope, tokens: Sequence[int]) -> tuple[CachedText, int] | None:
         """Return the text of a scope with the longest common prefix, and its length; None below `MIN_PREFIX`."""
         length, index = self._longest(scope, tokens)
         if length < MIN_PREFIX:
@@ -84,16 +88,16 @@ class PrefixCache:
         self._texts.append(text)
         return text, length
 
-    def knows(self, scope: str | None, tokens: Sequence[int]) -> bool:
+    def knows(self, scope: Scope, tokens: Sequence[int]) -> bool:
         """Return True if `find` would return a text."""
         return self._longest(scope, tokens)[0] >= MIN_PREFIX
 
-    def _longest(self, scope: str | None, tokens: Sequence[int]) -> tuple[int, int]:
+    def _longest(self, scope: Scope, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the length of the longest common prefix with a cached text, and the text's index."""
         wanted = np.asarray(tokens, dtype=np.int64)
         return max(((common(text.tokens, wanted), index) for index, text in self._in_scope(scope)), default=(0, 0))
 
-    def lacks(self, scope: str | None, tokens: Sequence[int]) -> bool:
+    def lacks(self, scope: Scope, tokens: Sequence[int]) -> bool:
         """Return True if no cached text begins with these tokens and they are long enough to be cached."""
         wanted = np.asarray(tokens, dtype=np.int64)
         known = any(common(text.tokens, wanted) == len(wanted) for _, text in self._in_scope(scope))
@@ -125,7 +129,7 @@ class PrefixCache:
         self._texts.clear()
         self.nbytes = 0
 
-    def _in_scope(self, scope: str | None) -> list[tuple[int, CachedText]]:
+    def _in_scope(self, scope: Scope) -> list[tuple[int, CachedText]]:
         return [(index, text) for index, text in enumerate(self._texts) if text.scope == scope]
 
     def _drop(self, index: int) -> None:
@@ -139,19 +143,43 @@ def common(one: Tokens, other: Tokens) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
+def state_of(model: nn.Module) -> Hashable:
+    """Return what keys and values depend on besides the tokens: weights, and the adapters in use.
+
+    Weights that are assigned, loaded or written to have another address or version; the values of some of them tell of
+    writes that torch does not count. It takes some microseconds per weight.
+    """
+    tensors, adapters = list[torch.Tensor](), list[Hashable]()
+    for module in model.modules():
+        tensors += [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+        if hasattr(module, "merged_adapters"):  # a layer of PEFT
+            scaling = tuple(getattr(module, "scaling", {}).items())
+            adapters.append((*module.active_adapters, module.disable_adapters, *module.merged_adapters, *scaling))
+    plain = [each for each in tensors if each.layout is torch.strided and each.device.type != "meta" and each.numel()]
+    some = plain[:: max(1, len(plain) // SAMPLED_WEIGHTS)]
+    values = [each.detach().reshape(-1)[each.numel() // 2].item() for each in some]
+    versions = [(id(each), 0 if each.is_inference() else each._version) for each in tensors]
+    return tuple(versions), tuple(each.data_ptr() for each in plain), tuple(values), tuple(adapters)
+
+
 class PrefixReuse:
     """Reads and writes the prefix cache for the requests of a batch.
 
     Args:
         max_bytes: memory budget in bytes; 0 disables reuse.
         most: maximum length of a shared prefix in tokens, see `TextPieces.shareable`.
+        model: the model, whose state is part of what a text is found by.
 
     Attributes:
         prefix_cache: the cached texts.
     """
 
-    def __init__(self, max_bytes: int, most: int) -> None:
-        self.prefix_cache, self._most = PrefixCache(max_bytes), most
+    def __init__(self, max_bytes: int, most: int, model: nn.Module) -> None:
+        self.prefix_cache, self._most, self._model = PrefixCache(max_bytes), most, model
+
+    def scope_of(self, active: ActiveRequest) -> Scope:
+        """Return who may reuse a request's text, with the state of the model now."""
+        return active.request.scope, state_of(self._model) if self.prefix_cache.max_bytes else None
 
     def drafter(self, drafter: Drafter) -> Drafter:
         """Wrap a drafter so that the logits it learns from are recorded for later requests."""
@@ -162,7 +190,7 @@ class PrefixReuse:
         row, text = active.row, active.text
         if row is None or not self._serves(active) or active.prompt_logprobs is not None:
             return
-        found = self.prefix_cache.find(active.request.scope, text)
+        found = self.prefix_cache.find(active.scope, text)
         if found is None:
             return
         known, tokens = found[0], min(found[1], len(text) - 1, self._most)
@@ -176,7 +204,7 @@ class PrefixReuse:
 
     def knows(self, active: ActiveRequest) -> bool:
         """Return True if a cached prefix of an unfed text exists."""
-        return self._serves(active) and self.prefix_cache.knows(active.request.scope, active.text)
+        return self._serves(active) and self.prefix_cache.knows(self.scope_of(active), active.text)
 
     def will_have_prefix(self, active: ActiveRequest, other: ActiveRequest) -> bool:
         """Return True if `active` will have a cached prefix once `other`, which has none, has been fed."""
@@ -202,8 +230,8 @@ class PrefixReuse:
             place: index of the row for `copy_row`.
         """
         tokens = min(tokens, self._most)
-        text, scope = row.tokens[:tokens], active.request.scope
-        if not self._serves(active) or not self.prefix_cache.lacks(scope, text):
+        text, scope = row.tokens[:tokens], active.scope
+        if not self._serves(active) or not self.prefix_cache.lacks(scope, text) or self.scope_of(active) != scope:
             return
         said = row.drafter.said.first(tokens) if isinstance(row.drafter, RecordingDrafter) else CachedLogits()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from lade.decoding.row import Row
@@ -29,6 +30,8 @@ class ActiveRequest:
         seconds: prefill time in seconds.
         cancelled: True if the request is to be evicted before the next step.
         pinned: True if the request cannot be preempted, since images are not fed again.
+        scope: who may reuse its text, and the state of the model when its text was begun, see `PrefixReuse`.
+        failures: number of failed passes that the request was in.
     """
 
     request: EngineRequest
@@ -39,6 +42,8 @@ class ActiveRequest:
     fed: int = 0
     seconds: float = 0.0
     cancelled: bool = False
+    scope: tuple[str | None, Hashable] = (None, None)
+    failures: int = 0
     pinned: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +99,7 @@ class RunningSet:
         preempted: preempted requests in the order of admission.
         active: all of these.
         changes: number of changes to the set; as long as it stays the same, rows only grow.
+        resume_alone: whether preempted requests are resumed one after the other, to find the one that fails.
     """
 
     def __init__(self, capacity: Capacity, headroom: int) -> None:
@@ -104,6 +110,7 @@ class RunningSet:
         self.preempted: list[ActiveRequest] = []
         self.active: list[ActiveRequest] = []
         self.changes = 0
+        self.resume_alone = False
         self._numbers = itertools.count()
 
     def _note_change(self) -> None:
@@ -152,8 +159,11 @@ class RunningSet:
     def resume(self) -> None:
         """Resume preempted requests that fit again; their texts are fed after those before them."""
         while self.preempted and self._fits(self.preempted[0].need(self._headroom)):
+            if self.resume_alone and self._admitted:
+                return
             self.prefilling.append(self.preempted.pop(0))
             self._note_change()
+        self.resume_alone = self.resume_alone and bool(self.preempted)
 
     def remove(self, active: ActiveRequest) -> None:
         """Remove a request, whatever its state."""

@@ -1,7 +1,9 @@
 """`LookaheadConfig(sources=[...])` everywhere: plain decoding's tokens, whatever a caller's drafter proposes."""
 
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor
@@ -235,3 +237,42 @@ class Named(Broken):
 def test_sources_are_checked(sources, remedy):
     with pytest.raises(ConfigError, match=remedy):
         LookaheadConfig(sources=sources)
+
+
+# Random numbers
+
+
+class Draws(lade.Drafter):
+    """Draws from every generator of the process, whenever it is called."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def draw(self, *args):
+        self.drawn.append(float(torch.rand(())))
+        random.random()
+        np.random.rand()
+        torch.manual_seed(len(self.drawn))
+
+    begin = learn = end = draw
+
+    def propose(self, request, tokens, most):
+        self.draw()
+        return [torch.randint(0, 40, (3,)).tolist()]
+
+
+@pytest.mark.parametrize("config", [{"budget": 6}, {}, {"window": 3, "ngram": 3, "guesses": 3}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_drafter_that_draws_changes_no_sample_and_leaves_all_generators_as_plain_decoding_does(config, rows):
+    model, drafter = toy_model("llama"), Draws()
+    given = {"input_ids": torch.arange(1, 9).repeat(rows, 1), "max_new_tokens": 24, "do_sample": True}
+
+    def states():
+        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().tolist()
+
+    torch.manual_seed(5)
+    expected, after = model.generate(**given), states()
+    torch.manual_seed(5)
+    found = lade.generate(model, lookahead=lade.LookaheadConfig(sources=[drafter], **config), **given)
+    assert torch.equal(found, expected) and states() == after
+    assert len(set(drafter.drawn)) > 3, "its own generators go on"

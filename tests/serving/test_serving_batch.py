@@ -24,6 +24,7 @@ from lade import InputError, LookaheadConfig, Memory
 from lade.config import resolve
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import BatchBudget
+from lade.decoding.drafting.drafter import ForwardingDrafter
 from lade.hf import job
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -357,27 +358,92 @@ def test_an_error_in_one_request_ends_that_request_alone(kind, written, place):
             assert handle.tokens == alone(LLAMA, random_ids(6, seed=number), max_new_tokens=20)
 
 
-def test_an_error_of_the_model_ends_those_in_the_batch(monkeypatch):
-    driven = Driven(LLAMA, max_rows=2)
-    handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(4)]
-    driven.advance(2)
-    forward, problem = EagerRunner.forward, MemoryError("no more")
+class FailingPasses:
+    """Lets passes fail, after they have changed the cache, where a condition on their trees and rows holds."""
 
-    def fails(self, trees, rows, cache):
-        forward(self, trees, rows, cache)
-        raise problem
+    def __init__(self, monkeypatch, fails):
+        self.failed, forward = 0, EagerRunner.forward
 
-    monkeypatch.setattr(EagerRunner, "forward", fails)
-    driven.advance()
-    monkeypatch.undo()
-    assert [handle.done() for handle in handles] == [True, True, False, False]
-    for handle in handles[:2]:
-        with pytest.raises(MemoryError, match="no more"):
-            handle.result(0)
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
+        def checked(runner, trees, rows, cache):
+            logits = forward(runner, trees, rows, cache)
+            if fails(trees, rows):
+                self.failed += 1
+                raise MemoryError("no more")
+            return logits
+
+        monkeypatch.setattr(EagerRunner, "forward", checked)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_pass_that_fails_is_repeated_without_drafts_and_nothing_is_lost(monkeypatch, sampled):
+    """As where a device has memory for passes over single tokens only."""
+    driven, given = Driven(LLAMA, max_rows=3), {"max_new_tokens": 20, "do_sample": sampled}
+    failing = FailingPasses(monkeypatch, lambda trees, rows: max(map(len, trees)) > 1)
+    handles = [driven.add(random_ids(6, seed), seed=seed, **given) for seed in range(4)]
     driven.finish()
-    for seed, handle in enumerate(handles[2:], 2):
-        assert handle.tokens == alone(LLAMA, random_ids(6, seed), max_new_tokens=20)
+    monkeypatch.undo()
+    assert failing.failed
+    for seed, handle in enumerate(handles):
+        assert handle.tokens == alone(LLAMA, random_ids(6, seed), seed, **given)
+
+
+def test_whoever_makes_every_pass_fail_is_found_alone_and_the_others_lose_nothing(monkeypatch):
+    driven, culprit = Driven(LLAMA, max_rows=3), random_ids(6, 1)[0].tolist()
+    FailingPasses(monkeypatch, lambda trees, rows: any(row[:6] == culprit for row in rows))
+    handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(5)]
+    driven.finish()
+    monkeypatch.undo()
+    with pytest.raises(MemoryError, match="no more"):
+        handles[1].result(0)
+    for seed in (0, 2, 3, 4):
+        assert handles[seed].tokens == alone(LLAMA, random_ids(6, seed), max_new_tokens=20)
+
+
+def test_where_no_pass_succeeds_all_end(monkeypatch):
+    driven = Driven(LLAMA, max_rows=2)
+    FailingPasses(monkeypatch, lambda trees, rows: True)
+    handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(3)]
+    driven.finish()
+    for handle in handles:
+        with pytest.raises(MemoryError):
+            handle.result(0)
+
+
+STEP_CALLS = ["candidates", "draft", "learn", "observe", "end", "close", "begin", "learn_prompt"]
+"""What a drafter is asked for in a row's life."""
+
+
+@pytest.mark.parametrize("method", STEP_CALLS)
+@pytest.mark.parametrize("lookahead", ["auto", PAPER], ids=["adaptive", "paper"])
+def test_a_drafter_that_fails_ends_its_row_alone(monkeypatch, method, lookahead):
+    driven = Driven(LLAMA, max_rows=3)
+    asked = [(driven.add(random_ids(9, seed), lookahead, max_new_tokens=30), seed) for seed in range(3)]
+    driven.advance(1)  # into the queue
+    drafter = next(row for row, active in driven.batch.running.decoding.items() if active.handle is asked[1][0]).drafter
+    kind, calls = type(_innermost(drafter)), []
+    called = getattr(kind, method)
+
+    def fails(self, *given, **more):
+        if self is _innermost(drafter):
+            calls.append(method)
+            raise OSError("its file is gone")
+        return called(self, *given, **more)
+
+    monkeypatch.setattr(kind, method, fails)
+    driven.finish()
+    monkeypatch.undo()
+    for handle, seed in asked:
+        if seed == 1 and calls and method not in ("end", "close", "begin", "learn_prompt"):
+            with pytest.raises(OSError, match="its file is gone"):
+                handle.result(0)
+        else:
+            assert handle.tokens == alone(LLAMA, random_ids(9, seed), max_new_tokens=30)
+
+
+def _innermost(drafter):
+    while isinstance(drafter, ForwardingDrafter):
+        drafter = drafter._drafter
+    return drafter
 
 
 def test_an_error_of_the_model_in_prefill_ends_that_request_alone(monkeypatch):
@@ -445,9 +511,12 @@ def test_a_cost_that_cannot_be_measured_is_an_error_of_those_who_wanted_it(rows,
         patch.setattr(job, "step_cost_for", fails)
         handles = [driven.add(random_ids(4, seed), "auto", max_new_tokens=9) for seed in range(rows)]
         driven.finish()
-        for handle in handles:
-            with pytest.raises(MemoryError):
-                handle.result(0)
+        for seed, handle in enumerate(handles):
+            if rows == 1:
+                with pytest.raises(MemoryError):
+                    handle.result(0)
+            else:  # one after the other they do without
+                assert handle.tokens == alone(LLAMA, random_ids(4, seed), max_new_tokens=9)
     handle = driven.add(random_ids(4), "auto", max_new_tokens=9)
     driven.finish()
     assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)

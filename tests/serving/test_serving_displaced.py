@@ -137,8 +137,7 @@ def test_a_failed_pass_spares_who_was_displaced(monkeypatch):
 
     monkeypatch.setattr(driven.batch._runner, "forward", fails)
     driven.finish()
-    with pytest.raises(MemoryError):
-        first.result(0)
+    assert failed and first.tokens == alone(LLAMA, random_ids(4), max_new_tokens=70)
     assert second.tokens == alone(LLAMA, random_ids(4, 1), max_new_tokens=70)
 
 

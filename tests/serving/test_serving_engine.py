@@ -512,9 +512,8 @@ def test_a_batch_that_failed_does_not_end_the_engine(monkeypatch):
 
     monkeypatch.setattr(EagerRunner, "forward", fails)
     held.opened.set()
-    with pytest.raises(MemoryError, match="no more"):
-        handles[0].result(SOON)
-    assert new_tokens(handles[1], random_ids(4)) == alone(LLAMA, random_ids(4), max_new_tokens=9)
+    handles[0].result(SOON)
+    assert failed and new_tokens(handles[1], random_ids(4)) == alone(LLAMA, random_ids(4), max_new_tokens=9)
     engine.close()
 
 

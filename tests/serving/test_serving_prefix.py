@@ -12,6 +12,7 @@ from families import RECURRENT_FAMILIES
 from graphed import Graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
 
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
@@ -308,3 +309,71 @@ def test_what_is_known_of_a_text_is_learned_where_it_is_not_computed(learns, mon
     driven.finish()
     assert all(handle.cached_tokens for handle in handles)
     assert told == [0, 0] * learns
+
+
+# --- another state of the model --------------------------------------------------------------------------------------
+
+
+def with_adapters():
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(toy_model("llama", vocabulary=VOCABULARY, dtype=torch.float32), config, adapter_name="one")
+    adapted.add_adapter("two", config)
+    draws = torch.Generator().manual_seed(0)
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            weight.data = torch.randn(weight.shape, generator=draws)
+    adapted.set_adapter("one")
+    return adapted.eval()
+
+
+def written_in_place(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+
+
+def written_through_data(model):
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+def loaded(model):
+    model.load_state_dict({name: 1.5 * weight for name, weight in model.state_dict().items()})
+
+
+def assigned(model):
+    for weight in model.parameters():
+        weight.data = 1.5 * weight.data
+
+
+CHANGES = [
+    lambda model: model.set_adapter("two"),
+    lambda model: model.base_model.disable_adapter_layers(),
+    lambda model: model.merge_adapter(),
+    lambda model: model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("one", 3.0),
+    written_in_place,
+    written_through_data,
+    loaded,
+    assigned,
+]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_text_is_found_only_while_the_model_is_as_it_was_when_the_text_was_fed(change):
+    model, ids, given = (
+        with_adapters(),
+        random_ids(60, 1),
+        {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD},
+    )
+
+    def asked(engine):
+        expected = model.generate(input_ids=ids, **given)
+        handle = engine.add(ids, **given)
+        assert torch.equal(handle.result(SOON), expected)
+        return handle.cached_tokens
+
+    with Engine(model, prefix_cache=MEGABYTE) as engine:
+        assert [asked(engine), asked(engine)] == [0, 59]
+        change(model)
+        assert [asked(engine), asked(engine)] == [0, 59]

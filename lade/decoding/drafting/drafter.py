@@ -14,12 +14,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lade.decoding.kernels.layout import Doubles, Ints
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
+
+T = TypeVar("T")
 
 
 class Guess(NamedTuple):
@@ -189,6 +191,9 @@ class Drafter(ABC):
     def close(self) -> None:  # noqa: B027
         """Release what belongs to the row, which may not have ended: it was cancelled, or another row failed."""
 
+    def silence(self) -> None:  # noqa: B027
+        """Draft nothing from now on; only an `IsolatedDrafter` can."""
+
 
 class ForwardingDrafter(Drafter):
     """Forwards every call to another drafter; base class of drafters that add something to one.
@@ -238,6 +243,78 @@ class ForwardingDrafter(Drafter):
     def close(self) -> None:
         """See `Drafter`."""
         self._drafter.close()
+
+    def silence(self) -> None:
+        """See `Drafter`."""
+        self.mtp = None
+        self._drafter.silence()
+
+
+class IsolatedDrafter(ForwardingDrafter):
+    """A drafter whose error ends its own row, as its `problem`, and not the step that the row shares with others.
+
+    Nothing is drafted after the first error, and none once it is silenced: the row then feeds its last token alone.
+
+    Args:
+        drafter: drafter of the row.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self._problem: Exception | None = None
+        self._silent = False
+
+    @property
+    def problem(self) -> Exception | None:  # type: ignore[override]
+        """See `Drafter`."""
+        return self._problem or super().problem
+
+    def silence(self) -> None:
+        """See `Drafter`."""
+        self._silent, self.mtp = True, None
+
+    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
+        """See `Drafter`."""
+        plain = partial(_root_alone, context)
+        found = self._tried(super().candidates, context, max_depth)
+        return Candidates((), plain) if found is None else Candidates(found.scores, lambda: self._drafted(found, plain))
+
+    def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
+        """See `Drafter`."""
+        self._tried(super().learn_prompt, tokens, start, entries)
+
+    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
+        """See `Drafter`."""
+        self._tried(super().learn, context, draft, readout, verdict)
+
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        """See `Drafter`."""
+        self._tried(super().observe, fed, emitted, seconds, forward_s)
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        self._tried(super().end)
+
+    def close(self) -> None:
+        """See `Drafter`."""
+        self._tried(super().close)
+
+    def _drafted(self, candidates: Candidates, plain: Callable[[], Draft]) -> Draft:
+        return self._tried(candidates.draft) or plain()
+
+    def _tried(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Return the result of a call; None after an error, now or before, and where nothing is drafted."""
+        if self._silent or self._problem is not None:
+            return None
+        try:
+            return call(*args)
+        except Exception as problem:  # noqa: BLE001 - stored as the drafter's `problem`
+            self._problem = problem
+            return None
+
+
+def _root_alone(context: Sequence[int]) -> Draft:
+    return Draft(TokenTree(context[-1]), teaches=False)
 
 
 LONGEST_LEAD = 64

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from operator import index
@@ -75,6 +76,8 @@ class UserSource:
         excluded: ids after which nothing is drafted; continuations end before them.
         longest: maximum length of a continuation.
         sized: whether to stop asking where that takes longer than it saves.
+        draws: keeps random numbers of the drafter apart from those that choose tokens; None in a thread of an engine,
+            whose requests choose by generators of their own.
         now: returns the time in seconds.
 
     Attributes:
@@ -89,8 +92,10 @@ class UserSource:
         *,
         longest: int = LONGEST_CHAIN,
         sized: bool = False,
+        draws: AbstractContextManager[object] | None = None,
         now: Callable[[], float] = perf_counter,
     ) -> None:
+        self._draws = nullcontext() if draws is None else draws
         self.problem: Exception | None = None
         self._drafter, self._request = drafter, object()
         self._vocabulary, self._excluded, self._longest = vocabulary, frozenset(excluded), longest
@@ -134,7 +139,8 @@ class UserSource:
             return
         self._begun = False
         try:
-            self._drafter.end(self._request)
+            with self._draws:
+                self._drafter.end(self._request)
         except Exception:
             logger.exception("%s.end failed; the text is complete", self.name)
 
@@ -163,7 +169,8 @@ class UserSource:
         if self.problem is not None:
             return None
         try:
-            return call()
+            with self._draws:
+                return call()
         except DrafterError as problem:
             self.problem = problem
         except Exception as problem:  # noqa: BLE001 - ends the row, see `Drafter.problem`
