@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 _LONGEST_REASON = 300
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Keywords of a JSON schema whose values are data, not schemas."""
+_NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
+"""Keywords whose values are schemas by names of the author's."""
+_FORMATS = frozenset("date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split())  # noqa: SIM905
+"""Formats that llguidance knows."""
+_BOUNDS = frozenset(["exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"])
+_LARGEST = 2**63
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class Grammar:
         of_pydantic_model = getattr(schema, "model_json_schema", None)
         given = of_pydantic_model() if of_pydantic_model is not None else schema
         try:
-            text = given if isinstance(given, str) else json.dumps(_without_name_types(given), allow_nan=False)
+            parsed = json.loads(given) if isinstance(given, str) else given
+            text = json.dumps(_understood(parsed), allow_nan=False)
             return cls(_llguidance().grammar_from_json_schema(text, overrides={"whitespace_flexible": whitespace}))
         except (TypeError, ValueError, RecursionError) as problem:
             raise InputError(f"the schema cannot be used: {shortened(str(problem))}") from problem
@@ -131,17 +138,37 @@ def shortened(message: str) -> str:
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
 
 
-def _without_name_types(schema: Any) -> Any:
-    """Drop `"propertyNames": {"type": "string"}`: it holds for any JSON, and llguidance refuses it.
+def _understood(schema: Any) -> Any:
+    """Return a schema without what constrains nothing and llguidance refuses.
 
-    Schema generators for TypeScript emit it for every record type.
+    That is `"propertyNames": {"type": "string"}`, which generators for TypeScript emit for every record type, and each
+    `format` that llguidance does not know: by JSON Schema 2020-12, 7.2.1, a format is an annotation. Pydantic has many.
+
+    Raises:
+        ValueError: a bound on integers has more than 64 bits, which llguidance takes for another one.
     """
-    if isinstance(schema, list | tuple):
-        return [_without_name_types(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    kept = {name: part for name, part in schema.items() if (name, part) != ("propertyNames", {"type": "string"})}
-    return {name: part if name in _VALUES else _without_name_types(part) for name, part in kept.items()}
+    understood: dict[str, Any] = {}
+    for name, part in schema.items():
+        if (name, part) == ("propertyNames", {"type": "string"}):
+            continue
+        if name == "format" and isinstance(part, str) and part not in _FORMATS:
+            continue
+        if name in _BOUNDS and _is_large(part) and schema.get("type") != "number":
+            raise ValueError(f"{name} is {part}: bounds are supported below 2**63")
+        if name in ("const", "enum") and any(map(_is_large, part if isinstance(part, list | tuple) else [part])):
+            raise ValueError(f"{name} has a number beyond 2**63: give it as a string")
+        if name in _NAMED and isinstance(part, Mapping):
+            part = {key: _understood(each) for key, each in part.items()}  # noqa: PLW2901 - the part as it is kept
+        elif name not in _VALUES:
+            part = [_understood(each) for each in part] if isinstance(part, list | tuple) else _understood(part)  # noqa: PLW2901
+        understood[name] = part
+    return understood
+
+
+def _is_large(bound: Any) -> bool:
+    return isinstance(bound, int | float) and abs(bound) >= _LARGEST
 
 
 def _text(value: object, name: str) -> str:

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.errors import UnsupportedArgumentError
 from lade.model.config import Positions
-from lade.model.facts import CACHE
+from lade.model.facts import CACHE, as_cache
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.prefill import PreparedPrompts
 from lade.model.prepared import TOKEN_TYPE_ARGUMENTS, Prepared, PromptTexts, is_unset
@@ -64,7 +64,7 @@ def _first_step(prepared: Prepared, texts: PromptTexts) -> dict[str, Any]:
     """Return the model's arguments in the first step of plain decoding after the prompt."""
     model: Any = prepared.model
     ids, cache = prepared.input_ids, TreeCache.of_length(texts.width)
-    outputs = CausalLMOutputWithPast(**{CACHE: cache})
+    outputs = CausalLMOutputWithPast(**as_cache(cache))
     kwargs = model._update_model_kwargs_for_generation(outputs, {**prepared.model_kwargs, CACHE: cache})
     with_next = torch.cat([ids, ids[:, -1:] if texts.shown else ids.new_zeros(len(ids), 1)], dim=1)
     step: dict[str, Any] = model.prepare_inputs_for_generation(with_next, next_sequence_length=1, **kwargs)

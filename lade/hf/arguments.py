@@ -129,7 +129,18 @@ def arguments_for_callable(model: Any, inner: PreTrainedModel, arguments: dict[s
     ids = arguments.get("inputs", arguments.get("input_ids"))
     if isinstance(ids, torch.Tensor) and not encoding and arguments.get("inputs_embeds") is None:
         check_shape(ids)
-    return _with_stop_strings(inner, arguments)
+    return _with_stop_strings(inner, _with_cache(inner, arguments))
+
+
+def _with_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Ask for the KV cache where only the checkpoint's defaults are against it, as training leaves them.
+
+    It changes no token; a caller who gives `use_cache=False`, or a config of his own, is told that drafts need it.
+    """
+    own = arguments.get("use_cache") is not None or arguments.get("generation_config") is not None
+    if own or getattr(model.generation_config, "use_cache", None) is not False:
+        return arguments
+    return {**arguments, "use_cache": True}
 
 
 def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:

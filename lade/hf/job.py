@@ -37,7 +37,7 @@ from lade.errors import ConfigError, UnsupportedArgumentError
 from lade.hf.arguments import predictions_by_row
 from lade.hf.processors import Record
 from lade.model import joint
-from lade.model.facts import CACHE, ModelFacts
+from lade.model.facts import ModelFacts, as_cache
 from lade.model.inputs import batch_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
@@ -86,8 +86,8 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
     fields: dict[str, Any] = {"sequences": ids, "scores": record.scores, "logits": record.logits}
     if prepared.facts.has_encoder:
         pair = cache.dynamic_pair() if isinstance(cache, TreeCache) else None
-        return GenerateEncoderDecoderOutput(**fields, **{CACHE: pair})
-    return GenerateDecoderOnlyOutput(**fields, **{CACHE: cache})
+        return GenerateEncoderDecoderOutput(**fields, **as_cache(pair))
+    return GenerateDecoderOnlyOutput(**fields, **as_cache(cache))
 
 
 def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:

@@ -33,7 +33,7 @@ from lade.hf.plain import decoding_method
 from lade.hf.refusals import check, refuse, warn_of_precision
 from lade.model import joint
 from lade.model.config import Positions
-from lade.model.facts import CACHE
+from lade.model.facts import CACHE, as_cache
 from lade.model.kv_cache import TreeCache
 from lade.model.prepared import Prepared, PromptTexts, ids_of, placeholder_ids, special_ids
 from lade.stats import Stats
@@ -142,7 +142,7 @@ class LockStepSession:
             if streamer is not None:
                 streamer.put(ids.cpu())
             output: Output = sample(
-                proxy, ids, processors, criteria, config, use_cache=True, **{CACHE: proxy}, **streamed
+                proxy, ids, processors, criteria, config, use_cache=True, **as_cache(proxy), **streamed
             )
         except BaseException:
             if streamer is not None:
@@ -153,7 +153,7 @@ class LockStepSession:
             answers.report()
             self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
-            return replace(output, **{CACHE: None})  # our cache lacks slots for padding; assignment keeps the item
+            return replace(output, **as_cache(None))  # our cache lacks slots for padding; assignment keeps the item
         return output
 
 
@@ -224,7 +224,7 @@ class BeamSession:
         proxy = _BeamModelProxy(self._prepared.model, self._answers)
         try:
             try:
-                output: BeamOutput = search(proxy, *arguments, use_cache=True, **{CACHE: proxy})
+                output: BeamOutput = search(proxy, *arguments, use_cache=True, **as_cache(proxy))
             finally:
                 self._answers.report()
             if self._as_rows:
@@ -234,9 +234,9 @@ class BeamSession:
             raise
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Our cache has no slots for padding, which plain decoding would expect.
-            return replace(output, **{CACHE: None if self._padded else self._cache})
+            return replace(output, **as_cache(None if self._padded else self._cache))
         if isinstance(output, GenerateBeamEncoderDecoderOutput):
-            return replace(output, **{CACHE: self._cache.dynamic_pair()})
+            return replace(output, **as_cache(self._cache.dynamic_pair()))
         return output
 
 

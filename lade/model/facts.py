@@ -75,6 +75,11 @@ def cache_name(model: PreTrainedModel) -> str | None:
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
+def as_cache(cache: object) -> Any:
+    """Return the keyword argument that gives a cache to `generate`, layers and outputs of this transformers."""
+    return {CACHE: cache}
+
+
 def with_present_cache_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `generate` in which a cache has the name that this transformers has for it.
 

@@ -21,7 +21,7 @@ from lade.decoding.tree import ROOT, TokenTree
 from lade.model import joint
 from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
-from lade.model.facts import CACHE, ModelFacts
+from lade.model.facts import CACHE, ModelFacts, as_cache
 from lade.model.inputs import RootInputs
 from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
@@ -66,7 +66,7 @@ class FrequencySwitch:
             attention_mask=torch.ones_like(ids),
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
             use_cache=True,
-            **{CACHE: cache},
+            **as_cache(cache),
         )
         return prepared
 

@@ -25,7 +25,6 @@ from lade.server import errors
 from lade.server.middleware import AnthropicErrors, AuthMiddleware, BodyMiddleware
 from lade.server.request_context import RequestContext, RequestContextMiddleware
 from lade.server.routes import router
-from lade.server.serialization import encoded
 from lade.server.service import Service
 from lade.version import __version__
 
@@ -205,7 +204,7 @@ async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
         path: URL path, such as `/v1/chat/completions`.
         body: request body.
     """
-    content = encoded(dict(body))
+    content = json.dumps(dict(body)).encode()  # with NaN and lone surrogates, which the handlers refuse
     headers = [_ASKED_BY, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     scope = {
         "type": "http",

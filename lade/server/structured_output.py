@@ -28,7 +28,6 @@ from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
 T = TypeVar("T")
-_ANY_TEXT = ("text", None)
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Schema keywords whose values are not schemas."""
@@ -188,8 +187,13 @@ def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar:
 
 def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Constraints:
     """Read OpenAI's field, also in the layout of older servers."""
-    kind = (given or {}).get("type")
-    if given is None or kind in _ANY_TEXT:
+    if given is None:
+        return []
+    kind = given.get("type")
+    if kind is None:
+        where = f"{names.whole}.type"
+        raise invalid(where, f"{where}: missing: give json_schema, json_object or text")
+    if kind == "text":
         return []
     if kind == "json_object" and given.get("schema") is None:
         return [(lambda _: Grammar.json_object(), "", names.whole)]

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -153,8 +154,11 @@ def state_of(model: nn.Module) -> Hashable:
     for module in model.modules():
         tensors += [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
         if hasattr(module, "merged_adapters"):  # a layer of PEFT
-            scaling = tuple(getattr(module, "scaling", {}).items())
-            adapters.append((*module.active_adapters, module.disable_adapters, *module.merged_adapters, *scaling))
+            layer: Any = module
+            scaling = tuple(getattr(layer, "scaling", {}).items())
+            adapters.append(
+                (tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters), scaling)
+            )
     plain = [each for each in tensors if each.layout is torch.strided and each.device.type != "meta" and each.numel()]
     some = plain[:: max(1, len(plain) // SAMPLED_WEIGHTS)]
     values = [each.detach().reshape(-1)[each.numel() // 2].item() for each in some]

@@ -563,3 +563,19 @@ def test_many_short_requests_leave_nothing_behind(of_each_round):
     del engine
     gc.collect()
     assert freed() is None
+
+
+def test_a_checkpoint_that_was_saved_without_a_cache_is_served_with_one():
+    """As training with gradient checkpointing leaves it in config.json."""
+    model = toy_model("llama", vocabulary=VOCABULARY)
+    model.generation_config.use_cache = False
+    ids, stats = random_ids(8), lade.Stats()
+    expected = model.generate(input_ids=ids, max_new_tokens=20, use_cache=True)
+    with Engine(model) as engine:
+        assert torch.equal(engine.add(ids, max_new_tokens=20).result(SOON), expected)
+        with pytest.raises(UnsupportedArgumentError, match="use_cache=False"):
+            engine.add(ids, max_new_tokens=20, use_cache=False)
+    assert torch.equal(
+        lade.generate(model, ids, max_new_tokens=20, lookahead=LookaheadConfig(5, 4, 5), stats=stats), expected
+    )
+    assert stats.steps < 19

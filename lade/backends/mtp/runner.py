@@ -20,7 +20,7 @@ from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
 from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.mtp import Predictions, RowText
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model.facts import CACHE
+from lade.model.facts import CACHE, as_cache
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import plan_for
 from lade.model.runner import EagerRunner
@@ -281,7 +281,7 @@ class MtpRunner:
             position_embeddings=rotated,
             position_ids=positions,
             attention_mask=mask,
-            **{CACHE: cache},
+            **as_cache(cache),
         )
         return mtp.shared_post_norm(output) if mtp.use_shared_post_norm else output
 

@@ -339,7 +339,9 @@ class Constraint(Protocol):
 
 
 def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]:
-    """Return the nodes of a tree that a constraint allows, ascending.
+    """Return the nodes of a tree that a constraint allows, ascending; a node is among them only with its parent.
+
+    A constraint may answer otherwise from one path to the next, once its budget of time is used up.
 
     Args:
         constraint: the constraint; its `lead` was last called with the tree's context.
@@ -351,7 +353,11 @@ def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]
             fits = constraint.fits(path)
             for end in range(1, len(path) + 1):
                 known[tuple(path[:end])] = end <= fits
-    return [number for number, path in enumerate(paths) if known[tuple(path)]]
+    kept: set[tuple[int, ...]] = set()
+    for path in map(tuple, paths):
+        if known[path] and (not path or path[:-1] in kept):
+            kept.add(path)
+    return [number for number, path in enumerate(paths) if tuple(path) in kept]
 
 
 def cut(constraint: Constraint, guess: Guess) -> Guess:
