@@ -31,6 +31,7 @@ class AccessLog:
 
     def __init__(self, write: Callable[[str], None], *, as_json: bool, debug: bool = False) -> None:
         self._write, self._as_json, self._debug = write, as_json, debug
+        self._lost = 0  # lines since the last that could be written
         self._last: EngineSnapshot | None = None
         self._next = perf_counter() + EVERY_S
 
@@ -92,12 +93,22 @@ class AccessLog:
             )
 
     def _line(self, level: str, facts: dict[str, Any]) -> None:
+        """Write a line; one that cannot be written, as on a full disk, is counted, and the next one tells of it."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        if self._lost:
+            facts = {**facts, "lost_lines": self._lost}
         if self._as_json:
-            self._write(json.dumps({"time": now, "level": level, **facts}))
+            line = json.dumps({"time": now, "level": level, **facts})
         else:
-            words = facts.get("message") or " ".join(f"{name}={_shown(facts[name])}" for name in facts)
-            self._write(f"{now} {level:<7} {words}")
+            more = f" ({self._lost} lines before this one could not be written)" * (self._lost > 0)
+            message = facts.get("message")
+            line = f"{message}{more}" if message else " ".join(f"{name}={_shown(facts[name])}" for name in facts)
+            line = f"{now} {level:<7} {line}"
+        try:
+            self._write(line)
+            self._lost = 0
+        except OSError:
+            self._lost += 1
 
 
 class _Records(logging.Handler):

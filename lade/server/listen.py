@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -25,15 +26,47 @@ from lade.server.middleware import OVER_LIMIT
 from lade.server.serialization import encoded
 from lade.server.service import Service
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 HEADERS_S = 10.0
 """Time to send the headers of a request, from the connection or their first byte; uvicorn sets no limit."""
 MAX_HEADER_BYTES = 64 * 2**10
 CONNECTIONS = 1024
 """Soft limit on connections. Beyond it, the longest idle ones are closed; if none is idle, requests are refused, and at
-twice the limit new connections are closed.
+twice the limit new connections are closed. Fewer where the process may open fewer files, see `most_connections`.
+"""
+RESERVED_FILES = 192
+"""Descriptors that connections leave to others: a server with a model has some 60 open, and a trial of a grammar, a
+saved memory and a log take a few more for a moment.
 """
 IDLE_S = 1.0
 """Grace time of a new connection before it counts as idle."""
+
+
+_LIMITLESS = -1
+
+
+def most_connections() -> tuple[int, int]:
+    """Return the soft and the hard limit on connections, by the files that this process may open at present."""
+    files = _LIMITLESS if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if not 0 <= files < 2 * CONNECTIONS + RESERVED_FILES:
+        return CONNECTIONS, 2 * CONNECTIONS
+    left = max(1, files - RESERVED_FILES)
+    return min(CONNECTIONS, max(1, left - left // 8)), left
+
+
+def raise_file_limit() -> None:
+    """Let this process open files for all connections, if it may: the usual limit of 1,024 is lower."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * CONNECTIONS + RESERVED_FILES
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
 
 
 class Connection(HttpToolsProtocol):
@@ -50,9 +83,10 @@ class Connection(HttpToolsProtocol):
         """Start the timer for the first request."""
         super().connection_made(transport)
         self._idle_since = self.loop.time()
-        if len(self.connections) > CONNECTIONS:
-            self._close_idle()
-        if len(self.connections) > 2 * CONNECTIONS:
+        soft, hard = most_connections()
+        if len(self.connections) > soft:
+            self._close_idle(IDLE_S if len(self.connections) <= hard else 0.0)
+        if len(self.connections) > hard:
             transport.abort()
             return
         # otherwise a body waits for the client's delayed ACK of the headers, 40 ms; asyncio sets this only on sockets
@@ -72,10 +106,10 @@ class Connection(HttpToolsProtocol):
         """True if no byte of a next request has arrived."""
         return not (self._begun or self._is_answering or self.transport.is_closing())
 
-    def _close_idle(self) -> None:
-        """Close the longest idle connection other than this one."""
+    def _close_idle(self, grace_s: float) -> None:
+        """Close the longest idle connection other than this one, if it has been idle for longer than a grace time."""
         others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
-        since = self.loop.time() - IDLE_S
+        since = self.loop.time() - grace_s
         idle = [each for each in others if each.is_idle and each._idle_since <= since]
         if idle:
             longest = min(idle, key=lambda each: each._idle_since)
@@ -105,7 +139,7 @@ class Connection(HttpToolsProtocol):
         """Record the first byte of a request."""
         super().on_message_begin()
         self._begun = True
-        self.scope["state"][OVER_LIMIT] = len(self.connections) > CONNECTIONS
+        self.scope["state"][OVER_LIMIT] = len(self.connections) > most_connections()[0]
         if self._timer is None:
             self._wait()
 
@@ -173,6 +207,7 @@ def run(service: Service, listening: socket.socket) -> int:
     Raises:
         Exception: the exception that kept the model from being loaded.
     """
+    raise_file_limit()
     server = Server(service)
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
@@ -189,11 +224,13 @@ def run(service: Service, listening: socket.socket) -> int:
 
 @contextmanager
 def _rereading(service: Service) -> Iterator[None]:
-    """Handle SIGHUP within the block by reading the keys again, if there is a file of keys."""
-    if service.settings.read_keys is None or not hasattr(signal, "SIGHUP"):
+    """Handle SIGHUP within the block by reading the keys again; without a file of keys it changes nothing."""
+    if not hasattr(signal, "SIGHUP"):
         yield
         return
-    before = signal.signal(signal.SIGHUP, lambda *_: setattr(service, "keys_changed", True))
+    has_file = service.settings.read_keys is not None
+    handler = (lambda *_: setattr(service, "keys_changed", True)) if has_file else signal.SIG_IGN
+    before = signal.signal(signal.SIGHUP, handler)
     try:
         yield
     finally:
@@ -238,7 +275,10 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
         service = self._service
-        await asyncio.to_thread(service.watch)
+        try:
+            await asyncio.to_thread(service.watch)
+        except OSError as problem:  # a full disk must not end the answers
+            logger.warning("a periodic task failed, and is tried again: %s", problem)
         if service.problem is not None:
             return True
         if service.phase == "dead" and self._ends_at is None:  # its answers have failed and sent their errors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -160,6 +160,10 @@ def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
         raise invalid(name, why)
 
 
+MAX_FED = 256
+"""Largest number of tokens that a request may have fed per pass: all rows of the pass take as long as the largest."""
+
+
 def lookahead_of(requested: str | Mapping[str, Any] | None) -> LookaheadConfig | str | None:
     """Return the method of a request; "auto" for the server's default.
 
@@ -173,6 +177,12 @@ def lookahead_of(requested: str | Mapping[str, Any] | None) -> LookaheadConfig |
             f"lookahead.{name}", f"lookahead.{name}: unknown field: give one of {', '.join(sorted(_LOOKAHEAD_FIELDS))}"
         )
     try:
-        return LookaheadConfig(**requested)
+        config = LookaheadConfig(**requested)
     except ConfigError as problem:
         raise invalid(f"lookahead.{problem.field}", f"lookahead: {problem}") from None
+    if config.budget is not None:
+        return replace(config, budget=min(config.budget, MAX_FED))
+    if not config.adaptive and (fed := 1 + (config.ngram - 1) * (config.window + config.guesses)) > MAX_FED:
+        why = f"lookahead: feeds {fed} tokens per token: this server feeds up to {MAX_FED}, so that others do not wait"
+        raise invalid("lookahead", f"{why}: give smaller sizes")
+    return config

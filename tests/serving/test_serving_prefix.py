@@ -266,7 +266,7 @@ def test_a_text_is_kept_as_that_of_its_client():
             engine.add(ids, client=client, scope=scope, max_new_tokens=2, **whole(ids)).result(SOON)
         at_rest(engine)
         kept = engine._scheduler._batch._reuse.prefix_cache._texts
-        assert [(each.client, each.scope) for each in kept] == [("a", "a 1"), ("a", "a 2"), ("b", "b")]
+        assert [(each.client, each.scope[0]) for each in kept] == [("a", "a 1"), ("a", "a 2"), ("b", "b")]
 
 
 def test_what_was_said_is_told_in_runs():
