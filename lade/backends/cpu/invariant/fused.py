@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from lade.backends.cpu.invariant.activations import logistic_of
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
@@ -51,13 +52,13 @@ class _Calls:
 
     Attributes:
         known: stages and bytes of memory by rows, threads and what else they depend on; shared by modules of one shape.
-        parts: the modules that stages were prepared for, each with its name, the children of the module it is in, and
-            its weight.
+        parts: the modules that stages were prepared for, each with its name, the children of the module it is in, its
+            weight, and what stages have of it, see `_fixed`.
     """
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], tuple[Stages, int]] = {}
-        self.parts: list[tuple[Any, str, Any, Any]] = []
+        self.parts: list[tuple[Any, str, Any, Any, Any]] = []
 
     def __reduce__(self) -> Any:
         return _Calls, ()
@@ -79,10 +80,11 @@ class Fused(Changed):
     _calls: _Calls
 
     def _is_fit(self) -> bool:
-        """Return True if fewer calls give what the parts do; they may have been replaced, or have got hooks."""
-        free = True
-        for modules, name, part, weight in self._calls.parts:
-            if modules.get(name) is not part or part._parameters.get("weight") is not weight:
+        """Return True if fewer calls give what the parts do; they may have been replaced, edited, or have got hooks."""
+        free = not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+        for modules, name, part, weight, fixed in self._calls.parts:
+            same = modules.get(name) is part and part._parameters.get("weight") is weight
+            if not same or _fixed(part) != fixed:
                 self._calls = _Calls()  # not those that others share
                 break
             free = free and _is_free(part)
@@ -320,10 +322,18 @@ def _can_be_fused(module: Fused) -> bool:
     return _is_gated(module) if isinstance(module, GatedBlock) else _is_projected(module)
 
 
-def _parts_of(module: nn.Module) -> list[tuple[Any, str, Any, Any]]:
+def _parts_of(module: nn.Module) -> list[tuple[Any, str, Any, Any, Any]]:
     """Return all modules in a module, see `_Calls`."""
     parts: Any = [(each._modules, name, part) for each in module.modules() for name, part in each._modules.items()]
-    return [(*each, each[-1]._parameters.get("weight")) for each in parts]
+    return [(*each, each[-1]._parameters.get("weight"), _fixed(each[-1])) for each in parts]
+
+
+def _fixed(part: Any) -> Any:
+    """Return what stages have of a norm, besides the address of its weight; None for other modules."""
+    if not isinstance(part, InvariantNorm):
+        return None
+    weight: Any = part._parameters["weight"]
+    return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, part.epsilon
 
 
 def _is_free(layer: Any) -> bool:

@@ -70,6 +70,11 @@ class InvariantNorm(Changed):
 
     formula: Formula
 
+    @property
+    def epsilon(self) -> Any:
+        """The number added to the mean square."""
+        return _epsilon_of(self)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the norm; only the order in which squares are summed differs from the original."""
         weight: Any = self._parameters["weight"]
