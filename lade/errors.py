@@ -85,7 +85,7 @@ class MissingExtraError(LadeError, ImportError):
     """An optional dependency is missing; the message is the command that installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f'{package} is not installed: run  pip install "lookahead-decoding[{extra}]"')
+        super().__init__(f"{package} is not installed: in the checkout of lade, run  pip install '.[{extra}]'")
 
 
 class FallbackWarning(UserWarning):

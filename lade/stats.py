@@ -212,9 +212,14 @@ class Stats:
 
     def _verdict(self, pass_s: dict[int, float]) -> str:
         """Return a sentence about the price of drafts and the gain."""
-        price = f"A pass over 8 tokens takes {pass_s[8] / pass_s[1]:.2f} times as long as over one"
-        gain = self.accepted_tokens * pass_s[1] / self.decode_s if self.decode_s else 0.0
-        return f"{price}: about {gain:.1f} times the speed of one token a step." if gain else f"{price}."
+        relative = pass_s[8] / pass_s[1]
+        price = f"A pass over 8 tokens takes {relative:.2f} times as long as over one"
+        if not self.decode_s:
+            return f"{price}."
+        each = max(0.0, relative - 1) / 7  # of a further token, in passes over one
+        cost = 1 + each * (self.fed_tokens / self.steps - 1)
+        gain = self.tokens_per_step / cost * (self.forward_s / self.decode_s)
+        return f"{price}: about {gain:.1f} times as fast as token by token."
 
     def reset(self) -> None:
         """Reset all figures to zero."""

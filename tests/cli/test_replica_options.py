@@ -29,7 +29,7 @@ def test_numbers_that_are_none_are_refused(lade, folder, monkeypatch, arguments,
 
 def test_without_ray_it_tells_what_to_install(lade, folder, monkeypatch):
     monkeypatch.setattr(options, "find_spec", lambda name: None if name == "ray" else importlib.util.find_spec(name))
-    fails(lade("serve", "--model", folder, "--port", 0, "--replicas", 2), 'pip install "lookahead-decoding[scale]"')
+    fails(lade("serve", "--model", folder, "--port", 0, "--replicas", 2), "pip install '.[scale]'")
 
 
 def test_arguments_of_an_application_are_options(monkeypatch, folder):

@@ -207,7 +207,7 @@ def test_a_missing_package_is_one_line(lade, monkeypatch):
 
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "uvicorn" else name)
     result = lade("serve")
-    assert result.exit_code == 2 and 'pip install "lookahead-decoding[serve]"' in result.stderr
+    assert result.exit_code == 2 and "pip install '.[serve]'" in result.stderr
 
 
 @pytest.mark.slow
