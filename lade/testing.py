@@ -156,6 +156,7 @@ class FunctionRunner:
         self.follow, self.vocabulary, self.max_length = follow, vocabulary, max_length
         self.clock: Clock = WallClock()
         self.pass_time = Duration(0.0, 0.0)
+        self.prepared = False
         self.passes = 0
 
     def room(self, cached: int) -> int | None:

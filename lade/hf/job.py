@@ -25,11 +25,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from lade.announcements import announce_once, contention_now
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.controller import BatchBudget, ControllerState, most_fed
+from lade.decoding.drafting.controller import BatchBudget, ControllerState
 from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.tree_size import max_tree_size
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
@@ -44,7 +45,7 @@ from lade.model.prepared import Prepared, placeholder_ids, special_ids
 from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
-from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
+from lade.tuning.cost_cache import save_refreshed, step_cost_for
 from lade.tuning.step_cost import StepCost
 
 
@@ -186,9 +187,9 @@ class DecodeJob:
         self.mtp: MtpPasses | None = None
         self._without_mtp = without_mtp
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
-        self._most = most_fed(runner.parts) if most is None else most
+        self._most = max_tree_size(runner.parts) if most is None else most
         self._cost: StepCost | None = None
-        self._habits: ControllerState | None = None
+        self._state: ControllerState | None = None
         self.setup_s = 0.0
 
     @property
@@ -211,8 +212,10 @@ class DecodeJob:
             start = perf_counter()
             self._begin_sizing()
             self.setup_s += perf_counter() - start
-        if self._habits is not None:
-            self._habits.copies.begin_text()
+        if self._state is not None:
+            self._state.copies.begin_text()
+        if self.budget is not None:
+            self.budget.begin_texts(len(specs))
         self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
 
@@ -245,15 +248,15 @@ class DecodeJob:
 
     def _begin_sizing(self) -> None:
         self._cost = step_cost_for(self._model, self.runner, batch=self._rows)
-        self._habits = habits_of(self._model, self._cost, self._kind)
+        self._state = self._cost.state(self._kind)
         if self._batched:
-            self.budget = BatchBudget(self._cost, self._habits, self._most)
+            self.budget = BatchBudget(self._cost, self._state, self._most)
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
         config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
         sizing: dict[str, Any] = {}
         if spec.sizes_trees:
-            sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
+            sizing = {"cost": self._cost, "budget": self.budget, "state": self._state, "most": self._most}
         if self.mtp is not None and spec.config.mtp is not False:
             sizing["mtp"] = self.mtp.weights
         own: list[Any] = _user_sources(spec) if config.sources else []
@@ -274,15 +277,14 @@ class DecodeJob:
         if spec.prediction is not None:
             sources.append(Prediction(spec.prediction, spec.excluded))
         if spec.config.adaptive and spec.config.prompt_ngrams:
-            copies = None if self._habits is None else self._habits.copies
+            copies = None if self._state is None else self._state.copies
             sources.append(OwnText(spec.source_text, spec.excluded, copies))
         return sources
 
     def resize(self, rows: int) -> None:
-        """Set the number of rows, 0 when all have ended; pending observations of the old number are flushed."""
+        """Set the number of rows, 0 when all have ended."""
         if self.budget is None or rows in (0, self._rows):
             return
-        self.budget.settle()
         if batch_bucket(rows) != batch_bucket(self._rows):
             self._cost = step_cost_for(self._model, self.runner, batch=rows)
             self.budget.use(self._cost)
