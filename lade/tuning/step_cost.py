@@ -41,9 +41,11 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
 RECENT = 9
 """Values that a median is taken of: it stands four outliers."""
-MEASURED = 3
-"""Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
-BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
+RATIOS = 5
+"""Ratios that a median is taken of."""
+MEASURED = 2
+"""Ratios that a measured knot counts for, of `RATIOS`: as many contradict it before it moves."""
+BASELINE_INTERVAL, FIRST_INTERVAL = 128, 4
 """Passes over several tokens after which one over a single token is due: at first, and after surprises, the latter, then
 twice as many each time."""
 SURPRISE = 0.2
@@ -58,6 +60,7 @@ what was not measured is not believed to be free."""
 
 _SHORTEST_S = 1e-9  # more than nothing
 _SIZES = np.arange(KNOTS[-1] + 1)
+_MIDDLES = [(low + high) / 2 for low, high in pairwise(KNOTS)]
 
 
 class StepCost:
@@ -86,7 +89,7 @@ class StepCost:
             raise ValueError(f"knots={knots!r} is not valid: give seconds >= {_SHORTEST_S} for each of {KNOTS}")
         self._shape = [float(seconds) / knots[0] for seconds in isotonic_fit(knots)]
         self._pace = deque([float(knots[0])], RECENT)
-        self._ratios = [deque([0.0] * MEASURED, RECENT) for _ in KNOTS]
+        self._ratios = [deque([0.0] * MEASURED, RATIOS) for _ in KNOTS]
         self._corrections = [0.0] * len(KNOTS)  # logarithms of factors, by knot
         self._last: tuple[int, float] | None = None  # knot and seconds of the last pass over its measured shape
         self._states: dict[str, ControllerState] = {}
@@ -116,6 +119,18 @@ class StepCost:
         straight = np.interp(KNOTS, sizes, heights).tolist()
         knots = [t + slope * max(0, knot - last) for knot, t in zip(KNOTS, straight, strict=True)]
         return cls(knots, measured_at=measured_at)
+
+    @classmethod
+    def unmeasured(cls, free_tokens: float) -> StepCost:
+        """Return a curve for passes that are only observed: 0.0 seconds at first.
+
+        Args:
+            free_tokens: tokens that are supposed to take as long as a pass takes beside them.
+        """
+        cost = cls([free_tokens + knot for knot in KNOTS])
+        cost._pace.clear()
+        cost.refresh()
+        return cost
 
     def pad_to(self, sizes: Sequence[int]) -> None:
         """Passes are padded to the next of these sizes from now on: the curve is a staircase, with corners there only.
@@ -201,7 +216,7 @@ class StepCost:
     @property
     def _knots(self) -> list[float]:
         """Seconds at each knot, as they are known now."""
-        pace = median(self._pace)
+        pace = median(self._pace) if self._pace else 0.0
         return [
             max(_SHORTEST_S, pace * shape * math.exp(correction))
             for shape, correction in zip(self._shape, self._corrections, strict=True)
@@ -247,8 +262,8 @@ class StepCost:
 
 
 def _nearest(size: int) -> int:
-    """Return the index of the knot at a size, or of the next one."""
-    return min(bisect_left(KNOTS, size), len(KNOTS) - 1)
+    """Return the index of the knot nearest to a size."""
+    return bisect_left(_MIDDLES, size)
 
 
 def fast_quantile(samples: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lade.decoding.drafting.controller import LARGEST_SHARED
+from lade.decoding.drafting.tree_size import LARGEST_SHARED
 from lade.tuning.step_cost import StepCost
 
 

@@ -34,20 +34,27 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.decoding.drafting.copy_drafting import Agreement
-from lade.decoding.drafting.tree_size import LARGEST, PassCost
+from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, PassCost
 
 Floats = npt.NDArray[np.float64]
 
-BANDS = (0.03, 0.1, 0.3, 0.6)
-"""Bounds of score bands, each with a calibration of its own."""
-TEXT_WEIGHT = 8.0
-"""Promised tokens that the model's calibration weighs in a new text: some tens of steps in the lower bands."""
-HORIZON = 60.0
-"""Promised tokens in a band that a calibration remembers; the model's own ten times as many."""
-TAUGHT = 0.2
-"""The logits of node number n bring `TAUGHT / n` tokens later, accepted or not: the memory learns them."""
-ALLOWANCE, ALLOWED_SHARE = 2.0, 0.02
+PRIOR_GAIN = 0.3
+"""Accepted nodes for each time that a tree doubles, before anything is seen: cold texts of many models have 0.2 to 0.5."""
+CURVE_STEPS = 500.0
+"""Steps that the yield curve of a model remembers."""
+TEXT_TOKENS, TEXT_HORIZON = 8.0, 60.0
+"""Expected accepted nodes that the curve weighs beside a text's own evidence, and that this evidence remembers."""
+SCORES = 0.2
+"""Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes
+(lab/log/tree-size.md: 0 and 0.35 lose 1 to 2 %, 1 loses 7 %)."""
+SURE = 0.9
+"""Scores from here on come true as they promise: forced tokens, copies, predictions."""
+TAUGHT = 0.035
+"""The logits of node number n bring `TAUGHT / sqrt(n)` tokens later, accepted or not: the memory learns them."""
+ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Plain steps, and share of its tokens, that a text may lose against plain decoding."""
+RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
+"""Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
 PROBE_SIZE = 4
 """Tokens fed at least to explore: a machine that was measured as steep, or a text by scores too low, is found out."""
 RATE_STEPS = 24
@@ -61,7 +68,11 @@ alone nothing is learned from all others (lab/log/batches-and-engine.md)."""
 RECENT = 15
 """Steps of late whose median is the library's own time."""
 
-_EDGES = np.array(BANDS)
+_DOUBLINGS = LARGEST_SHARED.bit_length() - 1
+_LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))
+_TAUGHT_UNIT = np.arange(1, LARGEST_SHARED + 1) ** -0.5
+_TAUGHT_UNIT[0] = 0.0
+_TAUGHT = _TAUGHT_UNIT.cumsum()
 
 
 def slowest_row_weights(emitted: Sequence[int]) -> Floats:
@@ -81,36 +92,29 @@ def common_progress(emitted: Sequence[int]) -> float:
     return min(emitted) - LAG_SCALE * float(np.log(slowest_row_weights(emitted).mean()))
 
 
-class Calibration:
-    """Accepted over promised nodes, by band of scores.
+class YieldCurve:
+    """Accepted nodes by doublings of a tree: of rank 1, 2 and 3, 4 to 7, and so on, in the mean step; and those promised.
 
-    Args:
-        ratios: `[bands]`, what is supposed before anything is seen.
-        weight: promised tokens that this counts for, in each band.
-        horizon: promised tokens that are remembered, in each band.
+    Attributes:
+        gains: `[doublings]`, nodes accepted.
+        promised: `[doublings]`, sums of scores.
+        steps: `[doublings]`, how many steps have shown this, at most `CURVE_STEPS`.
     """
 
-    def __init__(self, ratios: Floats, weight: float, horizon: float) -> None:
-        self._promised = np.full(len(ratios), weight)
-        self._realized, self._horizon = weight * ratios, horizon
+    def __init__(self) -> None:
+        self.gains = np.full(_DOUBLINGS, PRIOR_GAIN)
+        self.promised = np.full(_DOUBLINGS, PRIOR_GAIN)
+        self.steps = np.full(_DOUBLINGS, PRIOR_STEPS)
 
-    @property
-    def ratios(self) -> Floats:
-        """`[bands]`, factors by which scores come true."""
-        return self._realized / self._promised
+    def learn(self, promised: Floats, accepted: Floats) -> None:
+        """Learn from a step that fed some doublings, `[fed]` each."""
+        seen = slice(len(promised))
+        self.steps[seen] = np.minimum(self.steps[seen] + 1.0, CURVE_STEPS)
+        self.gains[seen] += (accepted - self.gains[seen]) / self.steps[seen]
+        self.promised[seen] += (promised - self.promised[seen]) / self.steps[seen]
 
-    def learn(self, promised: Floats, realized: Floats) -> None:
-        """Learn from a step, `[bands]` tokens each."""
-        self._promised += promised
-        self._realized += realized
-        fading = np.minimum(1.0, self._horizon / self._promised)
-        self._promised *= fading
-        self._realized *= fading
 
-    def mix(self, ratios: Floats, weight: float, share: float) -> None:
-        """Replace a share of what is known by other ratios."""
-        self._promised += share * (weight - self._promised)
-        self._realized += share * (weight * ratios - self._realized)
+PRIOR_STEPS = 16.0
 
 
 @dataclass
@@ -120,16 +124,16 @@ class ControllerState:
     Generations on several threads may share it: a lost step is the worst.
 
     Attributes:
-        calibration: of all texts.
+        curve: what trees yield.
+        reserve: plain steps that may be lost before drafting rests in all texts.
         rate_tokens, rate_steps: fading sums of tokens, and of plain steps that the same time is worth.
         node_s: seconds of the library's own time per node, in steps of late that looked for guesses.
         plain_own_s: seconds of it in steps that did not.
         copies: how likely a text goes on as it did where its last tokens stood before.
     """
 
-    calibration: Calibration = field(
-        default_factory=lambda: Calibration(np.ones(len(BANDS) + 1), TEXT_WEIGHT, 10.0 * HORIZON), compare=False
-    )
+    curve: YieldCurve = field(default_factory=YieldCurve, compare=False)
+    reserve: float = RESERVE
     rate_tokens: float = RATE_STEPS
     rate_steps: float = RATE_STEPS
     node_s: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
@@ -150,13 +154,13 @@ class Controller:
         self._cost = cost
         self.most = most
         self._state = ControllerState() if state is None else state
-        self._text = Calibration(self._state.calibration.ratios, TEXT_WEIGHT, HORIZON)
-        self._ratios = self._text.ratios
+        self._expected = self._accepted = TEXT_TOKENS
         self._lost = self._tokens = 0.0
         self._fed = 1
         self._looked = True
         self._node_s = self._plain_own_s = 0.0
         self._measure_own_time()
+        self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT)
 
     def _measure_own_time(self) -> None:
         self._node_s, self._plain_own_s = median(self._state.node_s), median(self._state.plain_own_s)
@@ -168,11 +172,11 @@ class Controller:
     @property
     def exhausted(self) -> bool:
         """Whether this text has lost all that it may lose, so that drafting rests."""
-        return self._lost >= self._allowance
+        return self._lost >= self._allowance or self._state.reserve <= 0.0
 
     @property
     def _explores(self) -> bool:
-        return self._lost < 0.5 * self._allowance
+        return self._state.reserve >= 1.0
 
     @property
     def rate(self) -> float:
@@ -185,26 +189,31 @@ class Controller:
         self._looked = not (self.exhausted or self._cost.wants_baseline)
         return not self._looked
 
+    @property
+    def _ratio(self) -> float:
+        """What this text yields of what the curve says."""
+        return self._accepted / self._expected
+
     def stages(self) -> list[tuple[int, float]]:
         """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
-        ratios = np.maximum(self._ratios, 1.0) if self._fed == 1 and self._explores else self._ratios
+        curve, ratio = self._state.curve, max(1.0, self._ratio) if self._fed == 1 and self._explores else self._ratio
+        base = _at_sizes(ratio * (curve.gains - SCORES * curve.promised)) + TAUGHT * _TAUGHT
         rate, size, stages = self.rate, 1, list[tuple[int, float]]()
         for corner in [*(corner for corner in self._cost.corners if 1 < corner < self.most), self.most]:
             price = rate * (self._cost.marginals[corner - 1] + self._node_s)
-            free = min(corner, int(TAUGHT / price) if price > 0.0 else corner)
-            if free > size:  # worth it whatever their scores
-                stages.append((free, 0.0))
-            if max(free, size) < corner:
-                stages.append((corner, _least_score(price - TAUGHT / corner, ratios)))
+            gain = (base[corner - 1] - base[size - 1]) / (corner - size)
+            stages.append((corner, max(0.0, (price - gain) / (ratio * SCORES))))
             size = corner
         return stages
 
-    def expected(self, scores: Sequence[float], ratios: Floats) -> Floats:
+    def expected(self, scores: Sequence[float], ratio: float) -> Floats:
         """Return E(S) for each S from 1 on, `[C]`."""
-        given = np.array(scores, dtype=np.float64)
-        tokens = given * ratios[np.searchsorted(_EDGES, given)] + TAUGHT / np.arange(1, len(given) + 1)
-        tokens[0] = 1.0
-        return tokens.cumsum()
+        given, curve = np.array(scores, dtype=np.float64), self._state.curve
+        mean = _at_sizes(curve.gains - SCORES * curve.promised)[: len(given)]
+        given[0] = 0.0
+        tokens = ratio * (mean + SCORES * given.cumsum()) + TAUGHT * _TAUGHT[: len(given)]
+        sure = np.where(given >= SURE, given, 0.0).cumsum()
+        return 1.0 + np.maximum(tokens, sure)
 
     def choose(self, scores: Sequence[float]) -> int:
         """See `Budget`."""
@@ -212,15 +221,15 @@ class Controller:
 
     def _chosen(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats) -> int:
         """Return the best size for rows with these candidates, of which each counts by its weight."""
-        size = self._best(self._mean(candidates, weights, self._ratios))
+        size = self._best(self._mean(candidates, weights, self._ratio))
         if size == 1 and self._explores:
-            size = self._best(self._mean(candidates, weights, np.maximum(self._ratios, 1.0)))
+            size = self._best(self._mean(candidates, weights, max(1.0, self._ratio)))
             size = max(size, min(PROBE_SIZE, max(map(len, candidates))))
         return size
 
-    def _mean(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratios: Floats) -> Floats:
+    def _mean(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float) -> Floats:
         """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
-        expected = [self.expected(scores, ratios) for scores in candidates]
+        expected = [self.expected(scores, ratio) for scores in candidates]
         most = max(map(len, expected))
         return sum(  # type: ignore[return-value]
             weight * np.pad(each, (0, most - len(each)), mode="edge")
@@ -237,7 +246,7 @@ class Controller:
         """See `Budget`."""
         if self._cost.wants_baseline or sum(scores) <= self.rate * (self._cost.table[2] - self._cost.table[1]):
             return False
-        return self._best(self.expected([1.0, *scores], self._ratios)) > 1
+        return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
         """See `Budget`: as far as a node is worth its price for what it teaches."""
@@ -249,15 +258,18 @@ class Controller:
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
         """See `Budget`."""
-        if len(scores) > 1:
-            given = np.array(scores[1:], dtype=np.float64)
-            bands = np.searchsorted(_EDGES, given)
-            promised = np.bincount(bands, given, minlength=len(self._ratios))
-            found = bands[np.array(accepted, dtype=np.int64) - 1]
-            realized = np.bincount(found, minlength=len(self._ratios)).astype(np.float64)
-            self._text.learn(promised, realized)
-            self._state.calibration.learn(promised, realized)
-            self._ratios = self._text.ratios
+        doublings = len(scores).bit_length() - 1  # those that were fed as a whole
+        if not doublings:
+            return
+        starts = 2 ** np.arange(doublings)
+        promised = np.add.reduceat(np.array(scores[: 2 * starts[-1]], dtype=np.float64), starts)
+        came = np.bincount(np.array([rank.bit_length() - 1 for rank in accepted], dtype=np.int64), minlength=doublings)
+        curve = self._state.curve
+        expected = float(curve.gains[:doublings].sum())
+        curve.learn(promised, came[:doublings].astype(np.float64))
+        fading = min(1.0, TEXT_HORIZON / (self._expected + expected))
+        self._expected = fading * (self._expected + expected)
+        self._accepted = fading * (self._accepted + float(came[:doublings].sum()))
 
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Budget`."""
@@ -274,18 +286,18 @@ class Controller:
         state.rate_tokens += emitted - state.rate_tokens / RATE_STEPS
         state.rate_steps += steps - state.rate_steps / RATE_STEPS
         self._tokens += emitted
+        state.reserve += RESERVE_SHARE * emitted
         if self._looked:
             self._lost = max(0.0, self._lost + steps - emitted)
+            state.reserve += emitted - steps
+        state.reserve = min(RESERVE, state.reserve)
         self._fed = fed
         self._cost.observe(fed, forward_s, prepared=prepared)
 
 
-def _least_score(price: float, ratios: Floats) -> float:
-    """Return the score from which on a node brings more than its price, given the calibrations."""
-    for low, high, ratio in zip((0.0, *BANDS), (*BANDS, 1.0), ratios.tolist(), strict=True):
-        if ratio * high > price:
-            return max(low, price / ratio)
-    return 1.0
+def _at_sizes(gains: Floats) -> Floats:
+    """Return the sum of the gains of doublings up to each size from 1 on, `[LARGEST_SHARED]`; 0.0 at 1."""
+    return np.interp(_LOG_SIZES, np.arange(len(gains) + 1), np.concatenate(([0.0], gains.cumsum())))
 
 
 class BatchBudget(Controller):
@@ -308,8 +320,8 @@ class BatchBudget(Controller):
         """Begin so many texts: they have lost nothing yet, and know what the model knows; others keep their shares."""
         kept = 1.0 - min(1.0, count / (self._rows + count))
         self._lost, self._tokens = kept * self._lost, kept * self._tokens
-        self._text.mix(self._state.calibration.ratios, TEXT_WEIGHT, 1.0 - kept)
-        self._ratios = self._text.ratios
+        self._expected += (1.0 - kept) * (TEXT_TOKENS - self._expected)
+        self._accepted += (1.0 - kept) * (TEXT_TOKENS - self._accepted)
 
     @property
     def reads_logits(self) -> bool:
