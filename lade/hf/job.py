@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from lade.announcements import announce_once, contention_now
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.controller import BatchBudget, ControllerState
-from lade.decoding.drafting.copy_drafting import OwnText, Prediction
+from lade.decoding.drafting.copy_drafting import Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
@@ -56,6 +56,8 @@ def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
     grammar = joint.loaded("grammar") if prepared.logits_processor else None
     if grammar is not None and any(isinstance(each, grammar.processor) for each in prepared.logits_processor):
         kind += ", by a grammar"
+    if prepared.predictions:
+        kind += ", predicted"
     return kind if config.memory is None else f"{kind}, with a memory"
 
 
@@ -212,8 +214,6 @@ class DecodeJob:
             start = perf_counter()
             self._begin_sizing()
             self.setup_s += perf_counter() - start
-        if self._state is not None:
-            self._state.copies.begin_text()
         if self.budget is not None:
             self.budget.begin_texts(len(specs))
         self._begin_mtp([spec.config for spec in specs])
@@ -272,14 +272,8 @@ class DecodeJob:
         return _user_module().SourcedDrafter(drafter, own, len(spec.source_text)) if own else drafter
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
-        """Return the sources of drafts from text: the prediction, and the row's own text."""
-        sources = list[Source]()
-        if spec.prediction is not None:
-            sources.append(Prediction(spec.prediction, spec.excluded))
-        if spec.config.adaptive and spec.config.prompt_ngrams:
-            copies = None if self._state is None else self._state.copies
-            sources.append(OwnText(spec.source_text, spec.excluded, copies))
-        return sources
+        """Return the sources of drafts from text: the prediction."""
+        return [] if spec.prediction is None else [Prediction(spec.prediction, spec.excluded)]
 
     def resize(self, rows: int) -> None:
         """Set the number of rows, 0 when all have ended."""

@@ -41,10 +41,8 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
 RECENT = 9
 """Values that a median is taken of: it stands four outliers."""
-RATIOS = 5
-"""Ratios that a median is taken of."""
-MEASURED = 2
-"""Ratios that a measured knot counts for, of `RATIOS`: as many contradict it before it moves."""
+MEASURED = 3
+"""Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 4
 """Passes over several tokens after which one over a single token is due: at first, and after surprises, the latter, then
 twice as many each time."""
@@ -89,7 +87,8 @@ class StepCost:
             raise ValueError(f"knots={knots!r} is not valid: give seconds >= {_SHORTEST_S} for each of {KNOTS}")
         self._shape = [float(seconds) / knots[0] for seconds in isotonic_fit(knots)]
         self._pace = deque([float(knots[0])], RECENT)
-        self._ratios = [deque([0.0] * MEASURED, RATIOS) for _ in KNOTS]
+        self._ratios = [deque([0.0] * MEASURED, RECENT) for _ in KNOTS]
+        self._visited = set[int]()  # knots with ratios of their own
         self._corrections = [0.0] * len(KNOTS)  # logarithms of factors, by knot
         self._last: tuple[int, float] | None = None  # knot and seconds of the last pass over its measured shape
         self._states: dict[str, ControllerState] = {}
@@ -167,7 +166,7 @@ class StepCost:
             seconds: time of the pass; one of 0 (a coarse clock) is passed over.
             prepared: whether it did work that is done once, such as capturing a graph; it is passed over.
         """
-        if prepared or not seconds > 0.0:
+        if prepared or not 0.0 < seconds < math.inf:
             self._last = None
             return
         size = next((end for end in self._padded_to if end >= size), size)
@@ -186,6 +185,7 @@ class StepCost:
         pace = median(self._pace)
         if abs(math.log(pace / self._plain_pace)) > SURPRISE:
             self._interval = FIRST_INTERVAL
+            self._ratios = [deque(list(ratios)[-MEASURED:], RECENT) for ratios in self._ratios]
         if size == 1:
             self._since_plain, self._plain_pace = 0, pace
             self._interval = min(2 * self._interval, BASELINE_INTERVAL)
@@ -200,7 +200,8 @@ class StepCost:
         ratios.append(ratio)
         if min(abs(each - self._corrections[high]) for each in list(ratios)[-2:]) > SURPRISE:
             self._interval = FIRST_INTERVAL
-        known = [0, *(knot for knot, ratios in enumerate(self._ratios) if len(ratios) > MEASURED)]
+        self._visited.add(high)
+        known = [0, *sorted(self._visited)]
         found = [0.0, *(median(self._ratios[knot]) for knot in known[1:])]
         self._corrections = np.interp(range(len(KNOTS)), known, found).tolist()
 

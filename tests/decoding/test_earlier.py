@@ -14,7 +14,6 @@ import lade
 from lade import LookaheadConfig, Stats
 from lade.decoding.drafting import best_first
 from lade.decoding.drafting.best_first import TreeGrower
-from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels.layout import (
@@ -227,7 +226,7 @@ def quotes() -> tuple[list[int], list[int]]:
 
 def tokens_per_step(prompt: list[int], answer: list[int]) -> float:
     text = [*prompt, *answer]
-    drafter = drafter_for(LookaheadConfig(budget=12), cost=nearly_flat_cost(), sources=[OwnText()])
+    drafter = drafter_for(LookaheadConfig(budget=12), cost=nearly_flat_cost())
     row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
 
     def follow(known: list[int]) -> int:

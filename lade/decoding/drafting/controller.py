@@ -33,7 +33,6 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.drafting.copy_drafting import Agreement
 from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, PassCost
 
 Floats = npt.NDArray[np.float64]
@@ -47,7 +46,7 @@ TEXT_TOKENS, TEXT_HORIZON = 8.0, 60.0
 SCORES = 0.2
 """Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes
 (lab/log/tree-size.md: 0 and 0.35 lose 1 to 2 %, 1 loses 7 %)."""
-SURE = 0.9
+SURE = 0.99
 """Scores from here on come true as they promise: forced tokens, copies, predictions."""
 TAUGHT = 0.035
 """The logits of node number n bring `TAUGHT / sqrt(n)` tokens later, accepted or not: the memory learns them."""
@@ -129,7 +128,6 @@ class ControllerState:
         rate_tokens, rate_steps: fading sums of tokens, and of plain steps that the same time is worth.
         node_s: seconds of the library's own time per node, in steps of late that looked for guesses.
         plain_own_s: seconds of it in steps that did not.
-        copies: how likely a text goes on as it did where its last tokens stood before.
     """
 
     curve: YieldCurve = field(default_factory=YieldCurve, compare=False)
@@ -138,7 +136,6 @@ class ControllerState:
     rate_steps: float = RATE_STEPS
     node_s: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
     plain_own_s: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
-    copies: Agreement = field(default_factory=Agreement, compare=False)
 
 
 class Controller:
