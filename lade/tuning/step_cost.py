@@ -41,7 +41,7 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
 RECENT = 9
 """Values that a median is taken of: it stands four outliers."""
-MEASURED = 3
+MEASURED = 2
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 4
 """Passes over several tokens after which one over a single token is due: at first, and after surprises, the latter, then
@@ -183,7 +183,8 @@ class StepCost:
     def _count(self, size: int) -> None:
         """Count passes until the next baseline is due."""
         pace = median(self._pace)
-        if abs(math.log(pace / self._plain_pace)) > SURPRISE:
+        surprising = abs(math.log(pace / self._plain_pace)) > SURPRISE
+        if surprising:
             self._interval = FIRST_INTERVAL
             self._ratios = [deque(list(ratios)[-MEASURED:], RECENT) for ratios in self._ratios]
         if size == 1:
@@ -191,7 +192,7 @@ class StepCost:
             self._interval = min(2 * self._interval, BASELINE_INTERVAL)
         else:
             self._since_plain += 1
-        self.wants_baseline = self._since_plain >= self._interval
+        self.wants_baseline = self._since_plain >= (1 if surprising else self._interval)
 
     def _compare(self, one: tuple[int, float], other: tuple[int, float]) -> None:
         """Learn from the ratio of two consecutive passes, each a knot and its seconds over the measured shape."""

@@ -171,9 +171,6 @@ class Controller:
         """Whether this text has lost all that it may lose, so that drafting rests."""
         return self._lost >= self._allowance or self._state.reserve <= 0.0
 
-    @property
-    def _explores(self) -> bool:
-        return self._state.reserve >= 1.0
 
     @property
     def rate(self) -> float:
@@ -193,19 +190,22 @@ class Controller:
 
     def stages(self) -> list[tuple[int, float]]:
         """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
-        curve, ratio = self._state.curve, max(1.0, self._ratio) if self._fed == 1 and self._explores else self._ratio
+        curve, ratio = self._state.curve, self._ratio
         base = _at_sizes(ratio * (curve.gains - SCORES * curve.promised)) + TAUGHT * _TAUGHT
         rate, size, stages = self.rate, 1, list[tuple[int, float]]()
         for corner in [*(corner for corner in self._cost.corners if 1 < corner < self.most), self.most]:
             price = rate * (self._cost.marginals[corner - 1] + self._node_s)
             gain = (base[corner - 1] - base[size - 1]) / (corner - size)
-            stages.append((corner, max(0.0, (price - gain) / (ratio * SCORES))))
+            weight = 1.0 if self._fed == 1 else ratio * SCORES  # what explores goes by scores
+            stages.append((corner, max(0.0, (price - gain) / weight)))
             size = corner
-        return stages
+        return [(PROBE_SIZE, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
 
-    def expected(self, scores: Sequence[float], ratio: float) -> Floats:
-        """Return E(S) for each S from 1 on, `[C]`."""
+    def expected(self, scores: Sequence[float], ratio: float | None) -> Floats:
+        """Return E(S) for each S from 1 on, `[C]`, given what the text yields of the curve; None to go by scores."""
         given, curve = np.array(scores, dtype=np.float64), self._state.curve
+        if ratio is None:
+            return given.cumsum()
         mean = _at_sizes(curve.gains - SCORES * curve.promised)[: len(given)]
         given[0] = 0.0
         tokens = ratio * (mean + SCORES * given.cumsum()) + TAUGHT * _TAUGHT[: len(given)]
@@ -219,12 +219,13 @@ class Controller:
     def _chosen(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats) -> int:
         """Return the best size for rows with these candidates, of which each counts by its weight."""
         size = self._best(self._mean(candidates, weights, self._ratio))
-        if size == 1 and self._explores:
-            size = self._best(self._mean(candidates, weights, max(1.0, self._ratio)))
-            size = max(size, min(PROBE_SIZE, max(map(len, candidates))))
+        if size == 1:  # explore: as if scores came true
+            size = self._best(self._mean(candidates, weights, None))
+        if size == 1 and self._state.reserve >= 1.0:
+            size = min(PROBE_SIZE, max(map(len, candidates)))
         return size
 
-    def _mean(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float) -> Floats:
+    def _mean(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float | None) -> Floats:
         """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
         expected = [self.expected(scores, ratio) for scores in candidates]
         most = max(map(len, expected))
