@@ -41,7 +41,7 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
 RECENT = 9
 """Values that a median is taken of: it stands four outliers."""
-MEASURED = 2
+MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 4
 """Passes over several tokens after which one over a single token is due: at first, and after surprises, the latter, then

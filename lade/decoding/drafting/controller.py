@@ -54,7 +54,7 @@ ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Plain steps, and share of its tokens, that a text may lose against plain decoding."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
 """Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
-PROBE_SIZE = 4
+PROBE_SIZE = 2
 """Tokens fed at least to explore: a machine that was measured as steep, or a text by scores too low, is found out."""
 RATE_STEPS = 24
 """Steps that the rate is averaged over."""
