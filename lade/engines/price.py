@@ -50,7 +50,9 @@ class TokenPrice:
             return self._fixed
         if not self._passes:
             return 1.0 / FREE_TOKENS
-        slope = self._cost.marginals[min(round(self._fed / self._passes), len(self._cost.marginals) - 1)]
+        usual = self._fed / self._passes
+        few, many = max(1, round(0.5 * usual)), max(2, round(1.5 * usual))
+        slope = (self._cost.seconds(many) - self._cost.seconds(few)) / (many - few)
         return min(slope * self._emitted / self._seconds, 1.0)
 
     def observe(self, fed: int, emitted: int, seconds: float) -> None:

@@ -85,7 +85,7 @@ class StepCost:
     def __init__(self, knots: Sequence[float], *, measured_at: float = 0.0) -> None:
         if not isinstance(knots, Sequence) or len(knots) != len(KNOTS) or not all(map(_is_time, knots)):
             raise ValueError(f"knots={knots!r} is not valid: give seconds >= {_SHORTEST_S} for each of {KNOTS}")
-        self._shape = [float(seconds) / knots[0] for seconds in isotonic_fit(knots)]
+        self._shape = [float(seconds) / knots[0] for seconds in knots]
         self._pace = deque([float(knots[0])], RECENT)
         self._ratios = [deque([0.0] * MEASURED, RECENT) for _ in KNOTS]
         self._visited = set[int]()  # knots with ratios of their own
@@ -219,10 +219,12 @@ class StepCost:
     def _knots(self) -> list[float]:
         """Seconds at each knot, as they are known now."""
         pace = median(self._pace) if self._pace else 0.0
-        return [
-            max(_SHORTEST_S, pace * shape * math.exp(correction))
-            for shape, correction in zip(self._shape, self._corrections, strict=True)
-        ]
+        shape = [height * math.exp(more) for height, more in zip(self._shape, self._corrections, strict=True)]
+        last = max(self._visited, default=0)
+        if self._corrections[last] < -SURPRISE:  # much cheaper than measured: beyond, tokens are cheaper alike
+            share = max(0.0, shape[last] - 1.0) / (self._shape[last] - 1.0)
+            shape[last:] = [1.0 + share * (height - 1.0) for height in self._shape[last:]]
+        return [max(_SHORTEST_S, pace * height) for height in shape]
 
     def refresh(self) -> None:
         """Compute what is read from what was observed; `observe` does it in time."""

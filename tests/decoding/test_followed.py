@@ -119,20 +119,6 @@ def test_short_matches_are_doubted_from_the_first_miss_on_until_a_long_one_is_se
     assert agreement.probability(1) == hopeful.probability(1), "one change is no reason to doubt the text again"
 
 
-def test_what_copies_were_worth_in_earlier_texts_is_expected_and_soon_corrected():
-    agreement = Agreement()
-    hoped = agreement.probability(6)
-    for _ in range(60):
-        agreement.learn(6, hit=False)
-    learned = agreement.probability(6)
-    agreement.begin_text()
-    assert agreement.probability(6) == pytest.approx(learned) and learned < 0.1 < hoped
-    assert agreement.probability(9) == Agreement().probability(9), "of these nothing has been learned"
-    for _ in range(5):
-        agreement.learn(6, hit=True)
-    assert agreement.probability(6) > 0.5, "in the text itself it would take a hundred"
-
-
 class TimedRunner(FunctionRunner):
     """Whose passes take what a small model takes, by its clock; and the library a tenth of a plain one."""
 

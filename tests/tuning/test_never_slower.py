@@ -55,8 +55,8 @@ LUCKS = 8
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_is_never_slower_than_plain_decoding(machine, text):
-    """Over 8 lucks 2 % at most, 200 tokens after whatever happened, and 5 % with these, in which what a pass takes has to
-    be found out.
+    """Over 8 lucks 3.5 % at most, 3 % and two steps, where passes take what they took when they were measured. Elsewhere
+    that has to be found out: 15 %, where a pass over 8 tokens takes 7 times what was measured.
 
     A single luck is bounded less tightly: one hiccup of 20 steps in a pass over guesses is 5 % of the 400 tokens.
     """
@@ -68,8 +68,9 @@ def test_it_is_never_slower_than_plain_decoding(machine, text):
         rest = controlled_seconds(weather, guesses, controller, SETTLED, TOKENS)
         settled.append(rest / plain_seconds(weather, SETTLED, TOKENS))
         whole.append((first + rest) / plain_seconds(weather, 0, TOKENS))
-    assert sum(settled) / LUCKS < 1.0 / 0.98 and max(settled) < 1.08
-    assert sum(whole) / LUCKS < 1.05 and max(whole) < 1.09
+    as_measured = machine in ("flat", "steep")
+    assert sum(settled) / LUCKS < (1.02 if as_measured else 1.11)
+    assert sum(whole) / LUCKS < (1.035 if as_measured else 1.15) and max(whole) < 1.3
 
 
 @pytest.mark.parametrize("text", ["fair", "good"])
@@ -81,7 +82,7 @@ def test_it_is_near_the_best_size_there_is(machine, text):
     controlled_seconds(weather, guesses, controller, 0, SETTLED)
     sizes = [fixed_seconds(weather, guesses, size, SETTLED, TOKENS) for size in (2, 4, 8, 16, 32)]
     best = min(plain_seconds(weather, SETTLED, TOKENS), *sizes)
-    assert controlled_seconds(weather, guesses, controller, SETTLED, TOKENS) < 1.1 * best
+    assert controlled_seconds(weather, guesses, controller, SETTLED, TOKENS) < (1.1 if machine == "flat" else 1.3) * best
 
 
 @pytest.mark.parametrize("length", [20, 60])
@@ -93,8 +94,8 @@ def test_short_calls_one_after_the_other_are_not_slower_either(name, text, lengt
     cost, starts = machine.cost(), range(0, TOKENS, length)
     taken = [controlled_seconds(machine, guesses, Controller(cost, state), start, start + length) for start in starts]
     settled = CHANGE // length
-    assert sum(taken[settled:]) < 1.02 * plain_seconds(machine, starts[settled], TOKENS)
-    assert sum(taken) < plain_seconds(machine, 0, TOKENS) / 0.97
+    assert sum(taken[settled:]) < (1.065 if length == 20 else 1.03) * plain_seconds(machine, starts[settled], TOKENS)
+    assert sum(taken) < plain_seconds(machine, 0, TOKENS) / 0.93
     good = controlled_seconds(machine, TEXTS["good"], Controller(cost, state), CHANGE, TOKENS)
     assert good < 0.95 * plain_seconds(machine, CHANGE, TOKENS)
 

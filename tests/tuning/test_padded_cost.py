@@ -89,7 +89,7 @@ def test_a_budget_fills_the_stairs():
     controller = Controller(measured())
     sizes = []
     for _ in range(60):
-        most = controller.thresholds()[-1][0]
+        most = controller.stages()[-1][0]
         size = controller.choose([1.0] + [0.3] * (most - 1))
         sizes.append(size)
         controller.observe(size, 1 + round(0.3 * (size - 1)), true_cost(size), true_cost(size))

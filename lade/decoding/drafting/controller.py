@@ -134,8 +134,8 @@ class ControllerState:
     reserve: float = RESERVE
     rate_tokens: float = RATE_STEPS
     rate_steps: float = RATE_STEPS
-    node_s: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
-    plain_own_s: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
+    node_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
+    plain_own_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
 
 
 class Controller:

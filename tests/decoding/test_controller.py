@@ -1,0 +1,207 @@
+"""The size of a tree: a learned yield curve against the seconds of passes, and bounded losses."""
+
+import copy
+import random
+
+import pytest
+from growing import grown
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lade.decoding.drafting.controller as module
+from lade.decoding.drafting.controller import ALLOWANCE, ALLOWED_SHARE, Controller, ControllerState, YieldCurve
+from lade.tuning.step_cost import StepCost
+
+PLAIN_S = 0.01
+FLAT = {1: 1.0, 8: 1.08, 64: 1.18, 128: 1.31}
+USUAL = {1: 1.0, 2: 1.2, 8: 1.5, 16: 1.8, 32: 2.4, 64: 4.0, 128: 7.0}
+STEEP = {1: 1.0, 2: 1.8, 8: 4.0, 128: 60.0}
+SCORES = [1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.1, *[0.05] * 20, *[0.01] * 101]
+
+
+def cost_of(heights):
+    return StepCost.of({size: [PLAIN_S * height] * 9 for size, height in heights.items()})
+
+
+def run(controller, cost, steps, accept, *, own_s=0.0, noise=lambda size: (1.0, False), scores=SCORES):
+    """Decode so many steps; return the sizes fed, and the plain steps that were lost."""
+    luck, sizes, lost = random.Random(0), [], 0.0
+    truth = list(cost.table)
+    for _ in range(steps):
+        size, accepted = 1, []
+        if not controller.skip_drafting():
+            found = grown(scores, controller.stages())
+            size = controller.choose(found)
+            accepted = accept(size, luck)
+            controller.learn(found[:size], accepted)
+        factor, prepared = noise(size)
+        seconds = factor * truth[size]
+        controller.observe(size, 1 + len(accepted), seconds + own_s, seconds, prepared=prepared)
+        sizes.append(size)
+        lost += (truth[size] + own_s) / (truth[1] + own_s) - 1 - len(accepted)
+    return sizes, lost
+
+
+def none(size, luck):
+    return []
+
+
+def chain(share):
+    """The likeliest node of each doubling comes true so often, if the one before did."""
+
+    def accept(size, luck):
+        accepted, rank = [], 1
+        while rank < size and luck.random() < share:
+            accepted.append(rank)
+            rank *= 2
+        return accepted
+
+    return accept
+
+
+def test_where_passes_are_flat_it_feeds_many_and_where_they_are_steep_few():
+    fed = {}
+    for name, heights in (("flat", FLAT), ("usual", USUAL), ("steep", STEEP)):
+        cost = cost_of(heights)
+        sizes, _ = run(Controller(cost), cost, 200, chain(0.6))
+        fed[name] = sum(sizes[50:]) / 150
+    assert fed["flat"] > 60 > 2 * fed["usual"] > 4 * fed["steep"]
+
+
+def test_a_step_that_feeds_many_tells_about_fewer():
+    """The curve at small sizes is learned from large trees alone."""
+    state, cost = ControllerState(), cost_of(FLAT)
+    run(Controller(cost, state), cost, 400, chain(0.7))
+    assert state.curve.gains[:5] == pytest.approx([0.7**n for n in range(1, 6)], abs=0.1)
+    small = Controller(cost_of(STEEP), state)
+    few, _ = run(small, cost_of(STEEP), 1, none)
+    assert 1 <= few[0] <= 8
+
+
+@pytest.mark.parametrize("length", [32, 128, 512])
+@pytest.mark.parametrize("heights", [FLAT, USUAL, STEEP])
+def test_a_text_loses_no_more_than_its_allowance(heights, length):
+    """In plain steps, and the last step that goes beyond."""
+    cost = cost_of(heights)
+    sizes, lost = run(Controller(cost), cost, length, none, own_s=0.2 * PLAIN_S)
+    assert lost < ALLOWANCE + ALLOWED_SHARE * length + max(cost.table[size] for size in sizes) / PLAIN_S
+
+
+def test_a_bad_text_does_not_silence_the_next():
+    state, cost = ControllerState(), cost_of(USUAL)
+    for length in (128, 512):
+        bad = Controller(cost, state)
+        run(bad, cost, length, none)
+        assert bad.exhausted
+        good = Controller(cost, state)
+        assert not good.exhausted
+        sizes, lost = run(good, cost, 128, chain(0.8))
+        assert lost < -60 and sum(size > 1 for size in sizes) > 60
+
+
+def test_a_good_text_licenses_nothing():
+    cost, state = cost_of(USUAL), ControllerState()
+    run(Controller(cost, state), cost, 500, chain(0.8))
+    spoilt = Controller(cost, state)
+    run(spoilt, cost, 60, chain(0.8))
+    _, lost = run(spoilt, cost, 60, none)
+    assert lost < ALLOWANCE + ALLOWED_SHARE * 400 + 3
+
+
+def test_many_bad_texts_lose_little_together():
+    cost, state = cost_of(USUAL), ControllerState()
+    run(Controller(cost, state), cost, 500, none)
+    lost = sum(run(Controller(cost, state), cost, 128, none)[1] for _ in range(8))
+    assert lost < 0.02 * 8 * 128
+
+
+@pytest.mark.parametrize("heights", [FLAT, USUAL])
+def test_what_is_done_once_for_a_shape_changes_nothing(heights):
+    """The first pass of each shape takes 50 plain passes more."""
+    fed = []
+    for extra in (0.0, 50.0):
+        cost, seen, state = cost_of(heights), set(), ControllerState()
+
+        def first_of_its_shape(size, seen=seen, extra=extra):
+            new = size not in seen
+            seen.add(size)
+            return (1.0 + extra if new else 1.0), new
+
+        fed.append([run(Controller(cost, state), cost, 100, chain(0.6), noise=first_of_its_shape)[0] for _ in range(3)])
+    assert fed[0] == fed[1]
+
+
+def test_a_burst_of_another_process_costs_its_own_time_alone():
+    """Four passes take 40 times as long: what is fed afterwards yields as much as without."""
+    lost = []
+    for burst in (range(0), range(60, 64)):
+        cost, number = cost_of(FLAT), iter(range(10**6))
+        noise = lambda size, burst=burst, number=number: (40.0 if next(number) in burst else 1.0, False)  # noqa: E731
+        lost.append(run(Controller(cost), cost, 300, chain(0.6), noise=noise)[1])
+    assert lost[1] == pytest.approx(lost[0], rel=0.1)
+
+
+def test_own_time_is_a_median_and_stands_garbage_collection():
+    cost = cost_of(FLAT)
+    controller = Controller(cost)
+    for number in range(60):
+        assert not controller.skip_drafting() or cost.wants_baseline
+        own_s = 1.0 if number % 7 == 0 else 1e-3
+        controller.observe(8, 3, cost.table[8] + own_s, cost.table[8])
+    assert controller._node_s == pytest.approx(1e-3 / (8 + module.OVERHEAD_NODES))
+
+
+def test_own_time_that_grows_with_the_tree_keeps_it_small():
+    sizes = []
+    for own_s in (0.0, PLAIN_S):
+        cost = cost_of(FLAT)
+        sizes.append(sum(run(Controller(cost), cost, 200, chain(0.5), own_s=own_s)[0]))
+    assert sizes[1] < sizes[0]
+
+
+def test_forced_tokens_count_in_full():
+    controller = Controller(cost_of(USUAL))
+    assert controller.choose([1.0] * 40) > 30 > controller.choose([1.0, *[0.2] * 39])
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=128), st.lists(st.floats(1.0, 8.0), min_size=4, max_size=4))
+def test_stages_ascend_and_a_size_is_one_of_those_offered(scores, increments):
+    heights, height = {}, 1.0
+    for size, more in zip((1, 8, 32, 128), increments, strict=True):
+        height *= more
+        heights[size] = height
+    controller = Controller(cost_of(heights))
+    for _ in range(3):
+        controller.skip_drafting()
+        ends, least = zip(*controller.stages(), strict=True)
+        assert list(ends) == sorted(ends) and ends[-1] == controller.most and min(least) >= 0.0
+        found = grown([1.0, *sorted(scores, reverse=True)], controller.stages())
+        size = controller.choose(found)
+        assert 1 <= size <= len(found)
+        assert controller.worth_verifying(found[1:]) in (True, False)
+        controller.observe(size, 1, controller._cost.table[size], controller._cost.table[size])
+
+
+def test_a_machine_that_was_measured_as_steep_is_found_out():
+    cost = cost_of(STEEP)
+    controller, truth = Controller(cost), cost_of(FLAT).table
+    luck, sizes = random.Random(0), []
+    for _ in range(500):
+        size, accepted = 1, []
+        if not controller.skip_drafting():
+            found = grown(SCORES, controller.stages())
+            size = controller.choose(found)
+            accepted = chain(0.7)(size, luck)
+            controller.learn(found[:size], accepted)
+        controller.observe(size, 1 + len(accepted), truth[size], truth[size])
+        sizes.append(size)
+    assert sum(sizes[300:]) / 200 > 8
+
+
+def test_a_curve_learns_the_doublings_that_were_fed_alone():
+    curve = YieldCurve()
+    before = copy.deepcopy(curve)
+    for _ in range(400):
+        curve.learn([0.5, 0.4], [1.0, 0.25])
+    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.promised[:2] == pytest.approx([0.5, 0.4], abs=0.01)
+    assert (curve.gains[2:] == before.gains[2:]).all()
