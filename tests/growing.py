@@ -12,4 +12,3 @@ def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[
         if size < most:
             break
     return list(scores[:size])
-

@@ -357,7 +357,9 @@ class LockStepLogits(Generic[CacheT]):
         """Report cost and yield of the last pass to the budget; it serves no further token."""
         if self.budget is not None and self._last is not None:
             fed, seconds, forward_s, prepared = self._last
-            self.budget.observe_pass(fed, self._meter.yielded, seconds, forward_s, rows=len(self.rows), prepared=prepared)
+            self.budget.observe_pass(
+                fed, self._meter.yielded, seconds, forward_s, rows=len(self.rows), prepared=prepared
+            )
         self._last = None
 
     def _draft(self) -> None:

@@ -88,7 +88,7 @@ class StepCost:
         self._shape = [float(seconds) / knots[0] for seconds in knots]
         self._pace = deque([float(knots[0])], RECENT)
         self._ratios = [deque([0.0] * MEASURED, RECENT) for _ in KNOTS]
-        self._visited = set[int]()  # knots with ratios of their own
+        self._compared = [0] * len(KNOTS)  # ratios observed
         self._corrections = [0.0] * len(KNOTS)  # logarithms of factors, by knot
         self._last: tuple[int, float] | None = None  # knot and seconds of the last pass over its measured shape
         self._states: dict[str, ControllerState] = {}
@@ -201,8 +201,8 @@ class StepCost:
         ratios.append(ratio)
         if min(abs(each - self._corrections[high]) for each in list(ratios)[-2:]) > SURPRISE:
             self._interval = FIRST_INTERVAL
-        self._visited.add(high)
-        known = [0, *sorted(self._visited)]
+        self._compared[high] += 1
+        known = [0, *self._visited]
         found = [0.0, *(median(self._ratios[knot]) for knot in known[1:])]
         self._corrections = np.interp(range(len(KNOTS)), known, found).tolist()
 
@@ -216,14 +216,20 @@ class StepCost:
         return shape[place] + slope * (size - KNOTS[place])
 
     @property
+    def _visited(self) -> list[int]:
+        """Knots that go by ratios of their own: more than the measurement counts for."""
+        return [knot for knot, count in enumerate(self._compared) if count > MEASURED]
+
+    @property
     def _knots(self) -> list[float]:
         """Seconds at each knot, as they are known now."""
         pace = median(self._pace) if self._pace else 0.0
         shape = [height * math.exp(more) for height, more in zip(self._shape, self._corrections, strict=True)]
         last = max(self._visited, default=0)
-        if self._corrections[last] < -SURPRISE:  # much cheaper than measured: beyond, tokens are cheaper alike
-            share = max(0.0, shape[last] - 1.0) / (self._shape[last] - 1.0)
-            shape[last:] = [1.0 + share * (height - 1.0) for height in self._shape[last:]]
+        if self._corrections[last] < -SURPRISE and (above := self._shape[last] - 1.0) > 0.0:
+            share = max(0.0, shape[last] - 1.0) / above  # much cheaper than measured: so is what lies beyond
+            beyond = [1.0 + share * (height - 1.0) for height in self._shape[last + 1 :]]
+            shape[last + 1 :] = [min(pair) for pair in zip(shape[last + 1 :], beyond, strict=True)]
         return [max(_SHORTEST_S, pace * height) for height in shape]
 
     def refresh(self) -> None:

@@ -161,7 +161,7 @@ def test_own_time_that_grows_with_the_tree_keeps_it_small():
 
 def test_forced_tokens_count_in_full():
     controller = Controller(cost_of(USUAL))
-    assert controller.choose([1.0] * 40) > 30 > controller.choose([1.0, *[0.2] * 39])
+    assert controller.choose([1.0] * 40) > 30 > controller.choose([1.0, *[0.02] * 39])
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=128), st.lists(st.floats(1.0, 8.0), min_size=4, max_size=4))
@@ -203,5 +203,7 @@ def test_a_curve_learns_the_doublings_that_were_fed_alone():
     before = copy.deepcopy(curve)
     for _ in range(400):
         curve.learn([0.5, 0.4], [1.0, 0.25])
-    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.promised[:2] == pytest.approx([0.5, 0.4], abs=0.01)
+    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.promised[:2] == pytest.approx(
+        [0.5, 0.4], abs=0.01
+    )
     assert (curve.gains[2:] == before.gains[2:]).all()

@@ -177,7 +177,9 @@ class Told:
     def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
         self.asked.append(emitted)
 
-    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int, prepared: bool) -> None:
+    def observe_pass(
+        self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int, prepared: bool
+    ) -> None:
         self.brought.append(emitted)
 
 

@@ -27,7 +27,13 @@ def test_passes_beyond_the_last_knot_move_the_curve():
 
 
 def test_the_limit_is_that_of_one_process_times_their_number():
-    assert [max_tree_size(processes) for processes in (1, 2, 3, 4, 8)] == [LARGEST, 256, 384, LARGEST_SHARED, LARGEST_SHARED]
+    assert [max_tree_size(processes) for processes in (1, 2, 3, 4, 8)] == [
+        LARGEST,
+        256,
+        384,
+        LARGEST_SHARED,
+        LARGEST_SHARED,
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])

@@ -147,7 +147,7 @@ def test_a_machine_that_changed_is_compared_again_soon(factor):
     for _ in range(600):
         size = 1 if cost.wants_baseline else 32
         cost.observe(size, flat_then_steep(size))
-    for _ in range(60):
+    for _ in range(100):
         size = 1 if cost.wants_baseline else 32
         cost.observe(size, flat_then_steep(size) * (factor if size > 1 else 1.0))
     cost.refresh()
@@ -250,4 +250,6 @@ def test_json_of_another_kind_is_refused(value):
 def test_a_curve_owns_what_its_generations_have_learned():
     cost, other = measured(), measured()
     assert cost.state("greedy") is cost.state("greedy")
-    assert cost.state("greedy") is not cost.state("sampled at 1.0") and cost.state("greedy") is not other.state("greedy")
+    assert cost.state("greedy") is not cost.state("sampled at 1.0") and cost.state("greedy") is not other.state(
+        "greedy"
+    )

@@ -171,7 +171,6 @@ class Controller:
         """Whether this text has lost all that it may lose, so that drafting rests."""
         return self._lost >= self._allowance or self._state.reserve <= 0.0
 
-
     @property
     def rate(self) -> float:
         """Tokens per second of late, at least those of plain decoding."""
@@ -197,7 +196,7 @@ class Controller:
             price = rate * (self._cost.marginals[corner - 1] + self._node_s)
             gain = (base[corner - 1] - base[size - 1]) / (corner - size)
             weight = 1.0 if self._fed == 1 else ratio * SCORES  # what explores goes by scores
-            stages.append((corner, max(0.0, (price - gain) / weight)))
+            stages.append((corner, max(0.0, float(price - gain) / weight)))
             size = corner
         return [(PROBE_SIZE, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
 
@@ -225,7 +224,9 @@ class Controller:
             size = min(PROBE_SIZE, max(map(len, candidates)))
         return size
 
-    def _mean(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float | None) -> Floats:
+    def _mean(
+        self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float | None
+    ) -> Floats:
         """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
         expected = [self.expected(scores, ratio) for scores in candidates]
         most = max(map(len, expected))
