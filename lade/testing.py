@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from lade.clock import Clock, Duration, WallClock
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.randomness import DrawsFrom
-from lade.tuning.step_cost import StepCost
 
 
 def toy_model(

@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lade
 from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.embedded.files import builtin_prompts, model_path, prompts
 from lade.hf import job
 from lade.model.inputs import batch_bucket
 from lade.tuning import cost_cache
-from lade.tuning.step_cost import StepCost
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PASSES_MS = {

@@ -1,6 +1,6 @@
 """Price of one more token in a pass of an engine, from the passes that the engine makes anyway.
 
-An engine's pass over n tokens, of all requests together, takes t(n) seconds; `lade.tuning.step_cost` estimates it. A
+An engine's pass over n tokens, of all requests together, takes t(n) seconds; `lade.decoding.drafting.step_cost` estimates it. A
 drafted token is worth feeding if the tokens that it is expected to bring exceed those that the engine would emit
 elsewhere in the time that it takes:
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 
+from lade.decoding.drafting.step_cost import StepCost
 from lade.errors import ConfigError, InputError
-from lade.tuning.step_cost import StepCost
 
 NEWS, FIRST = 0.22, 2.0
 """The logits of a node save `NEWS / (FIRST + n - 1)` tokens later if it is node number n, accepted or not: they become

@@ -30,6 +30,7 @@ from lade.decoding.drafting.copy_drafting import Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.tree_size import max_tree_size
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
@@ -46,7 +47,6 @@ from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
 from lade.tuning.cost_cache import save_refreshed, step_cost_for
-from lade.tuning.step_cost import StepCost
 
 
 def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
@@ -215,7 +215,7 @@ class DecodeJob:
             self._begin_sizing()
             self.setup_s += perf_counter() - start
         if self.budget is not None:
-            self.budget.begin_texts(len(specs))
+            self.budget.begin_texts(len(specs), alone=alone)
         self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
 

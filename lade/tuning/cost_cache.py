@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.announcements import announce
+from lade.decoding.drafting.step_cost import StepCost
 from lade.files import digest_of
 from lade.locks import ForkSafeLock
 from lade.model.config import token_embeddings
@@ -25,7 +26,6 @@ from lade.model.runner import EagerRunner
 from lade.tuning import cost_file as store
 from lade.tuning.cost_key import key_of
 from lade.tuning.measure import measure_step_cost
-from lade.tuning.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,12 @@ def step_cost_for(
     curve.shapes |= runner.shapes
     runner.shapes = curve.shapes
     return curve.cost
+
+
+def forget_texts(model: PreTrainedModel) -> None:
+    """Forget what texts have taught about drafting with a model, as after a warm-up; see `StepCost.forget_texts`."""
+    for curve in list(_in_use.get(model, {}).values()):
+        curve.cost.forget_texts()
 
 
 def _new_curve(

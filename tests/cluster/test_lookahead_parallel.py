@@ -17,10 +17,10 @@ import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.backends.processes import leader as leading
 from lade.backends.processes import lookahead_parallel
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.tree_size import LARGEST, max_tree_size
 from lade.hf import job
 from lade.model.runner import EagerRunner
-from lade.tuning.step_cost import StepCost
 
 MAMBA = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

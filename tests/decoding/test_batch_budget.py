@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from lade.decoding.drafting.controller import (
     LAG_SCALE,
     BatchBudget,
-    Controller,
     ControllerState,
     common_progress,
     slowest_row_weights,
 )
-from lade.tuning.step_cost import StepCost
+from lade.decoding.drafting.step_cost import StepCost
 
 PLAIN_S = 1e-3
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import lade.decoding.drafting.controller as module
 from lade.decoding.drafting.controller import ALLOWANCE, ALLOWED_SHARE, Controller, ControllerState, YieldCurve
-from lade.tuning.step_cost import StepCost
+from lade.decoding.drafting.step_cost import StepCost
 
 PLAIN_S = 0.01
 FLAT = {1: 1.0, 8: 1.08, 64: 1.18, 128: 1.31}

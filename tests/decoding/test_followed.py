@@ -15,12 +15,12 @@ from lade.decoding.drafting.best_first import ranked
 from lade.decoding.drafting.copy_drafting import LONGEST_CHAIN, Agreement, DoubtedAgreement, Prediction
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
 from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
-from lade.tuning.step_cost import StepCost
 
 VOCABULARY, PROMPT = 400, [1, 2, 3]
 CYCLE = list(range(10, 24))

@@ -16,7 +16,7 @@ from itertools import pairwise
 from growing import grown
 
 from lade.decoding.drafting.controller import Controller
-from lade.tuning.step_cost import KNOTS, StepCost
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
 
 PLAIN_S = 0.010
 OWN_S, LOOK_S, NODE_S = 1e-4, 1e-4, 1e-5

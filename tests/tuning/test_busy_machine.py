@@ -12,12 +12,12 @@ from lade import LookaheadConfig, Stats
 from lade.decoding.drafting.controller import ControllerState
 from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
 from lade.testing import FunctionRunner, ListCache
-from lade.tuning.step_cost import StepCost
 
 TURN_S, OTHERS_S = 3e-3, 15e-3
 """How long a thread may run until it is the others' turn, and how long they then run, on average."""

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import lade
-from lade.hf import job
+from lade.decoding.drafting.step_cost import StepCost
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_file as store
 from lade.tuning import cost_key
-from lade.tuning.step_cost import StepCost
 
 
 def runner_of(model):

@@ -55,8 +55,9 @@ LUCKS = 8
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_is_never_slower_than_plain_decoding(machine, text):
-    """Over 8 lucks 3.5 % at most, 3 % and two steps, where passes take what they took when they were measured. Elsewhere
-    that has to be found out: 15 %, where a pass over 8 tokens takes 7 times what was measured.
+    """Over 8 lucks 3.5 % at most, 3 % and two steps, where passes take what they took when they were measured.
+
+    Elsewhere that has to be found out: 15 %, where a pass over 8 tokens takes 7 times what was measured.
 
     A single luck is bounded less tightly: one hiccup of 20 steps in a pass over guesses is 5 % of the 400 tokens.
     """

@@ -3,14 +3,15 @@
 import json
 import math
 import random
+from itertools import pairwise
 
 import pytest
 from hulls import lower_hull
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.decoding.drafting.tree_size import LARGEST_SHARED
-from lade.tuning.step_cost import KNOTS, StepCost
 
 TIMES = st.floats(1e-5, 10.0)
 CURVES = st.lists(TIMES, min_size=len(KNOTS), max_size=len(KNOTS))
@@ -136,7 +137,7 @@ def test_a_baseline_is_due_after_passes_over_several_tokens_and_seldom_where_the
         size = 1 if cost.wants_baseline else 16
         due += [number] * (size == 1)
         cost.observe(size, flat_then_steep(size))
-    gaps = [later - earlier for earlier, later in zip(due, due[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(due)]
     assert due[0] < 10 and gaps == sorted(gaps) and gaps[-1] > 100
 
 

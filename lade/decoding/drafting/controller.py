@@ -8,7 +8,7 @@ the step less what its time would yield elsewhere (renewal reward theorem). S = 
 what feeding teaches. A *calibration* is the ratio of accepted to promised nodes in a band of scores. A step that feeds
 many nodes shows it for all smaller trees, too, and for larger ones their nodes' scores and bands stand in.
 
-**The seconds.** t(S) is the curve of the model on this machine (`lade.tuning.step_cost`) and the library's own time, a
+**The seconds.** t(S) is the curve of the model on this machine (`lade.decoding.drafting.step_cost`) and the library's own time, a
 median of late. What a step really took never enters a decision or the loss by itself: a burst of another process, a
 captured graph or garbage collection can only move a median.
 
@@ -38,7 +38,7 @@ from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, PassCost
 Floats = npt.NDArray[np.float64]
 
 PRIOR_GAIN = 0.3
-"""Accepted nodes for each time that a tree doubles, before anything is seen: cold texts of many models have 0.2 to 0.5."""
+"""Accepted nodes for each doubling of a tree, before anything is seen: cold texts of many models have 0.2 to 0.5."""
 CURVE_STEPS = 500.0
 """Steps that the yield curve of a model remembers."""
 TEXT_TOKENS, TEXT_HORIZON = 8.0, 60.0
@@ -92,7 +92,7 @@ def common_progress(emitted: Sequence[int]) -> float:
 
 
 class YieldCurve:
-    """Accepted nodes by doublings of a tree: of rank 1, 2 and 3, 4 to 7, and so on, in the mean step; and those promised.
+    """Accepted nodes by doublings of a tree, in the mean step: of rank 1, of 2 and 3, of 4 to 7; and those promised.
 
     Attributes:
         gains: `[doublings]`, nodes accepted.
@@ -204,12 +204,13 @@ class Controller:
         """Return E(S) for each S from 1 on, `[C]`, given what the text yields of the curve; None to go by scores."""
         given, curve = np.array(scores, dtype=np.float64), self._state.curve
         if ratio is None:
-            return given.cumsum()
+            return np.cumsum(given)
         mean = _at_sizes(curve.gains - SCORES * curve.promised)[: len(given)]
         given[0] = 0.0
         tokens = ratio * (mean + SCORES * given.cumsum()) + TAUGHT * _TAUGHT[: len(given)]
         sure = np.where(given >= SURE, given, 0.0).cumsum()
-        return 1.0 + np.maximum(tokens, sure)
+        expected: Floats = 1.0 + np.maximum(tokens, sure)
+        return expected
 
     def choose(self, scores: Sequence[float]) -> int:
         """See `Budget`."""
@@ -230,10 +231,10 @@ class Controller:
         """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
         expected = [self.expected(scores, ratio) for scores in candidates]
         most = max(map(len, expected))
-        return sum(  # type: ignore[return-value]
-            weight * np.pad(each, (0, most - len(each)), mode="edge")
-            for each, weight in zip(expected, weights, strict=True)
-        )
+        mean = np.zeros(most)
+        for each, weight in zip(expected, weights, strict=True):
+            mean += weight * np.pad(each, (0, most - len(each)), mode="edge")
+        return mean
 
     def _best(self, expected: Floats) -> int:
         """Return the size whose expected yield `[C]` exceeds most what its time would yield elsewhere."""
@@ -315,12 +316,13 @@ class BatchBudget(Controller):
         """Switch to the cost curve of another batch size."""
         self._cost = cost
 
-    def begin_texts(self, count: int) -> None:
-        """Begin so many texts: they have lost nothing yet, and know what the model knows; others keep their shares."""
-        kept = 1.0 - min(1.0, count / (self._rows + count))
+    def begin_texts(self, count: int, *, alone: bool = False) -> None:
+        """Begin so many texts, which have lost nothing yet; the others, if they are not alone, keep their shares."""
+        kept = 0.0 if alone else self._rows / (self._rows + count)
         self._lost, self._tokens = kept * self._lost, kept * self._tokens
         self._expected += (1.0 - kept) * (TEXT_TOKENS - self._expected)
         self._accepted += (1.0 - kept) * (TEXT_TOKENS - self._accepted)
+        self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT * count)
 
     @property
     def reads_logits(self) -> bool:

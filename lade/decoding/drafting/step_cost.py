@@ -44,7 +44,7 @@ RECENT = 9
 MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 4
-"""Passes over several tokens after which one over a single token is due: at first, and after surprises, the latter, then
+"""Passes over several tokens after which one over a single token is due: the latter at first and after surprises, then
 twice as many each time."""
 SURPRISE = 0.2
 """Logarithm of a factor that is no noise, if it shows in two ratios on end or in the pace."""
@@ -151,6 +151,11 @@ class StepCost:
         """Return what generations that go by this curve have learned about a kind of text."""
         return self._states.setdefault(kind, ControllerState())
 
+    def forget_texts(self) -> None:
+        """Forget what all kinds of text have taught, as after a warm-up; what passes take stays known."""
+        for state in self._states.values():
+            state.__init__()  # type: ignore[misc]  # controllers hold it
+
     def seconds(self, size: int) -> float:
         """Return t(S) for a size >= 1; beyond `LARGEST_SHARED` it goes on with the steepest slope of the hull."""
         if size < 1:
@@ -213,7 +218,7 @@ class StepCost:
         if not place:
             return 1.0
         slope = (shape[place] - shape[place - 1]) / (KNOTS[place] - KNOTS[place - 1])
-        return shape[place] + slope * (size - KNOTS[place])
+        return max(_SHORTEST_S, shape[place] + slope * (size - KNOTS[place]))
 
     @property
     def _visited(self) -> list[int]:
