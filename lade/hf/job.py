@@ -257,7 +257,7 @@ class DecodeJob:
         sizing: dict[str, Any] = {}
         if spec.sizes_trees:
             sizing = {"cost": self._cost, "budget": self.budget, "state": self._state, "most": self._most}
-        if self.mtp is not None and spec.config.mtp is not False:
+        if self.mtp is not None and (spec.config.mtp or _chooses_mtp(spec.config)):
             sizing["mtp"] = self.mtp.weights
         own: list[Any] = _user_sources(spec) if config.sources else []
         drafter = drafter_for(
@@ -366,7 +366,8 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     Raises:
         UnsupportedArgumentError: a config requires MTP layers, and none can be used.
     """
-    wanting = [config for config in configs if config.mtp is not False and config.adaptive]
+    # Without sizes that go by the cost of passes nothing tells whether the layer pays: then it has to be asked for.
+    wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
     if not wanting:
         return None
     loaded: Any = _runner_refusal(runner) or mtp_search_refusal(runner.facts)
@@ -378,6 +379,11 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     layer = joint.load("mtp").runner_of(runner, loaded)
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
     return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
+
+
+def _chooses_mtp(config: LookaheadConfig) -> bool:
+    """Return whether the cost of its passes decides about the use of an MTP layer."""
+    return config.mtp is None and config.budget is None
 
 
 def _runner_refusal(runner: EagerRunner) -> str:
