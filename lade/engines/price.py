@@ -1,6 +1,6 @@
 """Price of one more token in a pass of an engine, from the passes that the engine makes anyway.
 
-An engine's pass over n tokens, of all requests together, takes t(n) seconds; `lade.decoding.drafting.step_cost` estimates it. A
+An engine's pass over n tokens, of all requests together, takes t(n) seconds; `drafting.step_cost` estimates it. A
 drafted token is worth feeding if the tokens that it is expected to bring exceed those that the engine would emit
 elsewhere in the time that it takes:
 

@@ -1,26 +1,28 @@
-"""Tree-size controller: calibrated scores against the seconds of passes, and a bounded loss in each text.
+"""Tree-size controller: a learned yield curve against the seconds of passes, and a bounded loss in each text.
 
 **The decision.** A step that feeds S tokens takes t(S) seconds and yields E(S) tokens. Most tokens per second in the
 long run come from the S that maximises E(S) - r t(S), where r is the rate of late in tokens per second: the yield of
 the step less what its time would yield elsewhere (renewal reward theorem). S = 1 is plain decoding.
 
-**The yield.** Trees grow best first, so E(S) = 1 + the sum of the S - 1 highest scores, each times its calibration, and
-what feeding teaches. A *calibration* is the ratio of accepted to promised nodes in a band of scores. A step that feeds
-many nodes shows it for all smaller trees, too, and for larger ones their nodes' scores and bands stand in.
+**The yield.** Trees grow best first, so a step that feeds many nodes tells about all smaller trees: the ranks of the
+accepted nodes say what each would have yielded. The curve of a model is the mean of that, by doublings of the tree.
+A text has one factor of its own to it, which begins at 1. A step's own scores move E(S) by a fifth of what they say
+beside the mean: where they promise most, least of it comes. And feeding teaches: logits of rejected nodes are learned.
 
-**The seconds.** t(S) is the curve of the model on this machine (`lade.decoding.drafting.step_cost`) and the library's own time, a
-median of late. What a step really took never enters a decision or the loss by itself: a burst of another process, a
-captured graph or garbage collection can only move a median.
+**The seconds.** t(S) is the curve of the model on this machine (`step_cost`) and the library's own time, a median of
+late. What a step really took enters neither a decision nor the loss by itself: a burst of another process, a captured
+graph or garbage collection can only move a median, and passes that were prepared do not even that.
 
-**Who keeps what.** A model, by kind of text: `ControllerState`, knowledge about scores and own time. A text: its own
-calibrations, which begin at the model's, and its *loss* against plain decoding, in plain steps by t(S). A loss of
-`ALLOWANCE` steps and `ALLOWED_SHARE` of the text is the most it may have: then drafting rests until the share has grown
-again. Up to half of that may go into exploration: feeding what would pay if scores came true, where by the calibrations
-nothing does. So a text that cannot be guessed silences none of the next ones, and gains license no losses.
+**Who keeps what.** A model, by kind of text: `ControllerState`, which the curve of its passes owns. A text: its factor,
+and its *loss* against plain decoding, in plain steps by t(S). `ALLOWANCE` steps and `ALLOWED_SHARE` of the text are the
+most that it may be: then drafting rests until the share has grown. All texts of a kind share a reserve, which grows by
+one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to pay is fed if
+its scores, taken at their word, say that it would; and with some reserve two tokens, to see what they cost. So a text
+that cannot be guessed silences none of the next ones, and gains license no losses.
 
 **Several rows.** All rows of a batch or an engine share one controller, since passes are padded to the largest tree:
-the next size is fed if the scores that it adds to the mean row are worth it. A call that waits for all of its rows
-takes as long as the slowest, so there rows weigh the less the further they are ahead.
+the yield of the mean row decides. A call that waits for all of its rows takes as long as the slowest, so there rows
+weigh the less the further they are ahead.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ Floats = npt.NDArray[np.float64]
 
 PRIOR_GAIN = 0.3
 """Accepted nodes for each doubling of a tree, before anything is seen: cold texts of many models have 0.2 to 0.5."""
-CURVE_STEPS = 500.0
-"""Steps that the yield curve of a model remembers."""
+PRIOR_STEPS, CURVE_STEPS = 16.0, 500.0
+"""Steps that this counts for, and that the yield curve of a model remembers."""
 TEXT_TOKENS, TEXT_HORIZON = 8.0, 60.0
 """Expected accepted nodes that the curve weighs beside a text's own evidence, and that this evidence remembers."""
 SCORES = 0.2
@@ -57,7 +59,7 @@ RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
 PROBE_SIZE = 2
 """Tokens fed at least to explore: a machine that was measured as steep, or a text by scores too low, is found out."""
 RATE_STEPS = 24
-"""Steps that the rate is averaged over."""
+"""Steps that the rate is averaged over; 12, 60 and 200 lose 0.3 to 1 %."""
 OVERHEAD_NODES = 40
 """Fixed overhead of a drafting step, in node equivalents: some 290 us and 7 us for each node."""
 LAG_SCALE = 4.0
@@ -111,9 +113,6 @@ class YieldCurve:
         self.steps[seen] = np.minimum(self.steps[seen] + 1.0, CURVE_STEPS)
         self.gains[seen] += (accepted - self.gains[seen]) / self.steps[seen]
         self.promised[seen] += (promised - self.promised[seen]) / self.steps[seen]
-
-
-PRIOR_STEPS = 16.0
 
 
 @dataclass
@@ -202,7 +201,7 @@ class Controller:
 
     def expected(self, scores: Sequence[float], ratio: float | None) -> Floats:
         """Return E(S) for each S from 1 on, `[C]`, given what the text yields of the curve; None to go by scores."""
-        given, curve = np.array(scores, dtype=np.float64), self._state.curve
+        given, curve = np.array(scores[:LARGEST_SHARED], dtype=np.float64), self._state.curve
         if ratio is None:
             return np.cumsum(given)
         mean = _at_sizes(curve.gains - SCORES * curve.promised)[: len(given)]
