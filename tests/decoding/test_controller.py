@@ -204,6 +204,6 @@ def test_a_curve_learns_the_doublings_that_were_fed_alone():
     for _ in range(400):
         curve.learn([0.5, 0.4], [1.0, 0.25])
     assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.promised[:2] == pytest.approx(
-        [0.5, 0.4], abs=0.01
+        [0.5, 0.4], abs=0.02
     )
     assert (curve.gains[2:] == before.gains[2:]).all()

@@ -71,7 +71,7 @@ def test_it_is_never_slower_than_plain_decoding(machine, text):
         whole.append((first + rest) / plain_seconds(weather, 0, TOKENS))
     as_measured = machine in ("flat", "steep")
     assert sum(settled) / LUCKS < (1.02 if as_measured else 1.11)
-    assert sum(whole) / LUCKS < (1.035 if as_measured else 1.15) and max(whole) < 1.3
+    assert sum(whole) / LUCKS < (1.035 if as_measured else 1.15) and max(whole) < 1.4
 
 
 @pytest.mark.parametrize("text", ["fair", "good"])

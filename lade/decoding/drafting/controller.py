@@ -41,25 +41,21 @@ Floats = npt.NDArray[np.float64]
 
 PRIOR_GAIN = 0.3
 """Accepted nodes for each doubling of a tree, before anything is seen: cold texts of many models have 0.2 to 0.5."""
-PRIOR_STEPS, CURVE_STEPS = 16.0, 500.0
-"""Steps that this counts for, and that the yield curve of a model remembers."""
-TEXT_TOKENS, TEXT_HORIZON = 8.0, 60.0
-"""Expected accepted nodes that the curve weighs beside a text's own evidence, and that this evidence remembers."""
+CURVE_STEPS = 500.0
+"""Steps that the yield curve of a model remembers; 100 and 2000 are as good."""
+TEXT_TOKENS = 8.0
+"""Expected accepted nodes that the curve weighs beside a text's own evidence; 4 and 16 lose 0.3 to 0.8 %."""
 SCORES = 0.2
 """Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes
 (lab/log/tree-size.md: 0 and 0.35 lose 1 to 2 %, 1 loses 7 %)."""
-SURE = 0.99
-"""Scores from here on come true as they promise: forced tokens, copies, predictions."""
 TAUGHT = 0.035
 """The logits of node number n bring `TAUGHT / sqrt(n)` tokens later, accepted or not: the memory learns them."""
 ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Plain steps, and share of its tokens, that a text may lose against plain decoding."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
 """Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
-PROBE_SIZE = 2
-"""Tokens fed at least to explore: a machine that was measured as steep, or a text by scores too low, is found out."""
 RATE_STEPS = 24
-"""Steps that the rate is averaged over; 12, 60 and 200 lose 0.3 to 1 %."""
+"""Steps that the rate is averaged over, and that the prior counts for; 12, 60 and 200 lose 0.3 to 1 %."""
 OVERHEAD_NODES = 40
 """Fixed overhead of a drafting step, in node equivalents: some 290 us and 7 us for each node."""
 LAG_SCALE = 4.0
@@ -105,7 +101,7 @@ class YieldCurve:
     def __init__(self) -> None:
         self.gains = np.full(_DOUBLINGS, PRIOR_GAIN)
         self.promised = np.full(_DOUBLINGS, PRIOR_GAIN)
-        self.steps = np.full(_DOUBLINGS, PRIOR_STEPS)
+        self.steps = np.full(_DOUBLINGS, float(RATE_STEPS))
 
     def learn(self, promised: Floats, accepted: Floats) -> None:
         """Learn from a step that fed some doublings, `[fed]` each."""
@@ -197,7 +193,7 @@ class Controller:
             weight = 1.0 if self._fed == 1 else ratio * SCORES  # what explores goes by scores
             stages.append((corner, max(0.0, float(price - gain) / weight)))
             size = corner
-        return [(PROBE_SIZE, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
+        return [(2, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
 
     def expected(self, scores: Sequence[float], ratio: float | None) -> Floats:
         """Return E(S) for each S from 1 on, `[C]`, given what the text yields of the curve; None to go by scores."""
@@ -207,8 +203,8 @@ class Controller:
         mean = _at_sizes(curve.gains - SCORES * curve.promised)[: len(given)]
         given[0] = 0.0
         tokens = ratio * (mean + SCORES * given.cumsum()) + TAUGHT * _TAUGHT[: len(given)]
-        sure = np.where(given >= SURE, given, 0.0).cumsum()
-        expected: Floats = 1.0 + np.maximum(tokens, sure)
+        forced = np.where(given >= 1.0, given, 0.0).cumsum()
+        expected: Floats = 1.0 + np.maximum(tokens, forced)
         return expected
 
     def choose(self, scores: Sequence[float]) -> int:
@@ -221,7 +217,7 @@ class Controller:
         if size == 1:  # explore: as if scores came true
             size = self._best(self._mean(candidates, weights, None))
         if size == 1 and self._state.reserve >= 1.0:
-            size = min(PROBE_SIZE, max(map(len, candidates)))
+            size = min(2, max(map(len, candidates)))  # what passes over several tokens take is found out
         return size
 
     def _mean(
@@ -266,9 +262,8 @@ class Controller:
         curve = self._state.curve
         expected = float(curve.gains[:doublings].sum())
         curve.learn(promised, came[:doublings].astype(np.float64))
-        fading = min(1.0, TEXT_HORIZON / (self._expected + expected))
-        self._expected = fading * (self._expected + expected)
-        self._accepted = fading * (self._accepted + float(came[:doublings].sum()))
+        self._expected += expected
+        self._accepted += float(came[:doublings].sum())
 
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Budget`."""
