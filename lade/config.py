@@ -40,7 +40,7 @@ class LookaheadConfig:
             step feeds fewer if there are fewer candidates. From 1 to 1024.
         memory: a `lade.Memory` that the adaptive method reads and fills; None for one that ends with the request.
         mtp: draft with the multi-token prediction (MTP) layers of the checkpoint, too: None where they are found and
-            pay; False nowhere; True to raise where they cannot be used.
+            pay, which nothing tells with a `budget`; False nowhere; True to raise where they cannot be used.
         sources: drafters of your own, see `lade.Drafter`. Their drafts are verified beside the method's; with the
             paper's method they come before those of the pool.
         seed: seeds the private generator of the window's first tokens. It changes the drafts, hence the speed, never

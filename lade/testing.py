@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from lade.clock import Clock, Duration, WallClock
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.randomness import DrawsFrom
-from lade.tuning.step_cost import StepCost
 
 
 def toy_model(
@@ -156,6 +156,7 @@ class FunctionRunner:
         self.follow, self.vocabulary, self.max_length = follow, vocabulary, max_length
         self.clock: Clock = WallClock()
         self.pass_time = Duration(0.0, 0.0)
+        self.prepared = False
         self.passes = 0
 
     def room(self, cached: int) -> int | None:

@@ -12,8 +12,3 @@ def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[
         if size < most:
             break
     return list(scores[:size])
-
-
-def weighed(scores: Sequence[float], trust: float) -> list[float]:
-    """Scores of a memory's candidates as a budget is told of them."""
-    return [1.0, *(trust * score for score in scores[1:])]

@@ -23,7 +23,6 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop
@@ -90,8 +89,7 @@ def drafters(budget: int) -> dict[str, Drafter]:
     return {
         "prompt lookup": PromptLookupDrafter(budget),
         "suffix": SuffixDrafter(budget),
-        "adaptive, copies not looked for": drafter_for(config, cost=cost),
-        "adaptive": drafter_for(config, cost=cost, sources=[OwnText()]),
+        "adaptive": drafter_for(config, cost=cost),
     }
 
 

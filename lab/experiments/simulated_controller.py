@@ -29,13 +29,13 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lade
-from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.controller import BatchBudget, Controller
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.embedded.files import builtin_prompts, model_path, prompts
 from lade.hf import job
 from lade.model.inputs import batch_bucket
 from lade.tuning import cost_cache
-from lade.tuning.step_cost import StepCost
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PASSES_MS = {
@@ -45,12 +45,16 @@ PASSES_MS = {
     "fast": (1.45, 1.75, 1.95, 2.2, 2.5, 3.1, 4.4, 7.0),  # "small" at 0.7 of its time: supposed
     "two": (1.8, 2.15, 2.5, 2.9, 3.4, 4.8, 8.0, 15.0),
     "four": (2.2, 2.6, 3.1, 3.7, 4.5, 7.0, 13.0, 26.0),  # supposed, too: the shape that a Zen 4 had
+    "h200": (7.11, 7.7, 7.7, 7.7, 7.9, 8.2, 8.4, 9.3),  # a shape of 8B in bfloat16; own time in `GPU_OWN_S`
+    "h200 fused": (4.67, 4.72, 4.74, 4.76, 4.88, 5.04, 5.25, 6.08),
     "gpu": (10.0, 10.0, 10.05, 10.1, 10.2, 10.3, 10.5, 11.0, 13.0, 20.0, 36.0, 68.0),  # by the tokens of all rows
 }
 SINGLE, BATCHED = [name for name in PASSES_MS if name != "gpu"], ("four", "gpu")
 OWN_S, LOOK_S, NODE_S = 120e-6, 110e-6, 10e-6
 """The library's own time: of any step, what looking for guesses adds, and each node fed: 0.12, 0.23 and, at 16
 tokens, 0.38 ms; measured beside "small"."""
+GPU_OWN_S = 1.0e-3
+"""What the library's own time of any step is more on "h200"."""
 ROW_SHARE, LOOK_SHARE = 0.2, 0.45
 """Shares of `OWN_S`, and of looking, for each row of a batch beside the first."""
 GENERATE_OWN = 0.055
@@ -88,7 +92,11 @@ class Clock:
 
     def own_s(self, rows: int | None = None) -> float:
         """Return the library's own time of a step that looks for nothing."""
-        return OWN_S * (1.0 + ROW_SHARE * ((rows or self._rows) - 1))
+        return (
+            OWN_S
+            * (1.0 + GPU_OWN_S / OWN_S * self.machine.startswith("h200"))
+            * (1.0 + ROW_SHARE * ((rows or self._rows) - 1))
+        )
 
     def plain_s(self, rows: int | None = None) -> float:
         """Return the seconds of a step of plain decoding on average."""
@@ -127,12 +135,21 @@ class Recorder:
             return skips
 
         def by_clock(
-            controller: Controller, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1
+            controller: Controller,
+            fed: int,
+            emitted: float,
+            seconds: float,
+            forward_s: float,
+            *,
+            prepared: bool = False,
         ) -> None:
+            rows = max(1, controller._rows) if isinstance(controller, BatchBudget) else 1
             self.steps.append(StepLog(fed, emitted, looked.get(id(controller), True), rows))
-            observe(controller, fed, emitted, *self.clock.step(fed, self.steps[-1].looked, rows), rows=rows)
+            observe(controller, fed, emitted, *self.clock.step(fed, self.steps[-1].looked, rows))
 
-        def fixed(budget: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+        def fixed(
+            budget: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False
+        ) -> None:
             self.steps.append(StepLog(fed, emitted, budget.size > 1))
 
         Controller.skip_drafting, Controller.observe = skip_drafting, by_clock  # type: ignore[method-assign,assignment]

@@ -43,6 +43,7 @@ class RecordedRunner:
         self._text, self._vocabulary = list(text), vocabulary
         self.clock: Clock = WallClock()
         self.pass_time = Duration(0.0, 0.0)
+        self.prepared = False
 
     def room(self, cached: int) -> None:
         """See `Runner`: no limit."""

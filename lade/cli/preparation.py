@@ -22,6 +22,7 @@ from lade.cli.prompts import Prompt
 from lade.cli.run import Interrupt, decode
 from lade.cli.terminal import Progress, Terminal, count
 from lade.config import LookaheadConfig
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.errors import ConfigError, InputError
 from lade.memory import Memory
 from lade.model.facts import ModelFacts
@@ -30,7 +31,6 @@ from lade.model.supports import supports, unwrap
 from lade.stats import Stats
 from lade.tuning import cost_cache, cost_file, measure
 from lade.tuning.cost_key import key_of
-from lade.tuning.step_cost import KNOTS, StepCost
 
 FREE = 1.2
 """A pass of several tokens counts as free up to this multiple of the time of one token."""

@@ -201,6 +201,11 @@ class LockStepRunner(Protocol[CacheT_contra]):
         ...
 
     @property
+    def prepared(self) -> bool:
+        """Whether the last call of `extend` did work that is done once."""
+        ...
+
+    @property
     def pass_time(self) -> Duration:
         """Time spent in the model by the last pass."""
         ...
@@ -292,8 +297,9 @@ class LockStepLogits(Generic[CacheT]):
         self.rows, self.runner, self.cache, self.budget = rows, runner, cache, budget
         self._meter = LockStepMeter(stats, len(rows))
         self._fed = 0  # cache slots that the last pass took after the longest row
-        # Tokens fed by that pass, its total and model seconds, until its yield is known.
-        self._last: tuple[int, float, float] | None = None
+        # Tokens fed by that pass, its total and model seconds, and whether it did work that is done once, until its
+        # yield is known.
+        self._last: tuple[int, float, float, bool] | None = None
         self._held = [1] * len(rows)  # cached nodes before that pass; after prefill, the root alone
 
     def prefill(self) -> torch.Tensor:
@@ -345,13 +351,15 @@ class LockStepLogits(Generic[CacheT]):
         took, pass_time = self.runner.clock.since(start), self.runner.pass_time
         self._meter.record_pass(fed, took.wall_s, pass_time.wall_s)
         forward_s = pass_time.undisturbed_s
-        self._last = max(fed), forward_s + (took - pass_time).undisturbed_s, forward_s
+        self._last = max(fed), forward_s + (took - pass_time).undisturbed_s, forward_s, self.runner.prepared
 
     def _observe(self) -> None:
         """Report cost and yield of the last pass to the budget; it serves no further token."""
         if self.budget is not None and self._last is not None:
-            fed, seconds, forward_s = self._last
-            self.budget.observe_pass(fed, self._meter.yielded, seconds, forward_s, rows=len(self.rows))
+            fed, seconds, forward_s, prepared = self._last
+            self.budget.observe_pass(
+                fed, self._meter.yielded, seconds, forward_s, rows=len(self.rows), prepared=prepared
+            )
         self._last = None
 
     def _draft(self) -> None:

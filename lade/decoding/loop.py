@@ -72,6 +72,11 @@ class Runner(Protocol[CacheT_contra]):
         """Time spent in the model by the last call of `forward`."""
         ...
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the last call of `forward` did work that is done once, such as capturing a graph."""
+        ...
+
     def room(self, cached: int) -> int | None:
         """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
         ...
@@ -257,10 +262,11 @@ class DecodeLoop(Generic[CacheT]):
         forward_s = pass_time.undisturbed_s
         seconds = forward_s + (took - pass_time).undisturbed_s
         without_mtp_s = seconds if self.mtp is None else max(forward_s, seconds - self.mtp.spent_s)
+        times, prepared = (without_mtp_s, forward_s), self.runner.prepared
         for row, step in zip(self.rows, steps, strict=True):
-            row.drafter.observe(step.fed, len(step.tokens), without_mtp_s, forward_s)
+            row.drafter.observe(step.fed, len(step.tokens), *times, prepared=prepared)
         if self.budget is not None:
-            self.budget.observe_pass(fed, self._progress(steps), without_mtp_s, forward_s, rows=len(steps))
+            self.budget.observe_pass(fed, self._progress(steps), *times, rows=len(steps), prepared=prepared)
         if self.mtp is not None:
             self.mtp.observe(sum(len(step.tokens) for step in steps), seconds)
 

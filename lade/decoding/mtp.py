@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 from lade.clock import Clock, Moment
 from lade.decoding.drafting.drafter import Drafter, PredictedTree, Unseen
 from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.kernels.layout import Doubles, Ints
 
 NODES = 8
@@ -32,6 +33,7 @@ MOST_PASSES = 5
 _STEPS = 24  # time constant of the running means
 _RATE_STEPS = 200  # the same for the rate: with 24, slow beginnings of texts made passes that did not pay
 _RETRIAL = 64  # steps after which a pass that does not seem to pay is tried again
+_KNOWN_S = 1e-7  # a pass takes more
 _STATES = 16  # steps before such a trial from which the layer is given states; it needs some text to predict from
 _FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # initial values of `MtpHabits.gains`
 
@@ -130,25 +132,8 @@ class MtpLayer(Protocol):
         ...
 
 
-@dataclass
-class DraftPassCost:
-    """Seconds of a pass of an MTP layer by number of nodes: a running mean per power of two."""
-
-    seconds: dict[int, float] = field(default_factory=dict)
-
-    def observe(self, nodes: int, seconds: float) -> None:
-        """Add a pass to the mean; the first one of each size is skipped, as it may include one-time setup."""
-        size = max(1, nodes).bit_length()
-        known = self.seconds.get(size)
-        self.seconds[size] = seconds if not known else known + (min(seconds, 4.0 * known) - known) / _STEPS
-        if known is None:
-            self.seconds[size] = 0.0
-
-    def of(self, nodes: int) -> float:
-        """Return the seconds of a pass, by the nearest size that was observed; 0.0 if none was."""
-        size = max(1, nodes).bit_length()
-        known = {each: seconds for each, seconds in self.seconds.items() if seconds}
-        return known[min(known, key=lambda each: abs(each - size))] if known else 0.0
+def _unmeasured() -> StepCost:
+    return StepCost.unmeasured(1000.0)  # nearly the same whatever they feed, before it is seen
 
 
 @dataclass
@@ -166,8 +151,8 @@ class MtpHabits:
     """
 
     weights: MtpWeights = field(default_factory=MtpWeights)
-    cost: DraftPassCost = field(default_factory=DraftPassCost)
-    gathered: DraftPassCost = field(default_factory=DraftPassCost)
+    cost: StepCost = field(default_factory=_unmeasured)
+    gathered: StepCost = field(default_factory=_unmeasured)
     gains: list[float] = field(default_factory=lambda: [_FIRST_GAIN] + [_NEXT_GAIN] * (MOST_PASSES - 1))
     refused: int = 0
     tokens: float = 0.0
@@ -229,21 +214,21 @@ class MtpPasses:
         0.0 before passes were timed, or for no passes.
         """
         cost = self._cost
-        return cost.of(1) + (passes - 1) * cost.of(nodes) if passes else 0.0
+        return cost.seconds(1) + (passes - 1) * cost.seconds(nodes) if passes else 0.0
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """See `MtpLayer`."""
         return self._layer.reading(rows)
 
     @property
-    def _cost(self) -> DraftPassCost:
+    def _cost(self) -> StepCost:
         """Seconds of passes with the part of the head that they compute now."""
         return self._habits.gathered if self._layer.gathers else self._habits.cost
 
     def _prefer_the_cheaper_head(self) -> None:
         """Prefer candidates' logits, unless passes with the whole head were observed to be cheaper."""
-        whole, gathered = self._habits.cost.of(1), self._habits.gathered.of(1)
-        self._layer.prefer(gathers=not 0.0 < whole < gathered)
+        whole, gathered = self._habits.cost.seconds(1), self._habits.gathered.seconds(1)
+        self._layer.prefer(gathers=not _KNOWN_S < whole < gathered)
 
     @property
     def _resting(self) -> bool:
@@ -314,7 +299,7 @@ class MtpPasses:
         """Return whether another pass is worth its seconds, by the rule of the class."""
         if self.fixed is not None:
             return True
-        return self._habits.gains[number] * scores >= self.rate * self._cost.of(nodes)
+        return self._habits.gains[number] * scores >= self.rate * self._cost.seconds(nodes)
 
     def _predict(self, growing: Sequence[_Growing]) -> float:
         """Make the first pass; return the expected tokens of the trees."""
@@ -342,8 +327,9 @@ class MtpPasses:
             first += len(own)
         return sum(each.tree.grow() for each in growing)
 
-    def _time(self, cost: DraftPassCost, nodes: int, start: Moment) -> None:
+    def _time(self, cost: StepCost, nodes: int, start: Moment) -> None:
         """Observe what a pass over at most `nodes` nodes per row has taken since `start`."""
         seconds = self._clock.since(start).undisturbed_s
         cost.observe(nodes, seconds)
+        cost.refresh()
         self.spent_s += seconds

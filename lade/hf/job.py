@@ -26,11 +26,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from lade.announcements import announce_once, contention_now
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.controller import BatchBudget, ControllerState, most_fed
-from lade.decoding.drafting.copy_drafting import OwnText, Prediction
+from lade.decoding.drafting.controller import BatchBudget, ControllerState
+from lade.decoding.drafting.copy_drafting import Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
+from lade.decoding.drafting.step_cost import StepCost
+from lade.decoding.drafting.tree_size import max_tree_size
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
@@ -46,8 +48,7 @@ from lade.model.randomness import DrawsApart
 from lade.model.runner import EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
-from lade.tuning.cost_cache import habits_of, save_refreshed, step_cost_for
-from lade.tuning.step_cost import StepCost
+from lade.tuning.cost_cache import save_refreshed, step_cost_for
 from lade.version import note_untested_version
 
 
@@ -58,6 +59,8 @@ def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
     grammar = joint.loaded("grammar") if prepared.logits_processor else None
     if grammar is not None and any(isinstance(each, grammar.processor) for each in prepared.logits_processor):
         kind += ", by a grammar"
+    if prepared.predictions:
+        kind += ", predicted"
     return kind if config.memory is None else f"{kind}, with a memory"
 
 
@@ -193,9 +196,9 @@ class DecodeJob:
         self.mtp: MtpPasses | None = None
         self._without_mtp = without_mtp
         self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
-        self._most = most_fed(runner.parts) if most is None else most
+        self._most = max_tree_size(runner.parts) if most is None else most
         self._cost: StepCost | None = None
-        self._habits: ControllerState | None = None
+        self._state: ControllerState | None = None
         self.setup_s = 0.0
 
     @property
@@ -218,8 +221,8 @@ class DecodeJob:
             start = perf_counter()
             self._begin_sizing()
             self.setup_s += perf_counter() - start
-        if self._habits is not None:
-            self._habits.copies.begin_text()
+        if self.budget is not None:
+            self.budget.begin_texts(len(specs), alone=alone)
         self._begin_mtp([spec.config for spec in specs])
         return [self._drafter(spec, alone=alone) for spec in specs]
 
@@ -252,16 +255,16 @@ class DecodeJob:
 
     def _begin_sizing(self) -> None:
         self._cost = step_cost_for(self._model, self.runner, batch=self._rows)
-        self._habits = habits_of(self._model, self._cost, self._kind)
+        self._state = self._cost.state(self._kind)
         if self._batched:
-            self.budget = BatchBudget(self._cost, self._habits, self._most)
+            self.budget = BatchBudget(self._cost, self._state, self._most)
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
         config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
         sizing: dict[str, Any] = {}
         if spec.sizes_trees:
-            sizing = {"cost": self._cost, "budget": self.budget, "habits": self._habits, "most": self._most}
-        if self.mtp is not None and spec.config.mtp is not False:
+            sizing = {"cost": self._cost, "budget": self.budget, "state": self._state, "most": self._most}
+        if self.mtp is not None and (spec.config.mtp or _chooses_mtp(spec.config)):
             sizing["mtp"] = self.mtp.weights
         own: list[Any] = _user_sources(spec, apart=self._kind != ENGINE_KIND) if config.sources else []
         drafter = drafter_for(
@@ -276,20 +279,13 @@ class DecodeJob:
         return _user_module().SourcedDrafter(drafter, own, len(spec.source_text)) if own else drafter
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
-        """Return the sources of drafts from text: the prediction, and the row's own text."""
-        sources = list[Source]()
-        if spec.prediction is not None:
-            sources.append(Prediction(spec.prediction, spec.excluded))
-        if spec.config.adaptive and spec.config.prompt_ngrams:
-            copies = None if self._habits is None else self._habits.copies
-            sources.append(OwnText(spec.source_text, spec.excluded, copies))
-        return sources
+        """Return the sources of drafts from text: the prediction."""
+        return [] if spec.prediction is None else [Prediction(spec.prediction, spec.excluded)]
 
     def resize(self, rows: int) -> None:
-        """Set the number of rows, 0 when all have ended; pending observations of the old number are flushed."""
+        """Set the number of rows, 0 when all have ended."""
         if self.budget is None or rows in (0, self._rows):
             return
-        self.budget.settle()
         if batch_bucket(rows) != batch_bucket(self._rows):
             self._cost = step_cost_for(self._model, self.runner, batch=rows)
             self.budget.use(self._cost)
@@ -382,7 +378,8 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     Raises:
         UnsupportedArgumentError: a config requires MTP layers, and none can be used.
     """
-    wanting = [config for config in configs if config.mtp is not False and config.adaptive]
+    # Without sizes that go by the cost of passes nothing tells whether the layer pays: then it has to be asked for.
+    wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
     if not wanting:
         return None
     loaded: Any = _runner_refusal(runner) or mtp_search_refusal(runner.facts)
@@ -394,6 +391,11 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     layer = joint.load("mtp").runner_of(runner, loaded)
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
     return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
+
+
+def _chooses_mtp(config: LookaheadConfig) -> bool:
+    """Return whether the cost of its passes decides about the use of an MTP layer."""
+    return config.mtp is None and config.budget is None
 
 
 def _runner_refusal(runner: EagerRunner) -> str:

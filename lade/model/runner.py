@@ -93,6 +93,8 @@ class EagerRunner:
 
     Attributes:
         facts: facts about the model as of the start of the call, or of an engine's last request.
+        prepared: whether the last pass did work that is done once: it was the first of its shape.
+        shapes: rows and tokens per row of passes that have been made; it may be shared with later runners of the model.
         pieces: where texts may be split for prefill.
     """
 
@@ -119,6 +121,7 @@ class EagerRunner:
         self.device, self._dtype = input_device(model), model.dtype
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
+        self.prepared, self.shapes = False, set[tuple[int, int]]()
         self._prompts: PreparedPrompts | None = None
         self._go_by(ModelFacts.of(model) if facts is None else facts)
 
@@ -346,8 +349,15 @@ class EagerRunner:
             self._stopwatch.start(self.device)
             logits = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
+        self._note_shape(logits)
         cache.count(*inputs.ids.shape)
         return ordinary(logits)
+
+    def _note_shape(self, logits: torch.Tensor) -> None:
+        """Tell whether a pass with logits `[B, S, V]` was the first of its shape."""
+        shape = logits.shape[0], logits.shape[1]
+        self.prepared = shape not in self.shapes
+        self.shapes.add(shape)
 
     def _inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int]) -> Inputs:
         """Build the inputs of a pass; lone roots are fed as in plain decoding, unless patches need other inputs."""
@@ -397,6 +407,7 @@ class EagerRunner:
             self._stopwatch.start(self.device)
             logits: torch.Tensor = self.model(**arguments).logits
             self._stopwatch.stop(logits.device)
+        self._note_shape(logits)
         return ordinary(logits)
 
     def _arguments(self, inputs: Inputs, cache: Cache, offsets: torch.Tensor | None) -> dict[str, Any]:

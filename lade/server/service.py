@@ -34,6 +34,7 @@ from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
 from lade.serving.snapshot import EngineSnapshot
+from lade.tuning.cost_cache import forget_texts
 from lade.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ _TOKENS = 12
 def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
     """Decode short texts in batches of 1, 2, 4, ... rows.
 
-    Each batch size has step costs of its own, measured once per machine; otherwise requests would wait for that.
+    Each batch size has step costs of its own, measured once per machine; otherwise requests would wait for that. What
+    these texts teach about drafting is forgotten.
 
     Raises:
         Exception: the model cannot decode.
@@ -122,6 +124,7 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
         for handle in handles:
             handle.result()
         rows *= 2
+    forget_texts(unwrap(model.model))  # these say nothing about those to come
     # exempt what lives as long as the server from garbage collection, which stops all threads
     gc.collect()
     gc.freeze()

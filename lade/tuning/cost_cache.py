@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.announcements import announce
-from lade.decoding.drafting.controller import ControllerState
+from lade.decoding.drafting.step_cost import StepCost
 from lade.files import digest_of
 from lade.locks import ForkSafeLock
 from lade.model.config import token_embeddings
@@ -26,7 +26,6 @@ from lade.model.runner import EagerRunner
 from lade.tuning import cost_file as store
 from lade.tuning.cost_key import key_of
 from lade.tuning.measure import measure_step_cost
-from lade.tuning.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +44,15 @@ class CurveInUse:
         key: what it is valid for.
         cost: refreshed by every step.
         saved: its `table` as it is in the file.
-        habits: of controllers that go by it, by the kind of text; they are not saved.
         saved_at: when it was saved because steps had moved it, by a clock that only goes on; none if it never was.
+        shapes: of passes that have been made, see `EagerRunner.shapes`.
     """
 
     key: store.Key
     cost: StepCost
     saved: Sequence[float]
-    habits: dict[str, ControllerState] = field(default_factory=dict)
     saved_at: float = -math.inf
+    shapes: set[tuple[int, int]] = field(default_factory=set)
 
 
 _in_use: WeakKeyDictionary[PreTrainedModel, dict[str, CurveInUse]] = WeakKeyDictionary()
@@ -85,21 +84,15 @@ def step_cost_for(
                 return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
             curves[name] = curve
     curve.cost.pad_to(runner.step_sizes)
+    curve.shapes |= runner.shapes
+    runner.shapes = curve.shapes
     return curve.cost
 
 
-def habits_of(model: PreTrainedModel, cost: StepCost, kind: str) -> ControllerState:
-    """What generations with a curve have learned about guessing, so that the next one need not try it all again.
-
-    Args:
-        model: the model.
-        cost: its curve, from `step_cost_for`.
-        kind: of text: what is learned from one kind may be wrong for another.
-    """
-    for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
-        if curve.cost is cost:
-            return curve.habits.setdefault(kind, ControllerState())
-    return ControllerState()  # another curve has taken its place meanwhile
+def forget_texts(model: PreTrainedModel) -> None:
+    """Forget what texts have taught about drafting with a model, as after a warm-up; see `StepCost.forget_texts`."""
+    for curve in list(_in_use.get(model, {}).values()):
+        curve.cost.forget_texts()
 
 
 def _new_curve(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import platformdirs
 
+from lade.decoding.drafting.step_cost import StepCost
 from lade.files import digest_of, read_record, write_record
-from lade.tuning.step_cost import StepCost
 
 Key = Mapping[str, object]
 """What a saved curve is good for, by readable names; anything JSON can hold."""

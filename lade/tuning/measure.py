@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from time import perf_counter
 
+from lade.decoding.drafting.step_cost import KNOTS, StepCost, fast_quantile
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
-from lade.tuning.step_cost import KNOTS, StepCost, typical
 
 SIZES = (1, 8, 32, 2, 4, 16, 64, 128)
 """In this order: should the time be over early, the first ones tell most."""
@@ -190,5 +190,5 @@ def check_sizes(sizes: Sequence[int]) -> None:
 def _expected(samples: Mapping[int, Sequence[float]], size: int) -> float:
     """Seconds that a pass of this size will take, as far as is known."""
     if samples[size]:
-        return typical(samples[size])
+        return fast_quantile(samples[size])
     return StepCost.of(samples).seconds(size) if any(samples.values()) else 0.0

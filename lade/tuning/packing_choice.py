@@ -9,13 +9,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from lade.decoding.drafting.step_cost import StepCost
 from lade.errors import UnsupportedModelError
 from lade.model import joint
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports
 from lade.tuning.cost_cache import step_cost_for
-from lade.tuning.step_cost import StepCost
 
 FEW = 8
 """Tokens of a step with some guesses."""

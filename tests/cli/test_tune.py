@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.tuning import cost_file as store
 from lade.tuning import measure
-from lade.tuning.step_cost import KNOTS, StepCost
 
 
 def knee(size):

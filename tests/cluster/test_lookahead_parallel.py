@@ -17,10 +17,10 @@ import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.backends.processes import leader as leading
 from lade.backends.processes import lookahead_parallel
-from lade.decoding.drafting.controller import LARGEST, most_fed
+from lade.decoding.drafting.step_cost import StepCost
+from lade.decoding.drafting.tree_size import LARGEST, max_tree_size
 from lade.hf import job
 from lade.model.runner import EagerRunner
-from lade.tuning.step_cost import StepCost
 
 MAMBA = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -76,7 +76,7 @@ def test_eight_processes(kind, folder):
 class Free(StepCost):
     """More tokens cost next to nothing, whatever passes really take."""
 
-    def observe(self, size, seconds):
+    def observe(self, size, seconds, *, prepared=False):
         pass
 
 
@@ -115,7 +115,7 @@ def test_adaptive_trees_are_as_large_as_all_processes_feed(size, folder):
     if size == 1:
         assert largest == most == LARGEST
     else:
-        assert LARGEST < largest <= most_fed(size) and most < 0.8 * largest
+        assert LARGEST < largest <= max_tree_size(size) and most < 0.8 * largest
 
 
 @pytest.mark.measured_cost

@@ -48,24 +48,25 @@ class SetBudget:
         self.grown, self.chosen, self.most, self.resting = grown, chosen, filled, list(resting)
         self.observed: list[tuple[int, int, float, float]] = []
 
-    def thresholds(self) -> list[tuple[int, float]]:
+    def stages(self) -> list[tuple[int, float]]:
         return [(self.grown // 2 + 1, 0.0), (self.grown, 1e-6)]
 
-    trust = 1.0
-
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+    def choose(self, scores: Sequence[float]) -> int:
         return min(self.chosen, len(scores))
 
-    def pays(self, scores: Sequence[float]) -> bool:
+    def worth_verifying(self, scores: Sequence[float]) -> bool:
         return sum(scores) > 1.0
 
-    def fill_to(self, size: int) -> int:
+    def fill_size(self, size: int) -> int:
         return max(size, self.most)
+
+    def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
+        assert len(scores) <= self.chosen and all(0 < rank < len(scores) for rank in accepted)
 
     def skip_drafting(self) -> bool:
         return self.resting.pop(0) if self.resting else False
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         self.observed.append((fed, emitted, seconds, forward_s))
 
 

@@ -149,7 +149,7 @@ class Ending(Drafter):
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         return Draft(TokenTree(context[-1]))
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         self.observed += 1
 
     def end(self) -> None:
@@ -177,7 +177,9 @@ class Told:
     def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
         self.asked.append(emitted)
 
-    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
+    def observe_pass(
+        self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int, prepared: bool
+    ) -> None:
         self.brought.append(emitted)
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from lade.decoding.drafting.controller import LARGEST, LARGEST_SHARED, BatchBudget, Controller, most_fed
-from lade.tuning.step_cost import KNOTS, StepCost
+from lade.decoding.drafting.controller import BatchBudget, Controller
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
+from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, max_tree_size
 
 FLAT, CORNER = {1: [1.0], 256: [1.001]}, {1: [1.0], 64: [1.001], 256: [100.0]}
 
@@ -19,23 +20,30 @@ def test_beyond_its_last_knot_a_curve_is_as_steep_as_it_ended(heights):
 def test_passes_beyond_the_last_knot_move_the_curve():
     curve = StepCost.of(FLAT)
     before = curve.table[512]
-    for _ in range(20):
+    for _ in range(10):
+        curve.observe(1, 1.0)
         curve.observe(300, 2.0)
     assert curve.table[512] > 1.2 * before
 
 
 def test_the_limit_is_that_of_one_process_times_their_number():
-    assert [most_fed(processes) for processes in (1, 2, 3, 4, 8)] == [LARGEST, 256, 384, LARGEST_SHARED, LARGEST_SHARED]
+    assert [max_tree_size(processes) for processes in (1, 2, 3, 4, 8)] == [
+        LARGEST,
+        256,
+        384,
+        LARGEST_SHARED,
+        LARGEST_SHARED,
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
 def test_a_controller_grows_and_fills_up_to_its_limit(processes):
-    most = most_fed(processes)
+    most = max_tree_size(processes)
     for budget in (Controller(StepCost.of(FLAT), most=most), BatchBudget(StepCost.of(FLAT), most=most)):
-        assert budget.most == budget.fill_to(1) == most
+        assert budget.most == budget.fill_size(1) == most
     controller, scores = Controller(StepCost.of(FLAT), most=most), [1.0] * most
     for _ in range(3):
-        ends = [size for size, _ in controller.thresholds()]
+        ends = [size for size, _ in controller.stages()]
         assert ends == sorted(ends) and ends[-1] <= most
         size = controller.choose(scores[: ends[-1]])
         controller.observe(size, size, 1.0, 1.0)

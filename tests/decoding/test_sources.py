@@ -10,13 +10,13 @@ from lade import Drafter, LookaheadConfig, Stats
 from lade.clock import Duration
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.user_sources import SourcedDrafter, UserSource
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
 from lade.testing import FunctionRunner, ListCache
-from lade.tuning.step_cost import StepCost
 
 VOCABULARY, PROMPT, LENGTH = 40, [1, 2, 3], 43
 ADAPTIVE, BUDGET, PAPER = LookaheadConfig(), LookaheadConfig(budget=12), LookaheadConfig(0, 5, 3)

@@ -29,7 +29,7 @@ def test_it_is_the_time_of_a_token_times_the_rate_of_emission(slope):
     batch, fed = 16, sizes(32, 160)
     price = observed(lambda n: 0.02 + slope * n, fed, lambda n: batch + n // 10)
     rate = sum(batch + n // 10 for n in fed) / sum(0.02 + slope * n for n in fed)
-    assert price.value == pytest.approx(min(slope * rate, 1.0), rel=0.15)
+    assert price.value == pytest.approx(min(slope * rate, 1.0), rel=0.25)
 
 
 def test_it_follows_an_engine_that_becomes_slower():

@@ -361,7 +361,7 @@ def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
     def cost_of(model, runner, batch=1):
         asked.append(batch)
         cost = nearly_flat_cost()
-        monkeypatch.setattr(cost, "observe", lambda size, seconds: observed.append((batch, size)))
+        monkeypatch.setattr(cost, "observe", lambda size, seconds, prepared=False: observed.append((batch, size)))
         return cost
 
     monkeypatch.setattr(job, "step_cost_for", cost_of)

@@ -283,7 +283,7 @@ def test_what_a_pass_yielded_is_learned_with_what_it_fed_and_took(monkeypatch):
     """Which is known when no further token is served by it. A pass over roots alone yields a token, and no more."""
     told, looked = [], []
 
-    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows):
+    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows, prepared):
         told.append((fed, emitted, rows))
         budget._skipping = None
 
@@ -310,7 +310,7 @@ def test_sizes_of_batches_are_chosen_without_the_waiting_for_a_processor(said, m
         took = usual(clock, start)
         return Duration(took.wall_s + 100.0, took.running_s)
 
-    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows):
+    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows, prepared):
         told.append((forward_s, seconds))
 
     monkeypatch.setattr(ThreadClock, "since", busy)

@@ -135,7 +135,9 @@ def test_engines(model, more):
         handles = []
         for number, (ids, arguments) in enumerate(asked):
             sampling = {"do_sample": True, "temperature": 0.7} if number % 3 == 2 else {}
-            handles.append(engine.add(ids, lookahead=LookaheadConfig(budget=8), seed=number, **arguments, **sampling))
+            handles.append(
+                engine.add(ids, lookahead=LookaheadConfig(budget=8, mtp=True), seed=number, **arguments, **sampling)
+            )
         handles[1].cancel()
         for number, (handle, (ids, arguments)) in enumerate(zip(handles, asked, strict=True)):
             if number == 1:
@@ -228,7 +230,7 @@ MODEL = toy_model("llama", dtype=torch.float64)
 def test_a_layer_that_knows_the_text_yields_a_token_for_each_pass_and_one_more(drafted_by, depth):
     plain = MODEL.generate(PROMPT, max_new_tokens=200)
     drafted_by(KnowsTexts(plain.tolist()), fixed=depth)
-    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=200, lookahead=LookaheadConfig(budget=depth + 1)))
+    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=200, lookahead=LookaheadConfig(budget=depth + 1, mtp=True)))
     assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
     settled = steps[1 + len(steps) // 4 : -1]
     assert np.mean([len(step.tokens) == depth + 1 for step in settled]) > 0.9
@@ -239,7 +241,7 @@ def test_rows_of_a_batch_share_passes_of_a_layer_that_knows_their_texts(drafted_
     plain, stats = MODEL.generate(**PROMPTS, max_new_tokens=120, pad_token_id=0), Stats()
     starts = [3, 0, 6]
     drafted_by(KnowsTexts([row[start:] for row, start in zip(plain.tolist(), starts, strict=True)]))
-    config = LookaheadConfig(budget=4)
+    config = LookaheadConfig(budget=4, mtp=True)
     assert torch.equal(
         lade.generate(MODEL, **PROMPTS, max_new_tokens=120, pad_token_id=0, lookahead=config, stats=stats), plain
     )
@@ -286,20 +288,23 @@ def test_the_cheaper_part_of_the_head_is_computed(monkeypatch, seconds):
     layer, habits = Gathers(plain.tolist(), clock, seconds), MtpHabits()
     passes = MtpPasses(layer, habits, clock, 3)
     monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
-    assert torch.equal(lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4)), plain)
+    assert torch.equal(
+        lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True)), plain
+    )
     assert layer.gathers == (seconds[True] < seconds[False])
-    assert habits.gathered.of(1) == pytest.approx(seconds[True]) and habits.cost.of(8) == pytest.approx(seconds[False])
+    assert habits.gathered.seconds(1) == pytest.approx(seconds[True], rel=0.02)
+    assert habits.cost.seconds(8) == pytest.approx(seconds[False], rel=0.02)
 
 
 def test_the_seconds_of_passes_are_known(monkeypatch):
     plain = MODEL.generate(PROMPT, max_new_tokens=80)
     passes = MtpPasses(KnowsTexts(plain.tolist()), MtpHabits(), Ticks(), 3)
     monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
-    assert passes.spent_s == passes.expected_s(3) == 0.0
-    steps = lade.stream(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4))
+    assert passes.spent_s == 0.0 and passes.expected_s(3) < 1e-6
+    steps = lade.stream(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     spent = [passes.spent_s for _ in steps]
     assert spent.count(1.5) > 5, "three passes of half a second each"
-    assert passes.expected_s(0) == 0.0 and passes.expected_s(1) == 0.5 and passes.expected_s(3) == 1.5
+    assert passes.expected_s(0) == 0.0 and passes.expected_s(3) == pytest.approx(1.5, rel=0.02)
 
 
 @pytest.mark.one_in(3)
@@ -307,8 +312,10 @@ def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(monkeypatch)
     plain, habits, observed = MODEL.generate(PROMPT, max_new_tokens=80), MtpHabits(), []
     passes = MtpPasses(KnowsTexts(plain.tolist()), habits, Ticks(), 3)
     monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
-    monkeypatch.setattr(AdaptiveDrafter, "observe", lambda *args: observed.append((passes.spent_s, *args[3:])))
-    lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4))
+    monkeypatch.setattr(
+        AdaptiveDrafter, "observe", lambda *args, prepared: observed.append((passes.spent_s, *args[3:]))
+    )
+    lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     assert all(seconds == forward_s for spent_s, seconds, forward_s in observed if spent_s == 1.5)
     assert any(spent_s == 1.5 for spent_s, *_ in observed)
     assert MtpPasses(KnowsTexts([]), habits, Ticks()).rate == passes.rate > 0.0
@@ -329,7 +336,7 @@ def test_a_layer_that_lies_costs_little_once_it_is_known(drafted_by, budget):
 
     alone = yielded(mtp=False)
     passes = drafted_by(KnowsTexts(known, lies=True))
-    lade.generate(MODEL, PROMPT, max_new_tokens=480, lookahead=LookaheadConfig(budget=budget))
+    lade.generate(MODEL, PROMPT, max_new_tokens=480, lookahead=LookaheadConfig(budget=budget, mtp=True))
     assert passes.weights.trust[0] < MtpHabits().weights.trust[0]
     assert yielded(mtp=True) >= 0.97 * alone
 
@@ -350,7 +357,7 @@ def test_promises_are_what_is_yielded(drafted_by, monkeypatch):
     for ids in prompts:
         stats.reset()
         promised.clear()
-        lade.generate(MODEL, ids, max_new_tokens=300, lookahead=LookaheadConfig(budget=8), stats=stats)
+        lade.generate(MODEL, ids, max_new_tokens=300, lookahead=LookaheadConfig(budget=8, mtp=True), stats=stats)
     assert stats.tokens_per_step > 1.8
     assert np.mean(promised) == pytest.approx(stats.tokens_per_step, rel=0.1)
 
@@ -375,7 +382,7 @@ def test_where_passes_do_not_pay_no_states_are_kept_until_shortly_before_the_nex
     layer.watching = lambda: watched.append(1) or torch.no_grad()
     layer.reading = lambda rows: layer.known.update(map(id, rows)) or torch.no_grad()
     habits = MtpHabits(gains=[0.0] * 5, refused=1, tokens=3.0, seconds=1.0)
-    habits.cost.seconds = {1: 10.0}
+    habits.cost.observe(1, 10.0)
     clock = Told()
     clock.seconds = 10.0
     drafted_by(layer, habits, fixed=None, clock=clock)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from growing import grown, weighed
+from growing import grown
 
 from lade.decoding.drafting.controller import Controller
-from lade.tuning.step_cost import KNOTS, StepCost
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
 
 PLAIN_S = 0.010
 OWN_S, LOOK_S, NODE_S = 1e-4, 1e-4, 1e-5
@@ -85,8 +85,8 @@ class Text:
     known: int = 24
     luck: int = 0
 
-    def step(self, place: int) -> tuple[list[float], Callable[[int], int]]:
-        """Scores of the candidates, and what so many of them yield, at a place."""
+    def step(self, place: int) -> tuple[list[float], Callable[[int], list[int]]]:
+        """Scores of the candidates, and which of so many of them are accepted, at a place."""
         likely, fortune, rivals = _guessed(self.luck, place)
         share = round(self.likely[0] + (self.likely[1] - self.likely[0]) * likely, 2)
         nodes = _nodes(share, self.known)
@@ -95,13 +95,13 @@ class Text:
             run += 1
         rival = rivals < self.truth / 3
 
-        def yielded(size: int) -> int:
-            fed = nodes[: size - 1]
-            chain = sum(1 for _, depth, main in fed if main and depth <= run)
-            met = chain == run and rival and any(depth == run + 1 and not main for _, depth, main in fed)
-            return 1 + chain + met
+        def accepted(size: int) -> list[int]:
+            fed = list(enumerate(nodes[: size - 1], start=1))
+            chain = [number for number, (_, depth, main) in fed if main and depth <= run]
+            met = [number for number, (_, depth, main) in fed if depth == run + 1 and not main]
+            return [*chain, *met] if len(chain) == run and rival else chain
 
-        return [1.0, *(score for score, _, _ in nodes)], yielded
+        return [1.0, *(score for score, _, _ in nodes)], accepted
 
 
 @cache
@@ -137,7 +137,7 @@ def fixed_seconds(machine: Machine, text: Text, size: int, start: int, end: int)
     place, seconds = start, 0.0
     while place < end:
         seconds += machine.seconds(place, size) + OWN_S + LOOK_S + NODE_S * size
-        place += text.step(place)[1](size)
+        place += 1 + len(text.step(place)[1](size))
     return seconds
 
 
@@ -147,9 +147,12 @@ def controlled_seconds(machine: Machine, text: Text, controller: Controller, sta
     while place < end:
         size, emitted, own_s = 1, 1, OWN_S
         if not controller.skip_drafting():
-            scores, yielded = text.step(place)
-            size = controller.choose(weighed(grown(scores, controller.thresholds()), controller.trust))
-            emitted, own_s = yielded(size), OWN_S + LOOK_S + NODE_S * size
+            scores, accepted_of = text.step(place)
+            candidates = grown(scores, controller.stages())
+            size = controller.choose(candidates)
+            accepted, own_s = accepted_of(size), OWN_S + LOOK_S + NODE_S * size
+            controller.learn(candidates[:size], accepted)
+            emitted = 1 + len(accepted)
         forward_s = machine.seconds(place, size)
         controller.observe(size, emitted, forward_s + own_s, forward_s)
         place, seconds = place + emitted, seconds + forward_s + own_s

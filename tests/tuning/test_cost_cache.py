@@ -9,14 +9,13 @@ import torch
 
 import lade
 from lade import native
-from lade.hf import job
+from lade.decoding.drafting.step_cost import StepCost
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_file as store
 from lade.tuning import cost_key
-from lade.tuning.step_cost import StepCost
 
 
 def runner_of(model):
@@ -52,7 +51,7 @@ def test_a_model_is_measured_once(model, measured, tmp_path):
 
 
 @pytest.mark.measured_cost
-def test_what_guessing_was_worth_is_known_to_the_next_call_and_to_that_kind_of_text_alone(measured, monkeypatch):
+def test_what_drafting_was_worth_is_known_to_the_next_call_and_to_that_kind_of_text_alone(measured, monkeypatch):
     """Two calls with one model: the second begins with what the first has learned, and ends with more."""
     ids, model = torch.tensor([[1, 2, 3]]), toy_model("llama", dtype=torch.float32, seed=3)
     cost, known = profile.step_cost_for(model, runner_of(model)), []
@@ -60,47 +59,10 @@ def test_what_guessing_was_worth_is_known_to_the_next_call_and_to_that_kind_of_t
     for arguments in ({}, {}, {"do_sample": True, "temperature": 0.7}):
         lade.generate(model, input_ids=ids, max_new_tokens=20, eos_token_id=None, **arguments)
         kinds = ("greedy", "sampled at 0.7", "sampled at 1.0")
-        known.append([profile.habits_of(model, cost, kind).node_s for kind in kinds])
+        known.append([cost.state(kind).curve.steps[0] for kind in kinds])
     (greedy, drawn, other), (again, _, _), (still, now_drawn, _) = known
-    assert greedy > 0.0 == drawn == other
-    assert again not in (0.0, greedy) and still == again
-    assert now_drawn > 0.0
-    assert profile.habits_of(toy_model("llama"), cost, "greedy").node_s == 0.0, "another model's"
-
-
-def in_lock_step(model, ids, **arguments):
-    """A processor that is not transformers' own has all rows go together."""
-    return lade.generate(model, input_ids=ids.repeat(2, 1), logits_processor=[lambda ids, scores: scores], **arguments)
-
-
-def by_an_engine(model, ids, **arguments):
-    with lade.Engine(model) as engine:
-        return engine.add(ids, **arguments).result(60.0)
-
-
-WAYS = {
-    "greedy": lambda model, ids, **arguments: lade.generate(model, input_ids=ids, **arguments),
-    "in a batch": lambda model, ids, **arguments: lade.generate(model, input_ids=ids.repeat(2, 1), **arguments),
-    "in lock-step": in_lock_step,
-    "engine": by_an_engine,
-}
-
-
-@pytest.mark.measured_cost
-@pytest.mark.parametrize("way", WAYS)
-def test_what_copies_were_worth_is_known_to_the_next_call(way, measured, monkeypatch):
-    """Each text goes by what earlier ones of its kind have taught, and teaches the same."""
-    model, begun, used = toy_model("llama", dtype=torch.float32, seed=3), [], []
-    rows = 2 if way.startswith("in ") else 1
-    cost = profile.step_cost_for(model, runner_of(model), batch=rows)
-    copies = profile.habits_of(model, cost, "engine" if way == "engine" else "greedy").copies
-    monkeypatch.setattr(copies, "begin_text", lambda: begun.append(len(used)))
-    text = job.OwnText
-    monkeypatch.setattr(job, "OwnText", lambda *args: used.append(args[-1]) or text(*args))
-    monkeypatch.setattr(job, "save_refreshed", lambda model: None)
-    for _ in range(2):
-        WAYS[way](model, torch.tensor([[1, 2, 3]]), max_new_tokens=5, eos_token_id=None, do_sample=False)
-    assert begun == [0, rows] and all(each is copies for each in used) and len(used) == 2 * rows
+    assert still == again > greedy > drawn == other
+    assert now_drawn > drawn
 
 
 def test_what_others_draw_while_it_is_measured_is_not_taken_back(model, measured, monkeypatch, tmp_path):

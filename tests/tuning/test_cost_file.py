@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lade.decoding.drafting.step_cost import StepCost
 from lade.tuning import cost_file as store
-from lade.tuning.step_cost import StepCost
 
 KEY = {"devices": ["a cpu"], "threads": 2, "shape": {"layers": 3, "heads": None}, "torch": "2.13"}
 NOW = 1e9

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lade.backends.cpu.packing import pack as packing
+from lade.decoding.drafting.step_cost import StepCost
 from lade.testing import toy_model
 from lade.tuning import packing_choice
 from lade.tuning.packing_choice import pack_if_it_pays, pays
-from lade.tuning.step_cost import StepCost
 
 
 def cost(one, eight):

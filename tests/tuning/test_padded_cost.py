@@ -11,6 +11,7 @@ from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.drafting.controller import LARGEST_SHARED, Controller
+from lade.decoding.drafting.step_cost import StepCost
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
@@ -18,7 +19,6 @@ from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_key
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
-from lade.tuning.step_cost import StepCost
 
 STAIRS = {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.25, 64: 1.6, 128: 2.6}
 
@@ -89,7 +89,7 @@ def test_a_budget_fills_the_stairs():
     controller = Controller(measured())
     sizes = []
     for _ in range(60):
-        most = controller.thresholds()[-1][0]
+        most = controller.stages()[-1][0]
         size = controller.choose([1.0] + [0.3] * (most - 1))
         sizes.append(size)
         controller.observe(size, 1 + round(0.3 * (size - 1)), true_cost(size), true_cost(size))

@@ -1,23 +1,25 @@
+"""The latency curve: medians of paces and of ratios of consecutive passes."""
+
 import json
 import math
 import random
+from itertools import pairwise
 
 import pytest
 from hulls import lower_hull
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.drafting.controller import LARGEST_SHARED
-from lade.tuning.step_cost import KNOTS, MAX_WEIGHT, StepCost
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
+from lade.decoding.drafting.tree_size import LARGEST_SHARED
 
 TIMES = st.floats(1e-5, 10.0)
 CURVES = st.lists(TIMES, min_size=len(KNOTS), max_size=len(KNOTS))
-WEIGHTS = st.lists(st.floats(0.0, 60.0), min_size=len(KNOTS), max_size=len(KNOTS))
 OBSERVATIONS = st.lists(st.tuples(st.integers(1, 400), st.floats(1e-7, 1e3)), max_size=80)
 
 
 def flat_then_steep(size: int) -> float:
-    """A pass that is free up to 16 tokens, and compute-bound then; milliseconds."""
+    """A pass that is free up to 16 tokens, and compute-bound then."""
     return 1e-3 * max(10.0, 10.0 * size / 16)
 
 
@@ -32,83 +34,75 @@ def watched(cost, observations):
     return cost
 
 
-@given(CURVES, WEIGHTS, OBSERVATIONS)
-def test_more_tokens_never_cost_less_and_the_hull_is_convex_and_below(curve, weights, observations):
-    cost = watched(StepCost(curve, weights), observations)
+@given(CURVES, OBSERVATIONS)
+def test_more_tokens_never_cost_less_and_the_hull_is_convex_and_below(curve, observations):
+    cost = watched(StepCost(curve), observations)
     assert len(cost.table) == len(cost.marginals) == LARGEST_SHARED + 1
     assert all(0 < a <= b < math.inf for a, b in zip(cost.table, cost.table[1:], strict=False))
     assert all(0 <= a <= b < math.inf for a, b in zip(cost.marginals, cost.marginals[1:], strict=False))
     hull = lower_hull(cost)
     assert all(below <= seconds * (1 + 1e-9) for below, seconds in zip(hull, cost.table, strict=True))
     assert (cost.corners[0], cost.corners[-1]) == (1, LARGEST_SHARED)
-    assert all(hull[size] == pytest.approx(cost.table[size]) for size in cost.corners)
-    for size in range(1, LARGEST_SHARED):
-        assert hull[size + 1] - hull[size] == pytest.approx(cost.marginals[size], rel=1e-6, abs=1e-9 * hull[-1])
     assert cost.seconds(LARGEST_SHARED + 100) == pytest.approx(cost.table[-1] + 100 * cost.marginals[-1])
 
 
-@given(CURVES, WEIGHTS, OBSERVATIONS)
-def test_json_brings_back_the_same_curve(curve, weights, observations):
-    cost = watched(StepCost(curve, weights, measured_at=12.5), observations)
+@given(CURVES, OBSERVATIONS)
+def test_json_brings_back_the_same_curve(curve, observations):
+    cost = watched(StepCost(curve, measured_at=12.5), observations)
     again = StepCost.from_json(json.loads(json.dumps(cost.to_json())))
-    assert (again.table, again.marginals, again.corners) == (cost.table, cost.marginals, cost.corners)
-    assert again.to_json() == cost.to_json()
-    assert again.measured_at == 12.5
+    assert again.table == pytest.approx(cost.table) and again.measured_at == 12.5
 
 
 @given(st.integers(1, 400), st.floats(5.0, 1e6))
-def test_one_step_that_took_ages_hardly_moves_a_measured_curve(size, factor):
+def test_one_pass_that_took_ages_moves_nothing(size, factor):
     cost = measured()
-    before = list(cost.table)
-    watched(cost, [(size, factor * cost.seconds(size))])
-    assert cost.table[1] > before[1], "it counts a little"
-    assert cost.change_since(before) < 0.04
-    for _ in range(60):
-        cost.observe(size, flat_then_steep(size) if size <= LARGEST_SHARED else 10e-3 * size / 16)
+    for number in range(40):
+        cost.observe((1, 8, 32)[number % 3], flat_then_steep((1, 8, 32)[number % 3]))
     cost.refresh()
+    before = list(cost.table)
+    watched(cost, [(size, factor * cost.seconds(size)), (1, flat_then_steep(1))])
     assert cost.change_since(before) < 0.01
 
 
-def test_one_step_that_took_no_time_hardly_moves_a_measured_curve():
-    cost = measured()
-    before = cost.table
-    watched(cost, [(16, 1e-9)])
-    assert 0.02 < cost.change_since(before) < 0.04
+@pytest.mark.parametrize("every", [10, 20])
+def test_passes_that_take_ages_now_and_then_do_not_add_up(every):
+    """A burst of another process, or garbage collection."""
+    cost, before = measured(), list(measured().table)
+    luck, disturbed = random.Random(1), 0
+    for _ in range(2000):
+        size = luck.choice((1, 8, 20, 64))
+        cost.observe(size, flat_then_steep(size) * (100.0 if luck.random() < 1 / every else 1.0))
+        disturbed += cost.change_since(before) > 0.05
+    assert disturbed < 60
 
 
-def test_steps_that_take_ages_now_and_then_do_not_add_up():
-    cost = measured()
-    before = list(cost.table)
-    for i in range(2000):
-        size = (1, 8, 20, 64)[i % 4]
-        cost.observe(size, flat_then_steep(size) * (100.0 if i % 20 == 0 else 1.0))
-    cost.refresh()
-    assert cost.change_since(before) < 0.05
+def test_a_pass_that_was_prepared_is_no_evidence():
+    cost, other = measured(), measured()
+    luck = random.Random(2)
+    for _ in range(300):
+        size, noise = luck.choice((1, 8, 20, 64)), luck.uniform(1.0, 1.2)
+        if luck.random() < 0.7:
+            cost.observe(size, 50.0 * flat_then_steep(size), prepared=True)
+            other.observe(size, 1e-9, prepared=True)
+        for each in (cost, other):
+            each.observe(size, noise * flat_then_steep(size))
+        assert cost.table == other.table and cost.wants_baseline == other.wants_baseline
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0])
 def test_sizes_that_are_not_visited_follow_when_everything_gets_slower_or_faster(factor):
     cost = measured()
-    for i in range(400):
+    for i in range(20):
         size = (1, 7, 16, 40)[i % 4]
         cost.observe(size, factor * flat_then_steep(size))
     cost.refresh()
     for size in (1, 7, 12, 16, 40, 128, 256):
-        assert cost.seconds(size) == pytest.approx(factor * flat_then_steep(size), rel=0.2)
+        assert cost.seconds(size) == pytest.approx(factor * flat_then_steep(size), rel=0.05)
 
 
-def test_sizes_follow_even_if_only_one_is_visited():
-    cost = measured()
-    for _ in range(400):
-        cost.observe(24, 2.0 * flat_then_steep(24))
-    cost.refresh()
-    assert cost.seconds(24) == pytest.approx(2.0 * flat_then_steep(24), rel=0.02)
-    assert 1.5 < cost.seconds(1) / flat_then_steep(1) < 2.0, "not all the way: it may have been that size alone"
-
-
-def test_steps_show_a_shape_that_the_measurement_had_not():
+def test_passes_show_a_shape_that_the_measurement_had_not():
     cost = measured(lambda size: 10e-3)
-    for i in range(3000):
+    for i in range(200):
         size = (1, 5, 16, 32, 60, 128)[i % 6]
         cost.observe(size, flat_then_steep(size))
     cost.refresh()
@@ -116,51 +110,56 @@ def test_steps_show_a_shape_that_the_measurement_had_not():
         assert cost.seconds(size) == pytest.approx(flat_then_steep(size), rel=0.1)
 
 
-def test_sizes_that_were_measured_flat_do_not_hold_back_one_that_is_not():
-    cost = measured(lambda size: 10e-3)
-    for _ in range(300):
-        cost.observe(1, 10e-3)
-        cost.observe(16, 30e-3)
+def test_sizes_beyond_those_visited_follow_what_is_found_out_about_these():
+    cost = watched(measured(lambda size: 10e-3), [(1, 10e-3), (16, 30e-3)] * 9)
+    assert cost.seconds(1) == pytest.approx(10e-3) and cost.seconds(16) == pytest.approx(30e-3)
+    assert cost.seconds(64) == pytest.approx(30e-3) and 10e-3 < cost.seconds(4) < 30e-3
+
+
+@pytest.mark.parametrize("drafts", [0.05, 0.3, 0.9])
+def test_a_machine_whose_pace_goes_up_and_down_leaves_the_shape_as_it_was(drafts):
+    """200 times: what is not visited keeps its distance, or trees of any size would come to seem free, or too dear."""
+    luck, cost = random.Random(1), measured(lambda size: 4e-3 + 1e-4 * size)
+    before = list(cost.table)
+    for number in range(12_000):
+        size = luck.choice((4, 8)) if luck.random() < drafts else 1
+        pace = 1.0 if number // 60 % 2 else 1.6
+        hiccup = luck.choice((0.0,) * 9 + (1.5,)) + abs(luck.gauss(0.0, 0.1))
+        cost.observe(size, before[size] * pace * (1.0 + hiccup))
     cost.refresh()
-    assert cost.seconds(1) == pytest.approx(10e-3, rel=0.1)
-    assert cost.seconds(16) == pytest.approx(30e-3, rel=0.1) and cost.seconds(32) >= cost.seconds(16)
+    for size in (2, 4, 8, 16, 64, 256):
+        assert cost.table[size] / cost.table[1] == pytest.approx(before[size] / before[1], rel=0.15)
 
 
-@pytest.mark.parametrize("factor", [0.4, 5.0])
-def test_three_passes_in_a_row_are_believed_and_two_are_not(factor):
-    """Of a run the least surprising pass; and passes over one token neither break it off nor take part in it."""
-    cost, before = measured(), flat_then_steep(16)
-    for _ in range(2):
-        cost.observe(16, factor * before)
-        cost.observe(1, flat_then_steep(1))
+def test_a_baseline_is_due_after_passes_over_several_tokens_and_seldom_where_they_are_as_expected():
+    cost, due = measured(), []
+    for number in range(2000):
+        size = 1 if cost.wants_baseline else 16
+        due += [number] * (size == 1)
+        cost.observe(size, flat_then_steep(size))
+    gaps = [later - earlier for earlier, later in pairwise(due)]
+    assert due[0] < 10 and gaps == sorted(gaps) and gaps[-1] > 100
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_a_machine_that_changed_is_compared_again_soon(factor):
+    """Only passes over several tokens change: what they cost beside one token is found out within some tens of them."""
+    cost = measured()
+    for _ in range(600):
+        size = 1 if cost.wants_baseline else 32
+        cost.observe(size, flat_then_steep(size))
+    for _ in range(100):
+        size = 1 if cost.wants_baseline else 32
+        cost.observe(size, flat_then_steep(size) * (factor if size > 1 else 1.0))
     cost.refresh()
-    assert cost.seconds(16) == pytest.approx(before, rel=0.08)
-    cost.observe(16, factor * before)
-    cost.refresh()
-    assert (cost.seconds(16) / before - 1.0) / (factor - 1.0) > 0.6, "most of the way"
+    assert cost.seconds(32) / cost.seconds(1) == pytest.approx(max(1.0, 2.0 * factor), rel=0.15)
 
 
-def test_a_pass_as_expected_ends_a_run():
-    cost, before = measured(), flat_then_steep(16)
-    for _ in range(20):
-        for factor in (5.0, 5.0, 1.0):
-            cost.observe(16, factor * before)
-    cost.refresh()
-    assert cost.seconds(16) < 1.6 * before
-
-
-def test_what_was_only_guessed_is_learned_within_a_few_steps():
-    cost = measured(lambda size: 1.0, sizes=[1, 8])
-    assert cost.seconds(64) == pytest.approx(1 + 56 / 32), "a quarter for every 8 tokens"
-    for _ in range(6):
-        cost.observe(64, 1.1)  # the passes are long: each one is noticed at once
-    assert cost.seconds(64) == pytest.approx(1.1, rel=0.15)
-    assert cost.seconds(1) == pytest.approx(1.0, rel=0.1)
-    cost = measured(lambda size: 1.0, sizes=[1, 8])
-    for _ in range(3):
-        cost.observe(256, 40.0)  # guessed at 8.75
-    assert cost.seconds(256) > 30.0
-    assert cost.seconds(1) == pytest.approx(1.0, rel=0.1)
+def test_what_is_only_observed_costs_nothing_before_it_was():
+    cost = StepCost.unmeasured(8.0)
+    assert cost.seconds(1) < 1e-6
+    watched(cost, [(8, 16e-3)])
+    assert cost.seconds(8) == pytest.approx(16e-3) and cost.seconds(1) == pytest.approx(9e-3)
 
 
 def test_between_measured_sizes_the_curve_is_straight_and_beyond_it_goes_on():
@@ -178,15 +177,10 @@ def test_of_many_passes_one_of_the_fastest_counts():
     assert StepCost.of({1: [7.0, 2.0]}).seconds(1) == 2.0
 
 
-def test_a_step_of_a_size_that_costs_less_than_a_smaller_one_is_read_as_their_mean():
+def test_a_size_that_costs_less_than_a_smaller_one_is_read_as_their_mean():
     cost = StepCost.of({1: [1.0], 4: [3.0], 8: [2.0]})
     assert cost.seconds(4) == cost.seconds(8)
     assert 2.0 < cost.seconds(8) < 3.0
-
-
-def test_weights_are_bounded_so_that_it_never_stops_learning():
-    cost = watched(measured(), [(16, 10e-3)] * 500)
-    assert max(cost.to_json()["weights"]) == MAX_WEIGHT
 
 
 def test_reading_is_refreshed_by_the_time_that_passes_took():
@@ -208,24 +202,22 @@ def test_a_clock_that_did_not_move_teaches_nothing(seconds):
     assert cost.to_json() == before
 
 
-def test_a_clock_that_went_mad_hardly_counts():
+def test_a_clock_that_went_mad_does_not_count():
     cost = measured()
     before = cost.table
-    watched(cost, [(4, math.inf), (4, 1e-300), (500, math.inf)])
+    watched(cost, [(4, 1e300), (4, 1e-300), (500, math.inf), *[(4, 10e-3)] * 3])
     assert cost.change_since(before) < 0.1
 
 
 def test_a_clock_that_crawls_leaves_a_curve_that_can_be_saved():
     cost = watched(measured(lambda size: 1e-8), [(size, 1e-15) for size in KNOTS] * 300)
-    assert StepCost.from_json(cost.to_json()).table == cost.table
+    assert StepCost.from_json(cost.to_json()).table == pytest.approx(cost.table)
 
 
 def test_sizes_below_one_are_refused():
-    cost = measured()
-    for call in (cost.seconds, lambda size: cost.observe(size, 1.0)):
-        for size in (0, -3):
-            with pytest.raises(ValueError, match=rf"size={size} is not valid"):
-                call(size)
+    for size in (0, -3):
+        with pytest.raises(ValueError, match=rf"size={size} is not valid"):
+            measured().seconds(size)
 
 
 @pytest.mark.parametrize("samples", [{}, {1: []}, {1: [1.0], 5: [1.0]}])
@@ -238,8 +230,8 @@ def test_samples_are_of_known_sizes(samples):
     "change",
     [
         {"sizes": [1, 2]}, {"seconds": [1.0]}, {"seconds": [0.0] * len(KNOTS)}, {"seconds": [math.nan] * len(KNOTS)},
-        {"seconds": ["1"] * len(KNOTS)}, {"seconds": [True] * len(KNOTS)}, {"weights": [-1.0] * len(KNOTS)},
-        {"weights": None}, {"seconds": 3}, {"measured_at": None}, {"measured_at": math.inf},
+        {"seconds": ["1"] * len(KNOTS)}, {"seconds": [True] * len(KNOTS)}, {"seconds": 3}, {"measured_at": None},
+        {"measured_at": math.inf},
     ],
     ids=str,
 )  # fmt: skip
@@ -256,16 +248,9 @@ def test_json_of_another_kind_is_refused(value):
         StepCost.from_json(value)
 
 
-@pytest.mark.parametrize("guesses", [0.0, 0.05])
-def test_a_machine_whose_pace_goes_up_and_down_leaves_the_shape_as_it_was(guesses):
-    """200 times: what is not visited keeps its distance, or trees of any size would come to seem free, or too dear."""
-    luck, cost = random.Random(1), measured(lambda size: 4e-3 + 1e-4 * size)
-    before = list(cost.table)
-    for number in range(12_000):
-        size = luck.choice((4, 8)) if luck.random() < guesses else 1
-        pace = 1.0 if number // 60 % 2 else 1.6
-        hiccup = luck.choice((0.0,) * 9 + (1.5,)) + abs(luck.gauss(0.0, 0.1))
-        cost.observe(size, before[size] * pace * (1.0 + hiccup))
-    cost.refresh()
-    for size in (2, 4, 8, 16, 64, 256):
-        assert cost.table[size] / cost.table[1] == pytest.approx(before[size] / before[1], rel=0.25)
+def test_a_curve_owns_what_its_generations_have_learned():
+    cost, other = measured(), measured()
+    assert cost.state("greedy") is cost.state("greedy")
+    assert cost.state("greedy") is not cost.state("sampled at 1.0") and cost.state("greedy") is not other.state(
+        "greedy"
+    )

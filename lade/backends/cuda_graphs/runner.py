@@ -153,6 +153,7 @@ class GraphRunner(EagerRunner):
         cache.make_room(size)
         shape, buffers = replace(cache.shape(size), states=self._watcher is not None), cache.buffers
         found: CapturedPass | None = buffers.passes.get(shape)
+        self.prepared = found is None
         if found is None:
             inputs = StaticInputs(shape.rows, shape.size, self.device, shape.axes)
             inputs.fill(trees, cache.lengths, cache.rows.offsets)  # the warm-up calls need valid inputs

@@ -76,6 +76,11 @@ class RefeedingRunner:
         """See `EagerRunner.pass_time`."""
         return self._runner.pass_time
 
+    @property
+    def prepared(self) -> bool:
+        """See `EagerRunner.prepared`."""
+        return self._runner.prepared
+
     def room(self, cached: int) -> int | None:
         """See `EagerRunner.room`."""
         return self._runner.room(cached)

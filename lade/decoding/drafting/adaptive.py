@@ -41,7 +41,7 @@ COLUMNS, NGRAM = 16, 5
 LEAST_COLUMNS = 3
 """Smallest window that pays for its cells."""
 _NOTHING = ((1, 0.0),)
-"""Thresholds of a tree that consists of its root."""
+"""Growth stages of a tree that consists of its root."""
 
 
 class _Begun(NamedTuple):
@@ -63,8 +63,28 @@ class _Begun(NamedTuple):
 
     def is_plain(self, budget: Budget) -> bool:
         """Return whether a resting step feeds the root alone."""
-        pays = any(not guess.scores or budget.pays(guess.scores) for guess in self.guesses)
+        pays = any(not guess.scores or budget.worth_verifying(guess.scores) for guess in self.guesses)
         return not (self.guesses and pays)
+
+
+class _Fed(NamedTuple):
+    """Candidates that one step fed.
+
+    Attributes:
+        scores: their scores, likeliest first, the root's 1.0 before them.
+        ranking: their order, if some are those of guesses; None if all are the memory's, in the order of the tree.
+    """
+
+    scores: Sequence[float]
+    ranking: Ranking | None
+
+    def accepted(self, verdict: Verdict) -> list[int]:
+        """Return the indices of those that were accepted."""
+        if self.ranking is None:
+            return [node for node in verdict.path[1:] if node < len(self.scores)]
+        order = {path: number for number, path in enumerate(self.ranking.paths[: len(self.scores)])}
+        paths = [tuple(verdict.tokens[:depth]) for depth in range(1, len(verdict.path))]
+        return [order[path] for path in paths if path in order]
 
 
 class AdaptiveDrafter(Drafter):
@@ -110,6 +130,7 @@ class AdaptiveDrafter(Drafter):
         self._written = 0  # tokens of the answer before its first step
         self._begun = False
         self._step: _Begun | None = None
+        self._fed = _Fed((), None)
         if mtp is not None:
             self.mtp = MtpTree(self._grower, memory, mtp, self._begin_with_mtp, self._grow_with_mtp)
 
@@ -155,8 +176,8 @@ class AdaptiveDrafter(Drafter):
         if self.learns_prompts:
             self._grower.read(step.context)
         self._grower.begin(step.context, step.lead)
-        thresholds = _NOTHING if step.resting else self.budget.thresholds()
-        scores = self._grower.grow(self.memory, thresholds, step.max_depth)
+        stages = _NOTHING if step.resting else self.budget.stages()
+        scores = self._grower.grow(self.memory, stages, step.max_depth)
         return scores if self._constraint is None else self._fitting(scores)
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
@@ -164,19 +185,13 @@ class AdaptiveDrafter(Drafter):
         step, self._step = self._step or self._begin_step(context, max_depth), None
         if step.resting and step.is_plain(self.budget):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
-        lead, guesses, resting = step.lead, step.guesses, step.resting
-        scores = self._grow(step)
-        if (trust := self.budget.trust) < 1.0:
-            scores = [1.0, *(trust * score for score in scores[1:])]
-        ranking, alone = None, None
-        if scored := [guess for guess in guesses if guess.scores]:
-            paths, alone = self._grower.paths(len(scores)), () if resting else scores
+        scores, ranking = self._grow(step), None
+        if scored := [guess for guess in step.guesses if guess.scores]:
+            paths = self._grower.paths(len(scores))
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
             scores = ranking.scores
-        others = [guess for guess in guesses if not guess.scores]
-        return Candidates(
-            scores, partial(self._assembled, context, max_depth, scores, alone, ranking, others, len(lead))
-        )
+        others = [guess for guess in step.guesses if not guess.scores]
+        return Candidates(scores, partial(self._assembled, context, max_depth, scores, ranking, others, len(step.lead)))
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """Return the tokens that a grammar forces next, up to the number that may be fed."""
@@ -211,20 +226,20 @@ class AdaptiveDrafter(Drafter):
         context: Sequence[int],
         max_depth: int | None,
         scores: Sequence[float],
-        alone: Sequence[float] | None,
         ranking: Ranking | None,
         others: Sequence[Guess],
         lead: int,
     ) -> Draft:
         """Build the draft: the best nodes, then guesses without scores and the window while the budget lasts."""
-        tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores, alone)
+        tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
         grown = size if ranking is None else ranking.grown[size - 1]
         self._grower.hang(tree, grown)
         if ranking is not None:
             ranking.hang(tree, size)
         leading = min(lead, grown - 1)  # the likeliest nodes come first
         tree.sources[1 : 1 + leading] = [LEAD] * leading
-        most = self.budget.fill_to(len(tree))
+        self._fed = _Fed(scores[:size], ranking)
+        most = self.budget.fill_size(len(tree))
         for guess in others:
             tree.add_path(guess.tokens[: most - len(tree)], guess.source)
         last_row_nodes: Sequence[int | None] = ()
@@ -239,14 +254,11 @@ class AdaptiveDrafter(Drafter):
         if not draft.wants_entries:
             return
         assert readout.entries is not None
+        self.budget.learn(self._fed.scores, self._fed.accepted(verdict))
         self._grower.learn(self.memory, verdict.path, verdict.tokens, readout.entries)
         if self.window is not None and draft.last_row_nodes:
             self.window.advance(context[-1], self.window.new_row(draft.last_row_nodes, readout.argmax_ids))
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Drafter`."""
-        self.budget.observe(fed, emitted, seconds, forward_s)
-
-    def end(self) -> None:
-        """See `Drafter`."""
-        self.budget.settle()
+        self.budget.observe(fed, emitted, seconds, forward_s, prepared=prepared)

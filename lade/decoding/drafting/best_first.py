@@ -31,12 +31,14 @@ class Ranking(NamedTuple):
 
     Attributes:
         scores: `[C]`, the probability of each node, the root's 1.0 first.
+        paths: `[C]`, the tokens from below the root to each node.
         grown: `[C]`, number of the memory's nodes in a tree of each size.
         guessed: `[C]`, number of tokens of each guess in it.
         guesses: the guesses with scores.
     """
 
     scores: list[float]
+    paths: list[Tokens]
     grown: list[int]
     guessed: list[tuple[int, ...]]
     guesses: Sequence[Guess]
@@ -64,7 +66,7 @@ def ranked(
     for guess in guesses:
         columns.append([(score, tuple(guess.tokens[:end])) for end, score in enumerate(guess.scores[:max_depth], 1)])
     taken, used = set[Tokens](), [0] * len(columns)
-    ranking = Ranking([], [], [], guesses)
+    ranking = Ranking([], [], [], [], guesses)
     while len(taken) < most:
         heads = [column[place][0] if place < len(column) else -1.0 for column, place in zip(columns, used, strict=True)]
         best = heads.index(max(heads))  # on ties the memory's
@@ -75,6 +77,7 @@ def ranked(
         if path not in taken:
             taken.add(path)
             ranking.scores.append(score)
+            ranking.paths.append(path)
             ranking.grown.append(used[0])
             ranking.guessed.append(tuple(used[1:]))
     return ranking

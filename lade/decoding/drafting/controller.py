@@ -1,201 +1,136 @@
-"""How many tokens a step feeds: belief, evidence, and a budget for finding out.
+"""Tree-size controller: a learned yield curve against the seconds of passes, and a bounded loss in each text.
 
 **The decision.** A step that feeds S tokens takes t(S) seconds and yields E(S) tokens. Most tokens per second in the
 long run come from the S that maximises E(S) - r t(S), where r is the rate of late in tokens per second: the yield of
 the step less what its time would yield elsewhere (renewal reward theorem). S = 1 is plain decoding.
 
-**The belief.** Before anything is seen, E(S) = 1 + 0.36 (S - 1)^0.45: 1.6 at 4 tokens, 1.9 at 8, 2.2 at 16, 2.7 at 32.
-Cold texts of many models give 1.5, 1.65, 2.0 and 2.4; the prior is a little above them, since an optimist finds out.
-It is what a *policy* of S tokens yields: feeding rejected nodes teaches the memory their logits, so that later steps
-yield more. What the scores of one step promise counts that step alone, and the best-looking steps promise too much. So
-a step is expected to yield halfway between the prior and its scores,
+**The yield.** Trees grow best first, so a step that feeds many nodes tells about all smaller trees: the ranks of the
+accepted nodes say what each would have yielded. The curve of a model is the mean of that, by doublings of the tree.
+A text has one factor of its own to it, which begins at 1. A step's own scores move E(S) by a fifth of what they say
+beside the mean: where they promise most, least of it comes. And feeding teaches: logits of rejected nodes are learned.
 
-    E(S) = 1 + u (sum of the scores / 2 + prior gain(S) / 2).
+**The seconds.** t(S) is the curve of the model on this machine (`step_cost`) and the library's own time, a median of
+late. What a step really took enters neither a decision nor the loss by itself: a burst of another process, a captured
+graph or garbage collection can only move a median, and passes that were prepared do not even that.
 
-**The evidence.** u is the calibration: tokens that guesses brought over tokens that this formula (with u = 1) had
-expected of the same steps. It begins at 1 with the weight of 25 expected tokens; evidence fades over 300.
+**Who keeps what.** A model, by kind of text: `ControllerState`, which the curve of its passes owns. A text: its factor,
+and its *loss* against plain decoding, in plain steps by t(S). `ALLOWANCE` steps and `ALLOWED_SHARE` of the text are the
+most that it may be: then drafting rests until the share has grown. All texts of a kind share a reserve, which grows by
+one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to pay is fed if
+its scores, taken at their word, say that it would; and with some reserve two tokens, to see what they cost. So a text
+that cannot be guessed silences none of the next ones, and gains license no losses.
 
-**The price.** t(S) is the step cost of the model on this machine (`lade.tuning`) and the library's own time.
-Both are learned from the steps that are made, and no pass is made for measuring alone. Where every step feeds guesses,
-each 64th is a plain one, to see what plain decoding takes; where none does, four tokens are tried now and then.
-
-**The budget of regret.** Belief may be wrong, so the loss is bounded. A ledger adds up, over all steps in which guesses
-were looked for, tokens yielded less the plain steps that the same time would have been worth. It begins at 16 plain
-steps and never rises above: gains of one text license no larger losses in the next. When it is used up, guesses are
-not looked for any more. Each plain step then earns 0.2 % of a step. When one step is saved up, looking is resumed: if
-it wins, the ledger fills up and guessing goes on, else twice as much is saved up for the next attempt: few large ones
-escape from bad luck, many small ones do not. Between them each 200th step peeks: it looks for guesses, and begins an
-attempt at once if they promise as much as an attempt costs, which notices a text that has become easy. All is paid from
-the same ledger: plain decoding is undercut by 16 steps and 0.2 % of the time, and no more than one step's loss beyond.
-
-**Who keeps what.** A machine and a model: the step cost, in a file. A model, by kind of text (greedy, drawn):
-`ControllerState`, that is calibration, ledger, rate and own time; a process has it until the model is freed. A call:
-nothing but the step that is being made. A text: its memory of contexts, which is not this module's.
-
-**Several rows.** All rows of a batch or an engine share one controller. One price per token holds for all of them: rows
-that are padded to the largest tree pay for the padded pass, so the next size is fed if the scores that it adds, over
-all rows, are worth it. The budget of regret is in tokens, which they share: as many rows learn as much faster. An
-engine has another request for a row that ends, so the mean row counts. A call that waits for all of its rows takes as
-long as the slowest: there `common_progress` counts, to which a row adds the less the further it is ahead. No runner
-makes passes that are not padded; for engines that do, `lade.engines.price` is the threshold of all requests.
-
-Steps that look for nothing need no decision; they are noted, and learned together later.
+**Several rows.** All rows of a batch or an engine share one controller, since passes are padded to the largest tree:
+the yield of the mean row decides. A call that waits for all of its rows takes as long as the slowest, so there rows
+weigh the less the further they are ahead.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.drafting.copy_drafting import Agreement
-from lade.decoding.drafting.tree_size import PassCost
+from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, PassCost
 
-LARGEST = 128
-"""Tokens fed per step at most, by one process."""
-LARGEST_SHARED = 512
-"""The same by several, each of which feeds a part."""
+Floats = npt.NDArray[np.float64]
 
-PRIOR_GAIN, PRIOR_POWER = 0.36, 0.45
-"""Tokens that a policy of S yields beyond the first: PRIOR_GAIN * (S - 1) ** PRIOR_POWER. The power is that of cold
-texts; the factor is a fifth above theirs (0.3 lost 2 % where passes hardly grow with their size)."""
-SCORES = 0.5
-"""Weight of a step's scores beside the prior. With 0 sizes do not follow the text, with 1 nothing is fed to learn."""
-EVIDENCE_TOKENS = 300.0
-"""Weight of all evidence on the yield, in expected tokens: some 400 steps are remembered."""
-STEPS = 24
-"""Weight of the prior, in expected tokens; steps that rate and own time are averaged over, or that a rest notes."""
-REGRET, REGRET_STEPS = 16.0, 2.0
-"""Tokens of plain decoding that guessing may lose, which of one row are as many plain steps; a batch shares them, since
-its rows learn together, but has so many plain steps at least. A cold memory costs some 12 before it pays; with 20 more
-simulated texts fall 3 % behind plain decoding (`tests/tuning/test_never_slower.py`). With one step 16 rows lose 6 %
-where passes hardly grow (lab/log/batches-and-engine.md). A single pass is charged no more than all of it."""
-EARNED, RESUMED = 0.002, 1.0
-"""Plain steps earned by each step that rests, a share of the time; and how many are saved up for the first attempt, or
-promised by a peek. With 0.005 earned, twice as many simulated texts are slower than plain decoding."""
-LOOK_NODES = 40
-"""The library's time of a step is that of its nodes and of so many more: some 290 us and 7 us for each node."""
-CHECK_AFTER = 64
-"""Steps with guesses after which a plain one shows what plain decoding takes. 16 cost 1 % where guesses double the
-speed."""
-TRIAL, TRIAL_AFTER = 4, 200
-"""Tokens fed to see what they cost, and plain steps after which they are; after as many of a rest there is a peek."""
-SURPRISE = 0.2
-"""Share by which a pass takes more or less time than expected that is no accident, if it recurs. A trial that was so
-much faster is followed by the next at once; else a machine that was measured as steep takes 1.34 times as long as with
-the best size (`tests/tuning/test_never_slower.py`)."""
-APART = 4.0
+PRIOR_GAIN = 0.3
+"""Accepted nodes for each doubling of a tree, before anything is seen: cold texts of many models have 0.2 to 0.5."""
+CURVE_STEPS = 500.0
+"""Steps that the yield curve of a model remembers; 100 and 2000 are as good."""
+TEXT_TOKENS = 8.0
+"""Expected accepted nodes that the curve weighs beside a text's own evidence; 4 and 16 lose 0.3 to 0.8 %."""
+SCORES = 0.2
+"""Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes
+(lab/log/tree-size.md: 0 and 0.35 lose 1 to 2 %, 1 loses 7 %)."""
+TAUGHT = 0.035
+"""The logits of node number n bring `TAUGHT / sqrt(n)` tokens later, accepted or not: the memory learns them."""
+ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
+"""Plain steps, and share of its tokens, that a text may lose against plain decoding."""
+RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
+"""Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
+RATE_STEPS = 24
+"""Steps that the rate is averaged over, and that the prior counts for; 12, 60 and 200 lose 0.3 to 1 %."""
+OVERHEAD_NODES = 40
+"""Fixed overhead of a drafting step, in node equivalents: some 290 us and 7 us for each node."""
+LAG_SCALE = 4.0
 """Tokens by which a row is ahead of the slowest that make it weigh e times less where a call waits for all. With the
 mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
-alone nothing is learned from all others, at 8 and 16 tokens some batches lose a quarter of their gain
-(lab/log/batches-and-engine.md)."""
-OUTLIER = 6.0
-"""Multiple of what is usual beyond which a step's own time was something else, such as garbage collection, and a plain
-pass a stall."""
+alone nothing is learned from all others (lab/log/batches-and-engine.md)."""
+RECENT = 15
+"""Steps of late whose median is the library's own time."""
+
+_DOUBLINGS = LARGEST_SHARED.bit_length() - 1
+_LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))
+_TAUGHT_UNIT = np.arange(1, LARGEST_SHARED + 1) ** -0.5
+_TAUGHT_UNIT[0] = 0.0
+_TAUGHT = _TAUGHT_UNIT.cumsum()
 
 
-def _prior() -> list[float]:
-    return [0.0, *(PRIOR_GAIN * np.arange(LARGEST_SHARED + 1) ** PRIOR_POWER).tolist()]
-
-
-_PRIOR = _prior()
-"""By size: tokens beyond the first that a policy of this size is believed to yield."""
-
-
-def most_fed(processes: int) -> int:
-    """Tokens per step at most, where so many processes feed a part of each tree: about as many each as one alone."""
-    return LARGEST if processes == 1 else min(LARGEST * processes, LARGEST_SHARED)
-
-
-def lags(emitted: Sequence[int]) -> npt.NDArray[np.float64]:
+def slowest_row_weights(emitted: Sequence[int]) -> Floats:
     """Return how much each row weighs where a call waits for all: `[B]`, the slowest 1.
 
     Args:
         emitted: `[B]`, tokens that each row has emitted.
     """
-    return np.exp((min(emitted) - np.array(emitted, dtype=np.float64)) / APART)
+    return np.exp((min(emitted) - np.array(emitted, dtype=np.float64)) / LAG_SCALE)
 
 
 def common_progress(emitted: Sequence[int]) -> float:
     """Return how far a call is that waits for all of its rows: a soft minimum of the tokens that they have emitted.
 
-    It is no less than the minimum and exceeds it by `APART` log B at most; of rows that keep pace it is theirs.
+    It is no less than the minimum and exceeds it by `LAG_SCALE` log B at most; of rows that keep pace it is theirs.
     """
-    return min(emitted) - APART * float(np.log(lags(emitted).mean()))
+    return min(emitted) - LAG_SCALE * float(np.log(slowest_row_weights(emitted).mean()))
+
+
+class YieldCurve:
+    """Accepted nodes by doublings of a tree, in the mean step: of rank 1, of 2 and 3, of 4 to 7; and those promised.
+
+    Attributes:
+        gains: `[doublings]`, nodes accepted.
+        promised: `[doublings]`, sums of scores.
+        steps: `[doublings]`, how many steps have shown this, at most `CURVE_STEPS`.
+    """
+
+    def __init__(self) -> None:
+        self.gains = np.full(_DOUBLINGS, PRIOR_GAIN)
+        self.promised = np.full(_DOUBLINGS, PRIOR_GAIN)
+        self.steps = np.full(_DOUBLINGS, float(RATE_STEPS))
+
+    def learn(self, promised: Floats, accepted: Floats) -> None:
+        """Learn from a step that fed some doublings, `[fed]` each."""
+        seen = slice(len(promised))
+        self.steps[seen] = np.minimum(self.steps[seen] + 1.0, CURVE_STEPS)
+        self.gains[seen] += (accepted - self.gains[seen]) / self.steps[seen]
+        self.promised[seen] += (promised - self.promised[seen]) / self.steps[seen]
 
 
 @dataclass
 class ControllerState:
-    """What a controller keeps between the generations of one model with one kind of text.
+    """What a model has taught with one kind of text, kept between its generations.
 
     Generations on several threads may share it: a lost step is the worst.
 
     Attributes:
-        expected, brought: tokens expected of guesses before calibration, and tokens that they brought.
-        pace_tokens, pace_steps: fading sums of tokens, and of plain steps that the same time is worth.
-        node_s: seconds of the library's own time per node, in steps that look for guesses.
-        plain_own_s: seconds of it in steps that do not.
-        since_guesses: plain steps since guesses were fed, in all texts.
-        spent: whether the budget of regret is used up.
-        rested: resting steps since guesses were last looked for.
-        saved_up: plain steps to save up for the next attempt.
-        tokens, seconds, earned: the ledger since it was last full: tokens and seconds of steps that looked for guesses,
-            and plain steps earned by resting.
-        copies: how likely a text goes on as it did where its last tokens stood before.
+        curve: what trees yield.
+        reserve: plain steps that may be lost before drafting rests in all texts.
+        rate_tokens, rate_steps: fading sums of tokens, and of plain steps that the same time is worth.
+        node_s: seconds of the library's own time per node, in steps of late that looked for guesses.
+        plain_own_s: seconds of it in steps that did not.
     """
 
-    expected: float = STEPS
-    brought: float = STEPS
-    pace_tokens: float = STEPS
-    pace_steps: float = STEPS
-    node_s: float = 0.0
-    plain_own_s: float = 0.0
-    since_guesses: int = 0
-    spent: bool = False
-    rested: int = 0
-    saved_up: float = RESUMED
-    earned: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    copies: Agreement = field(default_factory=Agreement, compare=False)
-
-    @property
-    def calibration(self) -> float:
-        """u: what guesses bring of what is expected of them before calibration."""
-        return self.brought / self.expected
-
-    def learn_yield(self, expected: float, brought: float) -> None:
-        """Learn from the guesses of one step."""
-        fading = min(1.0, EVIDENCE_TOKENS / (self.expected + expected))
-        self.expected = fading * (self.expected + expected)
-        self.brought = fading * (self.brought + brought)
-
-    def regret_left(self, plain_s: float, rows: int = 1) -> float:
-        """Return what is left of the budget of regret, in tokens of which a plain step takes so many seconds."""
-        return max(REGRET, REGRET_STEPS * rows) + self.earned + self.tokens - self.seconds / plain_s
-
-    def settle_regret(self, plain_s: float, rows: int, *, looked: bool) -> None:
-        """Start the ledger anew where it is full, and stop or resume looking for guesses."""
-        left = self.regret_left(plain_s, rows)
-        if left >= max(REGRET, REGRET_STEPS * rows):
-            self.tokens = self.seconds = self.earned = 0.0
-            self.saved_up = RESUMED
-        if looked:
-            self.rested = 0
-            self.spent |= left <= 0.0
-            return
-        self.rested += self.spent
-        if self.spent and left >= self.saved_up:
-            self.saved_up *= 2.0
-            self.resume()
-
-    def resume(self) -> None:
-        """Look for guesses again, the prior weighing as much as all evidence: the text may have changed."""
-        self.spent = False
-        self.expected, self.brought = 2.0 * STEPS, STEPS * (1.0 + self.calibration)
+    curve: YieldCurve = field(default_factory=YieldCurve, compare=False)
+    reserve: float = RESERVE
+    rate_tokens: float = RATE_STEPS
+    rate_steps: float = RATE_STEPS
+    node_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
+    plain_own_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
 
 
 class Controller:
@@ -204,172 +139,159 @@ class Controller:
     Args:
         cost: what a forward pass costs; it learns from every step.
         state: what earlier texts have taught, learned further; None to know nothing.
-        most: tokens fed per step at most; see `most_fed`.
+        most: tokens fed per step at most; see `max_tree_size`.
     """
 
     def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
         self._cost = cost
         self.most = most
         self._state = ControllerState() if state is None else state
+        self._expected = self._accepted = TEXT_TOKENS
+        self._lost = self._tokens = 0.0
+        self._fed = 1
         self._looked = True
-        self._check = self._peek = False
-        self._rows = self._most_rows = 1
-        self._since_plain = 0
-        self._noted: list[tuple[float, float, float]] = []
-        self._expected = 0.0
-        self._of_memory = True
+        self._node_s = self._plain_own_s = 0.0
+        self._measure_own_time()
+        self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT)
+
+    def _measure_own_time(self) -> None:
+        self._node_s, self._plain_own_s = median(self._state.node_s), median(self._state.plain_own_s)
 
     @property
-    def _plain_s(self) -> float:
-        """Seconds of a plain step on average, hiccups included."""
-        return self._cost.plain_s + self._state.plain_own_s
+    def _allowance(self) -> float:
+        return ALLOWANCE + ALLOWED_SHARE * self._tokens
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether this text has lost all that it may lose, so that drafting rests."""
+        return self._lost >= self._allowance or self._state.reserve <= 0.0
 
     @property
     def rate(self) -> float:
         """Tokens per second of late, at least those of plain decoding."""
-        self.settle()
-        pace = self._state.pace_tokens / self._state.pace_steps
-        return max(1.0, pace) / (self._cost.table[1] + self._state.plain_own_s)
+        rate = self._state.rate_tokens / self._state.rate_steps
+        return max(1.0, rate) / (self._cost.table[1] + self._plain_own_s)
+
+    def skip_drafting(self) -> bool:
+        """See `Budget`: in baseline probes, and while the allowance is exhausted."""
+        self._looked = not (self.exhausted or self._cost.wants_baseline)
+        return not self._looked
 
     @property
-    def trust(self) -> float:
-        """See `Budget`."""
-        return min(1.0, self._state.calibration)
+    def _ratio(self) -> float:
+        """What this text yields of what the curve says."""
+        return self._accepted / self._expected
 
-    def thresholds(self) -> list[tuple[int, float]]:
+    def stages(self) -> list[tuple[int, float]]:
         """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
-        corners = [size for size in self._cost.corners if 1 < size < self.most] + [self.most]
-        rate, node_s, marginals = self.rate, self._state.node_s, self._cost.marginals
-        use, stages, size = self._state.calibration, list[tuple[int, float]](), 1
-        weight = (1.0 - SCORES) * use
-        for corner in corners:
-            price, explored = rate * (marginals[corner - 1] + node_s), size
-            while explored < corner and weight * (_PRIOR[explored + 1] - _PRIOR[explored]) >= price:
-                explored += 1
-            if explored > size:  # nodes that are worth it whatever their scores
-                stages.append((explored, 0.0))
-            if explored < corner:
-                taught = weight * (_PRIOR[explored + 1] - _PRIOR[explored])
-                stages.append((corner, (price - taught) / (SCORES * use)))
+        curve, ratio = self._state.curve, self._ratio
+        base = _at_sizes(ratio * (curve.gains - SCORES * curve.promised)) + TAUGHT * _TAUGHT
+        rate, size, stages = self.rate, 1, list[tuple[int, float]]()
+        for corner in [*(corner for corner in self._cost.corners if 1 < corner < self.most), self.most]:
+            price = rate * (self._cost.marginals[corner - 1] + self._node_s)
+            gain = (base[corner - 1] - base[size - 1]) / (corner - size)
+            weight = 1.0 if self._fed == 1 else ratio * SCORES  # what explores goes by scores
+            stages.append((corner, max(0.0, float(price - gain) / weight)))
             size = corner
-        return stages
+        return [(2, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
 
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+    def expected(self, scores: Sequence[float], ratio: float | None) -> Floats:
+        """Return E(S) for each S from 1 on, `[C]`, given what the text yields of the curve; None to go by scores."""
+        given, curve = np.array(scores[:LARGEST_SHARED], dtype=np.float64), self._state.curve
+        if ratio is None:
+            return np.cumsum(given)
+        mean = _at_sizes(curve.gains - SCORES * curve.promised)[: len(given)]
+        given[0] = 0.0
+        tokens = ratio * (mean + SCORES * given.cumsum()) + TAUGHT * _TAUGHT[: len(given)]
+        forced = np.where(given >= 1.0, given, 0.0).cumsum()
+        expected: Floats = 1.0 + np.maximum(tokens, forced)
+        return expected
+
+    def choose(self, scores: Sequence[float]) -> int:
         """See `Budget`."""
-        self.settle()
-        promised = sum(scores[1:])
-        share = 1.0 if alone is None else min(1.0, sum(alone[1:]) / promised) if promised else 0.0
-        use = self._state.calibration
-        worth = self._worth(scores, share, (1.0 + use) / 2.0 if self._peek else use)  # doubted as by `resume`
-        if self._peek and max(worth) - worth[0] < RESUMED:
-            worth = worth[:1]
-        elif self._peek:
-            self._state.resume()
-        size = worth.index(max(worth)) + 1
-        if size == 1 and self._looked and self._state.since_guesses >= TRIAL_AFTER:
-            size = min(TRIAL, len(scores))
-        fed = sum(scores[1:size])
-        self._of_memory = alone is None or 2.0 * sum(alone[1:size]) >= fed
-        self._expected = SCORES * fed / self.trust + (1.0 - SCORES) * _PRIOR[size]
+        return self._chosen([scores], [1.0])
+
+    def _chosen(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats) -> int:
+        """Return the best size for rows with these candidates, of which each counts by its weight."""
+        size = self._best(self._mean(candidates, weights, self._ratio))
+        if size == 1:  # explore: as if scores came true
+            size = self._best(self._mean(candidates, weights, None))
+        if size == 1 and self._state.reserve >= 1.0:
+            size = min(2, max(map(len, candidates)))  # what passes over several tokens take is found out
         return size
 
-    def pays(self, scores: Sequence[float]) -> bool:
+    def _mean(
+        self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float | None
+    ) -> Floats:
+        """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
+        expected = [self.expected(scores, ratio) for scores in candidates]
+        most = max(map(len, expected))
+        mean = np.zeros(most)
+        for each, weight in zip(expected, weights, strict=True):
+            mean += weight * np.pad(each, (0, most - len(each)), mode="edge")
+        return mean
+
+    def _best(self, expected: Floats) -> int:
+        """Return the size whose expected yield `[C]` exceeds most what its time would yield elsewhere."""
+        sizes = np.arange(1, len(expected) + 1)
+        seconds = np.array(self._cost.table[1 : len(expected) + 1]) + self._node_s * (sizes - 1)
+        return int(np.argmax(expected - self.rate * seconds)) + 1
+
+    def worth_verifying(self, scores: Sequence[float]) -> bool:
         """See `Budget`."""
-        self.settle()
-        table = self._cost.table
-        if self._check or sum(scores) <= self.rate * (table[2] - table[1]):
-            return False  # a plain step is due, or they bring no more than the first of them costs
-        worth = self._worth([1.0, *scores], 0.0, 0.0)
-        return max(worth) > worth[0]
+        if self._cost.wants_baseline or sum(scores) <= self.rate * (self._cost.table[2] - self._cost.table[1]):
+            return False
+        return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
-    def _worth(self, scores: Sequence[float], share: float, use: float) -> list[float]:
-        """By size, from 1 on: expected yield less what the time would yield elsewhere.
-
-        Args:
-            scores: likeliest first, the memory's times `trust`.
-            share: of the sum of scores, how much is the memory's; other scores are calibrated by their sources.
-            use: the calibration u.
-        """
-        rate, table, state = self.rate, self._cost.table, self._state
-        node_s = state.node_s
-        weight = 1.0 - share + share * SCORES * use / self.trust
-        prior = share * (1.0 - SCORES) * use
-        worth = [
-            1.0 + weight * (promised - 1.0) + prior * _PRIOR[size] - rate * (table[size] + node_s * size)
-            for size, promised in enumerate(accumulate(scores), start=1)
-        ]
-        worth[0] = 1.0 - rate * (table[1] + node_s)
-        return worth
-
-    def fill_to(self, size: int) -> int:
+    def fill_size(self, size: int) -> int:
         """See `Budget`: as far as a node is worth its price for what it teaches."""
-        for end, threshold in self.thresholds():
+        for end, threshold in self.stages():
             if end > size and threshold > 0.0:
                 break
             size = max(size, end)
         return size
 
-    def skip_drafting(self) -> bool:
-        """See `Budget`: while the budget of regret is used up, but for peeks, and in a plain step that is due."""
-        state = self._state
-        if state.spent:
-            if len(self._noted) % STEPS:  # nothing to decide yet
-                return True
-            self.settle()
-        self._peek = (
-            state.spent and state.rested >= TRIAL_AFTER and state.regret_left(self._plain_s, self._most_rows) > 0
-        )
-        self._check = not state.spent and self._since_plain >= CHECK_AFTER
-        self._looked = self._peek or not (state.spent or self._check)
-        return not self._looked
-
-    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1) -> None:
-        """See `Budget`; `emitted` is that of the mean row, and each of the rows is evidence and may lose tokens."""
-        self._rows, self._most_rows = rows, max(rows, self._most_rows)
-        if fed == 1:
-            self._since_plain = 0
-            self._state.since_guesses += 1
-            if self._state.spent and not self._looked:
-                self._noted.append((emitted, seconds, forward_s))
-                return
-        self.settle()
-        self._learn(fed, emitted, seconds, forward_s, looked=self._looked)
-
-    def settle(self) -> None:
+    def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
         """See `Budget`."""
-        if self._noted:
-            noted, self._noted = self._noted, []
-            for emitted, seconds, forward_s in noted:
-                self._learn(1, emitted, seconds, forward_s, looked=False)
+        doublings = len(scores).bit_length() - 1  # those that were fed as a whole
+        if not doublings:
+            return
+        starts = 2 ** np.arange(doublings)
+        promised = np.add.reduceat(np.array(scores[: 2 * starts[-1]], dtype=np.float64), starts)
+        came = np.bincount(np.array([rank.bit_length() - 1 for rank in accepted], dtype=np.int64), minlength=doublings)
+        curve = self._state.curve
+        expected = float(curve.gains[:doublings].sum())
+        curve.learn(promised, came[:doublings].astype(np.float64))
+        self._expected += expected
+        self._accepted += float(came[:doublings].sum())
 
-    def _learn(self, fed: int, emitted: float, seconds: float, forward_s: float, *, looked: bool) -> None:
-        """Learn from a step, in which guesses were looked for or not."""
-        state, table = self._state, self._cost.table
-        expected_s, own_s = table[min(fed, len(table) - 1)], self._own_s(fed, seconds - forward_s)
-        if looked:
-            state.node_s += (own_s / (fed + LOOK_NODES) - state.node_s) / STEPS
-        elif fed == 1:
-            state.plain_own_s += (own_s - state.plain_own_s) / STEPS
-        state.pace_tokens += emitted - state.pace_tokens / STEPS
-        state.pace_steps += (expected_s + own_s) / (table[1] + state.plain_own_s) - state.pace_steps / STEPS
-        if looked and self._of_memory:
-            state.tokens += self._rows * emitted
-            state.seconds += self._rows * (min(forward_s, REGRET * self._cost.plain_s) + own_s)
-        elif fed == 1:
-            state.earned += self._rows * EARNED
-        state.settle_regret(self._plain_s, self._most_rows, looked=looked)
-        if fed > 1:
-            self._since_plain += 1
-            if forward_s > (1.0 - SURPRISE) * expected_s:  # else the next trial comes at once
-                state.since_guesses = 0
-            if self._of_memory:
-                state.learn_yield(self._rows * self._expected, self._rows * (emitted - 1.0))
-        self._cost.observe(fed, forward_s)
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
+        """See `Budget`."""
+        state = self._state
+        if not prepared and self._looked:
+            state.node_s.append((seconds - forward_s) / (fed + OVERHEAD_NODES))
+        elif not prepared and fed == 1:
+            state.plain_own_s.append(seconds - forward_s)
+        self._measure_own_time()
+        table = self._cost.table
+        plain_s = table[1] + self._plain_own_s
+        own_s = self._node_s * (fed + OVERHEAD_NODES) if self._looked else self._plain_own_s
+        steps = (table[min(fed, len(table) - 1)] + own_s) / plain_s
+        state.rate_tokens += emitted - state.rate_tokens / RATE_STEPS
+        state.rate_steps += steps - state.rate_steps / RATE_STEPS
+        self._tokens += emitted
+        state.reserve += RESERVE_SHARE * emitted
+        if self._looked:
+            self._lost = max(0.0, self._lost + steps - emitted)
+            state.reserve += emitted - steps
+        state.reserve = min(RESERVE, state.reserve)
+        self._fed = fed
+        self._cost.observe(fed, forward_s, prepared=prepared)
 
-    def _own_s(self, fed: int, seconds: float) -> float:
-        """The library's own time of a step, without what took far longer than usual, such as garbage collection."""
-        usual_s = self._state.node_s * (fed + LOOK_NODES)
-        return min(seconds, OUTLIER * max(usual_s, self._cost.plain_s))
+
+def _at_sizes(gains: Floats) -> Floats:
+    """Return the sum of the gains of doublings up to each size from 1 on, `[LARGEST_SHARED]`; 0.0 at 1."""
+    return np.interp(_LOG_SIZES, np.arange(len(gains) + 1), np.concatenate(([0.0], gains.cumsum())))
 
 
 class BatchBudget(Controller):
@@ -382,16 +304,24 @@ class BatchBudget(Controller):
     def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
         super().__init__(cost, state, most)
         self._skipping: bool | None = None
-        self._size = 1
+        self._size, self._rows = 1, 0
 
     def use(self, cost: PassCost) -> None:
-        """Go by the cost of another number of rows from now on; `settle` first, so that it learns nothing of others."""
+        """Switch to the cost curve of another batch size."""
         self._cost = cost
+
+    def begin_texts(self, count: int, *, alone: bool = False) -> None:
+        """Begin so many texts, which have lost nothing yet; the others, if they are not alone, keep their shares."""
+        kept = 0.0 if alone else self._rows / (self._rows + count)
+        self._lost, self._tokens = kept * self._lost, kept * self._tokens
+        self._expected += (1.0 - kept) * (TEXT_TOKENS - self._expected)
+        self._accepted += (1.0 - kept) * (TEXT_TOKENS - self._accepted)
+        self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT * count)
 
     @property
     def reads_logits(self) -> bool:
         """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
-        return not self._state.spent
+        return not self.exhausted
 
     def skip_drafting(self) -> bool:
         """See `Budget`: all rows skip it in the same steps."""
@@ -410,25 +340,23 @@ class BatchBudget(Controller):
         """
         if not any(candidates):
             return
-        weights = np.ones(len(candidates)) if emitted is None else lags(emitted)
-        mean = np.zeros(max(map(len, candidates)))
-        for scores, weight in zip(candidates, weights / weights.sum(), strict=True):
-            mean[: max(1, len(scores))] += weight * np.array(scores or [1.0])
-        resting = bool(self._skipping)  # then what is there comes from other sources than the memory, or a grammar
-        self._size = super().choose(mean.tolist(), () if resting else None)
+        weights = np.ones(len(candidates)) if emitted is None else slowest_row_weights(emitted)
+        self._size = self._chosen([scores or [1.0] for scores in candidates], weights / weights.sum())
 
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+    def choose(self, scores: Sequence[float]) -> int:
         """See `Budget`: as many as in all other rows, if there are as many."""
         return min(self._size, len(scores))
 
-    def fill_to(self, size: int) -> int:
+    def fill_size(self, size: int) -> int:
         """See `Budget`: a row with fewer candidates than others fills up, which costs nothing."""
-        return super().fill_to(max(size, self._size))
+        return super().fill_size(max(size, self._size))
 
-    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1) -> None:
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """No-op: `observe_pass` gets the pass as a whole."""
 
-    def observe_pass(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int) -> None:
+    def observe_pass(
+        self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int, prepared: bool = False
+    ) -> None:
         """Learn from a forward pass.
 
         Args:
@@ -437,6 +365,8 @@ class BatchBudget(Controller):
             seconds: undisturbed seconds that the whole step took; see `lade.clock`.
             forward_s: seconds of those that the model took.
             rows: B, how many took part.
+            prepared: whether the pass did work that is done once.
         """
-        super().observe(fed, emitted, seconds, forward_s, rows=rows)
+        self._rows = rows
+        super().observe(fed, emitted, seconds, forward_s, prepared=prepared)
         self._skipping = None

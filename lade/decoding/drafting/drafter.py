@@ -174,7 +174,9 @@ class Drafter(ABC):
             verdict: the accepted tokens.
         """
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:  # noqa: B027
+    def observe(  # noqa: B027
+        self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False
+    ) -> None:
         """Learn the cost of a step.
 
         Args:
@@ -183,10 +185,11 @@ class Drafter(ABC):
             seconds: duration of the whole step in undisturbed seconds, see `lade.clock`; without passes of an MTP
                 layer, whose payoff `MtpPasses` weighs: they are no price of nodes.
             forward_s: part of it spent in the model.
+            prepared: whether the pass did work that is done once, such as capturing a graph: its times are no evidence.
         """
 
     def end(self) -> None:  # noqa: B027
-        """End of the row: flush pending observations."""
+        """End of the row."""
 
     def close(self) -> None:  # noqa: B027
         """Release what belongs to the row, which may not have ended: it was cancelled, or another row failed."""
@@ -232,9 +235,9 @@ class ForwardingDrafter(Drafter):
         """See `Drafter`."""
         self._drafter.learn(context, draft, readout, verdict)
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Drafter`."""
-        self._drafter.observe(fed, emitted, seconds, forward_s)
+        self._drafter.observe(fed, emitted, seconds, forward_s, prepared=prepared)
 
     def end(self) -> None:
         """See `Drafter`."""
@@ -287,9 +290,9 @@ class IsolatedDrafter(ForwardingDrafter):
         """See `Drafter`."""
         self._tried(super().learn, context, draft, readout, verdict)
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Drafter`."""
-        self._tried(super().observe, fed, emitted, seconds, forward_s)
+        self._tried(partial(super().observe, prepared=prepared), fed, emitted, seconds, forward_s)
 
     def end(self) -> None:
         """See `Drafter`."""

@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import LARGEST, BatchBudget, Controller, ControllerState
+from lade.decoding.drafting.controller import BatchBudget, Controller, ControllerState
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
-from lade.decoding.drafting.tree_size import Budget, FixedBudget, PassCost
+from lade.decoding.drafting.tree_size import LARGEST, Budget, FixedBudget, PassCost
 
 
 def reads_logits(config: LookaheadConfig, budget: BatchBudget | None) -> bool:
@@ -29,7 +29,7 @@ def drafter_for(
     vocabulary: int | None = None,
     cost: PassCost | None = None,
     budget: Budget | None = None,
-    habits: ControllerState | None = None,
+    state: ControllerState | None = None,
     most: int = LARGEST,
     sources: Sequence[Source] = (),
     constraint: Constraint | None = None,
@@ -44,7 +44,7 @@ def drafter_for(
         vocabulary: V; ids below it can be fed. None for no limit.
         cost: cost of a forward pass by size, which the adaptive method needs to choose tree sizes.
         budget: budget shared with other rows; None for an own one.
-        habits: state of an own budget, learned from earlier texts; None for none.
+        state: what earlier texts have taught an own budget; None for nothing.
         most: maximum number of tokens fed per step by an own budget.
         sources: sources of guesses besides the method's own.
         constraint: forced and forbidden tokens; None for none.
@@ -61,7 +61,7 @@ def drafter_for(
     if budget is None and config.budget is not None:
         budget = FixedBudget(config.budget)
     if budget is None and cost is not None:
-        budget = Controller(cost, habits, most)
+        budget = Controller(cost, state, most)
     if budget is None:
         raise ValueError("the adaptive method needs the cost of a pass, or a budget: give LookaheadConfig(budget=...)")
     return AdaptiveDrafter(

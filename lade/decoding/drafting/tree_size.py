@@ -1,9 +1,19 @@
-"""How large a step's tree should be: what decides about it, and what it has to know."""
+"""Interfaces for sizing a tree: `Budget` decides, `PassCost` tells what a pass takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+
+LARGEST = 128
+"""Tokens fed per step at most, by one process: what passes are measured for, and what CUDA graphs are captured for."""
+LARGEST_SHARED = 512
+"""The same by several processes, each of which feeds a part."""
+
+
+def max_tree_size(processes: int) -> int:
+    """Return the tokens per step at most where so many processes feed a part of each tree."""
+    return LARGEST if processes == 1 else min(LARGEST * processes, LARGEST_SHARED)
 
 
 class PassCost(Protocol):
@@ -11,18 +21,18 @@ class PassCost(Protocol):
 
     Attributes:
         table: seconds by size, from 0 on; never decreasing.
-        plain_s: seconds of a pass over one token on average, hiccups included.
         marginals: seconds that one more token adds, on the lower convex hull of the table; never decreasing.
         corners: sizes where the table touches its hull, ascending.
+        wants_baseline: whether a pass over one token is due, to compare others with.
     """
 
     table: list[float]
-    plain_s: float
     marginals: list[float]
     corners: list[int]
+    wants_baseline: bool
 
-    def observe(self, size: int, seconds: float) -> None:
-        """Learn from a pass."""
+    def observe(self, size: int, seconds: float, *, prepared: bool = False) -> None:
+        """Learn from a pass; `prepared`: it did work that is done once, and its time is no evidence."""
 
 
 class Budget(Protocol):
@@ -33,42 +43,41 @@ class Budget(Protocol):
         """Tokens fed per step at most."""
         ...
 
-    def thresholds(self) -> list[tuple[int, float]]:
-        """Sizes up to which to grow, each with the score that a node must exceed to be added on the way there."""
+    def skip_drafting(self) -> bool:
+        """Return whether to feed the root alone in the step that begins, without a search for candidates."""
         ...
 
-    @property
-    def trust(self) -> float:
-        """What guesses of the memory bring of what their scores promise."""
+    def stages(self) -> list[tuple[int, float]]:
+        """Return growth stages: (target size, minimum node score)."""
         ...
 
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
-        """How many of the candidates to feed.
+    def choose(self, scores: Sequence[float]) -> int:
+        """Return how many of the candidates to feed.
 
         Args:
-            scores: how likely each is to be accepted, the root's 1.0 first; the memory's times `trust`.
-            alone: likewise of those of the memory; empty if it was not searched, None where there are no others.
+            scores: how likely each is to be accepted, likeliest first, the root's 1.0 before them.
         """
         ...
 
-    def pays(self, scores: Sequence[float]) -> bool:
-        """Whether some tokens of a guess with these scores would be fed, if there were no others."""
+    def worth_verifying(self, scores: Sequence[float]) -> bool:
+        """Return whether some tokens of a guess with these scores would be fed, if there were no others."""
         ...
 
-    def fill_to(self, size: int) -> int:
-        """The size up to which to fill a tree of `size` with other guesses and the lookahead window."""
+    def fill_size(self, size: int) -> int:
+        """Return the size up to which to fill a tree of `size` with guesses without scores and the window."""
         ...
 
-    def skip_drafting(self) -> bool:
-        """Whether to feed the root alone in the step that begins, without a search for candidates."""
+    def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
+        """Learn what the candidates fed in this step have brought.
+
+        Args:
+            scores: as in `choose`, of those that were fed.
+            accepted: indices into `scores` of those that were accepted, the root left out.
+        """
         ...
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
-        """Learn from a step; at once, or before anything that this may change is decided."""
-        ...
-
-    def settle(self) -> None:
-        """Learn now from steps that have been observed and only noted, before what they are compared with changes."""
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
+        """Learn what a step took; see `Drafter.observe`."""
         ...
 
 
@@ -81,30 +90,29 @@ class FixedBudget:
 
     def __init__(self, size: int) -> None:
         self.size = self.most = size
-        self.trust = 1.0
 
     def skip_drafting(self) -> bool:
         """See `Budget`."""
         return False
 
-    def thresholds(self) -> list[tuple[int, float]]:
+    def stages(self) -> list[tuple[int, float]]:
         """See `Budget`."""
         return [(self.size, 0.0)]
 
-    def choose(self, scores: Sequence[float], alone: Sequence[float] | None = None) -> int:
+    def choose(self, scores: Sequence[float]) -> int:
         """See `Budget`."""
         return len(scores)
 
-    def pays(self, scores: Sequence[float]) -> bool:
+    def worth_verifying(self, scores: Sequence[float]) -> bool:
         """See `Budget`."""
         return True
 
-    def fill_to(self, size: int) -> int:
+    def fill_size(self, size: int) -> int:
         """See `Budget`."""
         return self.size
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
         """See `Budget`."""
 
-    def settle(self) -> None:
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Budget`."""

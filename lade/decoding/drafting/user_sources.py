@@ -280,9 +280,9 @@ class SourcedDrafter(ForwardingDrafter):
         for source in self._own:
             source.learn(verdict.tokens, verdict.sources)
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float) -> None:
+    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Drafter`."""
-        super().observe(fed, emitted, seconds, forward_s)
+        super().observe(fed, emitted, seconds, forward_s, prepared=prepared)
         for source in self._own:
             source.observe(emitted, seconds)
 
