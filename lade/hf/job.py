@@ -27,7 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from lade.announcements import announce_once, contention_now
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.controller import BatchBudget, ControllerState
-from lade.decoding.drafting.copy_drafting import Prediction
+from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
@@ -279,8 +279,13 @@ class DecodeJob:
         return _user_module().SourcedDrafter(drafter, own, len(spec.source_text)) if own else drafter
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
-        """Return the sources of drafts from text: the prediction."""
-        return [] if spec.prediction is None else [Prediction(spec.prediction, spec.excluded)]
+        """Return the sources of drafts from text: the prediction, and the row's own text."""
+        sources = list[Source]()
+        if spec.prediction is not None:
+            sources.append(Prediction(spec.prediction, spec.excluded))
+        if spec.config.adaptive and spec.config.prompt_ngrams:
+            sources.append(OwnText(spec.source_text, spec.excluded))
+        return sources
 
     def resize(self, rows: int) -> None:
         """Set the number of rows, 0 when all have ended."""

@@ -1,4 +1,4 @@
-"""Guesses from a text that the row may follow."""
+"""Guesses from a text that the row may follow: expected ones, and copies of its own."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from made_clock import MadeClock
 from lade import LookaheadConfig, Stats
 from lade.clock import Duration
 from lade.decoding.drafting.best_first import ranked
-from lade.decoding.drafting.copy_drafting import LONGEST_CHAIN, Agreement, DoubtedAgreement, Prediction
+from lade.decoding.drafting.copy_drafting import ANCHOR, LONGEST_CHAIN, Agreement, DoubtedAgreement, OwnText, Prediction
 from lade.decoding.drafting.drafter import Guess
 from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.step_cost import StepCost
@@ -152,6 +152,60 @@ def test_noise_costs_hardly_anything(other):
         assert row.tokens == text
         seconds.append(runner.clock.wall_s)
     assert seconds[1] < 1.01 * seconds[0]
+
+
+def test_copies_from_the_prompt_are_drafted_as_long_chains():
+    """The prompt's code comes again with a word exchanged; a memory alone knows what follows a few tokens."""
+    prompt = random.Random(4).choices(range(10, 18), k=200)
+    answer = [77 if place % 50 == 49 else token for place, token in enumerate(prompt)]
+    wide = LookaheadConfig(budget=24)
+    alone, _ = decoded(prompt, [*prompt[:8], *answer[8:]], config=wide)
+    copying, names = decoded(prompt, [*prompt[:8], *answer[8:]], OwnText(), config=wide)
+    assert copying.tokens_per_step > 1.3 * alone.tokens_per_step
+    assert names.count("text") > len(names) / 2
+
+
+def test_a_copy_is_recognised_by_its_last_tokens_and_only_from_before_them():
+    source, text = OwnText(), noise(5, 30)
+    assert source.guesses(text) == [], "a text does not continue itself at its end"
+    assert source.guesses([*text, *text[: ANCHOR - 1]]) == []
+    (guess,) = source.guesses([*text, *text[:ANCHOR]])
+    assert list(guess.tokens) == [*text[ANCHOR:], *text[:ANCHOR]][: len(guess.tokens)]
+
+
+def test_a_copy_may_come_from_what_an_encoder_was_fed():
+    (guess,) = OwnText(noise(6, 30)).guesses([1, *noise(6, 30)[3 : 3 + ANCHOR]])
+    assert list(guess.tokens[:4]) == noise(6, 30)[3 + ANCHOR : 7 + ANCHOR]
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=6), st.data())
+def test_another_text_than_was_shown_before_is_followed_like_a_new_one(pieces, data):
+    """Rows that go in lock-step show what they expect to write, and may take it back."""
+    source, context = OwnText(), [0]
+    for piece in pieces:
+        kept = data.draw(st.integers(1, len(context)))
+        context = context[:kept] + piece
+        for guess in source.guesses(context):
+            assert len(guess.tokens) == len(guess.scores)
+    assert source._text == context
+
+
+@settings(max_examples=examples(60))
+@given(st.booleans(), st.lists(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2]), min_size=60, max_size=90), st.randoms())
+def test_a_list_that_has_grown_is_followed_like_another_one_with_the_same_tokens(encoded, changes, luck):
+    """One that has grown by one token while nothing is followed takes a shorter way. The text says the same again and
+    again, with tokens exchanged, or left out.
+    """
+    before = CYCLE if encoded else []
+    short, long, context, phrase = OwnText(before), OwnText(before), [CYCLE[0]], iter(CYCLE * 20)
+    for change in changes:
+        context += [next(phrase) if change == 0 else luck.randrange(5) for _ in range(luck.choice([1, 1, 1, 1, 3]))]
+        if change == 1:
+            next(phrase)
+        guesses = short.guesses(context)
+        assert guesses == long.guesses(list(context))
+        assert (short._text, short._ends) == (long._text, long._ends)
 
 
 columns = st.lists(st.floats(0.001, 1.0), max_size=12).map(lambda scores: sorted(scores, reverse=True))
