@@ -1,124 +1,59 @@
-"""Int8 linear layers: dynamically quantised inputs, and exact integer products.
+"""Int8 linear layers: weights and dynamically rounded inputs in int8, with a scale for every 32 inputs.
 
-Weights have one scale per output, inputs one scale per token. Products run on the compiled kernels, or on torch's
-operators without the library. Integer sums are exact and scaling rounds in the same steps everywhere, so the bits are
-the same, and a row does not depend on the other rows.
+Q8_0 of llama.cpp has the same grid and the same bits. Sums are exact and scaling rounds in the same steps everywhere, see
+`BlockCodes`: a row does not depend on the other rows.
 
-The scheme is that of Dettmers et al., "LLM.int8()" (2022), without outliers, and of Xiao et al., "SmoothQuant" (2022),
-with dynamic per-token scales.
+One scale per output and one per token, as in Dettmers et al., "LLM.int8()" (2022), and Xiao et al., "SmoothQuant" (2022),
+lose ten times as much: a few large inputs of a token leave the others few steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from lade.backends.cpu.kernels import is_plain
+from lade.backends.cpu.packing.block_panels import GROUP
+from lade.backends.cpu.packing.blocks import LARGEST, TINY, BlockCodes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
-from lade.backends.cpu.packing.panels import ZERO_POINT, in_panels, out_of_panels
-from lade.backends.cpu.packing.weight import ByValue, HugePages, PackedWeight, like
+from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, like
 from lade.errors import UnsupportedModelError
 
-LARGEST = 127
-"""Largest code; codes are symmetric, and -128 is unused."""
-_TINY = 1e-30
-"""Least scale of an input, to avoid division by zero in rows of zeros."""
-_EXACT = 2**24 // LARGEST**2
-"""Inputs whose products have an exact sum in float32."""
-MOST_INPUTS = 2**31 // (255 * 127)
-"""Most inputs of a layer whose integer sums always fit into 32 bits."""
+ZERO = 128
+"""Unsigned code of zero."""
 MOVE_REMEDY = "give it an ordinary tensor on the CPU"
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
+_CHUNK = 2**18  # weights that are rounded at a time, which a core's cache holds
+_Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Codes:
-    """A weight matrix in int8: `values * scale[:, None]`.
-
-    Attributes:
-        values: `[out, in]` int8, from -127 to 127.
-        scale: `[out]` float32, value of one quantisation step per output.
-    """
-
-    values: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Self:
-        """Quantise a weight `[out, in]`; the largest magnitude of each output becomes 127."""
-        scale = scale_of(weight)
-        values = (weight.float() / scale.clamp_min(_TINY)[:, None]).round_().to(torch.int8)
-        return cls(values, scale)
-
-    def in_panels(self, pages: HugePages) -> PanelWeight | None:
-        """Return the weight as kernels take it; None without the library."""
-        panel = panel_for(torch.int8)
-        if not panel:
-            return None
-        start = initial_sums(self.values)
-        return PanelWeight(in_panels(self.values, pages, panel), *self.values.shape, steps=self.scale, start=start)
-
-    @staticmethod
-    def out_of_panels(weight: PanelWeight) -> Codes:
-        """Invert `in_panels`."""
-        assert weight.steps is not None
-        return Codes(out_of_panels(weight.panels, weight.outputs, weight.inputs), weight.steps)
-
-    def product(
-        self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Multiply int8 rows by the weight with torch's operators: the definition, and what runs without the library.
-
-        Args:
-            values: `[..., in]` int8, codes of the rows.
-            scales: `[..., 1]` float32, scales of the rows.
-            bias: `[out]`; None for none.
-            dtype: dtype of the result.
-
-        Returns:
-            `[..., out]`.
-        """
-        pieces = zip(values.split(_EXACT, -1), self.values.split(_EXACT, -1), strict=True)
-        sums = sum((x.float() @ weight.float().t()).to(torch.int32) for x, weight in pieces)
-        assert isinstance(sums, torch.Tensor)
-        y = sums.float().mul_(self.scale).mul_(scales)
-        return (y if bias is None else y.add_(bias)).to(dtype)
-
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantised weight, `[out, in]`."""
-        return (self.values * self.scale[:, None]).to(dtype)
+def int8_codes(weight: torch.Tensor) -> BlockCodes:
+    """Round a weight `[out, in]` to int8; the largest magnitude of every 32 inputs becomes 127."""
+    return BlockCodes("int8", 8, *in_chunks(_quantised, weight))
 
 
-def scale_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each row, `[out]` float32; not finite where the row is not."""
-    return weight.abs().amax(-1).float() / LARGEST
+def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes `[out, in padded]` and scales `[out, groups]` of a weight `[out, in]`."""
+    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)  # [out, groups, 32]
+    scale = grouped.abs().amax(-1, keepdim=True).div_(LARGEST).bfloat16()
+    codes = (grouped / scale.float().clamp_min_(TINY)).round_().clamp_(-LARGEST, LARGEST)
+    return codes.flatten(1).add_(ZERO).to(torch.uint8), scale.flatten(1)
 
 
-def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise inputs, each row by its own largest magnitude, so that a row does not depend on the other rows.
-
-    Every operation is exact, or rounds each element by itself.
-
-    Args:
-        x: `[..., in]`, floating point.
-
-    Returns:
-        Codes `[..., in]` int8 from -127 to 127, contiguous, and scales `[..., 1]` float32.
-    """
-    scale = x.abs().amax(-1, keepdim=True).float().clamp_min_(_TINY).div_(LARGEST)
-    # The conversion truncates; adding one half rounds. Signed codes, by flipping the sign bit, come after: rounding to
-    # them directly would break ties differently.
-    codes = (x / scale).add_(ZERO_POINT + 0.5).to(torch.uint8).contiguous()
-    return codes.bitwise_xor_(ZERO_POINT).view(torch.int8), scale
+def in_chunks(rounding: _Rounding, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes `[out, in]` and scales `[out, groups]` of a weight, rounded a few outputs at a time."""
+    inputs = weight.shape[1]
+    parts = [rounding(part) for part in weight.split(max(1, _CHUNK // max(1, inputs)))]
+    values, scale = (torch.cat(each) for each in zip(*parts, strict=True))
+    return values[:, :inputs].contiguous(), scale
 
 
 class Int8Linear(PackedLinear):
-    """A linear layer with int8 weights, one scale per output, and dynamically quantised inputs, one scale per token.
+    """A linear layer with int8 weights, one scale per output and 32 inputs, and inputs with one scale per 32.
 
     Args:
         layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
@@ -130,12 +65,10 @@ class Int8Linear(PackedLinear):
         weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
             the codes.
         WEIGHTS: name of the weights' format, as `lade.pack` takes it.
-        CODES: class of the codes.
     """
 
     WEIGHTS: ClassVar[str] = "int8"
-    CODES: ClassVar[Any] = Codes
-    _codes: Any  # None for a weight in panels
+    _codes: BlockCodes  # on the meta device for a weight in panels
     _memory: HugePages
 
     def __init__(
@@ -143,7 +76,7 @@ class Int8Linear(PackedLinear):
         layer: nn.Module,
         *,
         keep: bool,
-        codes: Any = None,
+        codes: BlockCodes | None = None,
         pages: HugePages | None = None,
     ) -> None:
         self.__dict__.update(_given=codes, _memory=pages or HugePages())
@@ -153,19 +86,25 @@ class Int8Linear(PackedLinear):
     def _pack_weight(self) -> None:
         """Create the packed tensor, and free the dense `weight` unless it is kept."""
         weight: Any = self._parameters["weight"]
-        codes = self.__dict__.pop("_given", None) or self.CODES.of(self._turned(weight.detach()))
+        codes = self.__dict__.pop("_given", None) or self.codes_of(self._turned(weight.detach()))
         panel_weight = codes.in_panels(self._memory)
         packed = codes.values if panel_weight is None else panel_weight.panels
-        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _codes=codes if panel_weight is None else None)
+        codes = codes if panel_weight is None else codes.without_values()
+        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _codes=codes)
         if not self.keeps_original:
             integers = PackedWeight(packed, requires_grad=False)  # integers have no gradients
             integers.__dict__.update(weight.__dict__)
             self._parameters["weight"] = integers
         self._note_packed(weight)
 
-    def codes(self) -> Any:
-        """Return a copy of the weight's codes."""
-        return self._codes or self.CODES.out_of_panels(self._panel_weight)
+    @staticmethod
+    def codes_of(weight: torch.Tensor) -> BlockCodes:
+        """Round a weight `[out, in]`."""
+        return int8_codes(weight)
+
+    def codes(self) -> BlockCodes:
+        """Return the weight's codes; a copy of those in panels."""
+        return self._codes if self._panel_weight is None else self._codes.out_of_panels(self._panel_weight)
 
     def kept_weight(self) -> torch.Tensor:
         """Return the original weight, `[out, in]`; requires `restorable`."""
@@ -183,8 +122,9 @@ class Int8Linear(PackedLinear):
     @property
     def nbytes(self) -> int:
         """Bytes of the codes and their scales."""
-        scale = self._codes.scale if self._panel_weight is None else self._panel_weight.steps
-        return self._packed.nbytes + (0 if scale is None else scale.nbytes)  # int4 panels hold their scales
+        if self._panel_weight is not None:
+            return self._packed.nbytes
+        return sum(each.nbytes for each in self._codes.tensors().values())
 
     def _dense_parameter(self) -> nn.Parameter:
         if not self.keeps_original:
@@ -200,19 +140,35 @@ class Int8Linear(PackedLinear):
         bias = self._parameters["bias"]
         if self._panel_weight is not None:
             return self._panel_weight.product(x, bias)
-        product: torch.Tensor = self._codes.product(*quantised(x), bias, x.dtype)
+        product: torch.Tensor = self._codes.product(x, bias, x.dtype)
         return product
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the codes: the packed layout cannot be copied, and another process may have no library."""
         state, codes = self.__dict__.copy(), self.codes()
         del state["_packed"], state["_panel_weight"], state["_codes"]
-        state["_sent"] = ByValue(codes.values), codes.scale
+        state["_sent"] = codes.name, codes.bits, {name: ByValue(each) for name, each in codes.tensors().items()}
         if not self.keeps_original:
             weight: Any = self._parameters["weight"]
             state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        codes = self.CODES(*state["_sent"])
+        name, bits, tensors = state["_sent"]
+        codes = BlockCodes(name, bits, **tensors)
         super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})
+
+
+class GgufLinear(Int8Linear):
+    """A linear layer with the codes of a tensor in a GGUF file."""
+
+    WEIGHTS: ClassVar[str] = "gguf"
+
+    @staticmethod
+    def codes_of(weight: torch.Tensor) -> BlockCodes:
+        """Refuse to round a weight that was written to: the codes are those of the file.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError("a weight from a GGUF file was changed", UNPACK_REMEDY)
