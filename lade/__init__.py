@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lade.backends.cpu.packing.folder import load_packed, save_packed
     from lade.backends.cpu.packing.pack import pack, unpack
     from lade.backends.cuda_graphs.backend import release
+    from lade.backends.gguf.load import load_gguf
     from lade.backends.processes.team import parallel
     from lade.config import LookaheadConfig
     from lade.drafter import Continuation, Drafter
@@ -89,6 +90,7 @@ __all__ = [
     "follow",
     "generate",
     "invariant",
+    "load_gguf",
     "load_packed",
     "log_history",
     "pack",
@@ -134,6 +136,7 @@ _HOMES = {
     "lade.model.kv_cache": ("TreeCache",),
     "lade.backends.cpu.packing.folder": ("load_packed", "save_packed"),
     "lade.backends.cpu.packing.pack": ("pack", "unpack"),
+    "lade.backends.gguf.load": ("load_gguf",),
     "lade.model.supports": ("Support", "supports"),
     "lade.backends.cuda_graphs.backend": ("release",),
     "lade.serving.engine": ("Engine",),

@@ -199,7 +199,7 @@ def _read_index(folder: Path) -> Index:
     return index
 
 
-class _EmptyOnMeta(TorchFunctionMode):
+class EmptyOnMeta(TorchFunctionMode):
     """Redirects `torch.empty` to the meta device: layers allocate no memory for weights about to be replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,7 +207,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    with DrawsFrom(torch.Generator()), _EmptyOnMeta():
+    with DrawsFrom(torch.Generator()), EmptyOnMeta():
         model = architecture(config)
     model.eval()
     return model

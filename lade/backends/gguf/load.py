@@ -1,0 +1,250 @@
+"""`lade.load_gguf`: a model from a GGUF file, its weights packed for the CPU as they are in the file.
+
+Matrices become packed layers with the file's own codes, scales and minima, without a second rounding. Norms, biases and
+embeddings are dequantised, and so are matrices of types that no kernel takes. Configuration and tokenizer are what
+transformers makes of the file, and the `gguf` package names the tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.utils import logging as _logging
+
+from lade.announcements import announce
+from lade.backends.cpu.packing.blocks import BlockCodes
+from lade.backends.cpu.packing.folder import EmptyOnMeta
+from lade.backends.cpu.packing.int8 import GgufLinear
+from lade.backends.cpu.packing.pack import guard, pack_layers
+from lade.backends.gguf.file import gguf_file
+from lade.backends.gguf.header import Elements, Header, TensorPlace, read_header
+from lade.backends.gguf.tensors import codes_of, values_of
+from lade.errors import InputError, MissingExtraError
+from lade.model.randomness import DrawsFrom
+
+logger = logging.getLogger(__name__)
+
+PACKED = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
+"""Architectures whose matrices stay as they are; Mistral's files say llama. Others are dequantised by transformers."""
+_PAIRED = ("attn_q.weight", "attn_k.weight")  # rows are in another order in files of "llama"
+_UNUSED = ("rope_freqs.weight",)
+
+
+def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """Load a model and its tokenizer from a GGUF file, in evaluation mode on the CPU.
+
+    Matrices in Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K stay as they are, in packed layers whose inputs are rounded to int8
+    with a scale for every 32. `lade.invariant(model)` makes drafts exact: the model's plain decoding is the reference.
+
+    Args:
+        path: file, or folder that holds one.
+        dtype: dtype of all else: of norms, biases, embeddings, activations, and of matrices in other types.
+
+    Returns:
+        The transformers model and its tokenizer, with the file's chat template.
+
+    Raises:
+        MissingExtraError: the `gguf` package is not installed.
+        InputError: the file does not exist, is damaged, or holds no model that transformers can build.
+    """
+    file = gguf_file(Path(path))
+    if file is None:
+        raise InputError(f"{str(path)!r} is neither a GGUF file nor a folder with one: check the path")
+    if find_spec("gguf") is None:
+        raise MissingExtraError("gguf", "gguf")
+    header = read_header(file, _size_of)
+    with _one_line(file), _quiet():
+        tokenizer = _tokenizer(header)
+        model = _packed(header, dtype) if header.architecture in PACKED else _dequantised(header, dtype)
+        model.generation_config = _generation(header)
+    return model.eval(), tokenizer
+
+
+@contextmanager
+def _one_line(file: Path) -> Iterator[None]:
+    """Raise `InputError` for whatever transformers, tokenizers or gguf cannot make of a file."""
+    try:
+        yield
+    except (InputError, MissingExtraError, MemoryError):
+        raise
+    except Exception as problem:
+        reason = " ".join(str(problem).split())[:240] or type(problem).__name__
+        raise InputError(f"model file {str(file)!r} cannot be loaded: {type(problem).__name__}: {reason}") from problem
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Switch transformers' progress bars off, and restore them."""
+    bars: Any = _logging
+    enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            bars.enable_progress_bar()
+
+
+def _size_of(kind: int, elements: int) -> int | None:
+    from gguf import GGML_QUANT_SIZES
+
+    block, size = GGML_QUANT_SIZES.get(kind, (0, 0))  # type: ignore[call-overload]
+    return elements // block * size if block and elements % block == 0 else None
+
+
+def _kind_of(place: TensorPlace) -> str:
+    from gguf import GGMLQuantizationType
+
+    return str(GGMLQuantizationType(place.kind).name)
+
+
+def _tokenizer(header: Header) -> Any:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(header.path.parent, gguf_file=header.path.name)
+    template = header.values.get("tokenizer.chat_template")
+    if tokenizer.chat_template is None and isinstance(template, str):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _generation(header: Header) -> GenerationConfig:
+    """Return greedy settings with the file's special ids; a turn's end stops like that of a text."""
+    ids = {name: header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    stops = [each for each in (ids["eos"], ids["eot"]) if isinstance(each, int)]
+    padding = ids["padding"] if isinstance(ids["padding"], int) else next(iter(stops), None)
+    return GenerationConfig(bos_token_id=ids["bos"], eos_token_id=sorted(set(stops)) or None, pad_token_id=padding)
+
+
+def _dequantised(header: Header, dtype: torch.dtype) -> Any:
+    """Return a model as transformers loads it, all weights dequantised."""
+    options: dict[str, Any] = {}
+    try:
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    except ImportError:  # before 5.23 or so, transformers always dequantises
+        pass
+    announce(logger, f"{header.path.name}: weights of {header.architecture} are dequantised to {dtype}")
+    folder, name = header.path.parent, header.path.name
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype, **options)
+
+
+# Models with packed layers
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of a file by the names of a model's parameters."""
+
+    header: Header
+    names: Callable[[str], str | None]
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def place(self, name: str) -> TensorPlace | None:
+        """Return the tensor of a parameter; None if the file has none."""
+        layer, _, own = name.rpartition(".")
+        return self.header.tensors.get(f"{self.names(layer)}.{own}")
+
+    def raw(self, place: TensorPlace, config: Any) -> torch.Tensor:
+        """Return a tensor's bytes in the model's order of rows, `[..., bytes]` uint8."""
+        size = place.nbytes // max(1, place.nbytes and int(np.prod(place.shape[:-1])))
+        numbers = torch.from_numpy(self.data[place.offset : place.offset + place.nbytes].copy())
+        rows = numbers.view(*place.shape[:-1], size)
+        if self.header.architecture == "llama" and place.name.endswith(_PAIRED):
+            heads = config.num_key_value_heads if "attn_k" in place.name else config.num_attention_heads
+            rows = rows.unflatten(0, (heads, -1, 2)).swapaxes(1, 2).flatten(0, 2)  # pairs side by side to halves
+        return rows
+
+    def values(self, place: TensorPlace, config: Any) -> torch.Tensor:
+        """Return a tensor's values as the model has them, float32."""
+        found = values_of(self.raw(place, config), place)
+        is_norm = self.header.architecture == "gemma3" and "norm" in place.name
+        return found - 1 if is_norm else found  # Gemma's norms add one
+
+
+def config_of(header: Header) -> Any:
+    """Return the configuration that transformers' own table of names gives, without reading the vocabulary."""
+    architecture, values = header.architecture, header.values
+    fields: dict[str, Any] = {}
+    for key, name in GGUF_CONFIG_MAPPING[architecture].items():
+        value = values.get(f"{architecture}.{key}")
+        if isinstance(value, Elements):
+            raise InputError(f"{architecture}.{key} differs between layers, which is not supported")
+        if name is not None and value is not None:
+            fields[name] = value
+    for name in ("bos", "eos"):
+        fields[f"{name}_token_id"] = values.get(f"tokenizer.ggml.{name}_token_id")
+    fields["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
+    return AutoConfig.for_model({"gemma3": "gemma3_text"}.get(architecture, architecture), **fields)
+
+
+def _packed(header: Header, dtype: torch.dtype) -> Any:
+    """Return a model with the file's matrices in packed layers."""
+    import gguf
+
+    config = config_of(header)
+    with DrawsFrom(torch.Generator()), EmptyOnMeta():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.eval()
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    source = _Source(header, names.get_name, np.memmap(header.path, np.uint8, "r"))
+    _fill(model, source, dtype)
+    return model
+
+
+@torch.no_grad()
+def _fill(model: Any, source: _Source, dtype: torch.dtype) -> None:
+    """Give a model on the meta device its weights, and pack its linear layers."""
+    tied = bool(model.config.tie_word_embeddings)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    codes: dict[nn.Module, BlockCodes] = {}
+    used, dequantised = set[str](), Counter[str]()
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            place = source.place("model.embed_tokens.weight" if module is head and tied else f"{name}.{own}")
+            if place is None or place.shape != tuple(parameter.shape):
+                given = "lacks it" if place is None else f"has {list(place.shape)}"
+                raise InputError(f"weight {name}.{own} is {list(parameter.shape)}, but the file {given}")
+            used.add(place.name)
+            kind = _kind_of(place)
+            if type(module) is nn.Linear and own == "weight":
+                found = codes_of(source.raw(place, model.config), kind)
+                if found is not None:
+                    codes[module] = found
+                    continue
+            if module is head and tied:
+                continue
+            if parameter.ndim > 1 and module is not embedding:
+                dequantised[kind] += 1
+            values = source.values(place, model.config).to(dtype)
+            module._parameters[own] = nn.Parameter(values, requires_grad=False)
+    model.tie_weights()
+    pack_layers(model, {layer: GgufLinear for layer in codes}, codes=codes)
+    guard(model)
+    _tell(source.header, dequantised, used, dtype)
+
+
+def _tell(header: Header, dequantised: Counter[str], used: set[str], dtype: torch.dtype) -> None:
+    """Say in one line what did not stay as it is, and in another what the model does not use."""
+    if dequantised:
+        counts = ", ".join(f"{count} in {kind}" for kind, count in dequantised.items())
+        announce(logger, f"{header.path.name}: matrices without a kernel, dequantised to {dtype}: {counts}")
+    unused = sorted(set(header.tensors) - used)
+    if unused:
+        announce(logger, f"{header.path.name}: {len(unused)} tensors are not used, such as {unused[0]}", logging.WARNING)

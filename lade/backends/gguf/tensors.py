@@ -1,0 +1,100 @@
+"""Tensors of GGUF files: the codes of their blocks as packed layers take them, and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lade.backends.cpu.packing.blocks import BlockCodes
+from lade.backends.gguf.header import TensorPlace
+
+_SUPER = 256  # inputs that share factors in types that end with K
+_Blocks = torch.Tensor  # [out, blocks, bytes] uint8
+
+
+def codes_of(raw: torch.Tensor, kind: str) -> BlockCodes | None:
+    """Return the codes of a matrix; None for types that no kernel takes.
+
+    Args:
+        raw: `[out, bytes]` uint8, as the file has it.
+        kind: name of the type, such as "Q4_K".
+    """
+    known = _KINDS.get(kind)
+    return known[1](raw.view(len(raw), -1, known[0])) if known is not None else None
+
+
+def values_of(raw: torch.Tensor, place: TensorPlace) -> torch.Tensor:
+    """Return the values of a tensor of any type, float32, from its bytes `[..., bytes]` uint8."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values: Any = dequantize(raw.numpy(), GGMLQuantizationType(place.kind))
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(place.shape)
+
+
+def _half(blocks: _Blocks, first: int) -> torch.Tensor:
+    """Return a float16 number of each block, `[out, blocks]`."""
+    return blocks[..., first : first + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _halves(packed: torch.Tensor) -> torch.Tensor:
+    """Return the low halves of bytes `[..., n]`, and then the high ones: `[..., 2 * n]`."""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _q8_0(blocks: _Blocks) -> BlockCodes:
+    return BlockCodes("q8_0", 8, (blocks[..., 2:] ^ 128).flatten(1), _half(blocks, 0))
+
+
+def _q4_0(blocks: _Blocks) -> BlockCodes:
+    return BlockCodes("q4_0", 4, _halves(blocks[..., 2:]).flatten(1), _half(blocks, 0))
+
+
+def _q4_1(blocks: _Blocks) -> BlockCodes:
+    return BlockCodes("q4_1", 4, _halves(blocks[..., 4:]).flatten(1), _half(blocks, 0), _half(blocks, 2))
+
+
+def _scales_and_minima(blocks: _Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 6-bit scales and minima of eight groups of each block, `[out, 8 * blocks]` uint8."""
+    packed = blocks[..., 4:16]
+    scale, minimum, both = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat([scale & 63, both & 15 | scale >> 6 << 4], -1)
+    minima = torch.cat([minimum & 63, both >> 4 | minimum >> 6 << 4], -1)
+    return scales.flatten(1), minima.flatten(1)
+
+
+def _q4_k(blocks: _Blocks) -> BlockCodes:
+    scales, minima = _scales_and_minima(blocks)
+    values = _halves(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return BlockCodes("q4_k", 4, values.flatten(1), scales, minima, _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q5_k(blocks: _Blocks) -> BlockCodes:
+    scales, minima = _scales_and_minima(blocks)
+    low = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)  # [.., 8, 32]
+    bit = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    high = (blocks[..., None, 16:48] >> bit & 1) << 4
+    return BlockCodes("q5_k", 8, (low | high).flatten(1), scales, minima, _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q6_k(blocks: _Blocks) -> BlockCodes:
+    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
+    low = torch.cat([low & 15, low >> 4], -2).flatten(-2)  # [.., 2, 128]
+    shift = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shift & 3).flatten(-2) << 4  # [.., 2, 128]
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
+    return BlockCodes("q6_k", 8, ((low | high) + 96).flatten(1), scales, None, _half(blocks, 208))
+
+
+_KINDS: dict[str, tuple[int, Callable[[_Blocks], BlockCodes]]] = {
+    "Q8_0": (34, _q8_0),
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
+    "Q6_K": (210, _q6_k),
+}
+"""Bytes of a block, and what reads it, by type."""
