@@ -50,26 +50,27 @@ def out_of_block_panels(panels: torch.Tensor, like: Mapping[str, torch.Tensor], 
     found, head, first = {"values": values[:outputs, :inputs].contiguous()}, panels.flatten(2), 0
     for name, each in like.items():
         if name != "values":
-            size = PANEL * each.element_size() * _per_block(each, inputs)
+            per_block = _per_block(each, inputs)
+            size = PANEL * each.element_size() * per_block
             piece = head[:, :, first : first + size].contiguous().view(each.dtype)  # [panels, blocks, n * 16]
             piece = piece.unflatten(2, (-1, PANEL)).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)  # [out, blocks * n]
-            repeated = max(1, piece.shape[1] // each.shape[1])
-            found[name] = piece[:outputs, :: repeated if repeated >= 4 else 1][:, : each.shape[1]].contiguous()
+            piece = piece[:outputs, :: 4 if per_block == 1 else 1][:, : each.shape[1]]
+            found[name] = piece.clone(memory_format=torch.contiguous_format)
             first += size
     return found
 
 
 def _per_block(part: torch.Tensor, inputs: int) -> int:
-    """Return the numbers of an output and block: those of its groups, or one that is repeated in four blocks."""
-    blocks = -(-inputs // BLOCK)
-    return 1 if part.shape[1] * 4 <= blocks else -(-part.shape[1] // blocks)
+    """Return the numbers of an output and block: those of its groups, or one that four blocks repeat."""
+    if 4 * part.shape[1] <= -(-inputs // BLOCK):
+        return 1
+    return 2 if part.shape[1] <= -(-inputs // GROUP) else 4
 
 
 def _head(part: torch.Tensor, inputs: int) -> torch.Tensor:
     """Return the numbers of all groups, or of 256 inputs each, by panel and block: `[panels, blocks, bytes]` int8."""
     blocks, count = -(-inputs // BLOCK), _per_block(part, inputs)
-    if part.shape[1] * 4 <= blocks:
-        part = part.repeat_interleave(blocks // part.shape[1], 1)
+    part = part.repeat_interleave(4, 1) if count == 1 else part
     filled = pad(part, (0, blocks * count - part.shape[1], 0, -len(part) % PANEL)).view(-1, PANEL, blocks, count)
     return filled.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.int8)
 

@@ -114,13 +114,13 @@ class BlockCodes:
         chunk = max(16, _MOST_SUMS // max(1, rows.numel()))
         outputs = torch.arange(len(self.values)).split(chunk)
         y = torch.cat([self.rows(each)._summed(rows, steps) for each in outputs], -1)
-        return (y if bias is None else y.add_(bias)).to(dtype).view(*x.shape[:-1], -1)
+        return (y if bias is None else y.add_(bias)).to(dtype).view(*x.shape[:-1], len(self.values))
 
     def _summed(self, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Return the sums of rounded rows `[rows, groups, 32]`, `[rows, out]` float32."""
         group, inputs = self._group, rows.shape[1] * GROUP
         values = pad(self.values.float() - self.zero, (0, inputs - self.values.shape[1])).view(len(self.values), -1, group)
-        x, scales, minima = rows.view(len(rows), -1, group).float(), self.scales(), self.minima()
+        x, scales, minima = rows.flatten(1).unflatten(-1, (-1, group)).float(), self.scales(), self.minima()
         total = torch.zeros(len(rows), len(values), dtype=torch.float32)
         for number in range(scales.shape[1]):
             step = steps[:, number * group // GROUP]  # [rows, 1]
@@ -163,7 +163,7 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Codes `[rows, ceil(in / 32), 32]` int8 from -127 to 127, padded with zeros, and scales `[rows, ceil(in / 32), 1]`
         float32.
     """
-    grouped = pad(x, (0, -x.shape[-1] % GROUP)).view(len(x), -1, GROUP).float()
+    grouped = pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP)).float()
     scale = grouped.abs().amax(-1, keepdim=True).clamp_min_(TINY).div_(LARGEST)
     # The conversion truncates; adding one half rounds. Signed codes, by flipping the sign bit, come after: rounding to
     # them directly would break ties differently.
