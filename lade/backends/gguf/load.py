@@ -32,7 +32,7 @@ from lade.backends.cpu.packing.pack import guard, pack_layers
 from lade.backends.gguf.file import gguf_file
 from lade.backends.gguf.header import Elements, Header, TensorPlace, read_header
 from lade.backends.gguf.tensors import codes_of, values_of
-from lade.errors import InputError, MissingExtraError
+from lade.errors import InputError
 from lade.model.randomness import DrawsFrom
 
 logger = logging.getLogger(__name__)
@@ -57,14 +57,13 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         The transformers model and its tokenizer, with the file's chat template.
 
     Raises:
-        MissingExtraError: the `gguf` package is not installed.
-        InputError: the file does not exist, is damaged, or holds no model that transformers can build.
+        InputError: the `gguf` package is not installed, the file does not exist, is damaged, or holds no model that transformers can build.
     """
     file = gguf_file(Path(path))
     if file is None:
         raise InputError(f"{str(path)!r} is neither a GGUF file nor a folder with one: check the path")
     if find_spec("gguf") is None:
-        raise MissingExtraError("gguf", "gguf")
+        raise InputError("GGUF files need gguf: run  pip install gguf")
     header = read_header(file, _size_of)
     with _one_line(file), _quiet():
         tokenizer = _tokenizer(header)
@@ -78,7 +77,7 @@ def _one_line(file: Path) -> Iterator[None]:
     """Raise `InputError` for whatever transformers, tokenizers or gguf cannot make of a file."""
     try:
         yield
-    except (InputError, MissingExtraError, MemoryError):
+    except (InputError, MemoryError):
         raise
     except Exception as problem:
         reason = " ".join(str(problem).split())[:240] or type(problem).__name__
@@ -181,11 +180,14 @@ def config_of(header: Header) -> Any:
     for key, name in GGUF_CONFIG_MAPPING[architecture].items():
         value = values.get(f"{architecture}.{key}")
         if isinstance(value, Elements):
-            raise InputError(f"{architecture}.{key} differs between layers, which is not supported")
+            what = f"{architecture}.{key} differs between layers, which is not supported"
+            raise InputError(f"model file {str(header.path)!r}: {what}")
         if name is not None and value is not None:
             fields[name] = value
-    for name in ("bos", "eos"):
-        fields[f"{name}_token_id"] = values.get(f"tokenizer.ggml.{name}_token_id")
+    if (size := values.get(f"{architecture}.attention.key_length")) is not None:
+        fields["head_dim"] = size  # which that table lacks for Qwen 3
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        fields[f"{name}_token_id"] = values.get(f"tokenizer.ggml.{key}_token_id")
     fields["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in header.tensors
     return AutoConfig.for_model({"gemma3": "gemma3_text"}.get(architecture, architecture), **fields)
@@ -220,7 +222,8 @@ def _fill(model: Any, source: _Source, dtype: torch.dtype) -> None:
             place = source.place("model.embed_tokens.weight" if module is head and tied else f"{name}.{own}")
             if place is None or place.shape != tuple(parameter.shape):
                 given = "lacks it" if place is None else f"has {list(place.shape)}"
-                raise InputError(f"weight {name}.{own} is {list(parameter.shape)}, but the file {given}")
+                what = f"weight {name}.{own} is {list(parameter.shape)}, but the file {given}"
+                raise InputError(f"model file {str(source.header.path)!r}: {what}")
             used.add(place.name)
             kind = _kind_of(place)
             if type(module) is nn.Linear and own == "weight":
