@@ -3,8 +3,7 @@
 import torch
 
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.int4 import int4_codes
-from lade.backends.cpu.packing.int8 import int8_codes
+from lade.backends.cpu.packing.integers import int4_codes, int8_codes
 
 MADE_HERE = ("int8", "int4")
 OF_FILES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")

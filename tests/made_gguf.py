@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
-import gguf
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-TEMPLATE = "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}<|start|>"
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
+
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}<|start|>"
+)
 SPECIAL = ("<|text|>", "<|start|>", "<|end|>")
 TOKENS = (*SPECIAL, *bytes_to_unicode().values(), "Ġt", "he", "Ġthe")
 MERGES = ("Ġ t", "h e", "Ġt he")
@@ -71,7 +75,7 @@ def written(path: Path, architecture: str = "llama", kind: str = "Q4_K", more: d
     return path
 
 
-def _write_tensor(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor, kind: str, generator) -> None:
+def _write_tensor(writer, name: str, weight: torch.Tensor, kind: str, generator) -> None:
     if weight.ndim == 1:
         writer.add_tensor(name, generator.normal(1, 0.1, weight.shape).astype(np.float32))
     elif kind in ("F32", "F16", "BF16"):
@@ -83,7 +87,7 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor, kind
         writer.add_tensor(name, blocks_of(kind, tuple(weight.shape), generator), raw_dtype=number)
 
 
-def _write_facts(writer: gguf.GGUFWriter, architecture: str, config, head_dim: int) -> None:
+def _write_facts(writer, architecture: str, config, head_dim: int) -> None:
     writer.add_name("made")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -99,7 +103,7 @@ def _write_facts(writer: gguf.GGUFWriter, architecture: str, config, head_dim: i
         writer.add_sliding_window(config.sliding_window)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _write_tokenizer(writer) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(list(TOKENS))

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lade.backends.cpu.packing.int4 import int4_codes
-from lade.backends.cpu.packing.int8 import int8_codes
+from lade.backends.cpu.packing.integers import int4_codes, int8_codes
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels
 from lade.backends.cpu.packing.panels import in_panels

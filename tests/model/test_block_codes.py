@@ -1,4 +1,4 @@
-"""Codes in blocks: products with the bits of their definition, whatever the shape, the rows, the instructions, the threads."""
+"""Codes in blocks: products have the bits of their definition, whatever the shape, the rows and the instructions."""
 
 import copy
 from dataclasses import replace
@@ -16,7 +16,7 @@ from torch import nn
 from lade.backends.cpu.kernels import dtype_code, kernel
 from lade.backends.cpu.packing import weight
 from lade.backends.cpu.packing.blocks import _fused, quantised
-from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, PanelWeight, block_row_groups, has_block_kernels
 from lade.backends.cpu.packing.weight import HugePages
 from lade.backends.cpu.worker_threads import At, Room, Stages

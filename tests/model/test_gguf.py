@@ -1,4 +1,4 @@
-"""GGUF files: models with the file's own values, drafts that are exact on them, and files that are damaged or hostile."""
+"""GGUF files: models with the file's own values, exact drafts, and files that are damaged or hostile."""
 
 import struct
 from pathlib import Path
@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
-
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,12 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 import lade
 from lade.backends.cpu.invariant.fused import FusedLayer
-from lade.backends.cpu.packing.int8 import GgufLinear
-from lade.backends.gguf import load
-from lade.backends.gguf.header import TensorPlace, read_header
-from lade.backends.gguf.tensors import _KINDS, codes_of, values_of
+from lade.backends.cpu.packing import gguf_model as load
+from lade.backends.cpu.packing.gguf_codes import _KINDS, codes_of, values_of
+from lade.backends.cpu.packing.gguf_file import TensorPlace, read_header
+from lade.backends.cpu.packing.integers import GgufLinear
 from lade.errors import InputError, UnsupportedModelError
 
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
 IDS = torch.tensor([[30, 41, 52, 63, 41, 52, 7, 80]])
 
 
@@ -168,7 +166,9 @@ def changed(path: Path, target: Path, place: int, new: bytes) -> Path:
 @pytest.mark.parametrize("count", [2**63, 2**40, 10**6])
 @pytest.mark.parametrize(("place", "what"), [(8, "tensors"), (16, "values")])
 def test_counts_are_compared_with_the_size_of_the_file(place, what, count, files, tmp_path):
-    assert_refused(changed(files(), tmp_path / "m.gguf", place, struct.pack("<Q", count)), "are left|does not exist|bytes")
+    assert_refused(
+        changed(files(), tmp_path / "m.gguf", place, struct.pack("<Q", count)), "are left|does not exist|bytes"
+    )
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**62, 2**31, 2**20 + 1])
@@ -178,7 +178,9 @@ def test_lengths_of_strings_and_arrays_are_compared_with_what_is_left(length, fi
     assert_refused(changed(path, tmp_path / "m.gguf", 24, long), "a string at byte 32 has|needs")
     for key, skipped in (("tokenizer.chat_template", 0), ("tokenizer.ggml.tokens", 4), ("tokenizer.ggml.tokens", 12)):
         assert_refused(changed(path, tmp_path / "m.gguf", value_place(data, key) + skipped, long), "damaged")
-    assert_refused(changed(path, tmp_path / "m.gguf", value_place(data, "tokenizer.ggml.token_type") + 4, long), "damaged")
+    assert_refused(
+        changed(path, tmp_path / "m.gguf", value_place(data, "tokenizer.ggml.token_type") + 4, long), "damaged"
+    )
 
 
 @pytest.mark.parametrize(

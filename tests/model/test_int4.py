@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import lade
 from lade.backends.cpu.packing import blocks, folder
-from lade.backends.cpu.packing.int4 import Int4Linear, int4_codes, out_of_pairs, pairs_of
+from lade.backends.cpu.packing.integers import Int4Linear, int4_codes, out_of_pairs, pairs_of
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
 from lade.backends.cpu.packing.panel_weight import has_block_kernels
 from lade.backends.cpu.packing.quality import watched

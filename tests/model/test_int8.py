@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 import lade
 from lade.backends.cpu.invariant.padded_rows import PaddedRows
-from lade.backends.cpu.packing import blocks, folder, int8
-from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing import blocks, folder, integers
+from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.pack import int8_layers, kept_layers, packed_layers
 from lade.backends.cpu.packing.panel_weight import has_block_kernels
 from lade.backends.cpu.packing.quality import perplexity, watched
@@ -69,7 +69,7 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype, way):
 def test_it_is_the_product_of_the_rounded_factors(layer):
     x = torch.randn(5, 24)
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    rounded = int8.int8_codes(weight).dense(torch.float64)
+    rounded = integers.int8_codes(weight).dense(torch.float64)
     values, scale = blocks.quantised(x)
     expected = (values.double() * scale).flatten(1)[:, :24] @ rounded.t()
     if layer.bias is not None:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 from transformers.utils import logging as _logging
 
-from lade.backends.gguf.file import gguf_file
+from lade.backends.cpu.packing.gguf_file import gguf_file
 from lade.cli.options.model import EMBEDDED, Loading, folder_of
 from lade.cli.terminal import Terminal, one_line
 from lade.errors import ConfigError, InputError

@@ -17,7 +17,7 @@ from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import folder as packed_folder
 from lade.backends.cpu.packing import pack as packing
-from lade.backends.gguf.load import load_gguf
+from lade.backends.cpu.packing.gguf_model import load_gguf
 from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
 from lade.cli.loading import checkpoint

@@ -40,7 +40,8 @@ _expert = functools.partial(_option, panel=_EXPERT_PANEL)
 
 
 NamedModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Folder, hub id or .gguf file, in place of --model.", show_default=False)
+    str | None,
+    typer.Argument(metavar="MODEL", help="Folder, hub id or .gguf file, in place of --model.", show_default=False),
 ]
 """Positional argument of commands about one model."""
 
@@ -57,7 +58,13 @@ class ModelChoice:
 
     model: Annotated[
         str | None,
-        _option("--model", "-m", metavar="MODEL", envvar="LADE_MODEL", help="Folder, hub id or .gguf file. Default: embedded."),
+        _option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            envvar="LADE_MODEL",
+            help="Folder, hub id or .gguf file. Default: embedded.",
+        ),
     ] = None
     dtype: Annotated[
         str,

@@ -27,8 +27,7 @@ from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
 from lade.backends.cpu.invariant.norms import InvariantNorm
 from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel
-from lade.backends.cpu.packing.int4 import Int4Linear
-from lade.backends.cpu.packing.int8 import GgufLinear, Int8Linear
+from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
 from lade.backends.cpu.packing.panels import TILE_PANEL

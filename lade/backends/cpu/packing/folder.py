@@ -28,8 +28,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.int4 import Int4Linear, out_of_pairs, pairs_of
-from lade.backends.cpu.packing.int8 import GgufLinear, Int8Linear
+from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear, out_of_pairs, pairs_of
 from lade.backends.cpu.packing.linear import PackedLinear, weight_of
 from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError

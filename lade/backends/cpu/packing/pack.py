@@ -26,8 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.int4 import Int4Linear
-from lade.backends.cpu.packing.int8 import RELOAD_REMEDY, Int8Linear
+from lade.backends.cpu.packing.integers import RELOAD_REMEDY, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
 from lade.backends.cpu.packing.product_choice import faster_panel
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
@@ -72,9 +71,10 @@ def pack(
     copy. Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
     gradients are refused. No thread may call the model while it is being packed.
 
-    With `weights="int8"` or "int4", weights are rounded to 8 or 4 bits, and a layer's inputs to 8, with a scale for every
-    32 of them. Either makes another model, slightly worse, that reads fewer bytes. `unpack` refuses it unless the originals are kept; `state_dict` and `save_pretrained` write the
-    dequantised weights, `lade.save_packed` the integers.
+    With `weights="int8"` or "int4", weights are rounded to 8 or 4 bits, and a layer's inputs to 8, with a scale for
+    every 32 of them. Either makes another model, slightly worse, that reads fewer bytes. `unpack` refuses it unless
+    the originals are kept; `state_dict` and `save_pretrained` write the dequantised weights, `lade.save_packed` the
+    integers.
 
     Args:
         model: a model in evaluation mode, on the CPU.

@@ -16,14 +16,14 @@ from typing import Any
 
 from lade.errors import InputError
 
-MAGIC = b"GGUF"
+MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)
 _TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LONGEST_NAME, _LONGEST_STRING, _LONGEST_ELEMENT = 2**8, 2**20, 2**12  # bytes; names and tokens are short
 _MOST_DIMENSIONS, _LARGEST_ALIGNMENT, _LARGEST_NUMBER = 4, 2**16, 2**31
-_SHAPES = ("embedding_length", "feed_forward_length", "rope.dimension_count", "attention.key_length")
-_SHAPES += ("attention.value_length", "attention.head_count", "attention.head_count_kv")
+_SHAPES = ("embedding_length", "feed_forward_length", "rope.dimension_count", "attention.key_length",
+           "attention.value_length", "attention.head_count", "attention.head_count_kv")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorPlace:
 
 @dataclass
 class Header:
-    """What a file says of itself.
+    """Metadata of a file, and its tensors.
 
     Attributes:
         path: the file.
@@ -70,7 +70,7 @@ class Elements(int):
 
 
 class _Damaged(Exception):
-    """What is wrong with a file."""
+    """A file that is not what it says."""
 
 
 class _Reader:
@@ -132,6 +132,14 @@ class _Reader:
         return Elements(count)
 
 
+def gguf_file(path: Path) -> Path | None:
+    """Return a GGUF file by its path, or by that of a folder with one and no config.json; None if it is none."""
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        return files[0] if len(files) == 1 else None
+    return path if path.is_file() and path.suffix == SUFFIX else None
+
+
 def read_header(path: Path, size_of: Callable[[int, int], int | None]) -> Header:
     """Read the header of a file.
 
@@ -190,7 +198,9 @@ def _tensor(reader: _Reader, size_of: Callable[[int, int], int | None]) -> Tenso
         raise _Damaged(f"tensor {name!r} has the shape {shape}")
     row = size_of(kind, shape[0])
     if row is None:
-        raise _Damaged(f"tensor {name!r} has rows of {shape[0]} numbers of type {kind}, which is unknown or does not fit")
+        raise _Damaged(
+            f"tensor {name!r} has rows of {shape[0]} numbers of type {kind}, which is unknown or does not fit"
+        )
     return TensorPlace(name, tuple(reversed(shape)), kind, offset, row * prod(shape[1:]))
 
 
@@ -207,6 +217,6 @@ def _check_values(values: dict[str, Any], tensors: list[TensorPlace]) -> None:
     largest = max((size for each in tensors for size in each.shape), default=0)
     limits = {f"{architecture}.{name}": largest for name in _SHAPES} | {f"{architecture}.block_count": len(tensors)}
     for name, value in values.items():
-        if name.startswith(f"{architecture}.") and isinstance(value, int):
-            if not -_LARGEST_NUMBER < value <= limits.get(name, _LARGEST_NUMBER):
-                raise _Damaged(f"{name} is {value}, which its tensors cannot have")
+        own = name.startswith(f"{architecture}.") and isinstance(value, int)
+        if own and not -_LARGEST_NUMBER < value <= limits.get(name, _LARGEST_NUMBER):
+            raise _Damaged(f"{name} is {value}, which its tensors cannot have")

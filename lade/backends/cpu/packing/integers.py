@@ -1,10 +1,11 @@
-"""Int8 linear layers: weights and dynamically rounded inputs in int8, with a scale for every 32 inputs.
+"""Linear layers with weights in int8, int4 or the codes of a GGUF file, and inputs that are rounded to int8.
 
-Q8_0 of llama.cpp has the same grid and the same bits. Sums are exact and scaling rounds in the same steps everywhere, see
-`BlockCodes`: a row does not depend on the other rows.
+Every 32 numbers share a scale. Int8 has the grid and the bits of llama.cpp's Q8_0, and int4 those of Q4_0; which takes
+its scale from the largest magnitude, where here the best of a few scales is taken, refitted by least squares. Sums are
+exact and scaling rounds in the same steps everywhere, see `BlockCodes`: a row does not depend on the other rows.
 
-One scale per output and one per token, as in Dettmers et al., "LLM.int8()" (2022), and Xiao et al., "SmoothQuant" (2022),
-lose ten times as much: a few large inputs of a token leave the others few steps.
+One scale per output and one per token, as in Dettmers et al., "LLM.int8()" (2022), and Xiao et al., "SmoothQuant"
+(2022), lose ten times as much: a few large inputs of a token leave the others few steps.
 """
 
 from __future__ import annotations
@@ -17,31 +18,29 @@ from torch import nn
 from torch.nn.functional import pad
 
 from lade.backends.cpu.kernels import is_plain
-from lade.backends.cpu.packing.block_panels import GROUP
-from lade.backends.cpu.packing.blocks import LARGEST, TINY, BlockCodes
+from lade.backends.cpu.packing.blocks import GROUP, LARGEST, TINY, BlockCodes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, like
 from lade.errors import UnsupportedModelError
 
-ZERO = 128
-"""Unsigned code of zero."""
 MOVE_REMEDY = "give it an ordinary tensor on the CPU"
 RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
 _CHUNK = 2**18  # weights that are rounded at a time, which a core's cache holds
+_LEVELS = (6.8, 7.4, 8.0, 8.6)  # int4 codes, unrounded, that the largest magnitude of a group is tried at
 _Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def int8_codes(weight: torch.Tensor) -> BlockCodes:
     """Round a weight `[out, in]` to int8; the largest magnitude of every 32 inputs becomes 127."""
-    return BlockCodes("int8", 8, *in_chunks(_quantised, weight))
+    return BlockCodes("int8", 8, *in_chunks(_in_int8, weight))
 
 
-def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes `[out, in padded]` and scales `[out, groups]` of a weight `[out, in]`."""
     grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)  # [out, groups, 32]
     scale = grouped.abs().amax(-1, keepdim=True).div_(LARGEST).bfloat16()
     codes = (grouped / scale.float().clamp_min_(TINY)).round_().clamp_(-LARGEST, LARGEST)
-    return codes.flatten(1).add_(ZERO).to(torch.uint8), scale.flatten(1)
+    return codes.flatten(1).add_(128).to(torch.uint8), scale.flatten(1)
 
 
 def in_chunks(rounding: _Rounding, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +49,42 @@ def in_chunks(rounding: _Rounding, weight: torch.Tensor) -> tuple[torch.Tensor, 
     parts = [rounding(part) for part in weight.split(max(1, _CHUNK // max(1, inputs)))]
     values, scale = (torch.cat(each) for each in zip(*parts, strict=True))
     return values[:, :inputs].contiguous(), scale
+
+
+def int4_codes(weight: torch.Tensor) -> BlockCodes:
+    """Round a weight `[out, in]` to int4."""
+    return BlockCodes("int4", 4, *in_chunks(_in_int4, weight))
+
+
+def pairs_of(codes: BlockCodes) -> torch.Tensor:
+    """Return two 4-bit codes per byte, the first in the low half: `[out, ceil(in / 2)]` uint8."""
+    values = pad(codes.values, (0, codes.values.shape[1] % 2))
+    return values[:, ::2] | values[:, 1::2] << 4
+
+
+def out_of_pairs(pairs: torch.Tensor, scale: torch.Tensor, inputs: int) -> BlockCodes:
+    """Invert `pairs_of`, for a weight of `inputs` inputs."""
+    values = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+    return BlockCodes("int4", 4, values[:, :inputs].contiguous(), scale)
+
+
+def _in_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes `[out, in padded]` and scales `[out, groups]` of a weight `[out, in]`."""
+    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)  # [out, groups, 32]
+    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))  # signed
+    best_error = torch.full_like(largest, torch.inf)
+    best = torch.zeros_like(grouped)
+    best_scale = torch.zeros_like(largest)
+    for level in _LEVELS:
+        inverse = torch.where(largest == 0, 0, -level / largest)
+        codes = (grouped * inverse).round_().clamp_(-8, 7)
+        squares = codes.square().sum(-1, keepdim=True).clamp_min_(1)
+        scale = (grouped * codes).sum(-1, keepdim=True).div_(squares).bfloat16().float()
+        error = (codes * scale).sub_(grouped).square_().sum(-1, keepdim=True)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best, best_scale = torch.where(better, codes, best), torch.where(better, scale, best_scale)
+    return best.flatten(1).add_(8).to(torch.uint8), best_scale.flatten(1).bfloat16()
 
 
 class Int8Linear(PackedLinear):
@@ -157,6 +192,17 @@ class Int8Linear(PackedLinear):
         name, bits, tensors = state["_sent"]
         codes = BlockCodes(name, bits, **tensors)
         super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})
+
+
+class Int4Linear(Int8Linear):
+    """A linear layer with int4 weights, one scale per output and 32 inputs, and inputs with one scale per 32."""
+
+    WEIGHTS: ClassVar[str] = "int4"
+
+    @staticmethod
+    def codes_of(weight: torch.Tensor) -> BlockCodes:
+        """Round a weight `[out, in]`."""
+        return int4_codes(weight)
 
 
 class GgufLinear(Int8Linear):

@@ -27,27 +27,25 @@ from transformers.utils import logging as _logging
 from lade.announcements import announce
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.folder import EmptyOnMeta
-from lade.backends.cpu.packing.int8 import GgufLinear
+from lade.backends.cpu.packing.gguf_codes import codes_of, values_of
+from lade.backends.cpu.packing.gguf_file import Elements, Header, TensorPlace, gguf_file, read_header
+from lade.backends.cpu.packing.integers import GgufLinear
 from lade.backends.cpu.packing.pack import guard, pack_layers
-from lade.backends.gguf.file import gguf_file
-from lade.backends.gguf.header import Elements, Header, TensorPlace, read_header
-from lade.backends.gguf.tensors import codes_of, values_of
 from lade.errors import InputError
 from lade.model.randomness import DrawsFrom
 
 logger = logging.getLogger(__name__)
 
 PACKED = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
-"""Architectures whose matrices stay as they are; Mistral's files say llama. Others are dequantised by transformers."""
+"""Architectures whose matrices stay as they are; Mistral's files say llama. Others are dequantised."""
 _PAIRED = ("attn_q.weight", "attn_k.weight")  # rows are in another order in files of "llama"
-_UNUSED = ("rope_freqs.weight",)
 
 
 def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """Load a model and its tokenizer from a GGUF file, in evaluation mode on the CPU.
 
-    Matrices in Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K stay as they are, in packed layers whose inputs are rounded to int8
-    with a scale for every 32. `lade.invariant(model)` makes drafts exact: the model's plain decoding is the reference.
+    Matrices in Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K stay as they are, in packed layers whose inputs are rounded to
+    int8 with a scale for every 32. After `lade.invariant(model)` drafts are exact against its plain decoding.
 
     Args:
         path: file, or folder that holds one.
@@ -57,7 +55,8 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         The transformers model and its tokenizer, with the file's chat template.
 
     Raises:
-        InputError: the `gguf` package is not installed, the file does not exist, is damaged, or holds no model that transformers can build.
+        InputError: the `gguf` package is not installed; or the file does not exist, is damaged, or holds no model that
+            transformers can build.
     """
     file = gguf_file(Path(path))
     if file is None:
@@ -100,7 +99,7 @@ def _quiet() -> Iterator[None]:
 def _size_of(kind: int, elements: int) -> int | None:
     from gguf import GGML_QUANT_SIZES
 
-    block, size = GGML_QUANT_SIZES.get(kind, (0, 0))  # type: ignore[call-overload]
+    block, size = GGML_QUANT_SIZES.get(kind, (0, 0))
     return elements // block * size if block and elements % block == 0 else None
 
 
@@ -177,7 +176,8 @@ def config_of(header: Header) -> Any:
     """Return the configuration that transformers' own table of names gives, without reading the vocabulary."""
     architecture, values = header.architecture, header.values
     fields: dict[str, Any] = {}
-    for key, name in GGUF_CONFIG_MAPPING[architecture].items():
+    names: dict[str, str | None] = dict(GGUF_CONFIG_MAPPING[architecture])  # type: ignore[call-overload]
+    for key, name in names.items():
         value = values.get(f"{architecture}.{key}")
         if isinstance(value, Elements):
             what = f"{architecture}.{key} differs between layers, which is not supported"
@@ -190,7 +190,7 @@ def config_of(header: Header) -> Any:
         fields[f"{name}_token_id"] = values.get(f"tokenizer.ggml.{key}_token_id")
     fields["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in header.tensors
-    return AutoConfig.for_model({"gemma3": "gemma3_text"}.get(architecture, architecture), **fields)
+    return AutoConfig.for_model("gemma3_text" if architecture == "gemma3" else architecture, **fields)
 
 
 def _packed(header: Header, dtype: torch.dtype) -> Any:
@@ -238,7 +238,7 @@ def _fill(model: Any, source: _Source, dtype: torch.dtype) -> None:
             values = source.values(place, model.config).to(dtype)
             module._parameters[own] = nn.Parameter(values, requires_grad=False)
     model.tie_weights()
-    pack_layers(model, {layer: GgufLinear for layer in codes}, codes=codes)
+    pack_layers(model, dict.fromkeys(codes, GgufLinear), codes=codes)
     guard(model)
     _tell(source.header, dequantised, used, dtype)
 
@@ -250,4 +250,6 @@ def _tell(header: Header, dequantised: Counter[str], used: set[str], dtype: torc
         announce(logger, f"{header.path.name}: matrices without a kernel, dequantised to {dtype}: {counts}")
     unused = sorted(set(header.tensors) - used)
     if unused:
-        announce(logger, f"{header.path.name}: {len(unused)} tensors are not used, such as {unused[0]}", logging.WARNING)
+        announce(
+            logger, f"{header.path.name}: {len(unused)} tensors are not used, such as {unused[0]}", logging.WARNING
+        )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.gguf.header import TensorPlace
+from lade.backends.cpu.packing.gguf_file import TensorPlace
 
 _SUPER = 256  # inputs that share factors in types that end with K
 _Blocks = torch.Tensor  # [out, blocks, bytes] uint8
