@@ -6,9 +6,9 @@ from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.integers import int4_codes, int8_codes
 
 MADE_HERE = ("int8", "int4")
-OF_FILES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
+OF_FILES = ("q8_0", "q4_0", "q4_1", "q5_1", "q4_k", "q5_k", "q6_k")
 FORMATS = (*MADE_HERE, *OF_FILES)
-STEPS = {"int8": 1, "int4": 1, "q8_0": 32, "q4_0": 32, "q4_1": 32, "q4_k": 256, "q5_k": 256, "q6_k": 256}
+STEPS = {"int8": 1, "int4": 1, "q8_0": 32, "q4_0": 32, "q4_1": 32, "q5_1": 32, "q4_k": 256, "q5_k": 256, "q6_k": 256}
 """What numbers of inputs are multiples of."""
 
 
@@ -29,8 +29,9 @@ def drawn_codes(name: str, outputs: int, inputs: int, seed: int = 0) -> BlockCod
     if name in ("q8_0", "q4_0"):
         bits = int(name[1])
         return BlockCodes(name, bits, bytes_below(2**bits, inputs), halves(groups))
-    if name == "q4_1":
-        return BlockCodes(name, 4, bytes_below(16, inputs), halves(groups), halves(groups))
+    if name in ("q4_1", "q5_1"):
+        bits, most = (4, 16) if name == "q4_1" else (8, 32)
+        return BlockCodes(name, bits, bytes_below(most, inputs), halves(groups), halves(groups))
     if name == "q6_k":
         scale = bytes_below(256, 2 * groups).view(torch.int8)
         return BlockCodes(name, 8, bytes_below(64, inputs) + 96, scale, factor=halves(many))

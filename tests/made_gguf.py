@@ -30,15 +30,22 @@ OWN = {
 }
 
 
+BLOCKS = {
+    "Q8_0": (128, (0,)), "Q4_0": (8, (0,)), "Q4_1": (16, (0, 2)), "Q5_0": (16, (0,)), "Q5_1": (32, (0, 2)),
+    "Q3_K": (4 * 32, (108,)), "Q4_K": (16 * 64, (0, 2)), "Q5_K": (32 * 64, (0, 2)), "Q6_K": (32 * 128, (208,)),
+    "IQ4_NL": (127, (0,)), "IQ4_XS": (127 * 32, (0,)),
+}  # fmt: skip
+"""By type the largest value in steps of a block's factor, and where its factors lie."""
+
+
 def blocks_of(kind: str, shape: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
     """Bytes of a random matrix in a type: `[out, bytes]`, with weights of about 0.03."""
     number = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[number]
     raw = generator.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
-    largest = {"Q8_0": 128, "Q4_0": 8, "Q4_1": 16, "Q4_K": 16 * 64, "Q5_K": 32 * 64, "Q6_K": 32 * 128}[kind]
-    places = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    largest, places = BLOCKS[kind]
     for number, place in enumerate(places):
-        scale = 0.06 / largest * (-largest / 2 if kind == "Q4_1" and number else 16 / 2 if number else 1)
+        scale = 0.06 / largest * (-largest / 2 if kind.endswith("_1") and number else 8 if number else 1)
         halves = (scale * generator.uniform(0.5, 1, raw.shape[:2])).astype(np.float16)
         raw[..., place : place + 2] = halves[..., None].view(np.uint8)
     return raw.reshape(shape[0], -1)

@@ -64,8 +64,8 @@ template <class Width, int64_t kind> struct Scaled : Width {
     INLINE Floats minimum(const char*, int64_t, int64_t) { return Floats{}; }
 };
 
-// Q4_1: scales and minima in float16, on a line each. Codes stay unsigned.
-struct Shifted : FourBits {
+// Q4_1 and Q5_1: scales and minima in float16, on a line each. Codes stay unsigned.
+template <class Width> struct Shifted : Width {
     static constexpr int head = 2, group = 32;
     static constexpr bool has_minimum = true;
     INLINE Floats scale(const char* head, int64_t half, int, int64_t at) {
@@ -188,7 +188,8 @@ template <class Format> static void multiply_blocks(int64_t* fields) {
     {"multiply_int4", instructions, space multiply_blocks<space Scaled<space FourBits, BFLOAT16>>},      \
     {"multiply_q8_0", instructions, space multiply_blocks<space Scaled<space EightBits, FLOAT16>>},      \
     {"multiply_q4_0", instructions, space multiply_blocks<space Scaled<space FourBits, FLOAT16>>},       \
-    {"multiply_q4_1", instructions, space multiply_blocks<space Shifted>},                               \
+    {"multiply_q4_1", instructions, space multiply_blocks<space Shifted<space FourBits>>},               \
+    {"multiply_q5_1", instructions, space multiply_blocks<space Shifted<space EightBits>>},              \
     {"multiply_q4_k", instructions, space multiply_blocks<space Factored<space FourBits>>},              \
     {"multiply_q5_k", instructions, space multiply_blocks<space Factored<space EightBits>>},             \
     {"multiply_q6_k", instructions, space multiply_blocks<space Fine>}

@@ -72,7 +72,7 @@ void run_codes(const std::string& instructions, const Floats& x, int64_t rows, i
     const Fields rounded{at(x), at(codes), at(facts), 0, rows, inputs, 4};
     Fields product{at(codes), at(facts), at(weight), 0, at(out), 0, 0, rows, blocks, outputs, 16, 4, 4};
     run("quantise_rows", instructions, rounded, 9);
-    for (const char* name : {"int8", "int4", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k"})
+    for (const char* name : {"int8", "int4", "q8_0", "q4_0", "q4_1", "q5_1", "q4_k", "q5_k", "q6_k"})
         run(std::string("multiply_") + name, instructions, product, parts);
     Fields stages{2};  // the same in one call
     auto add = [&](const char* name, const Fields& arguments, int64_t count) {

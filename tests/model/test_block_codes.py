@@ -81,7 +81,7 @@ def test_the_definition_is_the_product_of_both_factors(name):
 @of_each_format
 def test_the_largest_sums_are_exact(instructions, name):
     codes = drawn_codes(name, 20, 768)
-    largest = {"q4_1": 15, "q4_k": 15, "q5_k": 31, "q6_k": 159}.get(name, 2**codes.bits - 1)
+    largest = {"q4_1": 15, "q4_k": 15, "q5_1": 31, "q5_k": 31, "q6_k": 159}.get(name, 2**codes.bits - 1)
     values = torch.full_like(codes.values, 96 if name == "q6_k" else 0)
     values[::2], values[1, 5] = largest, largest
     codes = replace(codes, values=values)
@@ -211,7 +211,17 @@ def test_panels_of_any_shape_hold_the_codes(name, shape):
 @needs_library
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("int8", 8.5), ("int4", 4.5), ("q8_0", 8.5), ("q4_0", 4.5), ("q4_1", 5), ("q4_k", 5), ("q5_k", 9), ("q6_k", 9)],
+    [
+        ("int8", 8.5),
+        ("int4", 4.5),
+        ("q8_0", 8.5),
+        ("q4_0", 4.5),
+        ("q4_1", 5),
+        ("q5_1", 9),
+        ("q4_k", 5),
+        ("q5_k", 9),
+        ("q6_k", 9),
+    ],
 )
 def test_weights_take_so_many_bits(name, bits):
     assert drawn_codes(name, 64, 512).in_panels(HugePages()).panels.nbytes == 64 * 512 * bits / 8

@@ -39,7 +39,8 @@ class BlockCodes:
     """A weight matrix in codes: `(values - zero) * scale`, or `values * scale + minimum`.
 
     Attributes:
-        name: format, as kernels are named: "int8", "int4", or a type of GGUF in lower case, such as "q4_k".
+        name: format, as kernels are named: "int8", "int4", or a type of GGUF in lower case, such as "q4_k"; types that
+            hold less are stored in one that holds more.
         bits: bits of a code, 4 or 8.
         values: `[out, in]` uint8, the codes.
         scale: `[out, groups]`, for 32 inputs each, or 16 in "q6_k": of 16 bits, or 8-bit integers with a `factor`.

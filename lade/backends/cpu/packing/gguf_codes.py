@@ -89,6 +89,46 @@ def _q6_k(blocks: _Blocks) -> BlockCodes:
     return BlockCodes("q6_k", 8, ((low | high) + 96).flatten(1), scales, None, _half(blocks, 208))
 
 
+def _fifth_bits(blocks: _Blocks, first: int) -> torch.Tensor:
+    """Return codes of five bits, `[out, in]`: 32 high bits from byte `first` on, and then the halves."""
+    bit = torch.arange(8, dtype=torch.uint8)
+    high = (blocks[..., first : first + 4, None] >> bit & 1).flatten(-2) << 4
+    return (_halves(blocks[..., first + 4 :]) | high).flatten(1)
+
+
+def _q5_0(blocks: _Blocks) -> BlockCodes:
+    return BlockCodes("q8_0", 8, _fifth_bits(blocks, 2) + 112, _half(blocks, 0))  # 16 stands for zero
+
+
+def _q5_1(blocks: _Blocks) -> BlockCodes:
+    return BlockCodes("q5_1", 8, _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q3_k(blocks: _Blocks) -> BlockCodes:
+    pair = torch.arange(4, dtype=torch.uint8).view(4, 1)
+    low = blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> 2 * pair & 3  # [.., 2, 4, 32]
+    high = blocks[..., :32].unflatten(-1, (1, 1, 32)) >> torch.arange(8, dtype=torch.uint8).view(2, 4, 1) & 1
+    packed = blocks[..., 96:108]
+    scale = _halves(packed[..., :8]) | (packed[..., None, 8:] >> 2 * pair & 3).flatten(-2) << 4
+    scales = (scale.to(torch.int8) - 32).flatten(1)
+    return BlockCodes("q6_k", 8, (low | high << 2).flatten(1) + 124, scales, factor=_half(blocks, 108))
+
+
+def _iq4_nl(blocks: _Blocks) -> BlockCodes:
+    return BlockCodes("q8_0", 8, _NONLINEAR[_halves(blocks[..., 2:]).int()].flatten(1), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: _Blocks) -> BlockCodes:
+    pair = torch.arange(4, dtype=torch.uint8)
+    low = (blocks[..., 4:8, None] >> 4 * pair[:2] & 15).flatten(-2)
+    scale = low | (blocks[..., 2:4, None] >> 2 * pair & 3).flatten(-2) << 4
+    scales = (scale.to(torch.int8) - 32).repeat_interleave(2, -1).flatten(1)  # of 16 inputs each
+    values = _NONLINEAR[_halves(blocks[..., 8:].unflatten(-1, (8, 16))).int()]
+    return BlockCodes("q6_k", 8, values.flatten(1), scales, factor=_half(blocks, 0))
+
+
+_NONLINEAR = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
+"""Values of IQ4's codes; 128 stands for zero."""
 _KINDS: dict[str, tuple[int, Callable[[_Blocks], BlockCodes]]] = {
     "Q8_0": (34, _q8_0),
     "Q4_0": (18, _q4_0),
@@ -96,5 +136,10 @@ _KINDS: dict[str, tuple[int, Callable[[_Blocks], BlockCodes]]] = {
     "Q4_K": (144, _q4_k),
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
+    "Q5_0": (22, _q5_0),
+    "Q5_1": (24, _q5_1),
+    "Q3_K": (110, _q3_k),
+    "IQ4_NL": (18, _iq4_nl),
+    "IQ4_XS": (136, _iq4_xs),
 }
 """Bytes of a block, and what reads it, by type."""

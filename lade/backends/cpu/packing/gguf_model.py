@@ -44,8 +44,8 @@ _PAIRED = ("attn_q.weight", "attn_k.weight")  # rows are in another order in fil
 def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """Load a model and its tokenizer from a GGUF file, in evaluation mode on the CPU.
 
-    Matrices in Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K stay as they are, in packed layers whose inputs are rounded to
-    int8 with a scale for every 32. After `lade.invariant(model)` drafts are exact against its plain decoding.
+    Matrices in Q4_0 to Q8_0, Q3_K to Q6_K and IQ4 stay as they are, in packed layers whose inputs are rounded to int8
+    with a scale for every 32. After `lade.invariant(model)` drafts are exact against its plain decoding.
 
     Args:
         path: file, or folder that holds one.
