@@ -51,7 +51,13 @@ def blocks_of(kind: str, shape: tuple[int, int], generator: np.random.Generator)
     return raw.reshape(shape[0], -1)
 
 
-def written(path: Path, architecture: str = "llama", kind: str = "Q4_K", more: dict[str, str] | None = None) -> Path:
+def written(
+    path: Path,
+    architecture: str = "llama",
+    kind: str = "Q4_K",
+    more: dict[str, str] | None = None,
+    values: dict[str, np.ndarray] | None = None,
+) -> Path:
     """Write a file.
 
     Args:
@@ -59,6 +65,7 @@ def written(path: Path, architecture: str = "llama", kind: str = "Q4_K", more: d
         architecture: one of `OWN`.
         kind: type of the matrices, "F32" or "BF16" for values.
         more: types of matrices by a part of their names in the file.
+        values: further tensors by their names.
     """
     sizes = SIZES | OWN[architecture]
     name = {"gemma3": "gemma3_text"}.get(architecture, architecture)
@@ -75,6 +82,8 @@ def written(path: Path, architecture: str = "llama", kind: str = "Q4_K", more: d
         target = f"{names.get_name(layer)}.{own}"
         taken = next((each for part, each in (more or {}).items() if part in target), kind)
         _write_tensor(writer, target, weight.detach(), taken, generator)
+    for target, numbers in (values or {}).items():
+        writer.add_tensor(target, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

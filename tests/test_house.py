@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 260,  # three more with GGUF files
-    "lines": 49_410,  # 115 more with `invariant.fused`, and 655 with GGUF files: the two times that it was raised
+    "lines": 49_500,  # 115 more with `invariant.fused`, and 745 with GGUF files: the two times that it was raised
     "files under 40 lines of code": 15,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.8,

@@ -102,6 +102,27 @@ def test_types_without_a_kernel_are_dequantised_and_named(files, caplog):
     assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
 
 
+def test_the_frequencies_of_llama_3_are_used(tmp_path):
+    factors = np.linspace(1, 8, 32).astype(np.float32)
+    path = written(tmp_path / "m.gguf", "llama", "Q8_0", values={"rope_freqs.weight": factors})
+    model, theirs = in_float32(path), dequantised(path)
+    rotary = theirs.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq / torch.from_numpy(factors)
+    assert torch.equal(model.model.rotary_emb.inv_freq, rotary.inv_freq)
+    ids = torch.arange(1, 201)[None]
+    found, logits = (each(ids).logits for each in (model, theirs))
+    assert (found - logits).norm() < 0.05 * logits.norm()
+
+
+def test_what_a_model_does_not_use_is_an_error_or_named(tmp_path, caplog):
+    one = np.ones(256, np.float32)
+    path = written(tmp_path / "m.gguf", "llama", "Q8_0", values={"blk.1.attn_q.bias": one})
+    assert_refused(path, "its llama has no place for tensor 'blk.1.attn_q.bias'")
+    path = written(tmp_path / "m.gguf", "llama", "Q8_0", values={"rope_factors_long.weight": one})
+    lade.load_gguf(path)
+    assert "not used, so long texts may suffer: rope_factors_long.weight" in caplog.text
+
+
 def test_tokenizer_template_and_stops_are_the_files(files):
     model, tokenizer = lade.load_gguf(files().parent / files().name)
     assert tokenizer.vocab_size == len(TOKENS) and tokenizer.eos_token == "<|end|>" and model.dtype == torch.bfloat16
@@ -188,6 +209,8 @@ def test_lengths_of_strings_and_arrays_are_compared_with_what_is_left(length, fi
     [
         ("llama.block_count", 2**32 - 1),
         ("llama.block_count", 10**6),
+        ("llama.block_count", 0),
+        ("llama.block_count", 1),
         ("llama.rope.dimension_count", 2**31),
         ("llama.attention.head_count", 2**30),
         ("llama.attention.head_count", 0),

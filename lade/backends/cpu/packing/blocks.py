@@ -123,7 +123,7 @@ class BlockCodes:
         """
         rows, steps = quantised(x.reshape(-1, x.shape[-1]))
         chunk = max(16, _MOST_SUMS // max(1, rows.numel()))
-        outputs = torch.arange(len(self.values)).split(chunk)
+        outputs = torch.arange(len(self.values), device="cpu").split(chunk)
         y = torch.cat([self.rows(each)._summed(rows, steps) for each in outputs], -1)
         return (y if bias is None else y.add_(bias)).to(dtype).view(*x.shape[:-1], len(self.values))
 
@@ -134,7 +134,7 @@ class BlockCodes:
             len(self.values), -1, group
         )
         x, scales, minima = rows.flatten(1).unflatten(-1, (-1, group)).float(), self.scales(), self.minima()
-        total = torch.zeros(len(rows), len(values), dtype=torch.float32)
+        total = torch.zeros(len(rows), len(values), dtype=torch.float32, device="cpu")
         for number in range(scales.shape[1]):
             step = steps[:, number * group // GROUP]  # [rows, 1]
             sums = x[:, number] @ values[:, number].t()  # exact

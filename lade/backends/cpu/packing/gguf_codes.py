@@ -26,6 +26,11 @@ def codes_of(raw: torch.Tensor, kind: str) -> BlockCodes | None:
     return known[1](raw.view(len(raw), -1, known[0])) if known is not None else None
 
 
+def has_codes(kind: str) -> bool:
+    """Return True if kernels take matrices of a type."""
+    return kind in _KINDS
+
+
 def values_of(raw: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     """Return the values of a tensor of any type, float32, from its bytes `[..., bytes]` uint8."""
     from gguf import GGMLQuantizationType
@@ -75,7 +80,7 @@ def _q4_k(blocks: _Blocks) -> BlockCodes:
 def _q5_k(blocks: _Blocks) -> BlockCodes:
     scales, minima = _scales_and_minima(blocks)
     low = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)  # [.., 8, 32]
-    bit = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    bit = torch.arange(8, dtype=torch.uint8, device="cpu").view(8, 1)
     high = (blocks[..., None, 16:48] >> bit & 1) << 4
     return BlockCodes("q5_k", 8, (low | high).flatten(1), scales, minima, _half(blocks, 0), -_half(blocks, 2))
 
@@ -83,7 +88,7 @@ def _q5_k(blocks: _Blocks) -> BlockCodes:
 def _q6_k(blocks: _Blocks) -> BlockCodes:
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
     low = torch.cat([low & 15, low >> 4], -2).flatten(-2)  # [.., 2, 128]
-    shift = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    shift = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device="cpu").view(4, 1)
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shift & 3).flatten(-2) << 4  # [.., 2, 128]
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
     return BlockCodes("q6_k", 8, ((low | high) + 96).flatten(1), scales, None, _half(blocks, 208))
@@ -91,7 +96,7 @@ def _q6_k(blocks: _Blocks) -> BlockCodes:
 
 def _fifth_bits(blocks: _Blocks, first: int) -> torch.Tensor:
     """Return codes of five bits, `[out, in]`: 32 high bits from byte `first` on, and then the halves."""
-    bit = torch.arange(8, dtype=torch.uint8)
+    bit = torch.arange(8, dtype=torch.uint8, device="cpu")
     high = (blocks[..., first : first + 4, None] >> bit & 1).flatten(-2) << 4
     return (_halves(blocks[..., first + 4 :]) | high).flatten(1)
 
@@ -105,9 +110,11 @@ def _q5_1(blocks: _Blocks) -> BlockCodes:
 
 
 def _q3_k(blocks: _Blocks) -> BlockCodes:
-    pair = torch.arange(4, dtype=torch.uint8).view(4, 1)
+    pair = torch.arange(4, dtype=torch.uint8, device="cpu").view(4, 1)
     low = blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> 2 * pair & 3  # [.., 2, 4, 32]
-    high = blocks[..., :32].unflatten(-1, (1, 1, 32)) >> torch.arange(8, dtype=torch.uint8).view(2, 4, 1) & 1
+    high = (
+        blocks[..., :32].unflatten(-1, (1, 1, 32)) >> torch.arange(8, dtype=torch.uint8, device="cpu").view(2, 4, 1) & 1
+    )
     packed = blocks[..., 96:108]
     scale = _halves(packed[..., :8]) | (packed[..., None, 8:] >> 2 * pair & 3).flatten(-2) << 4
     scales = (scale.to(torch.int8) - 32).flatten(1)
@@ -119,7 +126,7 @@ def _iq4_nl(blocks: _Blocks) -> BlockCodes:
 
 
 def _iq4_xs(blocks: _Blocks) -> BlockCodes:
-    pair = torch.arange(4, dtype=torch.uint8)
+    pair = torch.arange(4, dtype=torch.uint8, device="cpu")
     low = (blocks[..., 4:8, None] >> 4 * pair[:2] & 15).flatten(-2)
     scale = low | (blocks[..., 2:4, None] >> 2 * pair & 3).flatten(-2) << 4
     scales = (scale.to(torch.int8) - 32).repeat_interleave(2, -1).flatten(1)  # of 16 inputs each
@@ -127,7 +134,9 @@ def _iq4_xs(blocks: _Blocks) -> BlockCodes:
     return BlockCodes("q6_k", 8, values.flatten(1), scales, factor=_half(blocks, 0))
 
 
-_NONLINEAR = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
+_NONLINEAR = torch.tensor(
+    [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8, device="cpu"
+)
 """Values of IQ4's codes; 128 stands for zero."""
 _KINDS: dict[str, tuple[int, Callable[[_Blocks], BlockCodes]]] = {
     "Q8_0": (34, _q8_0),

@@ -209,7 +209,7 @@ def _check_values(values: dict[str, Any], tensors: list[TensorPlace]) -> None:
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise _Damaged("it has no general.architecture")
-    if int(values.get("split.count") or 1) > 1:
+    if values.get("split.count", 1) not in (0, 1):
         raise _Damaged("it is one of several parts: join them, with  llama-gguf-split --merge")
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _LARGEST_ALIGNMENT or alignment % 8:

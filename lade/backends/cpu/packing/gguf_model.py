@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ from transformers.utils import logging as _logging
 from lade.announcements import announce
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.folder import EmptyOnMeta
-from lade.backends.cpu.packing.gguf_codes import codes_of, values_of
+from lade.backends.cpu.packing.gguf_codes import codes_of, has_codes, values_of
 from lade.backends.cpu.packing.gguf_file import Elements, Header, TensorPlace, gguf_file, read_header
 from lade.backends.cpu.packing.integers import GgufLinear
 from lade.backends.cpu.packing.pack import guard, pack_layers
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 PACKED = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 """Architectures whose matrices stay as they are; Mistral's files say llama. Others are dequantised."""
+FREQUENCIES = "rope_freqs.weight"
 _PAIRED = ("attn_q.weight", "attn_k.weight")  # rows are in another order in files of "llama"
 
 
@@ -208,48 +209,87 @@ def _packed(header: Header, dtype: torch.dtype) -> Any:
     return model
 
 
+class _Codes(Mapping[nn.Module, BlockCodes]):
+    """Codes of layers, read from the file when they are asked for, so that one layer's are in memory at a time."""
+
+    def __init__(self, source: _Source, config: Any) -> None:
+        self._source, self._config, self.places = source, config, dict[nn.Module, TensorPlace]()
+
+    def __getitem__(self, layer: nn.Module) -> BlockCodes:
+        place = self.places[layer]
+        found = codes_of(self._source.raw(place, self._config), _kind_of(place))
+        assert found is not None
+        return found
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
 @torch.no_grad()
 def _fill(model: Any, source: _Source, dtype: torch.dtype) -> None:
     """Give a model on the meta device its weights, and pack its linear layers."""
-    tied = bool(model.config.tie_word_embeddings)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    codes: dict[nn.Module, BlockCodes] = {}
-    used, dequantised = set[str](), Counter[str]()
+    head, tied = model.get_output_embeddings(), bool(model.config.tie_word_embeddings)
+    codes, used, dequantised = _Codes(source, model.config), set[str](), Counter[str]()
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            place = source.place("model.embed_tokens.weight" if module is head and tied else f"{name}.{own}")
-            if place is None or place.shape != tuple(parameter.shape):
-                given = "lacks it" if place is None else f"has {list(place.shape)}"
-                what = f"weight {name}.{own} is {list(parameter.shape)}, but the file {given}"
-                raise InputError(f"model file {str(source.header.path)!r}: {what}")
+            place = _place(
+                source, "model.embed_tokens.weight" if module is head and tied else f"{name}.{own}", parameter
+            )
             used.add(place.name)
-            kind = _kind_of(place)
-            if type(module) is nn.Linear and own == "weight":
-                found = codes_of(source.raw(place, model.config), kind)
-                if found is not None:
-                    codes[module] = found
-                    continue
-            if module is head and tied:
-                continue
-            if parameter.ndim > 1 and module is not embedding:
-                dequantised[kind] += 1
-            values = source.values(place, model.config).to(dtype)
-            module._parameters[own] = nn.Parameter(values, requires_grad=False)
+            if type(module) is nn.Linear and own == "weight" and has_codes(_kind_of(place)):
+                codes.places[module] = place
+            elif not (module is head and tied):
+                values = source.values(place, model.config).to(dtype)
+                module._parameters[own] = nn.Parameter(values, requires_grad=False)
+                dequantised.update([_kind_of(place)] if type(module) is nn.Linear and own == "weight" else [])
     model.tie_weights()
     pack_layers(model, dict.fromkeys(codes, GgufLinear), codes=codes)
     guard(model)
+    used |= _scale_frequencies(model, source)
     _tell(source.header, dequantised, used, dtype)
 
 
+def _place(source: _Source, name: str, parameter: torch.Tensor) -> TensorPlace:
+    """Return the tensor of a parameter; raises `InputError` if there is none of its shape."""
+    place = source.place(name)
+    if place is None or place.shape != tuple(parameter.shape):
+        given = "lacks it" if place is None else f"has {list(place.shape)}"
+        what = f"weight {name} is {list(parameter.shape)}, but the file {given}"
+        raise InputError(f"model file {str(source.header.path)!r}: {what}")
+    return place
+
+
+def _scale_frequencies(model: Any, source: _Source) -> set[str]:
+    """Divide rotary frequencies by the file's factors, which Llama 3 has; return the names of tensors used."""
+    place, rotary = source.header.tensors.get(FREQUENCIES), getattr(model.model, "rotary_emb", None)
+    if place is None or getattr(rotary, "inv_freq", torch.empty(0)).shape != place.shape:
+        return set()
+    for name in ("inv_freq", "original_inv_freq"):
+        setattr(rotary, name, getattr(rotary, name) / source.values(place, model.config))
+    return {FREQUENCIES}
+
+
 def _tell(header: Header, dequantised: Counter[str], used: set[str], dtype: torch.dtype) -> None:
-    """Say in one line what did not stay as it is, and in another what the model does not use."""
+    """Say in one line what did not stay as it is, and in another what the model does not use.
+
+    Raises:
+        InputError: a tensor of a layer is not used, so that the model would compute something else.
+    """
+    unused = sorted(set(header.tensors) - used)
+    if (of_layer := next((name for name in unused if name.startswith("blk.")), None)) is not None:
+        what = f"its {header.architecture} has no place for tensor {of_layer!r}"
+        raise InputError(f"model file {str(header.path)!r}: {what}")
+    scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
+    unused += [f"rope scaling {scaling!r}"] if scaling != "none" else []
     if dequantised:
         counts = ", ".join(f"{count} in {kind}" for kind, count in dequantised.items())
         announce(logger, f"{header.path.name}: matrices without a kernel, dequantised to {dtype}: {counts}")
-    unused = sorted(set(header.tensors) - used)
     if unused:
         announce(
-            logger, f"{header.path.name}: {len(unused)} tensors are not used, such as {unused[0]}", logging.WARNING
+            logger, f"{header.path.name}: not used, so long texts may suffer: {', '.join(unused)}", logging.WARNING
         )
