@@ -20,6 +20,7 @@ def test_a_file_or_its_folder_is_a_model(lade, file):
     assert found[0]["token_ids"] == found[1]["token_ids"] == plain["token_ids"] and plain["token_ids"]
     facts = json.loads(lade("info", "-m", file, "--json").stdout)
     assert (facts["weights"], facts["dtype"]) == ("gguf", "bfloat16")
+    assert "is packed already" in lade("pack", file, "--save", file.parent / "saved").stderr
     assert json.loads(lade("generate", "-m", file, *PROMPT, "--dtype", "float32").stdout)["dtype"] == "float32"
 
 

@@ -166,7 +166,7 @@ def load(
         term.show_status(f"loading {source.shown}")
         is_packed = source.is_gguf or (source.local and packed_folder.is_packed_folder(source.name))
         if source.is_gguf:
-            model, tokenizer = _load_gguf(source, loading)
+            model, tokenizer = _load_gguf(source, loading, processes)
         else:
             tokenizer = load_tokenizer(source, loading)
             packed = is_packed
@@ -240,8 +240,10 @@ def _load_packed(source: ModelSource, loading: Loading) -> Any:
     return model
 
 
-def _load_gguf(source: ModelSource, loading: Loading) -> tuple[Any, Any]:
+def _load_gguf(source: ModelSource, loading: Loading, processes: int) -> tuple[Any, Any]:
     """Load model and tokenizer from a GGUF file, which fixes device and quantization."""
+    if processes > 1:
+        raise InputError(f"model file {source.shown!r} cannot be split over processes: run it without torchrun")
     if loading.weights is not None:
         raise ConfigError("weights", loading.weights, "the weights are those of a GGUF file")
     if loading.adapter is not None:
