@@ -1,6 +1,7 @@
 """GGUF files: models with the file's own values, exact drafts, and files that are damaged or hostile."""
 
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -283,5 +284,6 @@ def test_whatever_bytes_of_a_header_are_changed_one_line_says_so(data, files, tm
 
 
 def test_without_the_package_one_line_says_what_to_install(files, monkeypatch):
-    monkeypatch.setattr(load, "find_spec", lambda name: None)
-    assert_refused(files(), "GGUF files need gguf: run  pip install gguf")
+    path = files()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert_refused(path, r"GGUF files need gguf \(.*\): run  pip install gguf")

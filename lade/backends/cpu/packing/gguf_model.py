@@ -7,13 +7,13 @@ transformers makes of the file, and the `gguf` package names the tensors.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,10 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     file = gguf_file(Path(path))
     if file is None:
         raise InputError(f"{str(path)!r} is neither a GGUF file nor a folder with one: check the path")
-    if find_spec("gguf") is None:
-        raise InputError("GGUF files need gguf: run  pip install gguf")
+    try:
+        importlib.import_module("gguf")
+    except ImportError as problem:
+        raise InputError(f"GGUF files need gguf ({problem}): run  pip install gguf") from problem
     header = read_header(file, _size_of)
     with _one_line(file), _quiet():
         tokenizer = _tokenizer(header)
