@@ -62,12 +62,12 @@ def written(
 
     Args:
         path: file to write.
-        architecture: one of `OWN`.
+        architecture: one of `OWN`, or another with the same facts.
         kind: type of the matrices, "F32" or "BF16" for values.
         more: types of matrices by a part of their names in the file.
         values: further tensors by their names.
     """
-    sizes = SIZES | OWN[architecture]
+    sizes = SIZES | OWN.get(architecture, {"tie_word_embeddings": True, "sliding_window": 48})
     name = {"gemma3": "gemma3_text"}.get(architecture, architecture)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
@@ -115,7 +115,7 @@ def _write_facts(writer, architecture: str, config, head_dim: int) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
-    if architecture == "gemma3":
+    if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
 
 

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 import lade
 from lade.backends.cpu.invariant.fused import FusedLayer
 from lade.backends.cpu.packing import gguf_model as load
-from lade.backends.cpu.packing.gguf_codes import _KINDS, codes_of, values_of
+from lade.backends.cpu.packing.gguf_codes import _KINDS, codes_of, has_codes, values_of
 from lade.backends.cpu.packing.gguf_file import TensorPlace, read_header
 from lade.backends.cpu.packing.integers import GgufLinear
+from lade.backends.cpu.packing.pack import packed_layers
 from lade.errors import InputError, UnsupportedModelError
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
@@ -59,7 +60,7 @@ def test_codes_stand_for_the_values_of_the_file(kind):
     number = gguf.GGMLQuantizationType[kind]
     expected = values_of(raw, TensorPlace("", (40, 768), number, 0, raw.numel()))
     assert torch.equal(codes_of(raw, kind).dense(torch.float32), expected) and expected.abs().max() < 0.3
-    assert codes_of(raw, "Q2_K") is None
+    assert not has_codes("Q2_K")
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -101,6 +102,16 @@ def test_types_without_a_kernel_are_dequantised_and_named(files, caplog):
     assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
     assert "dequantised to torch.float32: 2 in F16, 2 in BF16" in caplog.text
     assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
+
+
+def test_other_architectures_are_dequantised_whole(files, caplog):
+    with caplog.at_level("INFO"):
+        model = in_float32(files("gemma2", "Q8_0"))
+    assert "weights of gemma2 are dequantised to torch.float32" in caplog.text and packed_layers(model) == 0
+    expected = dequantised(files("gemma2", "Q8_0")).state_dict()
+    assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
+    found = lade.generate(lade.invariant(model), input_ids=IDS, max_new_tokens=20, do_sample=False)
+    assert torch.equal(found, model.generate(IDS, max_new_tokens=20, do_sample=False))
 
 
 def test_the_frequencies_of_llama_3_are_used(tmp_path):

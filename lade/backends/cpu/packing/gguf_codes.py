@@ -11,19 +11,18 @@ import torch
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.gguf_file import TensorPlace
 
-_SUPER = 256  # inputs that share factors in types that end with K
 _Blocks = torch.Tensor  # [out, blocks, bytes] uint8
 
 
-def codes_of(raw: torch.Tensor, kind: str) -> BlockCodes | None:
-    """Return the codes of a matrix; None for types that no kernel takes.
+def codes_of(raw: torch.Tensor, kind: str) -> BlockCodes:
+    """Return the codes of a matrix, of a type that has them.
 
     Args:
         raw: `[out, bytes]` uint8, as the file has it.
         kind: name of the type, such as "Q4_K".
     """
-    known = _KINDS.get(kind)
-    return known[1](raw.view(len(raw), -1, known[0])) if known is not None else None
+    size, reader = _KINDS[kind]
+    return reader(raw.view(len(raw), -1, size))
 
 
 def has_codes(kind: str) -> bool:

@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
@@ -130,13 +132,8 @@ def _generation(header: Header) -> GenerationConfig:
 
 def _dequantised(header: Header, dtype: torch.dtype) -> Any:
     """Return a model as transformers loads it, all weights dequantised."""
-    options: dict[str, Any] = {}
-    try:
-        from transformers import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    except ImportError:  # before 5.23 or so, transformers always dequantises
-        pass
+    packs = hasattr(transformers, "GgufConfig")  # earlier versions always dequantise
+    options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packs else {}
     announce(logger, f"{header.path.name}: weights of {header.architecture} are dequantised to {dtype}")
     folder, name = header.path.parent, header.path.name
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype, **options)
@@ -160,9 +157,8 @@ class _Source:
 
     def raw(self, place: TensorPlace, config: Any) -> torch.Tensor:
         """Return a tensor's bytes in the model's order of rows, `[..., bytes]` uint8."""
-        size = place.nbytes // max(1, place.nbytes and int(np.prod(place.shape[:-1])))
         numbers = torch.from_numpy(self.data[place.offset : place.offset + place.nbytes].copy())
-        rows = numbers.view(*place.shape[:-1], size)
+        rows = numbers.view(*place.shape[:-1], place.nbytes // prod(place.shape[:-1]))
         if self.header.architecture == "llama" and place.name.endswith(_PAIRED):
             heads = config.num_key_value_heads if "attn_k" in place.name else config.num_attention_heads
             rows = rows.unflatten(0, (heads, -1, 2)).swapaxes(1, 2).flatten(0, 2)  # pairs side by side to halves
@@ -219,9 +215,7 @@ class _Codes(Mapping[nn.Module, BlockCodes]):
 
     def __getitem__(self, layer: nn.Module) -> BlockCodes:
         place = self.places[layer]
-        found = codes_of(self._source.raw(place, self._config), _kind_of(place))
-        assert found is not None
-        return found
+        return codes_of(self._source.raw(place, self._config), _kind_of(place))
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.places)
