@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import lade_lab as bench
     from lade.backends.cpu.invariant.make_invariant import invariant, variant
     from lade.backends.cpu.packing.folder import load_packed, save_packed
+    from lade.backends.cpu.packing.gguf_model import load_gguf
     from lade.backends.cpu.packing.pack import pack, unpack
     from lade.backends.cuda_graphs.backend import release
     from lade.backends.processes.team import parallel
@@ -89,6 +90,7 @@ __all__ = [
     "follow",
     "generate",
     "invariant",
+    "load_gguf",
     "load_packed",
     "log_history",
     "pack",
@@ -134,6 +136,7 @@ _HOMES = {
     "lade.model.kv_cache": ("TreeCache",),
     "lade.backends.cpu.packing.folder": ("load_packed", "save_packed"),
     "lade.backends.cpu.packing.pack": ("pack", "unpack"),
+    "lade.backends.cpu.packing.gguf_model": ("load_gguf",),
     "lade.model.supports": ("Support", "supports"),
     "lade.backends.cuda_graphs.backend": ("release",),
     "lade.serving.engine": ("Engine",),

@@ -12,8 +12,8 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 257,
-    "lines": 48_755,  # 115 more with `invariant.fused`, the one time that a bound was raised
+    "files": 260,  # three more with GGUF files
+    "lines": 49_500,  # 115 more with `invariant.fused`, and 745 with GGUF files: the two times that it was raised
     "files under 40 lines of code": 15,
     "lines of the largest file": 500,
     "imports, per cent of code": 10.8,

@@ -2,16 +2,17 @@
 
     python lab/experiments/beside_llama.py --model FOLDER --prompts FILE.jsonl --inflate 500e6 --threads 1 \
         --llama-bench PATH --gguf bf16.gguf --gguf q8_0.gguf --gguf q4_0.gguf
+    python lab/experiments/beside_llama.py -m model.gguf --prompts FILE.jsonl --threads 1 --llama-bench PATH
 
-`write_gguf.py` beside this file makes the GGUF files; without any the other arms are timed alone. At every
-prompt the bandwidth of memory is measured, too, and each arm writes the same number of tokens, another one first each
-time; prefill does not count. "kept" is the adaptive method whose memory has learned from answers to prompts that are
-not timed: the small model writes them, which computes the same function; in int4 it is packed likewise, so that the
-answers are those of rounded weights. A checkpoint with an MTP layer of its own has that grown, too, and arms "no layer"
-without it.
+A GGUF file is read by both, as it is, and prompts pass through its chat template, if it has one. `write_gguf.py`
+beside this file makes the GGUF files; without any the other arms are timed alone. At every prompt the bandwidth of
+memory is measured, too, and each arm writes the same number of tokens, another one first each time; prefill does not
+count. "kept" is the adaptive method whose memory has learned from answers to prompts that are not timed: the small
+model writes them, which computes the same function; in int4 it is packed likewise, so that the answers are those of
+rounded weights. A checkpoint with an MTP layer of its own has that grown, too, and arms "no layer" without it.
 
-Where a model is invariant, in int8 and int4 always, the texts must be those of its plain decoding. In bfloat16 as it is
-they may part at near ties; how many do is told.
+Where a model is invariant, in int8 and int4 always, the texts must be those of its plain decoding. In bfloat16 as it
+is they may part at near ties; how many do is told.
 """
 
 from __future__ import annotations
@@ -78,6 +79,28 @@ def arms_of(small: Any, params: float, int8_dtype: str, wanted: list[str]) -> di
     return arms
 
 
+def arms_of_file(model: Any) -> dict[str, Any]:
+    """The arms of a model from a GGUF file."""
+    model = lade.invariant(model)
+    return {f"file {arm}": OwnArm(parse(kind), model, ARGUMENTS) for arm, kind in OWN.items()}
+
+
+def read(model: str) -> tuple[Any, Any]:
+    """A model and its tokenizer, from a folder, the hub or a GGUF file."""
+    if model.endswith(".gguf"):
+        return lade.load_gguf(model)
+    small: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return small, AutoTokenizer.from_pretrained(model)
+
+
+def encoded(tokenizer: Any, prompt: str, *, templated: bool) -> list[int]:
+    """The ids of a prompt, as a user's message if it is `templated`."""
+    if not (templated and tokenizer.chat_template):
+        return list(tokenizer(prompt)["input_ids"])
+    message = [{"role": "user", "content": prompt}]
+    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
 def teach(small: Any, arms: dict[str, Any], prompts: list[list[int]], tokens: int) -> None:
     """Fill the memories that are kept."""
     in_int4 = lade.pack(copy.deepcopy(small), weights="int4", min_weights=1) if "int4 kept" in arms else None
@@ -106,7 +129,7 @@ def of_llama(program: Path, gguf: Path, threads: int, tokens: int) -> float:
 
 def plain_of(name: str) -> str:
     """The arm whose texts an arm has to write."""
-    for model in ("int8", "int4", "invariant bf16"):
+    for model in ("int8", "int4", "invariant bf16", "file"):
         if name.startswith(model):
             return f"{model} plain"
     return "bf16 plain"
@@ -132,7 +155,7 @@ def report(rates: dict[str, list[float]], texts: dict[str, list[list[int]]], fed
 
 
 def main(
-    model: Annotated[str, typer.Option(help="folder or hub id of a Llama")],
+    model: Annotated[str, typer.Option("--model", "-m", help="folder or hub id of a Llama, or a GGUF file")],
     prompts: Annotated[Path, typer.Option(help='JSON lines with a "prompt" each')],
     params: Annotated[float, typer.Option("--inflate", help="parameters to grow it to")] = 500e6,
     threads: int = 1,
@@ -145,11 +168,15 @@ def main(
     gguf: Annotated[list[Path] | None, typer.Option(help="file for it; may be repeated")] = None,
 ) -> None:
     torch.set_num_threads(threads)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    small, tokenizer = read(model)
+    is_file = model.endswith(".gguf")
     lines = prompts.read_text(encoding="utf-8").splitlines()[: limit + earlier]
-    ids: list[list[int]] = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-    small: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    arms, block = arms_of(small, params, int8_dtype, only or list(MODELS)), torch.ones(GIB // 4)
+    ids = [encoded(tokenizer, json.loads(line)["prompt"], templated=is_file) for line in lines]
+    if is_file:
+        arms, gguf = arms_of_file(small), [Path(model)] if llama_bench is not None else []
+    else:
+        arms = arms_of(small, params, int8_dtype, only or list(MODELS))
+    block = torch.ones(GIB // 4)
     teach(small, arms, ids[limit:], 2 * new_tokens)
     rates: dict[str, list[float]] = {"memory, GB/s": []} | {str(file): [] for file in gguf or []}
     rates |= {name: [] for name in arms}

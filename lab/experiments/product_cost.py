@@ -13,14 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from statistics import median
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from lade.backends.cpu.packing.int4 import Int4Codes, in_int4_panels
+from lade.backends.cpu.packing.integers import int4_codes, int8_codes
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel, initial_sums
+from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels
 from lade.backends.cpu.packing.panels import in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
 
@@ -39,23 +39,10 @@ def in_own_dtype(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> P
     return lambda rows: [linear(x[:rows], weight, None, "none", [], "") for weight in weights]
 
 
-def own_in_int8(outputs: int, inputs: int, count: int) -> Product:
-    """The same by products of our own."""
-    pages, scale, x = HugePages(), torch.ones(outputs), torch.randn(MOST_ROWS, inputs)
-    panel = panel_for(torch.int8)
-    values = [torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8) for _ in range(count)]
-    weights = [
-        PanelWeight(in_panels(each, pages, panel), outputs, inputs, steps=scale, start=initial_sums(each))
-        for each in values
-    ]
-    return lambda rows: [weight.product(x[:rows]) for weight in weights]
-
-
-def own_in_int4(outputs: int, inputs: int, count: int) -> Product:
-    """The same in int4."""
-    pages, x = HugePages(), torch.randn(MOST_ROWS, inputs)
-    codes = Int4Codes.of(torch.randn(outputs, inputs))
-    weights = [PanelWeight(in_int4_panels(codes, pages), outputs, inputs) for _ in range(count)]
+def own_in_integers(outputs: int, inputs: int, count: int, rounded: Callable[[torch.Tensor], Any]) -> Product:
+    """The same by products of our own, in int8 or int4."""
+    pages, x, codes = HugePages(), torch.randn(MOST_ROWS, inputs), rounded(torch.randn(outputs, inputs))
+    weights = [codes.in_panels(pages) for _ in range(count)]
     return lambda rows: [weight.product(x[:rows]) for weight in weights]
 
 
@@ -76,10 +63,9 @@ def arms_of(outputs: int, inputs: int, count: int) -> dict[str, tuple[float, Pro
             arms[str(dtype)[6:]] = dtype.itemsize, in_own_dtype(outputs, inputs, count, dtype)
     if panel_for(torch.bfloat16):
         arms["bfloat16, own"] = 2, own_in_bfloat16(outputs, inputs, count)
-    if panel_for(torch.int8):
-        arms["int8, own"] = 1, own_in_int8(outputs, inputs, count)
-    if has_int4_kernel():
-        arms["int4, own"] = 9 / 16, own_in_int4(outputs, inputs, count)
+    if has_block_kernels():
+        arms["int8, own"] = 17 / 16, own_in_integers(outputs, inputs, count, int8_codes)
+        arms["int4, own"] = 9 / 16, own_in_integers(outputs, inputs, count, int4_codes)
     return arms
 
 

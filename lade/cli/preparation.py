@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 
 from lade.backends.cpu.packing import folder, quality
 from lade.backends.cpu.packing import pack as packing
-from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.quality import LayerError
 from lade.cli.encoder import Encoder
 from lade.cli.loading.load import LoadedModel

@@ -10,7 +10,7 @@
 //     cpu_elementwise.h    residual sums and rotary positions
 //     cpu_rows.h          per-row int8 quantisation
 //     cpu_panels.h         products with weights in panels: layout of rows and epilogue
-//     cpu_dots.h           products by dot-product instructions; cpu_tiles.h: by AMX tiles; cpu_int4.h: of int4 weights
+//     cpu_dots.h           products by dot-product instructions; cpu_tiles.h: by AMX tiles; cpu_blocks.h: of integers
 //
 // Those headers have no include guard: cpu_plain.cpp, cpu_avx2.cpp and the like include them inside a namespace, with
 // the instructions switched on, and list in a table what they compiled. No result depends on the width of vectors.
@@ -70,27 +70,26 @@ constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 //
 // Rows that are a power of two apart would evict each other from the L1 cache. The last block is padded with zeros; rows
 // that pad the last group are not written.
+//
+// Of every 32 int8 codes of a row, four numbers of 32 bits are noted, [rows / together][2 * blocks][together][4]: the
+// negative sum of the codes, that of the first 16 of them, the value of one step, and the sum of the codes in such steps.
+// The first two are integers, the others float32.
 struct RowBlocks {
     const char* x;  // rows, [rows, inputs], contiguous
     char* to;       // the blocks
-    char* scales;   // [rows] float32, value of one step of the codes; codes only
-    char* starts;   // initial sums of int4 products, see cpu_int4.h; null for none
+    char* facts;    // the numbers of each 32 codes; codes only
     int64_t kind;   // dtype code of x
     int64_t rows, inputs;
     int64_t together;  // rows interleaved in a group
-    int64_t zero;      // code of zero: 0 for signed codes, 128 for unsigned ones
 };
 
 // A product of rows in blocks with weights in panels.
 struct PanelProduct {
     const char* x;       // rows in blocks
-    const char* scales;  // [rows] float32, scales of the rows; codes only
+    const char* facts;   // the numbers of each 32 codes of the rows; codes only
     const char* weight;  // the panels
-    const char* steps;   // [outputs] float32, scales of the weights; int8 only
-    int64_t start;  // address of initial sums for unsigned codes, [outputs padded] int32: -128 times the sum of an
-                    // output's weights, since 128 stands for an input of zero; 0 for none. For int4 see cpu_int4.h
-    const char* bias;  // [outputs]; null for none
-    char* out;         // [rows, outputs]: sums, times `steps` and `scales` if given, plus the bias
+    const char* bias;    // [outputs]; null for none
+    char* out;           // [rows, outputs]: sums, plus the bias
     int64_t bias_kind, kind;  // dtype codes of the bias and of the result
     int64_t rows, blocks, outputs;
     int64_t row_group, panel_group;  // rows (whole groups) and panels per part; few rows are all in each part

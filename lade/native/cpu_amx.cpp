@@ -4,16 +4,13 @@
 #if defined(LADE_X86)
 #define LANES 16
 
-LADE_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16,amx-int8")
+LADE_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,amx-tile,amx-bf16")
 namespace lade {
 namespace {
 
 #include "cpu_vectors.h"
 
 #include "cpu_panels.h"
-
-struct Code {};
-struct Half {};
 
 // The processor's tiles. Compilers' intrinsics take literal numbers of tiles, and not all of them say what is read.
 struct Tiles {
@@ -35,11 +32,8 @@ struct Tiles {
     template <int tile> INLINE void store(char* address, int64_t stride) {
         __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(address), "r"(stride), "i"(tile) : "memory");
     }
-    template <class Number, int sums, int x, int weights> INLINE void multiply() {
-        if constexpr (std::is_same<Number, Code>::value)
-            __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
-        else
-            __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
+    template <int sums, int x, int weights> INLINE void multiply() {
+        __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
     }
 };
 
@@ -50,8 +44,6 @@ struct Tiles {
 const Entry amx_kernels[] = {
     {"multiply_few_by_tiles", "amx", multiply_few},
     {"multiply_many_by_tiles", "amx", multiply_many},
-    {"multiply_few_codes_by_tiles", "amx", multiply_few_codes},
-    {"multiply_many_codes_by_tiles", "amx", multiply_many_codes},
     {},
 };
 

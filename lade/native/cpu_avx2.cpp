@@ -19,42 +19,24 @@ namespace avx2 {
 #include "cpu_attention.h"
 #include "cpu_rows.h"
 
-// Unsigned inputs and int8 weights without VNNI: bytes are widened to 16 bits, even and odd ones apart.
-struct Dots {
-    using Sums = __m256i;
-    struct Pair {
-        __m256i even, odd;
-    };
-    using Weights = Pair;
-    using Inputs = Pair;
-    INLINE Sums begin(int64_t start) { return read<__m256i>((const char*)start); }
-    INLINE Weights weights(const char* line) {
-        const __m256i bytes = read<__m256i>(line);
-        return {_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+// Adds products of unsigned codes and signed ones to a start. Eight pairs of codes up to 15 fit into 16 bits; wider ones
+// are widened first, even and odd ones apart.
+template <int words, bool wide> INLINE Ints dot(Ints start, const Bits* codes, const char* x) {
+    __m256i sums = wide ? (__m256i)start : _mm256_setzero_si256();
+    UNROLL for (int word = 0; word < words; word++) {
+        const __m256i inputs = _mm256_set1_epi32(read<int32_t>(x + 4 * word)), line = (__m256i)codes[word];
+        if (wide) {
+            const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(inputs, 8), 8), odd = _mm256_srai_epi16(inputs, 8);
+            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_and_si256(line, _mm256_set1_epi16(255)), even));
+            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_srli_epi16(line, 8), odd));
+        } else {
+            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(line, inputs));
+        }
     }
-    INLINE Inputs inputs(const char* word) {
-        const __m256i bytes = _mm256_set1_epi32(read<int32_t>(word));
-        return {_mm256_and_si256(bytes, _mm256_set1_epi16(255)), _mm256_srli_epi16(bytes, 8)};
-    }
-    INLINE Sums add(Sums sums, Inputs x, Weights weights) {
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(x.even, weights.even));
-        return _mm256_add_epi32(sums, _mm256_madd_epi16(x.odd, weights.odd));
-    }
-};
-
-#include "cpu_dots.h"
-
-// Adds 32 products of unsigned codes up to 15 and signed ones to a start; eight pairs of them fit into 16 bits.
-INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
-    __m256i pairs = _mm256_setzero_si256();
-    UNROLL for (int word = 0; word < 8; word++) {
-        const __m256i inputs = _mm256_set1_epi32(read<int32_t>(x + 4 * word));
-        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)codes[word], inputs));
-    }
-    return (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)) + start;
+    return wide ? (Ints)sums : (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1)) + start;
 }
 
-#include "cpu_int4.h"
+#include "cpu_blocks.h"
 
 }  // namespace avx2
 }  // namespace
@@ -70,28 +52,15 @@ namespace avxvnni {
 
 #include "cpu_panels.h"
 
-// Unsigned inputs and int8 weights, without saturation.
-struct Dots {
-    using Sums = __m256i;
-    using Weights = __m256i;
-    using Inputs = __m256i;
-    INLINE Sums begin(int64_t start) { return read<__m256i>((const char*)start); }
-    INLINE Weights weights(const char* line) { return read<__m256i>(line); }
-    INLINE Inputs inputs(const char* word) { return _mm256_set1_epi32(read<int32_t>(word)); }
-    INLINE Sums add(Sums sums, Inputs x, Weights weights) { return _mm256_dpbusd_avx_epi32(sums, x, weights); }
-};
-
-#include "cpu_dots.h"
-
-// Adds 32 products of unsigned codes up to 15 and signed ones to a start.
-INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
-    __m256i sums = _mm256_set1_epi32(start);
-    UNROLL for (int word = 0; word < 8; word++)
+// Adds products of unsigned codes and signed ones to a start.
+template <int words, bool> INLINE Ints dot(Ints start, const Bits* codes, const char* x) {
+    __m256i sums = (__m256i)start;
+    UNROLL for (int word = 0; word < words; word++)
         sums = _mm256_dpbusd_avx_epi32(sums, (__m256i)codes[word], _mm256_set1_epi32(read<int32_t>(x + 4 * word)));
     return (Ints)sums;
 }
 
-#include "cpu_int4.h"
+#include "cpu_blocks.h"
 
 }  // namespace avxvnni
 }  // namespace
@@ -107,15 +76,11 @@ const Entry avx2_kernels[] = {
     {"add", "avx2", avx2::add},
     {"quantise_rows", "avx2", avx2::quantise_rows},
     {"block_rows", "avx2", avx2::block_rows},
-    {"multiply_few_codes", "avx2", avx2::multiply_few},
-    {"multiply_many_codes", "avx2", avx2::multiply_many},
-    {"multiply_int4", "avx2", avx2::multiply_int4},
+    LADE_BLOCK_KERNELS(avx2::, "avx2"),
     {},
 };
 const Entry avxvnni_kernels[] = {
-    {"multiply_few_codes", "avxvnni", avxvnni::multiply_few},
-    {"multiply_many_codes", "avxvnni", avxvnni::multiply_many},
-    {"multiply_int4", "avxvnni", avxvnni::multiply_int4},
+    LADE_BLOCK_KERNELS(avxvnni::, "avxvnni"),
     {},
 };
 }  // namespace lade

@@ -19,42 +19,24 @@ namespace avx512 {
 #include "cpu_attention.h"
 #include "cpu_rows.h"
 
-// Unsigned inputs and int8 weights without VNNI: bytes are widened to 16 bits, even and odd ones apart.
-struct Dots {
-    using Sums = __m512i;
-    struct Pair {
-        __m512i even, odd;
-    };
-    using Weights = Pair;
-    using Inputs = Pair;
-    INLINE Sums begin(int64_t start) { return read<__m512i>((const char*)start); }
-    INLINE Weights weights(const char* line) {
-        const __m512i bytes = read<__m512i>(line);
-        return {_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8), _mm512_srai_epi16(bytes, 8)};
+// Adds products of unsigned codes and signed ones to a start. Eight pairs of codes up to 15 fit into 16 bits; wider ones
+// are widened first, even and odd ones apart.
+template <int words, bool wide> INLINE Ints dot(Ints start, const Bits* codes, const char* x) {
+    __m512i sums = wide ? (__m512i)start : _mm512_setzero_si512();
+    UNROLL for (int word = 0; word < words; word++) {
+        const __m512i inputs = _mm512_set1_epi32(read<int32_t>(x + 4 * word)), line = (__m512i)codes[word];
+        if (wide) {
+            const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(inputs, 8), 8), odd = _mm512_srai_epi16(inputs, 8);
+            sums = _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_and_si512(line, _mm512_set1_epi16(255)), even));
+            sums = _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_srli_epi16(line, 8), odd));
+        } else {
+            sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(line, inputs));
+        }
     }
-    INLINE Inputs inputs(const char* word) {
-        const __m512i bytes = _mm512_set1_epi32(read<int32_t>(word));
-        return {_mm512_and_si512(bytes, _mm512_set1_epi16(255)), _mm512_srli_epi16(bytes, 8)};
-    }
-    INLINE Sums add(Sums sums, Inputs x, Weights weights) {
-        sums = _mm512_add_epi32(sums, _mm512_madd_epi16(x.even, weights.even));
-        return _mm512_add_epi32(sums, _mm512_madd_epi16(x.odd, weights.odd));
-    }
-};
-
-#include "cpu_dots.h"
-
-// Adds 32 products of unsigned codes up to 15 and signed ones to a start; eight pairs of them fit into 16 bits.
-INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
-    __m512i pairs = _mm512_setzero_si512();
-    UNROLL for (int word = 0; word < 8; word++) {
-        const __m512i inputs = _mm512_set1_epi32(read<int32_t>(x + 4 * word));
-        pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16((__m512i)codes[word], inputs));
-    }
-    return (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)) + start;
+    return wide ? (Ints)sums : (Ints)_mm512_madd_epi16(sums, _mm512_set1_epi16(1)) + start;
 }
 
-#include "cpu_int4.h"
+#include "cpu_blocks.h"
 
 }  // namespace avx512
 }  // namespace
@@ -70,28 +52,15 @@ namespace avx512vnni {
 
 #include "cpu_panels.h"
 
-// Unsigned inputs and int8 weights, without saturation.
-struct Dots {
-    using Sums = __m512i;
-    using Weights = __m512i;
-    using Inputs = __m512i;
-    INLINE Sums begin(int64_t start) { return read<__m512i>((const char*)start); }
-    INLINE Weights weights(const char* line) { return read<__m512i>(line); }
-    INLINE Inputs inputs(const char* word) { return _mm512_set1_epi32(read<int32_t>(word)); }
-    INLINE Sums add(Sums sums, Inputs x, Weights weights) { return _mm512_dpbusd_epi32(sums, x, weights); }
-};
-
-#include "cpu_dots.h"
-
-// Adds 32 products of unsigned codes up to 15 and signed ones to a start.
-INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
-    __m512i sums = _mm512_set1_epi32(start);
-    UNROLL for (int word = 0; word < 8; word++)
+// Adds products of unsigned codes and signed ones to a start.
+template <int words, bool> INLINE Ints dot(Ints start, const Bits* codes, const char* x) {
+    __m512i sums = (__m512i)start;
+    UNROLL for (int word = 0; word < words; word++)
         sums = _mm512_dpbusd_epi32(sums, (__m512i)codes[word], _mm512_set1_epi32(read<int32_t>(x + 4 * word)));
     return (Ints)sums;
 }
 
-#include "cpu_int4.h"
+#include "cpu_blocks.h"
 
 }  // namespace avx512vnni
 }  // namespace
@@ -106,17 +75,6 @@ namespace avx512bf16 {
 #include "cpu_vectors.h"
 
 #include "cpu_panels.h"
-
-// Pairs of bfloat16.
-struct Dots {
-    using Sums = __m512;
-    using Weights = __m512bh;
-    using Inputs = __m512bh;
-    INLINE Sums begin(int64_t) { return _mm512_setzero_ps(); }
-    INLINE Weights weights(const char* line) { return (__m512bh)read<__m512i>(line); }
-    INLINE Inputs inputs(const char* word) { return (__m512bh)_mm512_set1_epi32(read<int32_t>(word)); }
-    INLINE Sums add(Sums sums, Inputs x, Weights weights) { return _mm512_dpbf16_ps(sums, x, weights); }
-};
 
 #include "cpu_dots.h"
 
@@ -134,15 +92,11 @@ const Entry avx512_kernels[] = {
     {"add", "avx512", avx512::add},
     {"quantise_rows", "avx512", avx512::quantise_rows},
     {"block_rows", "avx512", avx512::block_rows},
-    {"multiply_few_codes", "avx512", avx512::multiply_few},
-    {"multiply_many_codes", "avx512", avx512::multiply_many},
-    {"multiply_int4", "avx512", avx512::multiply_int4},
+    LADE_BLOCK_KERNELS(avx512::, "avx512"),
     {},
 };
 const Entry avx512vnni_kernels[] = {
-    {"multiply_few_codes", "avx512vnni", avx512vnni::multiply_few},
-    {"multiply_many_codes", "avx512vnni", avx512vnni::multiply_many},
-    {"multiply_int4", "avx512vnni", avx512vnni::multiply_int4},
+    LADE_BLOCK_KERNELS(avx512vnni::, "avx512vnni"),
     {},
 };
 const Entry avx512bf16_kernels[] = {

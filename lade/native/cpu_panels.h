@@ -5,21 +5,17 @@ INLINE int64_t block_place(int64_t row, int64_t block, int64_t together, int64_t
     return LINE * (row / together * together * blocks + block * together + row % together);
 }
 
-// Scales sums [rows, columns], adds the bias, rounds and stores them as rows from `row` on and outputs from `output` on.
+// Adds the bias to sums [rows, columns], rounds and stores them as rows from `row` on and outputs from `output` on.
 INLINE void write_results(
     const PanelProduct& product, int64_t row, int64_t rows, int64_t output, const char* sums, int64_t columns) {
     const int64_t item = item_size(product.kind), bias_item = item_size(product.bias_kind);
     const int64_t taken = smaller(columns, product.outputs - output);
     for (int64_t column = 0; column < taken; column += LANES) {
         const int64_t place = output + column, count = taken - column;
-        Floats steps = {}, bias = {};
-        if (product.steps) steps = load_padded(product.steps + 4 * place, 0, count);
+        Floats bias = {};
         if (product.bias) bias = load_padded(product.bias + bias_item * place, product.bias_kind, count);
         for (int64_t at = 0; at < rows; at++) {
-            const char* sum = sums + 4 * (at * columns + column);
-            Floats found = load(sum);
-            if (product.steps) found = __builtin_convertvector(read<Ints>(sum), Floats) * steps;
-            if (product.scales) found = found * broadcast(load_one(product.scales + 4 * (row + at)));
+            Floats found = load(sums + 4 * (at * columns + column));
             if (product.bias) found = found + bias;
             store_first(product.out + item * ((row + at) * product.outputs + place), found, product.kind, count);
         }

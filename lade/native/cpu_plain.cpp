@@ -32,40 +32,21 @@ INLINE float add_product(float sum, const char* x, const char* y, int64_t at) {
     return flushed(__builtin_fmaf(half_at(x, at), half_at(y, at), sum));
 }
 
-// What the dot products of bfloat16 add to a sum: two products, each rounded.
-struct HalfDot {
-    using Sum = float;
-    static Sum begin(const char*) { return 0; }
-    static Sum add(Sum sum, const char* x, const char* weight) {
-        return add_product(add_product(sum, x, weight, 1), x, weight, 0);
-    }
-};
-
-// What the dot products of unsigned and signed codes add to a sum: four products, exact.
-struct CodeDot {
-    using Sum = int32_t;
-    static Sum begin(const char* start) { return read<Sum>(start); }
-    static Sum add(Sum sum, const char* x, const char* weight) {
-        for (int at = 0; at < 4; at++) sum += (uint8_t)x[at] * (int8_t)weight[at];
-        return sum;
-    }
-};
-
-// A product with weights in panels of 16 outputs, see cpu_dots.h.
-template <class Dot> void multiply_by_dots(int64_t* fields) {
+// A product with bfloat16 weights in panels of 16 outputs, see cpu_dots.h: pairs of products, each rounded.
+static void multiply_by_dots(int64_t* fields) {
     const auto product = arguments_of<PanelProduct>(fields);
     const int64_t panels = ceil_div(product.outputs, 16), groups = ceil_div(panels, product.panel_group);
     for (int64_t part; (part = next_part(fields)) < fields[1];) {
         const int64_t top = part / groups * product.row_group, first = part % groups * product.panel_group;
         for (int64_t row = top; row < smaller(top + product.row_group, product.rows); row++) {
             for (int64_t panel = first; panel < smaller(first + product.panel_group, panels); panel++) {
-                typename Dot::Sum sums[16];
+                float sums[16] = {};
                 for (int64_t output = 0; output < 16; output++) {
-                    sums[output] = Dot::begin((const char*)(product.start + LINE * panel + 4 * output));
                     for (int64_t word = 0; word < 16 * product.blocks; word++) {
                         const char* x = product.x + block_place(row, word / 16, product.together, product.blocks);
-                        const char* weight = product.weight + LINE * (16 * product.blocks * panel + word);
-                        sums[output] = Dot::add(sums[output], x + 4 * (word % 16), weight + 4 * output);
+                        const char* weight = product.weight + LINE * (16 * product.blocks * panel + word) + 4 * output;
+                        sums[output] = add_product(sums[output], x + 4 * (word % 16), weight, 1);
+                        sums[output] = add_product(sums[output], x + 4 * (word % 16), weight, 0);
                     }
                 }
                 write_results(product, row, 1, 16 * panel, (const char*)sums, 16);
@@ -74,36 +55,15 @@ template <class Dot> void multiply_by_dots(int64_t* fields) {
     }
 }
 
-namespace dots {
-
-// Unsigned inputs and int8 weights: four products per output, one after the other.
-struct Dots {
-    using Sums = Ints;
-    using Weights = Bits;
-    using Inputs = uint32_t;
-    INLINE Sums begin(int64_t start) { return read<Ints>((const char*)start); }
-    INLINE Weights weights(const char* line) { return read<Bits>(line); }
-    INLINE Inputs inputs(const char* word) { return read<uint32_t>(word); }
-    INLINE Sums add(Sums sums, Inputs x, Weights weights) {
-        UNROLL for (int at = 0; at < 4; at++)
-            sums += ((Ints)(weights << (24 - 8 * at)) >> 24) * (int32_t)(x >> 8 * at & 0xFF);
-        return sums;
-    }
-};
-
-#include "cpu_dots.h"
-
-}  // namespace dots
-
-// Adds 32 products of unsigned codes up to 15 and signed ones to a start.
-INLINE Ints dot_32(int32_t start, const Bits* codes, const char* x) {
-    Ints sum = start - Ints{};
-    for (int word = 0; word < 8; word++)
-        for (int at = 0; at < 4; at++) sum += (Ints)(codes[word] >> (8 * at) & 0xFF) * (int32_t)(int8_t)x[4 * word + at];
-    return sum;
+// Adds products of unsigned codes and signed ones to a start.
+template <int words, bool> INLINE Ints dot(Ints start, const Bits* codes, const char* x) {
+    for (int word = 0; word < words; word++)
+        for (int at = 0; at < 4; at++)
+            start += (Ints)(codes[word] >> (8 * at) & 0xFF) * (int32_t)(int8_t)x[4 * word + at];
+    return start;
 }
 
-#include "cpu_int4.h"
+#include "cpu_blocks.h"
 
 // Runs kernels one after the other. The fields are, after the first two, the number of kernels, and for each of them how
 // many threads are in it, its address, the number of its fields, and these. A thread that finds no part of a kernel's work
@@ -118,9 +78,6 @@ static void run_stages(int64_t* fields) {
             if (turns > 1000) std::this_thread::yield();  // more threads than processors
     }
 }
-
-struct Code {};
-struct Half {};
 
 // AMX tiles as they are defined, in memory.
 struct Tiles {
@@ -139,17 +96,12 @@ struct Tiles {
     template <int tile> static void store(char* address, int64_t stride) {
         for (int row = 0; row < rows[tile]; row++) memcpy(address + stride * row, tiles[tile] + 64 * row, 64);
     }
-    template <class Number, int sums, int x, int weights> static void multiply() {
+    template <int sums, int x, int weights> static void multiply() {
         for (int row = 0; row < rows[sums]; row++)
             for (int output = 0; output < 16; output++)
-                add(Number{}, tiles[sums] + 64 * row + 4 * output, tiles[x] + 64 * row, tiles[weights] + 4 * output);
+                add(tiles[sums] + 64 * row + 4 * output, tiles[x] + 64 * row, tiles[weights] + 4 * output);
     }
-    static void add(Code, char* sum, const char* x, const char* weights) {
-        int32_t found = read<int32_t>(sum);
-        for (int at = 0; at < 64; at++) found += (int8_t)x[at] * (int8_t)weights[64 * (at / 4) + at % 4];
-        write(sum, found);
-    }
-    static void add(Half, char* sum, const char* x, const char* weights) {
+    static void add(char* sum, const char* x, const char* weights) {
         float even = 0, odd = 0;
         for (int word = 0; word < 16; word++) {
             even = add_product(even, x + 4 * word, weights + 64 * word, 0);
@@ -173,18 +125,12 @@ const Entry plain_kernels[] = {
     {"add", "plain", add},
     {"quantise_rows", "plain", quantise_rows},
     {"block_rows", "plain", block_rows},
-    {"multiply_few_codes", "plain", dots::multiply_few},
-    {"multiply_many_codes", "plain", dots::multiply_many},
-    {"multiply_int4", "plain", multiply_int4},
+    LADE_BLOCK_KERNELS(, "plain"),
     {"run_stages", "plain", run_stages},
-    {"multiply_few", REFERENCE, multiply_by_dots<HalfDot>},
-    {"multiply_many", REFERENCE, multiply_by_dots<HalfDot>},
-    {"multiply_few_codes", REFERENCE, multiply_by_dots<CodeDot>},
-    {"multiply_many_codes", REFERENCE, multiply_by_dots<CodeDot>},
+    {"multiply_few", REFERENCE, multiply_by_dots},
+    {"multiply_many", REFERENCE, multiply_by_dots},
     {"multiply_few_by_tiles", REFERENCE, multiply_few},
     {"multiply_many_by_tiles", REFERENCE, multiply_many},
-    {"multiply_few_codes_by_tiles", REFERENCE, multiply_few_codes},
-    {"multiply_many_codes_by_tiles", REFERENCE, multiply_many_codes},
     {},
 };
 

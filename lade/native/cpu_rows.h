@@ -1,4 +1,4 @@
-// Rows laid out in blocks: bfloat16 as they are, or quantised to int8, symmetric and scaled by each row's largest
+// Rows laid out in blocks: bfloat16 as they are, or quantised to int8, symmetric, every 32 inputs scaled by their largest
 // magnitude.
 
 // Lays bfloat16 rows out in blocks.
@@ -17,10 +17,9 @@ static void block_rows(int64_t* fields) {
     }
 }
 
-// The conversion truncates, so adding one half rounds; for signed codes the offset of 128 is removed by flipping the
-// sign bit.
-INLINE void store_codes(char* address, Floats numbers, Floats steps, int64_t zero) {
-    const Ints codes = __builtin_convertvector(numbers / steps + 128.5f, Ints) ^ (int32_t)(zero ^ 128);
+// The conversion truncates, so adding one half rounds; the offset of 128 is removed by flipping the sign bit.
+INLINE void store_codes(char* address, Floats numbers, Floats steps) {
+    const Ints codes = __builtin_convertvector(numbers / steps + 128.5f, Ints) ^ 128;
     write(address, __builtin_convertvector(codes, Bytes));
 }
 
@@ -36,15 +35,18 @@ INLINE float largest_magnitude(const char* x, int64_t kind, int64_t inputs) {
     return load_one((const char*)&most);
 }
 
-// -8 times the sum of the signed codes of every 32 inputs.
-static void write_starts(const RowBlocks& call, const char* codes, int64_t row, int64_t blocks) {
-    char* starts = call.starts + 4 * (row / call.together * call.together * 2 * blocks + row % call.together);
-    for (int64_t group = 0; group < 2 * blocks; group++) {
-        const int8_t* from = (const int8_t*)codes + group / 2 * LINE * call.together + group % 2 * 32;
-        int32_t sum = 0;
-        for (int at = 0; at < 32; at++) sum += from[at];
-        write(starts + 4 * group * call.together, -8 * sum);
-    }
+// Rounds up to 32 inputs to codes, and notes what products need to know of them, see `RowBlocks`.
+INLINE void quantise(const char* x, int64_t kind, int64_t inputs, char* to, char* facts) {
+    const float size = largest_magnitude(x, kind, inputs);
+    const float step = (size < 1e-30f ? 1e-30f : size) / 127.0f;  // not 0 for zeros
+    for (int64_t at = 0; at < 32; at += LANES)
+        store_codes(to + at, load_padded(x + item_size(kind) * at, kind, inputs - at), broadcast(step));
+    int32_t first = 0, second = 0;
+    for (int at = 0; at < 16; at++) first += (int8_t)to[at], second += (int8_t)to[16 + at];
+    write(facts, -(first + second));
+    write(facts + 4, -first);
+    store_one(facts + 8, step);
+    store_one(facts + 12, step * (float)(first + second));
 }
 
 static void quantise_rows(int64_t* fields) {
@@ -52,17 +54,13 @@ static void quantise_rows(int64_t* fields) {
     const int64_t parts = fields[1], item = item_size(call.kind), blocks = ceil_div(call.inputs, LINE);
     for (int64_t part; (part = next_part(fields)) < parts;) {
         for (int64_t row = call.rows * part / parts; row < call.rows * (part + 1) / parts; row++) {
-            const char* x = call.x + item * call.inputs * row;
-            char* codes = call.to + block_place(row, 0, call.together, blocks);
-            const float size = largest_magnitude(x, call.kind, call.inputs);
-            const float step = (size < 1e-30f ? 1e-30f : size) / 127.0f;  // not 0 for rows of zeros
-            for (int64_t at = 0; at < blocks * LINE; at += LANES) {
-                const Floats numbers = load_padded(x + item * at, call.kind, call.inputs - at);
-                char* to = codes + at / LINE * LINE * call.together + at % LINE;
-                store_codes(to, numbers, broadcast(step), call.zero);
+            const int64_t first = row / call.together * call.together;
+            for (int64_t half = 0; half < 2 * blocks; half++) {
+                const int64_t inputs = smaller(32, call.inputs - 32 * half);
+                char* to = call.to + block_place(row, half / 2, call.together, blocks) + half % 2 * 32;
+                char* facts = call.facts + 16 * (first * 2 * blocks + half * call.together + row - first);
+                quantise(call.x + item * (call.inputs * row + 32 * half), call.kind, inputs, to, facts);
             }
-            store_one(call.scales + 4 * row, step);
-            if (call.starts) write_starts(call, codes, row, blocks);
         }
     }
 }

@@ -1,12 +1,11 @@
-// Products by AMX tiles, registers of 16 rows of 64 bytes: bfloat16 sums in the order of the inputs, int8 sums exact in
-// any order.
+// Products by AMX tiles, registers of 16 rows of 64 bytes: bfloat16 sums in the order of the inputs.
 //
-// One instruction adds to each element of a tile `[16 rows, 16 outputs]` the products of 32 bfloat16 inputs (64 int8
-// inputs), in an order that no other row affects. So an output depends on its row and its weights alone, whatever the
-// number of rows and however the work is split.
+// One instruction adds to each element of a tile `[16 rows, 16 outputs]` the products of 32 inputs, in an order that no
+// other row affects. So an output depends on its row and its weights alone, whatever the number of rows and however the
+// work is split.
 //
-// Weights lie in panels of 64 outputs, `[N / 64][K / 32][4][16][16][2]` in bfloat16: panel, block of inputs, tile, and
-// within it pairs of inputs by outputs (`[N / 64][K / 64][4][16][16][4]` in int8, with four inputs instead of a pair).
+// Weights lie in panels of 64 outputs, `[N / 64][K / 32][4][16][16][2]`: panel, block of inputs, tile, and within it pairs
+// of inputs by outputs.
 // The last block and the last panel are padded with zeros. So a product reads a panel front to back, one KiB per tile.
 //
 // Tiles 0 to 3 are accumulators, 4 and those after it hold rows, those up to 7 weights:
@@ -20,7 +19,7 @@
 constexpr int64_t TILE_ROWS = 16, TILE = 1024;  // rows of a tile, and its bytes
 constexpr int64_t TILE_PANEL = 64;              // outputs per panel of weights
 constexpr int64_t TILE_BLOCK = 4 * TILE;        // bytes of one block of inputs of a panel, and of four accumulators
-constexpr int64_t BLOCK_INPUTS = 32;            // bfloat16 inputs per block; int8 has twice as many
+constexpr int64_t BLOCK_INPUTS = 32;            // inputs per block
 constexpr int64_t TILE_AHEAD = 2 * TILE_BLOCK;  // bytes of weights that are prefetched ahead
 constexpr int64_t HALF = TILE_PANEL / 2;        // outputs of half a panel
 constexpr int64_t PANEL_ROW = 4 * TILE_PANEL;   // bytes of a panel's sums
@@ -47,70 +46,24 @@ INLINE void load_sums(const char* sums) {
 }
 
 // Accumulates one block of inputs of up to 16 rows by a whole panel, and prefetches the panel.
-template <class Number> INLINE void add_block(const char* rows, int64_t stride, const char* weights) {
+INLINE void add_block(const char* rows, int64_t stride, const char* weights) {
     Tiles::load<4>(rows, stride);
     prefetch_lines(weights + TILE_AHEAD, TILE_BLOCK / LINE);
     Tiles::load<5>(weights, LINE), Tiles::load<6>(weights + TILE, LINE), Tiles::load<7>(weights + 2 * TILE, LINE);
-    Tiles::multiply<Number, 0, 4, 5>(), Tiles::multiply<Number, 1, 4, 6>(), Tiles::multiply<Number, 2, 4, 7>();
+    Tiles::multiply<0, 4, 5>(), Tiles::multiply<1, 4, 6>(), Tiles::multiply<2, 4, 7>();
     Tiles::load<5>(weights + 3 * TILE, LINE);
-    Tiles::multiply<Number, 3, 4, 5>();
+    Tiles::multiply<3, 4, 5>();
 }
 
 // Accumulates one block of inputs of 2 x 16 rows by half a panel.
-template <class Number> INLINE void add_square(
+INLINE void add_square(
     const char* upper, const char* lower, int64_t stride, const char* weights) {
     Tiles::load<6>(weights, LINE), Tiles::load<4>(upper, stride);
-    Tiles::multiply<Number, 0, 4, 6>();
+    Tiles::multiply<0, 4, 6>();
     Tiles::load<7>(weights + TILE, LINE);
-    Tiles::multiply<Number, 1, 4, 7>();
+    Tiles::multiply<1, 4, 7>();
     Tiles::load<5>(lower, stride);
-    Tiles::multiply<Number, 2, 5, 6>(), Tiles::multiply<Number, 3, 5, 7>();
-}
-
-// Up to 16 rows of codes, see `PanelProduct`; bound by the time it takes to read the weights once.
-static void multiply_few_codes(int64_t* fields) {
-    const auto product = arguments_of<PanelProduct>(fields);
-    const int64_t panels = ceil_div(product.outputs, TILE_PANEL);
-    alignas(64) char sums[TILE_BLOCK];
-    Tiles::configure(product.rows);
-    for (int64_t part; (part = next_part(fields)) < fields[1];) {
-        const int64_t first = product.panel_group * part;
-        for (int64_t panel = first; panel < smaller(first + product.panel_group, panels); panel++) {
-            const char* weight = product.weight + TILE_BLOCK * product.blocks * panel;
-            zero_sums();
-            for (int64_t block = 0; block < product.blocks; block++)
-                add_block<Code>(product.x + LINE * product.rows * block, LINE, weight + TILE_BLOCK * block);
-            store_panel(sums);
-            write_results(product, 0, product.rows, TILE_PANEL * panel, sums, TILE_PANEL);
-        }
-    }
-    Tiles::release();
-}
-
-// More than 16 rows of codes; a group of panels stays in a core's cache while a group of rows passes through it.
-static void multiply_many_codes(int64_t* fields) {
-    const auto product = arguments_of<PanelProduct>(fields);
-    const int64_t panels = ceil_div(product.outputs, TILE_PANEL), blocks = product.blocks;
-    const int64_t groups = ceil_div(panels, product.panel_group);
-    alignas(64) char sums[TILE_BLOCK];
-    Tiles::configure(TILE_ROWS);
-    for (int64_t part; (part = next_part(fields)) < fields[1];) {
-        const int64_t top = part / groups * product.row_group, first = part % groups * product.panel_group;
-        for (int64_t row = top; row < smaller(top + product.row_group, product.rows); row += 2 * TILE_ROWS) {
-            const char* codes = product.x + LINE * blocks * row;
-            const int64_t rows = smaller(2 * TILE_ROWS, product.rows - row);
-            for (int64_t half = 2 * first; half < 2 * smaller(first + product.panel_group, panels); half++) {
-                const char* weight = product.weight + TILE_BLOCK * blocks * (half / 2) + 2 * TILE * (half % 2);
-                zero_sums();
-                for (int64_t block = 0; block < blocks; block++)
-                    add_square<Code>(codes + TILE * block, codes + TILE * (blocks + block), LINE,
-                                     weight + TILE_BLOCK * block);
-                store_square(sums);
-                write_results(product, row, rows, HALF * half, sums, HALF);
-            }
-        }
-    }
-    Tiles::release();
+    Tiles::multiply<2, 5, 6>(), Tiles::multiply<3, 5, 7>();
 }
 
 // A product of bfloat16 rows that need not be laid out in blocks.
@@ -152,8 +105,8 @@ static void multiply_few(int64_t* fields) {
             const char* weight = product.weight + TILE_BLOCK * product.blocks() * panel;
             zero_sums();
             for (int64_t block = 0; block < whole; block++)
-                add_block<Half>(product.x + LINE * block, 2 * product.inputs, weight + TILE_BLOCK * block);
-            if (product.rest) add_block<Half>(product.rest, LINE, weight + TILE_BLOCK * whole);
+                add_block(product.x + LINE * block, 2 * product.inputs, weight + TILE_BLOCK * block);
+            if (product.rest) add_block(product.rest, LINE, weight + TILE_BLOCK * whole);
             store_panel(sums);
             write_results(results, 0, product.rows, TILE_PANEL * panel, sums, TILE_PANEL);
         }
@@ -180,11 +133,11 @@ static void multiply_square(
                                         : weight + TILE_BLOCK * block + TILE_AHEAD;
         for (int64_t line = from; line < lines * (square + 1) / squares; line++)
             __builtin_prefetch(ahead + LINE * line, 0, 2);
-        add_square<Half>(above + LINE * block, below + LINE * block, stride, weight + TILE_BLOCK * block);
+        add_square(above + LINE * block, below + LINE * block, stride, weight + TILE_BLOCK * block);
     }
     if (end < whole) return keep_sums(partial);
     if (product.rest)
-        add_square<Half>(product.rest + LINE * upper, product.rest + LINE * lower, LINE, weight + TILE_BLOCK * end);
+        add_square(product.rest + LINE * upper, product.rest + LINE * lower, LINE, weight + TILE_BLOCK * end);
     alignas(64) char sums[TILE_BLOCK];
     store_square(sums);
     write_results(product.results(), upper, TILE_ROWS, HALF * half, sums, HALF);

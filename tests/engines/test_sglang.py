@@ -184,7 +184,7 @@ def test_without_sglang_the_import_names_the_command_that_installs_it():
     code = "import sys; sys.modules['sglang'] = None; import lade.engines.sglang"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert run.stderr.endswith("SGLang is not installed: run  pip install '.[sglang]'\n")
+    assert run.stderr.endswith("SGLang is not installed: in the checkout of lade, run  pip install '.[sglang]'\n")
 
 
 def test_sglang_s_processes_find_the_plug_in_and_import_no_compiled_code():

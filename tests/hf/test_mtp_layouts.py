@@ -16,8 +16,7 @@ import lade
 from lade import LookaheadConfig, UnsupportedArgumentError
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.packing import pack
-from lade.backends.cpu.packing.int4 import Int4Linear
-from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.mtp.load import layer_of
 from lade.decoding.mtp import MtpHabits

@@ -63,16 +63,17 @@ void attend(const std::string& instructions) {
     run("attend", instructions, fields, 5);
 }
 
-void run_int4(const std::string& instructions, const Floats& x, int64_t rows, int64_t inputs, int64_t outputs) {
+void run_codes(const std::string& instructions, const Floats& x, int64_t rows, int64_t inputs, int64_t outputs) {
     const int64_t blocks = (inputs + 63) / 64, panels = (outputs + 15) / 16, padded = (rows + 15) / 16 * 16;
-    Floats scales(rows), out(rows * outputs);
-    std::vector<int8_t> codes(padded * blocks * 64), weight(panels * blocks * 9 * 64, 0x11);
-    std::vector<int32_t> starts(padded * blocks * 2);
-    const Fields rounded{at(x), at(codes), at(scales), at(starts), 0, rows, inputs, 4, 0};
-    Fields product{at(codes), at(scales), at(weight), 0, at(starts), 0, at(out), 0, 0, rows, blocks, outputs, 16, 4, 4};
     const int64_t parts = 4 * ((panels + 3) / 4);
+    Floats out(rows * outputs);
+    std::vector<int8_t> codes(padded * blocks * 64), weight(panels * blocks * 18 * 64, 0x11);
+    std::vector<int32_t> facts(padded * blocks * 8);
+    const Fields rounded{at(x), at(codes), at(facts), 0, rows, inputs, 4};
+    Fields product{at(codes), at(facts), at(weight), 0, at(out), 0, 0, rows, blocks, outputs, 16, 4, 4};
     run("quantise_rows", instructions, rounded, 9);
-    run("multiply_int4", instructions, product, parts);
+    for (const char* name : {"int8", "int4", "q8_0", "q4_0", "q4_1", "q5_1", "q4_k", "q5_k", "q6_k"})
+        run(std::string("multiply_") + name, instructions, product, parts);
     Fields stages{2};  // the same in one call
     auto add = [&](const char* name, const Fields& arguments, int64_t count) {
         stages.insert(stages.end(), {0, (int64_t)lade_cpu_kernel(name, ""), 2 + (int64_t)arguments.size(), 0, count});
@@ -80,30 +81,28 @@ void run_int4(const std::string& instructions, const Floats& x, int64_t rows, in
     };
     if (!lade_cpu_kernel("run_stages", instructions.c_str())) return;
     const int64_t together = lade_cpu_kernel("multiply_int4", "avx512") ? 16 : 4;
-    product[12] = product[14] = together;
-    add("quantise_rows", {at(x), at(codes), at(scales), at(starts), 0, rows, inputs, together, 0}, 9);
+    product[10] = product[12] = together;
+    add("quantise_rows", {at(x), at(codes), at(facts), 0, rows, inputs, together}, 9);
     add("multiply_int4", product, parts);
     run("run_stages", instructions, stages, 1);
 }
 
 int main() {
     const int64_t rows = 61, inputs = 200, outputs = 333, blocks = 7, panels = 21;
-    Floats x = drawn(rows * inputs), weights = drawn(rows * inputs), y(x.size()), weight = drawn(inputs), scales(rows), partial(1024 * 2 * 12);
+    Floats x = drawn(rows * inputs), weights = drawn(rows * inputs), y(x.size()), weight = drawn(inputs), partial(1024 * 2 * 12);
     Halves halves = drawn_halves(x.size()), blocked(64 * blocks * 32), rest = drawn_halves(rows * 32);
     Halves in_panels = drawn_halves(panels * blocks * 512), in_tiles = drawn_halves(6 * blocks * 2048), out(rows * outputs);
-    std::vector<int8_t> codes(64 * 4 * 64);
     for (const char* instructions : {"", "avx2", "plain"}) {
         attend(instructions);
         run("normalise", instructions, {at(x), at(weight), at(y), 0, inputs, rows, bits(1e-5f), 0, 0}, 7);
         run("logistic_product", instructions, {at(x), at(weights), at(y), 0, bits(-1), 0, rows * inputs}, 13);
         run("add", instructions, {at(x), at(weights), at(y), 0, rows * inputs}, 13);
         run("rotate", instructions, {at(y), at(x), at(x), 0, rows, 5, 5, inputs / 5}, 7);
-        run("block_rows", instructions, {at(halves), at(blocked), 0, 0, 1, rows, inputs, 8, 0}, 9);
-        run("quantise_rows", instructions, {at(x), at(codes), at(scales), 0, 0, rows, inputs, 8, 128}, 9);
-        run_int4(instructions, x, rows, inputs, outputs);
+        run("block_rows", instructions, {at(halves), at(blocked), 0, 1, rows, inputs, 8}, 9);
+        run_codes(instructions, x, rows, inputs, outputs);
     }
     for (const char* instructions : {"", "reference"}) {
-        Fields product{at(blocked), 0, at(in_panels), 0, 0, 0, at(out), 1, 1};
+        Fields product{at(blocked), 0, at(in_panels), 0, at(out), 1, 1};
         Fields many = product, few = product;
         many.insert(many.end(), {rows, blocks, outputs, 16, 4, 8});
         few.insert(few.end(), {7, blocks, outputs, 7, 2, 8});

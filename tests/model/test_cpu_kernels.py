@@ -11,9 +11,10 @@ from lade.backends.cpu import kernels
 from lade.backends.cpu.invariant import activations, attention, norms
 from lade.backends.cpu.invariant.attention import PlacedMask
 from lade.backends.cpu.packing import panel_products, panel_weight, panels
-from lade.backends.cpu.packing.int8 import Codes
+from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.panel_weight import PanelWeight
-from lade.backends.cpu.packing.panels import DOT_PANEL, NARROW, WIDE, in_panels
+from lade.backends.cpu.packing.panels import DOT_PANEL, in_panels
+from lade.backends.cpu.packing.weight import HugePages
 from lade.testing import toy_model
 
 ALL = ["plain", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "reference"]
@@ -45,11 +46,12 @@ def by(**instructions: str):
     return lambda name, given="": kernels.kernel(name, instructions.get(name, given))
 
 
-def coded(codes: Codes) -> PanelWeight:
-    """Codes of a weight in panels for dot products."""
-    packed = in_panels(codes.values, panel=DOT_PANEL)
-    start = panel_weight.initial_sums(codes.values)
-    return PanelWeight(packed, *codes.values.shape, steps=codes.scale, start=start)
+def coded(values: torch.Tensor) -> PanelWeight:
+    """Signed codes of a weight in panels, with scales of one."""
+    scale = torch.ones(len(values), -(-values.shape[1] // 32), dtype=torch.bfloat16)
+    packed = BlockCodes("int8", 8, values.add(128).to(torch.uint8), scale).in_panels(HugePages())
+    assert packed is not None
+    return packed
 
 
 def drawn(data, *shape: int, dtypes=tuple(FLOATS)) -> torch.Tensor:
@@ -104,46 +106,25 @@ def test_activations_have_the_same_bits(instructions, data):
 def test_all_numbers_of_two_bytes_are_read_alike(instructions, dtype):
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     x = torch.where(numbers.isfinite(), numbers, 1).view(-1, 64)
-    values = torch.eye(64, dtype=torch.int8)  # sums are the codes
-    weight = coded(Codes(values, torch.ones(64)))
+    weight = coded(torch.eye(64, dtype=torch.int16))  # sums are the codes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(panel_weight, "kernel", by(quantise_rows=instructions))
         found = weight.product(x)
-    assert torch.equal(found, coded(Codes(values, torch.ones(64))).product(x))
+    assert torch.equal(found, coded(torch.eye(64, dtype=torch.int16)).product(x))
 
 
-@with_each("multiply_few_codes")
+@with_each("multiply_int8")
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
 def test_results_are_rounded_as_torch_does(instructions, dtype):
     """Sums are zero, and biases all numbers of two bytes, those halfway between two of them and those beside."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     halfway = (numbers + numbers.roll(-1)) / 2
     bias = torch.cat([numbers, halfway, halfway.nextafter(numbers), halfway.nextafter(numbers.roll(-1))])
-    values, x = torch.zeros(len(bias), 1, dtype=torch.int8), torch.zeros(1, 1)
-    out = coded(Codes(values, torch.ones(len(bias)))).product(x, bias, dtype, instructions)
+    values, x = torch.zeros(len(bias), 1, dtype=torch.int16), torch.zeros(1, 1)
+    out = coded(values).product(x, bias, dtype, instructions)
     expected = (bias + 0.0).to(dtype)  # a zero is positive
     assert torch.equal(out[0].isnan(), expected.isnan())
     assert torch.equal(bits(out[0].nan_to_num(7)), bits(expected.nan_to_num(7)))
-
-
-def groups_of(instructions: str):
-    return NARROW if instructions in ("plain", "avx2", "avxvnni") else panels.row_groups()
-
-
-@with_each("multiply_few_codes")
-@settings(max_examples=examples(60), deadline=None)
-@given(st.data())
-def test_products_of_codes_have_the_same_bits(instructions, data):
-    rows, outputs, inputs = (data.draw(st.integers(1, most)) for most in (40, 70, 200))
-    codes, x = Codes.of(drawn(data, outputs, inputs).float()), drawn(data, rows, inputs)
-    bias = drawn(data, outputs) if data.draw(st.booleans()) else None
-    dtype = data.draw(st.sampled_from(FLOATS))
-
-    expected, groups = coded(codes).product(x, bias, dtype), groups_of(instructions)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (panel_weight, panels):
-            patch.setattr(module, "row_groups", lambda: groups)
-        assert torch.equal(bits(coded(codes).product(x, bias, dtype, instructions)), bits(expected))
 
 
 @with_each("multiply_few")
@@ -156,11 +137,8 @@ def test_products_of_bfloat16_have_the_same_bits(instructions, data):
     bias = drawn(data, outputs, dtypes=half) if data.draw(st.booleans()) else None
 
     def product(kernel_of: str) -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (panel_weight, panels):
-                patch.setattr(module, "row_groups", lambda: WIDE)
-            laid_out = PanelWeight(in_panels(weight, panel=DOT_PANEL), outputs, inputs)
-            return laid_out.product(x, bias, instructions=kernel_of)
+        laid_out = PanelWeight(in_panels(weight, panel=DOT_PANEL), outputs, inputs)
+        return laid_out.product(x, bias, instructions=kernel_of)
 
     assert torch.equal(bits(product(instructions)), bits(product("reference")))
 
@@ -182,7 +160,7 @@ def test_without_the_library_models_are_packed_by_torch_and_not_made_invariant(m
         monkeypatch.setattr(module, "kernel", kernels.CpuKernel)
     monkeypatch.setattr(panel_products, "has_tiles", panel_products.has_tiles.__wrapped__)
     model, ids = toy_model(dtype=torch.float32), torch.arange(1, 9)[None]
-    assert panel_products.panel_for(torch.bfloat16) == panel_products.panel_for(torch.int8) == 0
+    assert panel_products.panel_for(torch.bfloat16) == 0
     assert not make_invariant.is_candidate(model)
     with pytest.raises(lade.UnsupportedModelError, match="compiled kernels are missing; install a C"):
         lade.invariant(model)

@@ -33,12 +33,9 @@ from lade.backends.cpu.packing.panels import DOT_PANEL
 
 HALF = torch.bfloat16
 pytestmark = pytest.mark.skipif(not kernel("attend").available, reason="the compiled kernels are missing")
-KINDS = [
-    pytest.param(weights, dtype, marks=pytest.mark.skipif(panel_for(panels) != DOT_PANEL, reason="no dot products"))
-    for weights, dtype, panels in [
-        ("int8", torch.float32, torch.int8), ("int8", HALF, torch.int8), (None, HALF, HALF),
-    ]
-] + [("int4", torch.float32), ("int4", HALF)]  # fmt: skip
+needs_dots = pytest.mark.skipif(panel_for(HALF) != DOT_PANEL, reason="no dot products")
+KINDS = [(weights, dtype) for weights in ("int8", "int4") for dtype in (torch.float32, HALF)]
+KINDS.append(pytest.param(None, HALF, marks=needs_dots))
 with_each = pytest.mark.parametrize(("weights", "dtype"), KINDS)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),

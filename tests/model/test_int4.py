@@ -7,35 +7,19 @@ import pickle
 
 import pytest
 import torch
-from effort import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from integer_toys import DTYPES, VOCABULARY, assert_decoded_plainly, assert_texts_are_plains, build, logits
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import lade
-from lade.backends.cpu.kernels import kernel
-from lade.backends.cpu.packing import folder, int4
-from lade.backends.cpu.packing.int4 import (
-    Int4Codes,
-    Int4Linear,
-    in_int4_panels,
-    out_of_int4_panels,
-)
-from lade.backends.cpu.packing.int8 import quantised
+from lade.backends.cpu.packing import blocks, folder
+from lade.backends.cpu.packing.integers import Int4Linear, int4_codes, out_of_pairs, pairs_of
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
-from lade.backends.cpu.packing.panel_weight import PanelWeight, has_int4_kernel
+from lade.backends.cpu.packing.panel_weight import has_block_kernels
 from lade.backends.cpu.packing.quality import watched
-from lade.backends.cpu.packing.weight import HugePages
 from lade.errors import ConfigError, UnsupportedModelError
 
-INSTRUCTIONS = ["plain", "avx2", "avxvnni", "avx512", "avx512vnni"]
 SHAPES = [(64, 64), (1, 33), (7, 3), (300, 64), (64, 300), (130, 777)]
-with_each = pytest.mark.parametrize(
-    "instructions", [each for each in INSTRUCTIONS if kernel("multiply_int4", each).available]
-)
-needs_library = pytest.mark.skipif(not has_int4_kernel(), reason="the compiled kernels are missing")
 
 
 def packed(model, **options):
@@ -46,62 +30,13 @@ def packed(model, **options):
 def way(request, monkeypatch):
     """Layers with the compiled kernel, and those of an installation without the library."""
     if request.param == "reference":
-        monkeypatch.setattr(int4, "has_int4_kernel", lambda: False)
-    elif not has_int4_kernel():
+        monkeypatch.setattr(blocks, "has_block_kernels", lambda: False)
+    elif not has_block_kernels():
         pytest.skip("the compiled kernels are missing")
     return request.param
 
 
 # Products
-
-
-def by_definition(x, codes, bias, dtype):
-    return codes.product(*quantised(x), bias, dtype)
-
-
-def by_kernel(x, codes, bias, dtype, instructions=""):
-    weight = PanelWeight(in_int4_panels(codes, HugePages()), *codes.values.shape)
-    return weight.product(x, bias, dtype, instructions)
-
-
-@with_each
-@settings(max_examples=examples(60), deadline=None)
-@given(st.data())
-def test_the_kernel_has_the_bits_of_its_definition(instructions, data):
-    rows, outputs, inputs = (data.draw(st.integers(1, most)) for most in (40, 70, 300))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    weight = torch.randn(outputs, inputs, generator=generator) * 10 ** data.draw(st.sampled_from([-3.0, 0.0, 2.0]))
-    sizes = 10 ** torch.linspace(-2, 2, rows)[:, None]
-    x = (torch.randn(rows, inputs, generator=generator) * sizes).to(data.draw(st.sampled_from(DTYPES)))
-    x[data.draw(st.integers(0, rows - 1))] = data.draw(st.sampled_from([0.0, 1.0]))
-    bias = torch.randn(outputs, generator=generator) if data.draw(st.booleans()) else None
-    dtype, threads = data.draw(st.sampled_from(DTYPES)), torch.get_num_threads()
-    codes = Int4Codes.of(weight)
-    torch.set_num_threads(data.draw(st.integers(1, 3)))
-    try:
-        found = by_kernel(x, codes, bias, dtype, instructions)
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found, by_definition(x, codes, bias, dtype))
-
-
-@with_each
-def test_the_largest_sums_are_exact(instructions):
-    values = torch.full((20, 320), -8, dtype=torch.int8)
-    values[::2], values[1, 5] = 7, 3
-    codes = Int4Codes(values, torch.rand(20, 10).bfloat16())
-    x = torch.full((37, 320), 3.0)
-    x[::2] *= -1
-    assert torch.equal(by_kernel(x, codes, None, x.dtype, instructions), by_definition(x, codes, None, x.dtype))
-    exact = x.double() @ (values * codes.scale.double().repeat_interleave(32, 1)).t()
-    assert torch.allclose(by_definition(x, codes, None, x.dtype).double(), exact, rtol=1e-5)
-
-
-@needs_library
-def test_many_rows_are_split_as_few_are():
-    codes, x = Int4Codes.of(torch.randn(50, 6080)), torch.randn(600, 6080)
-    found = by_kernel(x, codes, None, x.dtype)
-    assert torch.equal(found, by_definition(x, codes, None, x.dtype))
 
 
 @torch.no_grad()
@@ -132,27 +67,15 @@ def test_inputs_of_any_shape(way):
         layer(torch.randn(3, 24, device="meta"))
 
 
-@needs_library
-def test_what_kernels_cannot_read_is_refused():
-    codes = Int4Codes.of(torch.randn(8, 32))
-    for x, bias in ((torch.randn(2, 32), torch.randn(7)), (torch.randn(2, 32, device="meta"), None)):
-        with pytest.raises(ValueError, match="the panel product was given"):
-            by_kernel(x, codes, bias, torch.float32)
-    with pytest.raises(ValueError, match="outputs is 17: these panels have up to 16"):
-        PanelWeight(in_int4_panels(codes, HugePages()), 17, 32)
-
-
 # Codes
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_panels_and_pairs_hold_the_codes(shape):
-    codes = Int4Codes.of(torch.randn(shape))
-    found = out_of_int4_panels(in_int4_panels(codes, HugePages()), *shape)
-    stored = Int4Codes.unpacked(codes.pairs(), codes.scale, shape[1])
-    assert torch.equal(found.values, codes.values) and torch.equal(found.scale, codes.scale)
-    assert torch.equal(stored.values, codes.values) and codes.pairs().shape == (shape[0], -(-shape[1] // 2))
-    assert codes.values.min() >= -8 and codes.values.max() <= 7
+def test_pairs_hold_the_codes(shape):
+    codes = int4_codes(torch.randn(shape))
+    stored = out_of_pairs(pairs_of(codes), codes.scale, shape[1])
+    assert torch.equal(stored.values, codes.values) and pairs_of(codes).shape == (shape[0], -(-shape[1] // 2))
+    assert codes.values.max() <= 15
 
 
 def test_codes_lose_less_than_those_of_the_largest_magnitude():
@@ -162,7 +85,7 @@ def test_codes_lose_less_than_those_of_the_largest_magnitude():
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     step = (largest / -8).half().float()
     q4_0 = ((groups / step).add(8.5).floor().clamp(0, 15) - 8) * step
-    error = (Int4Codes.of(weight).dense(torch.float32) - weight).norm()
+    error = (int4_codes(weight).dense(torch.float32) - weight).norm()
     assert error < 0.95 * (q4_0.view(64, -1) - weight).norm()
 
 
@@ -170,7 +93,7 @@ def test_weights_on_the_grid_are_kept_and_zeros_have_no_scale():
     values = torch.randint(-8, 8, (5, 96), dtype=torch.int8)
     values[:, ::32] = -8
     values[3] = 0
-    codes = Int4Codes.of(values * 0.25)
+    codes = int4_codes(values * 0.25)
     assert torch.equal(codes.dense(torch.float32), values * 0.25)
     assert (codes.scale[3] == 0).all()
 
@@ -207,8 +130,8 @@ def test_without_an_attention_that_rounds_alike_it_is_decoded_plainly(way):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_copies_compute_the_same_bits_also_without_the_library(way, family, copied, monkeypatch):
     model = packed(build(family, torch.bfloat16))
-    expected, other = logits(model), way == "reference" and has_int4_kernel()
-    monkeypatch.setattr(int4, "has_int4_kernel", lambda: other)
+    expected, other = logits(model), way == "reference" and has_block_kernels()
+    monkeypatch.setattr(blocks, "has_block_kernels", lambda: other)
     again = copied(model)
     assert torch.equal(logits(again), expected)
     compiled = {module._panel_weight is not None for module in again.modules() if isinstance(module, Int4Linear)}

@@ -22,11 +22,12 @@ from lade.backends.cpu.invariant import norms
 from lade.backends.cpu.invariant.activations import InvariantActivation, replace_activations, times_logistic
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
 from lade.backends.cpu.invariant.norms import LLAMA, InvariantNorm, replace_norms
-from lade.backends.cpu.packing.int8 import Codes, Int8Linear
+from lade.backends.cpu.packing.integers import Int8Linear, int8_codes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
-from lade.backends.cpu.packing.panels import DOT_PANEL, has_dots, in_panels
+from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels
+from lade.backends.cpu.packing.panels import in_panels
+from lade.backends.cpu.packing.weight import HugePages
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth, reading, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
@@ -340,15 +341,15 @@ def test_products_in_panels_are_right_or_refused(x, biased):
 
 @settings(max_examples=examples(200))
 @given(tensors(columns=st.integers(0, 70)), KINDS, DTYPES, st.sampled_from([70, 69, 1, 0]))
-@pytest.mark.skipif(not has_dots(torch.int8), reason="the compiled kernels are missing")
+@pytest.mark.skipif(not has_block_kernels(), reason="the compiled kernels are missing")
 @torch.no_grad()
 def test_products_of_codes_are_right_or_refused(x, kind, bias_dtype, biases):
     inputs = x.shape[-1]
-    codes, bias = Codes.of(torch.randn(70, max(inputs, 1))), torch.ones(biases).to(bias_dtype) if biases else None
+    codes, bias = int8_codes(torch.randn(70, max(inputs, 1))), torch.ones(biases).to(bias_dtype) if biases else None
 
     def product():
-        packed, start = in_panels(codes.values, panel=DOT_PANEL), initial_sums(codes.values)
-        return PanelWeight(packed, 70, inputs, steps=codes.scale, start=start).product(made(kind, x), bias)
+        panels = codes.in_panels(HugePages()).panels
+        return PanelWeight(panels, 70, inputs, codes="int8").product(made(kind, x), bias)
 
     found, empty = found_or_refused(product), not x.numel()
     takes_x = inputs > 0 and kind not in ELSEWHERE and x.dtype in FLOATS
@@ -356,7 +357,7 @@ def test_products_of_codes_are_right_or_refused(x, kind, bias_dtype, biases):
     assert (found is not None) == (takes_x and takes_bias)
     if found is not None and not empty:
         exact = x.detach().double() @ codes.dense(torch.float64).t() + (1 if biases else 0)
-        bound = x.detach().double().abs().amax() * codes.scale.double().amax() * inputs * 127 / 100 + 0.1
+        bound = x.detach().double().abs().amax() * codes.scale.double().abs().amax() * inputs * 127 / 100 + 0.1
         assert ((found.double() - exact).abs() <= bound).all()
 
 

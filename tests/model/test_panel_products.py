@@ -14,7 +14,7 @@ from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL, has_dots, ou
 
 HALF = torch.bfloat16
 TILES = pytest.param(TILE_PANEL, id="tiles", marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))
-DOTS = pytest.param(DOT_PANEL, id="dots", marks=pytest.mark.skipif(not has_dots(HALF), reason="no AVX512-BF16 here"))
+DOTS = pytest.param(DOT_PANEL, id="dots", marks=pytest.mark.skipif(not has_dots(), reason="no AVX512-BF16 here"))
 SHAPES = [(64, 32), (70, 33), (96, 64), (97, 65), (33, 7), (130, 1000), (200, 2500)]
 """Outputs and inputs: of the last there are several chunks."""
 

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from lade.backends.cpu.kernels import kernel
-from lade.backends.cpu.packing import panel_products, panels
-from lade.backends.cpu.packing.int8 import Codes, quantised
+from lade.backends.cpu.packing import panel_products, panel_weight, panels
 from lade.backends.cpu.packing.panel_products import has_tiles, tile_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, initial_sums
 from lade.backends.cpu.packing.panels import in_panels
 
 HALF = torch.bfloat16
@@ -61,39 +59,11 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, instructions):
     assert torch.equal(out[1000:-1000].view(rows, 70), tile_product(x, in_panels(weight), None, 70, instructions))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_of_codes_are_exact(shape, dtype, instructions, threads):
-    rows, outputs, inputs = shape
-    codes, x, bias = Codes.of(torch.randn(outputs, inputs)), torch.randn(rows, inputs).to(dtype), torch.randn(outputs)
-    start = initial_sums(codes.values)
-    weight = PanelWeight(in_panels(codes.values), outputs, inputs, steps=codes.scale, start=start)
-    out = weight.product(x, bias, instructions=instructions)
-    values, scale = quantised(x)
-    sums = (values.double() @ codes.values.double().t()).float()
-    assert torch.equal(out, sums.mul_(codes.scale).mul_(scale).add_(bias).to(dtype))
-
-
-class ByReference(PanelWeight):
-    """A processor with tiles, for one without: its products are those of their definition."""
-
-    def product(self, x, *, instructions):
-        return super().product(x, instructions="reference")
-
-
-class OneIsWrong(ByReference):
-    def product(self, x, *, instructions):
-        out = super().product(x, instructions=instructions)
-        out[0, 0] += instructions == "amx"
-        return out
-
-
 def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypatch, caplog):
     """A processor with tiles, whose products are made up: of the definition, or with a fault."""
     assert all(panel_products._products_agree(*shape, "reference") for shape in panel_products._TRIAL)
     own_product, own_kernel = panel_products.tile_product, panel_products.kernel
     monkeypatch.setattr(panel_products, "kernel", lambda name, _="": own_kernel(name, "reference"))
-    monkeypatch.setattr(panel_products, "PanelWeight", ByReference)
     assert has_tiles.__wrapped__()
     assert not caplog.records
 
@@ -107,14 +77,8 @@ def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypat
     assert "AMX tiles give wrong results" in caplog.text
 
 
-def test_in_int8_one_wrong_sum_is_enough(monkeypatch):
-    monkeypatch.setattr(panel_products, "PanelWeight", OneIsWrong)
-    monkeypatch.setattr(panel_products, "tile_product", lambda *args: torch.zeros(args[0].shape[0], args[3]))
-    assert not panel_products._products_agree(3, 5, 70)
-
-
 def test_groups_of_rows_hold_all_rows():
-    for groups in (panels.WIDE, panels.NARROW):
+    for groups in (panels.DOT_GROUPS, panel_weight.WIDE_BLOCKS, panel_weight.NARROW_BLOCKS):
         for rows in range(1, 100):
             together = groups.together_for(rows)
             assert together >= rows if rows <= groups.sizes[-1] else together == groups.together

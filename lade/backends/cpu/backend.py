@@ -35,7 +35,7 @@ class CpuBackend(Backend):
     @cached_property
     def int8_layer(self) -> type[nn.Module]:
         """Class of packed layers that quantise their inputs to int8."""
-        from lade.backends.cpu.packing.int8 import Int8Linear
+        from lade.backends.cpu.packing.integers import Int8Linear
 
         return Int8Linear
 

@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 )
 from transformers.utils import logging as _logging
 
+from lade.backends.cpu.packing.gguf_file import gguf_file
 from lade.cli.options.model import EMBEDDED, Loading, folder_of
 from lade.cli.terminal import Terminal, one_line
 from lade.errors import ConfigError, InputError
@@ -67,12 +68,14 @@ class ModelSource:
         name: path of a folder, or hub id.
         local: do not access the network.
         download: the weights have yet to be downloaded.
+        is_gguf: the name is the path of a GGUF file.
     """
 
     shown: str
     name: str
     local: bool
     download: bool = False
+    is_gguf: bool = False
 
 
 def find(loading: Loading) -> ModelSource:
@@ -87,6 +90,10 @@ def find(loading: Loading) -> ModelSource:
 
         return ModelSource(EMBEDDED, str(model_path()), local=True)
     folder = folder_of(name)
+    if (file := gguf_file(folder)) is not None:
+        if loading.revision is not None:
+            raise ConfigError("revision", loading.revision, f"the file {str(file)!r} has no revisions")
+        return ModelSource(name, str(file), local=True, is_gguf=True)
     if folder.is_dir():
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise InputError(f"model folder {name!r} has no config.json: give a folder that save_pretrained wrote")
@@ -94,7 +101,7 @@ def find(loading: Loading) -> ModelSource:
             raise ConfigError("revision", loading.revision, f"the folder {name!r} has no revisions")
         return ModelSource(name, str(folder), local=True)
     if folder.exists():
-        raise InputError(f"model {name!r} is a file: give its folder")
+        raise InputError(f"model {name!r} is a file, and not a .gguf: give its folder")
     if not _HUB_ID.fullmatch(name):
         raise InputError(f"model folder {name!r} does not exist: check the path, or give a hub id such as org/name")
     if loading.local_files_only:

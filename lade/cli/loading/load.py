@@ -18,6 +18,7 @@ from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import folder as packed_folder
 from lade.backends.cpu.packing import pack as packing
+from lade.backends.cpu.packing.gguf_model import load_gguf
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
@@ -167,9 +168,13 @@ def load(
     source = find(loading)
     with downloading(term) if source.download and term.animated else nullcontext():
         term.show_status(f"loading {source.shown}")
-        tokenizer = load_tokenizer(source, loading)
-        is_packed = source.local and packed_folder.is_packed_folder(source.name)
-        model = _load_packed(source, loading) if is_packed else load_model(source, loading, target, images, processes)
+        is_packed = source.is_gguf or (source.local and packed_folder.is_packed_folder(source.name))
+        if source.is_gguf:
+            model, tokenizer = _load_gguf(source, loading, processes)
+        else:
+            tokenizer = load_tokenizer(source, loading)
+            packed = is_packed
+            model = _load_packed(source, loading) if packed else load_model(source, loading, target, images, processes)
         processor = functools.cache(functools.partial(load_processor, source, loading))
         checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
@@ -219,7 +224,7 @@ def _set_up(
         term.show_status("packing the weights")
         packing.pack(model, weights=loading.weights)
         pack = False
-    elif pack is None and loading.model is None:
+    elif pack is None and (loading.model is None or is_packed):
         pack = False
     set_up(model, term, pack=pack, invariant=invariant)
 
@@ -249,17 +254,36 @@ def set_up(model: Any, term: Terminal, *, pack: bool | None, invariant: bool | N
 
 def _load_packed(source: ModelSource, loading: Loading) -> Any:
     """Load a model that `lade pack` saved, which fixes dtype, device and quantization."""
-    given = {"dtype": loading.dtype != "auto", "quantization": loading.quantization, "device-map": loading.device_map}
-    for name, value in given.items():
-        if value:
-            raise ConfigError(name, getattr(loading, name.replace("-", "_")), "not available for a packed model")
-    if loading.device not in ("auto", "cpu"):
-        raise ConfigError("device", loading.device, "the model is packed for the CPU")
+    if loading.dtype != "auto":
+        raise ConfigError("dtype", loading.dtype, "not available for a packed model")
+    _check_packed(loading)
     model = packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
     weights = packing.integer_weights(model)
     if loading.weights not in (None, weights):
         raise ConfigError("weights", loading.weights, f"the model is packed in {weights}")
     return model
+
+
+def _load_gguf(source: ModelSource, loading: Loading, processes: int) -> tuple[Any, Any]:
+    """Load model and tokenizer from a GGUF file, which fixes device and quantization."""
+    if processes > 1:
+        raise InputError(f"model file {source.shown!r} cannot be split over processes: run it without torchrun")
+    if loading.weights is not None:
+        raise ConfigError("weights", loading.weights, "the weights are those of a GGUF file")
+    if loading.adapter is not None:
+        raise ConfigError("adapter", loading.adapter, "not available for a GGUF file")
+    _check_packed(loading)
+    dtype: torch.dtype = torch.bfloat16 if loading.dtype == "auto" else getattr(torch, loading.torch_dtype)
+    return load_gguf(source.name, dtype=dtype)
+
+
+def _check_packed(loading: Loading) -> None:
+    """Raise `ConfigError` for options that contradict packed weights."""
+    for name, value in {"quantization": loading.quantization, "device-map": loading.device_map}.items():
+        if value:
+            raise ConfigError(name, value, "not available for a packed model")
+    if loading.device not in ("auto", "cpu"):
+        raise ConfigError("device", loading.device, "the model is packed for the CPU")
 
 
 def _device(name: str) -> torch.device:

@@ -40,7 +40,8 @@ _expert = functools.partial(_option, panel=_EXPERT_PANEL)
 
 
 NamedModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Folder or hub id, in place of --model.", show_default=False)
+    str | None,
+    typer.Argument(metavar="MODEL", help="Folder, hub id or .gguf file, in place of --model.", show_default=False),
 ]
 """Positional argument of commands about one model."""
 
@@ -50,14 +51,20 @@ class ModelChoice:
     """The model, its dtype and its device.
 
     Attributes:
-        model: folder or hub id; None, or "embedded", for the embedded model.
+        model: folder, hub id or GGUF file; None, or "embedded", for the embedded model.
         dtype: one of `DTYPES`.
         device: "auto", or any name torch knows.
     """
 
     model: Annotated[
         str | None,
-        _option("--model", "-m", metavar="MODEL", envvar="LADE_MODEL", help="Folder or hub id. Default: embedded."),
+        _option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            envvar="LADE_MODEL",
+            help="Folder, hub id or .gguf file. Default: embedded.",
+        ),
     ] = None
     dtype: Annotated[
         str,
@@ -183,11 +190,11 @@ class Loading(ModelChoice):
 
     @property
     def name(self) -> str:
-        """Name of the model: a hub id, or the last part of a folder's path."""
+        """Name of the model: a hub id, or the last part of a path."""
         if self.model is None:
             return EMBEDDED
         folder = folder_of(self.model)
-        return folder.resolve().name if folder.is_dir() else self.model
+        return folder.resolve().name if folder.exists() else self.model
 
     def label(self, *more: str) -> str:
         """Return the name with the variant and further words in parentheses, for records."""

@@ -28,8 +28,7 @@ from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
 from lade.backends.cpu.invariant.norms import InvariantNorm
 from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel
-from lade.backends.cpu.packing.int4 import Int4Linear
-from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
 from lade.backends.cpu.packing.panels import TILE_PANEL
@@ -37,7 +36,7 @@ from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts
 from lade.model.facts import CACHE, CACHE_NAMES
 from lade.model.in_place_subclassing import Changed, change
 
-_KINDS = (PackedLinear, Int8Linear, Int4Linear)
+_KINDS = (PackedLinear, Int8Linear, Int4Linear, GgufLinear)
 _DTYPES = (torch.float32, torch.bfloat16)
 _GATED, _PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS, _LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
@@ -120,10 +119,10 @@ def _add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At
     of_gate, of_up, product = (room.take(numbers * gate.dtype.itemsize) for _ in range(3))
     blocks = gate._panel_weight.add_rows(stages, room, rows, x, kind)
     gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
-    up._panel_weight.add_product(stages, rows, blocks, own + 4, of_up, kind, kind)
+    up._panel_weight.add_product(stages, rows, blocks, own + 2, of_up, kind, kind)
     slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
     stages.add(kernel("logistic_product"), parts_of(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
-    _add_linear(stages, room, rows, down, product, out, own + 8)
+    _add_linear(stages, room, rows, down, product, out, own + 4)
 
 
 def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: At, own: int) -> None:
@@ -189,7 +188,7 @@ def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attentio
         _add_norm(stages, rows, norm, At(_X), norm_weights[0], x)
     blocks = layers[0]._panel_weight.add_rows(stages, room, rows, x, kind)
     for number, (layer, found) in enumerate(zip(layers, states, strict=True)):
-        layer._panel_weight.add_product(stages, rows, blocks, own + 4 * number, found, kind, kind)
+        layer._panel_weight.add_product(stages, rows, blocks, own + 2 * number, found, kind, kind)
     for name, layer, found, weight in zip(_HEAD_NORMS, layers, states, norm_weights[1:], strict=False):
         heads, head_norm = layer.out_features // size, attention._modules.get(name)
         if head_norm is not None:
@@ -252,7 +251,7 @@ def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
     _add_linear(stages, room, rows, output, attended, of_attention, own)
     stages.add(kernel("add"), parts_of(numbers), (At(_X), of_attention, hidden, kind, numbers))
     _add_norm(stages, rows, norm, hidden, norm_weight, normed)
-    _add_block(stages, room, rows, layer.mlp, normed, of_block, own + 4)
+    _add_block(stages, room, rows, layer.mlp, normed, of_block, own + 2)
     stages.add(kernel("add"), parts_of(numbers), (hidden, of_block, At(_OUT), kind, numbers))
 
 

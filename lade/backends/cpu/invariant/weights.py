@@ -29,7 +29,7 @@ from lade.backends.cpu.invariant.padded_rows import (
     padding_for,
     padding_of,
 )
-from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight

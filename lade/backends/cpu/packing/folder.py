@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lade.backends.cpu.packing.int4 import Int4Codes, Int4Linear
-from lade.backends.cpu.packing.int8 import Codes, Int8Linear
+from lade.backends.cpu.packing.blocks import BlockCodes
+from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear, out_of_pairs, pairs_of
 from lade.backends.cpu.packing.linear import PackedLinear, weight_of
 from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError
@@ -37,7 +37,7 @@ from lade.model.config import dtype_name
 from lade.model.randomness import DrawsFrom
 
 INDEX = "packed.json"
-FORMAT = 1
+FORMAT = 2
 SCALE = "_scale"
 _SHARD_BYTES = 2**30
 _OTHERS = ("*.safetensors", "pytorch_model*.bin")
@@ -50,7 +50,7 @@ class Index:
     Attributes:
         format: version of this layout.
         architecture: name of the model's class in transformers.
-        int8: names of the int8 layers, with the dtype of their inputs.
+        int8: names of the int8 layers, with the dtype of their inputs; codes are uint8, 128 stands for zero.
         int4: likewise of the int4 layers, whose weights are `[out, ceil(in / 2)]` uint8, two codes in a byte.
         packed: names of the layers packed in their own dtype.
         files: names of the files that hold the tensors.
@@ -99,6 +99,8 @@ def save_packed(model: PreTrainedModel, folder: str | os.PathLike[str], tokenize
         raise UnsupportedModelError(
             f"no layer of this {architecture} is in int8 or int4", "save it with save_pretrained"
         )
+    if any(isinstance(module, GgufLinear) for module in model.modules()):
+        raise UnsupportedModelError("the model's weights are those of a GGUF file", "keep that file")
     if getattr(transformers, architecture, None) is not type(model):
         raise UnsupportedModelError(f"{architecture} is not a class of transformers", "pack it again where you need it")
     target.mkdir(parents=True, exist_ok=True)
@@ -124,9 +126,7 @@ def _tensors(model: PreTrainedModel, index: Index) -> Iterator[tuple[str, torch.
             left_out = "weight"  # in a packed layout, or shared with another module
             if isinstance(module, Int8Linear):
                 codes = module.codes()
-                names, values = (
-                    (index.int4, codes.pairs()) if isinstance(codes, Int4Codes) else (index.int8, codes.values)
-                )
+                names, values = (index.int4, pairs_of(codes)) if codes.bits == 4 else (index.int8, codes.values)
                 names[name] = dtype_name(module.dtype)
                 yield from ((f"{dot}weight", values), (f"{dot}weight{SCALE}", codes.scale))
             else:
@@ -198,7 +198,7 @@ def _read_index(folder: Path) -> Index:
     return index
 
 
-class _EmptyOnMeta(TorchFunctionMode):
+class EmptyOnMeta(TorchFunctionMode):
     """Redirects `torch.empty` to the meta device: layers allocate no memory for weights about to be replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,7 +206,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    with DrawsFrom(torch.Generator()), _EmptyOnMeta():
+    with DrawsFrom(torch.Generator()), EmptyOnMeta():
         model = architecture(config)
     model.eval()
     return model
@@ -215,12 +215,13 @@ def _skeleton(architecture: type[PreTrainedModel], config: PretrainedConfig) -> 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
     """Load tensors into a skeleton model, and pack its layers."""
-    codes: dict[nn.Module, Codes | Int4Codes] = {}
+    codes: dict[nn.Module, BlockCodes] = {}
     for name, dtype in (*index.int8.items(), *index.int4.items()):
         layer: Any = model.get_submodule(name)
         values, scale = (files.pop(key).get_tensor(key) for key in (f"{name}.weight", f"{name}.weight{SCALE}"))
         inputs = weight_of(layer).shape[0 if isinstance(layer, Conv1D) else 1]
-        codes[layer] = Int4Codes.unpacked(values, scale, inputs) if name in index.int4 else Codes(values, scale)
+        is_int4 = name in index.int4
+        codes[layer] = out_of_pairs(values, scale, inputs) if is_int4 else BlockCodes("int8", 8, values, scale)
         empty = torch.empty(weight_of(layer).shape, dtype=getattr(torch, dtype), device="meta")
         layer._parameters["weight"] = nn.Parameter(empty)  # carries the dtype
     for name, file in files.items():
@@ -232,7 +233,7 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
             module._buffers[own] = tensor
     model.tie_weights()
     kinds: dict[nn.Module, type[PackedLinear]] = {model.get_submodule(name): PackedLinear for name in index.packed}
-    kinds |= {layer: Int8Linear if isinstance(each, Codes) else Int4Linear for layer, each in codes.items()}
+    kinds |= {layer: Int8Linear if each.bits == 8 else Int4Linear for layer, each in codes.items()}
     pack_layers(model, kinds, codes=codes)
     guard(model)
     left = next((name for name, parameter in model.named_parameters() if parameter.device.type == "meta"), None)

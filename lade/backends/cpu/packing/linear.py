@@ -187,7 +187,7 @@ class PackedLinear(nn.Module):
 
     def _refuse_input(self, x: torch.Tensor, bias: torch.Tensor | None) -> NoReturn:
         """Raise the error that the original layer would raise; oneDNN's messages do not give the reason."""
-        nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype), bias)
+        nn.functional.linear(x, torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="cpu"), bias)
         what = f"{dtype_name(x.dtype)} {list(x.shape)} on {x.device}"
         raise UnsupportedModelError(f"a layer packed in {dtype_name(self.dtype)} was given {what}", UNPACK_REMEDY)
 
@@ -269,7 +269,10 @@ class PackedLinear(nn.Module):
         del state["_packed"], state["_panel_weight"]
         if not self.keeps_original:  # a kept weight may be shared with another module
             weight: Any = self._parameters["weight"]
-            state["_parameters"] = {**self._parameters, "weight": like(weight, torch.empty(0))}
+            state["_parameters"] = {
+                **self._parameters,
+                "weight": like(weight, torch.empty(0, dtype=torch.float32, device="cpu")),
+            }
             state["_sent"] = ByValue(self.dense_weight())
         return state
 
@@ -339,4 +342,4 @@ def refuse_autocast(model: Any) -> None:
 def weight_of(layer: nn.Module) -> torch.Tensor:
     """Return the weight of a layer; an empty tensor if it has none."""
     weight = layer._parameters.get("weight")
-    return torch.empty(0) if weight is None else weight
+    return torch.empty(0, dtype=torch.float32, device="cpu") if weight is None else weight

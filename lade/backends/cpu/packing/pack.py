@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.invariant_marker import refuse_invariant
-from lade.backends.cpu.packing.int4 import Int4Codes, Int4Linear
-from lade.backends.cpu.packing.int8 import MOST_INPUTS, RELOAD_REMEDY, Codes, Int8Linear, scale_of
+from lade.backends.cpu.packing.blocks import BlockCodes
+from lade.backends.cpu.packing.integers import RELOAD_REMEDY, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.cpu.packing.product_choice import faster_panel
@@ -71,10 +71,10 @@ def pack(
     Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
     gradients are refused. No thread may call the model meanwhile.
 
-    With `weights="int8"`, weights are quantised to int8 with one scale per output, and inputs with one scale per token.
-    With "int4" weights have 4 bits, and a scale for every 32 inputs. Either makes another model, slightly worse, that
-    reads fewer bytes. `unpack` refuses it unless the originals are kept; `state_dict` and `save_pretrained` write the
-    dequantised weights, `lade.save_packed` the integers.
+    With `weights="int8"` or "int4", weights are rounded to 8 or 4 bits, and a layer's inputs to 8, with a scale for
+    every 32 of them. Either makes another model, slightly worse, that reads fewer bytes. `unpack` refuses it unless
+    the originals are kept; `state_dict` and `save_pretrained` write the dequantised weights, `lade.save_packed` the
+    integers.
 
     Args:
         model: a model in evaluation mode, on the CPU.
@@ -160,7 +160,7 @@ def packable(
             check_layer(name, module)
             kinds[module] = INTEGER_LAYERS[weights] if weights is not None and in_integers else PackedLinear
         if in_integers and (module in kinds or in_own_dtype(module)):
-            check_integer_layer(name, module, limited=weights == Int8Linear.WEIGHTS)
+            check_integer_layer(name, module)
     _try_kernels(kinds)
     return kinds
 
@@ -170,7 +170,7 @@ def pack_layers(
     kinds: Mapping[Any, type[PackedLinear]],
     *,
     keep_original: bool = False,
-    codes: Mapping[Any, Codes | Int4Codes] | None = None,
+    codes: Mapping[Any, BlockCodes] | None = None,
     panel: int = 0,
 ) -> None:
     """Replace layers of a model by packed ones.
@@ -179,7 +179,7 @@ def pack_layers(
         model: model that owns the layers, changed in place.
         kinds: class of the packed layer, for each layer to pack.
         keep_original: true to keep dense weights, see `pack`.
-        codes: int8 or int4 codes of layers whose codes are already known.
+        codes: codes of integer layers whose codes are already known.
         panel: outputs per panel of bfloat16 weights; 0 for oneDNN's layout.
     """
     places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
@@ -301,23 +301,19 @@ def check_layer(name: str, layer: nn.Module) -> None:
         raise UnsupportedModelError(f"layer {name!r} is in {dtype_name(weight.dtype)}", CPU_REMEDY)
 
 
-def check_integer_layer(name: str, layer: Any, *, limited: bool) -> None:
+def check_integer_layer(name: str, layer: Any) -> None:
     """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised.
 
     Args:
         name: name of the layer.
         layer: layer to quantise.
-        limited: true if sums over more than `MOST_INPUTS` inputs may overflow, as in int8.
     """
     keep = f"keep it as it is, with keep=[{name!r}]"
     if isinstance(layer, PackedLinear):
         raise UnsupportedModelError(
             f"layer {name!r} is already packed in {dtype_name(layer.dtype)}", f"{UNPACK_REMEDY}, or {keep}"
         )
-    weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    if limited and weight.shape[1] > MOST_INPUTS:
-        raise UnsupportedModelError(f"layer {name!r} has {weight.shape[1]} inputs, more than {MOST_INPUTS}", keep)
-    if not scale_of(weight.detach()).isfinite().all():
+    if not layer.weight.detach().abs().amax(-1).isfinite().all():
         raise UnsupportedModelError(f"layer {name!r} has weights that are not finite", keep)
 
 
@@ -328,7 +324,10 @@ def try_kernel(dtype: torch.dtype) -> None:
     The operators are private, and the dtypes that they support depend on the processor, so they are tried.
     """
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64), (64, 64)))
+    x, weight = (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        for shape in ((3, 64), (64, 64))
+    )
     try:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             raise RuntimeError("torch.backends.mkldnn is not available or not enabled")

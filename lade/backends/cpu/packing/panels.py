@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,8 +13,6 @@ BLOCK = 64
 """Bytes of consecutive inputs, of one row or one output, in a block."""
 DOT_PANEL, TILE_PANEL = 16, 64
 """Outputs per panel of dot products, and of AMX tiles."""
-ZERO_POINT = 128
-"""Code of a zero among the unsigned inputs of dot products."""
 TILE_ROWS = 16
 """Rows of a tile."""
 _WORD = 4  # bytes of the inputs of an output that an instruction adds up
@@ -43,25 +40,18 @@ class RowGroups(NamedTuple):
         return next((size for size in self.sizes if rows <= size), self.together)
 
 
-WIDE, NARROW = RowGroups((1, 2, 4, 6, 8, 12, 16, 24), 8, 2), RowGroups((1, 2, 4), 4, 1)
-"""Groups for 32 registers of 64 bytes, and for 16 of 32 bytes."""
+DOT_GROUPS = RowGroups((1, 2, 4, 6, 8, 12, 16, 24), 8, 2)
+"""Groups of dot products."""
 
 
-@cache
-def row_groups() -> RowGroups:
-    """Return the groups of rows that the best kernels of this processor take."""
-    return WIDE if kernel("block_rows", "avx512").available else NARROW
-
-
-def has_dots(dtype: torch.dtype) -> bool:
-    """Return True if there are dot products of a dtype: bfloat16 needs AVX512-BF16, int8 the library alone."""
-    names = {torch.bfloat16: "multiply_few", torch.int8: "multiply_few_codes"}
-    return dtype in names and kernel(names[dtype]).available
+def has_dots() -> bool:
+    """Return True if there are dot products of bfloat16, which need AVX512-BF16."""
+    return kernel("multiply_few").available
 
 
 def groups(rows: int, panels: int, blocks: int) -> tuple[int, int]:
     """Return the rows and panels per part of the work, for dot products."""
-    size, (sizes, together, columns) = blocks * BLOCK * DOT_PANEL, row_groups()
+    size, (sizes, together, columns) = blocks * BLOCK * DOT_PANEL, DOT_GROUPS
     if rows <= sizes[-1]:
         return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
     return max(together, _NEAR // (blocks * BLOCK) // together * together), max(
@@ -82,23 +72,25 @@ def parts_of_rows(rows: int, inputs: int) -> int:
 def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = TILE_PANEL) -> torch.Tensor:
     """Return a weight `[out, in]` in panels, padded with zeros.
 
-    A panel's block of inputs (32 in bfloat16, 64 in int8) is one or more tiles of 16 outputs; a row of a tile holds the
-    same two or four inputs of each output in turn.
+    A panel's block of 32 inputs is one or more tiles of 16 outputs; a row of a tile holds the same two inputs of each
+    output in turn.
 
     Args:
-        weight: `[out, in]` bfloat16 or int8, left unchanged.
+        weight: `[out, in]` bfloat16, left unchanged.
         pages: memory pool to allocate from; None for ordinary memory.
         panel: outputs per panel, a multiple of 16: `TILE_PANEL` or `DOT_PANEL`.
 
     Returns:
-        `[out / panel, in / block, panel / 16, 16, block]`, in the weight's dtype.
+        `[out / panel, in / block, panel / 16, 16, block]`, bfloat16.
     """
     outputs, inputs = weight.shape
     block = BLOCK // weight.element_size()
     filled = torch.nn.functional.pad(weight, (0, -inputs % block, 0, -outputs % panel)).contiguous()
     words = filled.view(torch.int32).view(-1, panel // _COLUMNS, _COLUMNS, filled.shape[1] // block, _COLUMNS)
     words = words.permute(0, 3, 1, 4, 2)
-    room = pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8)
+    room = (
+        pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8, device="cpu")
+    )
     return room.view(torch.int32).view(words.shape).copy_(words).view(weight.dtype)
 
 

@@ -93,7 +93,7 @@ def _measured(shapes: Shapes, panel: int) -> tuple[float, float]:
 
 def _timed(outputs: int, inputs: int, copies: int, panel: int) -> tuple[float, float]:
     """Return the least seconds of oneDNN's and of own products with all copies of a weight, summed over `ROWS`."""
-    weight, pages = torch.ones(outputs, inputs, dtype=torch.bfloat16), HugePages()
+    weight, pages = torch.ones(outputs, inputs, dtype=torch.bfloat16, device="cpu"), HugePages()
     blocked, panels = zip(
         *(
             (packed_weight(weight), PanelWeight(in_panels(weight, pages, panel), outputs, inputs))
@@ -107,7 +107,7 @@ def _timed(outputs: int, inputs: int, copies: int, panel: int) -> tuple[float, f
         lambda x: [panel_product(x, each, None) for each in panels],
     )
     least: dict[tuple[int, int], float] = {}
-    given = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in ROWS]
+    given = [torch.ones(rows, inputs, dtype=torch.bfloat16, device="cpu") for rows in ROWS]
     start, rounds = perf_counter(), 0
     while rounds < 2 or perf_counter() - start < SECONDS:
         for row, x in enumerate(given):

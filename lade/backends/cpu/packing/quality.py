@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lade.backends.cpu.packing.int8 import Int8Linear
+from lade.backends.cpu.packing.integers import Int8Linear
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float
     """
     loss, tokens = 0.0, 0
     for start in range(0, len(ids) - 1, window):
-        piece = torch.tensor([ids[start : start + window]], device=model.device)  # [1, T]
+        piece = torch.tensor([ids[start : start + window]], device=model.device, dtype=torch.int64)  # [1, T]
         if piece.shape[1] > 1:
             logits: Any = model(input_ids=piece, use_cache=False).logits[0, :-1].float()  # [T - 1, V]
             loss += nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum").item()

@@ -39,7 +39,7 @@ class HugePages:
     """
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.int8)
+        self._left = torch.empty(0, dtype=torch.int8, device="cpu")
 
     def __reduce__(self) -> tuple[type[HugePages], tuple[()]]:
         return HugePages, ()
@@ -54,7 +54,7 @@ class HugePages:
 
 def _chunk(size: int) -> torch.Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.int8)
+        return torch.zeros(size, dtype=torch.int8, device="cpu")
     chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # systems without huge pages
         chunk.madvise(mmap.MADV_HUGEPAGE)
@@ -85,7 +85,7 @@ class PackedWeight(nn.Parameter):
 
 def check_move(fn: Any, dtype: torch.dtype) -> None:
     """Raise `UnsupportedModelError` if `fn` changes the dtype or device of a tensor."""
-    after = fn(torch.empty(0, dtype=dtype))
+    after = fn(torch.empty(0, dtype=dtype, device="cpu"))
     if after.dtype != dtype or after.device.type != "cpu":
         raise UnsupportedModelError(
             f"layers packed in {dtype_name(dtype)} for the CPU "

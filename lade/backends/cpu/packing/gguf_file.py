@@ -1,0 +1,222 @@
+"""The header of a GGUF file: metadata, and where its tensors lie.
+
+A file may be a stranger's, and damaged. So every count, length and offset is compared with the size of the file before
+anything is allocated or read by it, and other readers get files that have passed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from lade.errors import InputError
+
+MAGIC, SUFFIX = b"GGUF", ".gguf"
+VERSIONS = (2, 3)
+_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LONGEST_NAME, _LONGEST_STRING, _LONGEST_ELEMENT = 2**8, 2**20, 2**12  # bytes; names and tokens are short
+_MOST_DIMENSIONS, _LARGEST_ALIGNMENT, _LARGEST_NUMBER = 4, 2**16, 2**31
+_SHAPES = ("embedding_length", "feed_forward_length", "rope.dimension_count", "attention.key_length",
+           "attention.value_length", "attention.head_count", "attention.head_count_kv")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of a file.
+
+    Attributes:
+        name: name in the file.
+        shape: sizes, outermost first.
+        kind: number of its type, see `gguf.GGMLQuantizationType`.
+        offset: bytes from the beginning of the file.
+        nbytes: bytes of its numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Header:
+    """Metadata of a file, and its tensors.
+
+    Attributes:
+        path: the file.
+        values: metadata by name; of an array its `Elements`.
+        tensors: tensors by name.
+    """
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, TensorPlace] = field(default_factory=dict)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture, such as "llama"."""
+        return str(self.values["general.architecture"])
+
+
+class Elements(int):
+    """The number of elements of an array that was not read."""
+
+
+class _Damaged(Exception):
+    """A file that is not what it says."""
+
+
+class _Reader:
+    """Reads numbers and strings one after the other, never past the end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self.place = data, 0
+
+    def left(self) -> int:
+        return len(self._data) - self.place
+
+    def numbers(self, layout: str) -> tuple[Any, ...]:
+        size = struct.calcsize(f"<{layout}")
+        self.need(size, "a number")
+        found = struct.unpack_from(f"<{layout}", self._data, self.place)
+        self.place += size
+        return found
+
+    def need(self, size: int, what: str) -> None:
+        if size > self.left():
+            raise _Damaged(f"{what} at byte {self.place:,} needs {size:,} bytes, but {self.left():,} are left")
+
+    def skip(self, size: int, what: str) -> None:
+        self.need(size, what)
+        self.place += size
+
+    def string(self, most: int) -> str:
+        (size,) = self.numbers("Q")
+        if size > most:
+            raise _Damaged(f"a string at byte {self.place:,} has {size:,} bytes, more than {most:,}")
+        self.need(size, "a string")
+        text = self._data[self.place : self.place + size]
+        self.place += size
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            raise _Damaged(f"a string before byte {self.place:,} is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        """Read a value, or skip an array."""
+        if kind == _STRING:
+            return self.string(_LONGEST_STRING)
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _TYPES:
+            raise _Damaged(f"a value at byte {self.place:,} has the type {kind}, which does not exist")
+        return self.numbers(_TYPES[kind])[0]
+
+    def _array(self) -> Elements:
+        kind, count = self.numbers("IQ")
+        if kind in _TYPES:
+            self.skip(count * struct.calcsize(_TYPES[kind]), f"an array of {count:,} numbers")
+        elif kind == _STRING:
+            self.need(8 * count, f"an array of {count:,} strings")
+            for _ in range(count):
+                self.string(_LONGEST_ELEMENT)
+        else:
+            raise _Damaged(f"an array before byte {self.place:,} has elements of type {kind}")
+        return Elements(count)
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return a GGUF file by its path, or by that of a folder with one and no config.json; None if it is none."""
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        return files[0] if len(files) == 1 else None
+    return path if path.is_file() and path.suffix == SUFFIX else None
+
+
+def read_header(path: Path, size_of: Callable[[int, int], int | None]) -> Header:
+    """Read the header of a file.
+
+    Args:
+        path: the file.
+        size_of: returns the bytes of a type's tensor by the type's number and the number of elements; None if there is
+            no such type, or the elements do not fill its blocks.
+
+    Raises:
+        InputError: the file cannot be read, is not in GGUF, is damaged, or is one of several parts.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise _Damaged("it does not begin with GGUF")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _read(Header(path), _Reader(data), size_of)
+    except _Damaged as problem:
+        raise InputError(f"model file {str(path)!r} is damaged, or no GGUF file: {problem}") from None
+    except OSError as problem:
+        raise InputError(f"model file {str(path)!r} cannot be read: {problem.strerror}") from problem
+
+
+def _read(header: Header, reader: _Reader, size_of: Callable[[int, int], int | None]) -> Header:
+    reader.skip(len(MAGIC), "the magic")
+    version, tensors, values = reader.numbers("IQQ")
+    if version not in VERSIONS:
+        raise _Damaged(f"its version is {version}, and this reads {' and '.join(map(str, VERSIONS))}")
+    reader.need(12 * values + 24 * tensors, f"{values:,} values and {tensors:,} tensors")
+    for _ in range(values):
+        name = reader.string(_LONGEST_NAME)
+        if name in header.values:
+            raise _Damaged(f"{name!r} is given twice")
+        header.values[name] = reader.value(*reader.numbers("I"))
+    found = [_tensor(reader, size_of) for _ in range(tensors)]
+    _check_values(header.values, found)
+    alignment = header.values.get("general.alignment", 32)
+    first = -(-reader.place // alignment) * alignment
+    for each in found:
+        if each.offset % alignment or first + each.offset + each.nbytes > reader.place + reader.left():
+            raise _Damaged(f"tensor {each.name!r} does not lie within it: it may not be wholly downloaded")
+        if each.name in header.tensors:
+            raise _Damaged(f"tensor {each.name!r} is there twice")
+        place = TensorPlace(each.name, each.shape, each.kind, first + each.offset, each.nbytes)
+        header.tensors[each.name] = place
+    return header
+
+
+def _tensor(reader: _Reader, size_of: Callable[[int, int], int | None]) -> TensorPlace:
+    name = reader.string(_LONGEST_NAME)
+    (dimensions,) = reader.numbers("I")
+    if not 0 < dimensions <= _MOST_DIMENSIONS:
+        raise _Damaged(f"tensor {name!r} has {dimensions} dimensions")
+    *shape, kind, offset = reader.numbers(f"{dimensions}QIQ")
+    if not 0 < prod(shape) < 2**40 or max(shape) >= _LARGEST_NUMBER:
+        raise _Damaged(f"tensor {name!r} has the shape {shape}")
+    row = size_of(kind, shape[0])
+    if row is None:
+        raise _Damaged(
+            f"tensor {name!r} has rows of {shape[0]} numbers of type {kind}, which is unknown or does not fit"
+        )
+    return TensorPlace(name, tuple(reversed(shape)), kind, offset, row * prod(shape[1:]))
+
+
+def _check_values(values: dict[str, Any], tensors: list[TensorPlace]) -> None:
+    """Raise for values that others would allocate memory by, or loop over."""
+    architecture = values.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise _Damaged("it has no general.architecture")
+    if values.get("split.count", 1) not in (0, 1):
+        raise _Damaged("it is one of several parts: join them, with  llama-gguf-split --merge")
+    alignment = values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= _LARGEST_ALIGNMENT or alignment % 8:
+        raise _Damaged(f"general.alignment is {alignment}")
+    largest = max((size for each in tensors for size in each.shape), default=0)
+    limits = {f"{architecture}.{name}": largest for name in _SHAPES} | {f"{architecture}.block_count": len(tensors)}
+    for name, value in values.items():
+        own = name.startswith(f"{architecture}.") and isinstance(value, int)
+        if own and not -_LARGEST_NUMBER < value <= limits.get(name, _LARGEST_NUMBER):
+            raise _Damaged(f"{name} is {value}, which its tensors cannot have")

@@ -1,0 +1,223 @@
+"""Linear layers with weights in int8, int4 or the codes of a GGUF file, and inputs that are rounded to int8.
+
+Every 32 numbers share a scale. Int8 has the grid and the bits of llama.cpp's Q8_0, and int4 those of Q4_0; which takes
+its scale from the largest magnitude, where here the best of a few scales is taken, refitted by least squares. Sums are
+exact and scaling rounds in the same steps everywhere, see `BlockCodes`: a row does not depend on the other rows.
+
+One scale per output and one per token, as in Dettmers et al., "LLM.int8()" (2022), and Xiao et al., "SmoothQuant"
+(2022), lose ten times as much: a few large inputs of a token leave the others few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from lade.backends.cpu.kernels import is_plain
+from lade.backends.cpu.packing.blocks import GROUP, LARGEST, TINY, BlockCodes
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, like
+from lade.errors import UnsupportedModelError
+
+MOVE_REMEDY = "give it an ordinary tensor on the CPU"
+RELOAD_REMEDY = "load the model again, or pack it with keep_original=True to begin with"
+_CHUNK = 2**18  # weights that are rounded at a time, which a core's cache holds
+_LEVELS = (6.8, 7.4, 8.0, 8.6)  # int4 codes, unrounded, that the largest magnitude of a group is tried at
+_Rounding = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def int8_codes(weight: torch.Tensor) -> BlockCodes:
+    """Round a weight `[out, in]` to int8; the largest magnitude of every 32 inputs becomes 127."""
+    return BlockCodes("int8", 8, *in_chunks(_in_int8, weight))
+
+
+def _in_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes `[out, in padded]` and scales `[out, groups]` of a weight `[out, in]`."""
+    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)  # [out, groups, 32]
+    scale = grouped.abs().amax(-1, keepdim=True).div_(LARGEST).bfloat16()
+    codes = (grouped / scale.float().clamp_min_(TINY)).round_().clamp_(-LARGEST, LARGEST)
+    return codes.flatten(1).add_(128).to(torch.uint8), scale.flatten(1)
+
+
+def in_chunks(rounding: _Rounding, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes `[out, in]` and scales `[out, groups]` of a weight, rounded a few outputs at a time."""
+    inputs = weight.shape[1]
+    parts = [rounding(part) for part in weight.split(max(1, _CHUNK // max(1, inputs)))]
+    values, scale = (torch.cat(each) for each in zip(*parts, strict=True))
+    return values[:, :inputs].contiguous(), scale
+
+
+def int4_codes(weight: torch.Tensor) -> BlockCodes:
+    """Round a weight `[out, in]` to int4."""
+    return BlockCodes("int4", 4, *in_chunks(_in_int4, weight))
+
+
+def pairs_of(codes: BlockCodes) -> torch.Tensor:
+    """Return two 4-bit codes per byte, the first in the low half: `[out, ceil(in / 2)]` uint8."""
+    values = pad(codes.values, (0, codes.values.shape[1] % 2))
+    return values[:, ::2] | values[:, 1::2] << 4
+
+
+def out_of_pairs(pairs: torch.Tensor, scale: torch.Tensor, inputs: int) -> BlockCodes:
+    """Invert `pairs_of`, for a weight of `inputs` inputs."""
+    values = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+    return BlockCodes("int4", 4, values[:, :inputs].contiguous(), scale)
+
+
+def _in_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes `[out, in padded]` and scales `[out, groups]` of a weight `[out, in]`."""
+    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)  # [out, groups, 32]
+    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))  # signed
+    best_error = torch.full_like(largest, torch.inf)
+    best = torch.zeros_like(grouped)
+    best_scale = torch.zeros_like(largest)
+    for level in _LEVELS:
+        inverse = torch.where(largest == 0, 0, -level / largest)
+        codes = (grouped * inverse).round_().clamp_(-8, 7)
+        squares = codes.square().sum(-1, keepdim=True).clamp_min_(1)
+        scale = (grouped * codes).sum(-1, keepdim=True).div_(squares).bfloat16().float()
+        error = (codes * scale).sub_(grouped).square_().sum(-1, keepdim=True)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best, best_scale = torch.where(better, codes, best), torch.where(better, scale, best_scale)
+    return best.flatten(1).add_(8).to(torch.uint8), best_scale.flatten(1).bfloat16()
+
+
+class Int8Linear(PackedLinear):
+    """A linear layer with int8 weights, one scale per output and 32 inputs, and inputs with one scale per 32.
+
+    Args:
+        layer: an `nn.Linear`, or a `Conv1D`, whose weight is transposed.
+        keep: true to keep the layer's own weight along with the packed one.
+        codes: codes of its weight, if known; computed from the weight otherwise.
+        pages: memory pool shared by all layers of a model.
+
+    Attributes:
+        weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
+            the codes.
+        WEIGHTS: name of the weights' format, as `lade.pack` takes it.
+    """
+
+    WEIGHTS: ClassVar[str] = "int8"
+    _codes: BlockCodes  # on the meta device for a weight in panels
+    _memory: HugePages
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        keep: bool,
+        codes: BlockCodes | None = None,
+        pages: HugePages | None = None,
+    ) -> None:
+        self.__dict__.update(_given=codes, _memory=pages or HugePages())
+        super().__init__(layer, keep=keep)
+
+    @torch.no_grad()
+    def _pack_weight(self) -> None:
+        """Create the packed tensor, and free the dense `weight` unless it is kept."""
+        weight: Any = self._parameters["weight"]
+        codes = self.__dict__.pop("_given", None) or self.codes_of(self._turned(weight.detach()))
+        panel_weight = codes.in_panels(self._memory)
+        packed = codes.values if panel_weight is None else panel_weight.panels
+        codes = codes if panel_weight is None else codes.without_values()
+        self.__dict__.update(_packed=packed, _panel_weight=panel_weight, _codes=codes)
+        if not self.keeps_original:
+            integers = PackedWeight(packed, requires_grad=False)  # integers have no gradients
+            integers.__dict__.update(weight.__dict__)
+            self._parameters["weight"] = integers
+        self._note_packed(weight)
+
+    @staticmethod
+    def codes_of(weight: torch.Tensor) -> BlockCodes:
+        """Round a weight `[out, in]`."""
+        return int8_codes(weight)
+
+    def codes(self) -> BlockCodes:
+        """Return the weight's codes; a copy of those in panels."""
+        return self._codes if self._panel_weight is None else self._codes.out_of_panels(self._panel_weight)
+
+    def kept_weight(self) -> torch.Tensor:
+        """Return the original weight, `[out, in]`; requires `restorable`."""
+        return self._turned(self._dense_parameter())
+
+    def dense_weight(self) -> torch.Tensor:
+        """Return the dequantised weight in the layer's dtype, which differs from the original weight."""
+        return self._turned(self.codes().dense(self.dtype))
+
+    @property
+    def restorable(self) -> bool:
+        """True if the original weight was kept."""
+        return self.keeps_original
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and their scales."""
+        if self._panel_weight is not None:
+            return self._packed.nbytes
+        return sum(each.nbytes for each in self._codes.tensors().values())
+
+    def _dense_parameter(self) -> nn.Parameter:
+        if not self.keeps_original:
+            raise UnsupportedModelError(
+                f"the original weight of a layer packed in {self.WEIGHTS} was not kept", RELOAD_REMEDY
+            )
+        return super()._dense_parameter()
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_plain(x):
+            what = f"a {type(x).__name__} on {x.device}"
+            raise UnsupportedModelError(f"a layer packed in {self.WEIGHTS} for the CPU was given {what}", MOVE_REMEDY)
+        bias = self._parameters["bias"]
+        if self._panel_weight is not None:
+            return self._panel_weight.product(x, bias)
+        product: torch.Tensor = self._codes.product(x, bias, x.dtype)
+        return product
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Store the codes: the packed layout cannot be copied, and another process may have no library."""
+        state, codes = self.__dict__.copy(), self.codes()
+        del state["_packed"], state["_panel_weight"], state["_codes"]
+        state["_sent"] = codes.name, codes.bits, {name: ByValue(each) for name, each in codes.tensors().items()}
+        if not self.keeps_original:
+            weight: Any = self._parameters["weight"]
+            state["_parameters"] = {
+                **self._parameters,
+                "weight": like(weight, torch.empty(0, dtype=torch.float32, device="cpu")),
+            }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        name, bits, tensors = state["_sent"]
+        codes = BlockCodes(name, bits, **tensors)
+        super().__setstate__({**{name: each for name, each in state.items() if name != "_sent"}, "_given": codes})
+
+
+class Int4Linear(Int8Linear):
+    """A linear layer with int4 weights, one scale per output and 32 inputs, and inputs with one scale per 32."""
+
+    WEIGHTS: ClassVar[str] = "int4"
+
+    @staticmethod
+    def codes_of(weight: torch.Tensor) -> BlockCodes:
+        """Round a weight `[out, in]`."""
+        return int4_codes(weight)
+
+
+class GgufLinear(Int8Linear):
+    """A linear layer with the codes of a tensor in a GGUF file."""
+
+    WEIGHTS: ClassVar[str] = "gguf"
+
+    @staticmethod
+    def codes_of(weight: torch.Tensor) -> BlockCodes:
+        """Refuse to round a weight that was written to: the codes are those of the file.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError("a weight from a GGUF file was changed", UNPACK_REMEDY)
