@@ -78,7 +78,7 @@ REFUSED = {
 OTHER_STATES = {
     "inkling_text": SLOTS_OF_ATTENTION,
     "inkling2_text": SLOTS_OF_ATTENTION,
-    "qwen4_exp_text": "its indexer pools keys by cache slot",
+    "qwen4_exp_text": "its embeddings hash the last two or three tokens",
     "deepseek_v4": "compresses windows that close by cache slot",
     "zaya": "mixes the keys and values of a token with those of the token before",
     "minimax": STATE,

@@ -251,7 +251,7 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
     bench, out, drawn, monkeypatch
 ):
     monkeypatch.setattr("lade.cli.options.grouping.find_spec", lambda name: None)
-    fails(bench("--figures"), "matplotlib is not installed: run pip install")
+    fails(bench("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install")
     assert not out.exists()
     result = bench()
     assert result.exit_code == 0 and "results.json, report.html and 2 pictures are in" in result.stderr

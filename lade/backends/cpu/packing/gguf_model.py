@@ -104,7 +104,8 @@ def _quiet() -> Iterator[None]:
 def _size_of(kind: int, elements: int) -> int | None:
     from gguf import GGML_QUANT_SIZES
 
-    block, size = GGML_QUANT_SIZES.get(kind, (0, 0))
+    sizes: Any = GGML_QUANT_SIZES  # by members of an IntEnum
+    block, size = sizes.get(kind, (0, 0))
     return elements // block * size if block and elements % block == 0 else None
 
 
