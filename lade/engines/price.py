@@ -1,8 +1,8 @@
 """Price of one more token in a pass of an engine, from the passes that the engine makes anyway.
 
-An engine's pass over n tokens, of all requests together, takes t(n) seconds; `drafting.step_cost` estimates it. A
-drafted token is worth feeding if the tokens that it is expected to bring exceed those that the engine would emit
-elsewhere in the time that it takes:
+An engine's pass over n tokens, of all requests together, takes t(n) seconds. Near the n of the last passes t is taken
+to be a straight line, fitted by least squares with exponential forgetting. A drafted token is worth feeding if the
+tokens that it is expected to bring exceed those that the engine would emit elsewhere in the time that it takes:
 
     price = t'(n) * (tokens emitted per second, all requests)
 
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import math
 
-from lade.decoding.drafting.step_cost import StepCost
 from lade.errors import ConfigError, InputError
 
 NEWS, FIRST = 0.22, 2.0
 """The logits of a node save `NEWS / (FIRST + n - 1)` tokens later if it is node number n, accepted or not: they become
 rows of the memory. The likeliest nodes come first, and their contexts come up again soonest. Where the rows of rejected
 nodes were not learned, stories yielded 0.36 tokens a step less with some 15 of them (lab/log/tree-size.md)."""
-FREE_TOKENS = 256.0
-"""Before anything is known: tokens in a pass that take as long as its fixed part."""
-PASSES = 50.0
-"""Passes that size and rate of emission are averaged over."""
+_KEPT = 0.98  # weight of a pass once the next one has been observed
+_FREE_TOKENS = 256.0  # before it is known: tokens in a pass that take as long as its fixed part
+_DOUBT = 256.0  # square tokens of spread, by which that assumption counts
+_LONGEST = 3.0  # a pass that takes more than so many times as long as expected was delayed
 
 
 class TokenPrice:
@@ -40,8 +39,7 @@ class TokenPrice:
         if fixed is not None and not (isinstance(fixed, int | float) and math.isfinite(fixed) and fixed >= 0.0):
             raise ConfigError("price", fixed, "give the tokens that one more drafted token costs, >= 0, or None")
         self._fixed = fixed
-        self._cost = StepCost.unmeasured(FREE_TOKENS)
-        self._passes = self._fed = self._emitted = self._seconds = 0.0  # fading sums
+        self._passes = self._fed = self._emitted = self._seconds = self._squares = self._products = 0.0
 
     @property
     def value(self) -> float:
@@ -49,11 +47,8 @@ class TokenPrice:
         if self._fixed is not None:
             return self._fixed
         if not self._passes:
-            return 1.0 / FREE_TOKENS
-        usual = self._fed / self._passes
-        few, many = max(1, round(0.5 * usual)), max(2, round(1.5 * usual))
-        slope = (self._cost.seconds(many) - self._cost.seconds(few)) / (many - few)
-        return min(slope * self._emitted / self._seconds, 1.0)
+            return 1.0 / _FREE_TOKENS
+        return min(self._slope() * self._emitted / self._seconds, 1.0)
 
     def observe(self, fed: int, emitted: int, seconds: float) -> None:
         """Learn from a pass.
@@ -71,9 +66,19 @@ class TokenPrice:
                 raise InputError(f"{name}={number!r} is not valid: give the tokens of a whole pass, at least {least}")
         if not math.isfinite(seconds) or seconds <= 0.0:
             raise InputError(f"seconds={seconds!r} is not valid: give the time of a whole pass, above 0")
-        self._cost.observe(fed, seconds)
-        kept, usual_s = 1.0 - 1.0 / PASSES, self._cost.seconds(fed)
-        self._passes = kept * self._passes + 1.0
-        self._fed = kept * self._fed + fed
-        self._emitted = kept * self._emitted + emitted
-        self._seconds = kept * self._seconds + usual_s
+        if self._passes:
+            mean = self._seconds / self._passes
+            expected = mean + self._slope() * (fed - self._fed / self._passes)
+            seconds = min(seconds, _LONGEST * max(expected, mean / _LONGEST))
+        sums = self._passes, self._fed, self._emitted, self._seconds, self._squares, self._products
+        news = 1.0, fed, emitted, seconds, fed * fed, fed * seconds
+        kept = (_KEPT * total + new for total, new in zip(sums, news, strict=True))
+        self._passes, self._fed, self._emitted, self._seconds, self._squares, self._products = kept
+
+    def _slope(self) -> float:
+        """Return the seconds that one more token takes."""
+        fed, seconds = self._fed / self._passes, self._seconds / self._passes
+        spread = max(self._squares - self._passes * fed * fed, 0.0)
+        together = self._products - self._passes * fed * seconds
+        assumed = seconds / (_FREE_TOKENS + fed)
+        return max((together + _DOUBT * assumed) / (spread + _DOUBT), 0.0)
