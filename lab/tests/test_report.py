@@ -117,7 +117,10 @@ def test_without_matplotlib_there_is_a_page_with_tables_that_names_the_remedy(mo
     monkeypatch.setattr(figures, "find_spec", lambda name: None)
     found = Page(page(RESULTS))
     assert not found.all("img") and found.all("table")
-    assert "Without pictures: matplotlib is not installed: in the checkout of lade, run  pip install '.[bench]'" in found.text
+    assert (
+        "Without pictures: matplotlib is not installed: in the checkout of lade, run  pip install '.[bench]'"
+        in found.text
+    )
 
 
 def test_faults_stand_first_then_gains_and_losses(text):

@@ -135,7 +135,9 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
         case "GrammarProcessor":
             return processor.of_row(row, rows)
         case "PrefixConstrainedLogitsProcessor":
-            allowed = functools.partial(_call_with_row, processor._prefix_allowed_tokens_fn, row // processor._num_beams)
+            allowed = functools.partial(
+                _call_with_row, processor._prefix_allowed_tokens_fn, row // processor._num_beams
+            )
             return PrefixConstrainedLogitsProcessor(allowed, 1)
         case "RepetitionPenaltyLogitsProcessor":
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):

@@ -159,7 +159,9 @@ def state_of(model: nn.Module) -> Hashable:
             adapters.append(
                 (tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters), scaling)
             )
-    plain = [each for each in tensors if each.layout is torch.strided and each.device.type != "meta" and each.numel()]
+    # Of weights that are split over processes, this one's share.
+    own = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    plain = [each for each in own if each.layout is torch.strided and each.device.type != "meta" and each.numel()]
     some = plain[:: max(1, len(plain) // SAMPLED_WEIGHTS)]
     values = [each.detach().reshape(-1)[each.numel() // 2].item() for each in some]
     versions = [(id(each), 0 if each.is_inference() else each._version) for each in tensors]

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from families import VOCABULARY, WINDOW, randomize
@@ -108,6 +109,8 @@ class Multimodal:
 
     def build(self) -> PreTrainedModel:
         """A model in evaluation mode."""
+        if self.kind == "Llama4" and transformers.__version__ == "5.24.0":
+            pytest.skip("its forward reads a field that its language model's output does not have")
         fields = {name: value for name, value in _TEXT.items() if name not in self.without}
         parts = {"text_config": {**fields, **self.text}, "vision_config": self.vision, **self.extra}
         parts = copy.deepcopy({name: part for name, part in parts.items() if part is not None})

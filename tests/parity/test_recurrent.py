@@ -253,10 +253,11 @@ def test_training_mode(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.gradient_checkpointing_enable()
-        if name == "mamba2":  # takes its cache nevertheless, under the name that checkpointing does not know
+        support = lade.supports(model)
+        if support:  # mamba2, and from transformers 5.24 on all: the cache is kept where nothing is differentiated
             assert_same(model, prompt(20), CONFIGS[:1])
         else:
-            assert "training mode" in lade.supports(model).reason
+            assert "training mode" in support.reason
 
 
 def test_a_cache_that_keeps_no_paths_is_refused() -> None:
