@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_gguf import written
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -51,6 +52,7 @@ def undone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(lade.pack.__kwdefaults__, "min_weights", 1)  # the embedded model is small
     export_recipe(tmp_path / "recipe")
+    written(tmp_path / "model.Q4_K_M.gguf")
     results = tmp_path / "bench-results" / "embedded"
     results.mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks" / "embedded-code" / "results.json", results)
