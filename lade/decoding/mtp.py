@@ -123,6 +123,10 @@ class MtpLayer(Protocol):
         """Drop the nodes of all trees."""
         ...
 
+    def give_up(self, problem: Exception) -> None:
+        """Have later texts do without the layer, as a pass of it has failed."""
+        ...
+
     def leave(self, row: RowText) -> None:
         """Remove a row, known or not."""
         ...
@@ -197,6 +201,7 @@ class MtpPasses:
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
         self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
         self.spent_s = 0.0
+        self._failed = False  # a pass has; predictions may be missed, texts may not
 
     @property
     def weights(self) -> MtpWeights:
@@ -232,8 +237,8 @@ class MtpPasses:
 
     @property
     def _resting(self) -> bool:
-        """True where passes do not pay and the next trial is far: then not even states are kept."""
-        return self.fixed is None and 0 < self._habits.refused < _RETRIAL - _STATES
+        """True where passes fail, or do not pay and the next trial is far: then not even states are kept."""
+        return self._failed or self.fixed is None and 0 < self._habits.refused < _RETRIAL - _STATES
 
     def watching(self) -> AbstractContextManager[object]:
         """See `MtpLayer`."""
@@ -264,6 +269,13 @@ class MtpPasses:
         if self._resting:
             self._habits.refused += 1
             return
+        try:
+            self._draft(rows, depths)
+        except Exception as problem:  # noqa: BLE001 - whatever it is, the text goes on without predictions
+            self._failed = True
+            self._layer.give_up(problem)
+
+    def _draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
         self._layer.retain(rows)
         self._prefer_the_cheaper_head()
         growing = []

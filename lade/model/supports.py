@@ -179,8 +179,11 @@ def mtp_search_refusal(facts: ModelFacts) -> str:
         return "MTP layers are supported for decoders only, and the model has an encoder"
     if getattr(model, "_tp_size", None) or getattr(model, "_pp_stage", None) is not None:
         return "the model is sharded over processes"
-    if len({weight.device for weight in facts.weights}) > 1:
+    devices = {weight.device for weight in facts.weights}
+    if len(devices) > 1:
         return "the model's weights lie on several devices"
+    if any(device.type == "meta" for device in devices):
+        return "the model's weights are offloaded"
     config = model.config.get_text_config(decoder=True)
     counts = [count for name in _MTP_COUNTS if isinstance(count := getattr(config, name, None), int)]
     dropped = model._keys_to_ignore_on_load_unexpected or ()

@@ -1,6 +1,7 @@
 """MTP layers of models that are packed, invariant or decoded by several processes, and of checkpoints with a folder."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from mtp_toys import llama, llama_with_mtp, load, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import MtpLayer
 
 import lade
 from lade import LookaheadConfig, UnsupportedArgumentError
@@ -169,3 +171,126 @@ def test_a_layer_in_a_folder_of_its_own_is_found_and_not_reported(tmp_path, capl
     (tmp_path / "mtp" / "model.safetensors").unlink()
     with pytest.raises(UnsupportedArgumentError, match="has no weights of MTP layers"):
         lade.generate(LlamaForCausalLM.from_pretrained(tmp_path).eval(), PROMPT, lookahead=BUDGET, **arguments)
+
+
+def gone(folder):
+    shutil.rmtree(folder)
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def pointer(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 12\n")
+
+
+def index_of_nothing(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"mtp.fc.weight": "model-2-of-2.safetensors"}}')
+
+
+def index_of_no_kind(folder):
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def quantised(folder):
+    file = folder / "model.safetensors"
+    name, weights = "mtp.layers.0.mlp.up_proj.weight", load_file(file)
+    weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def short_of_a_weight(folder):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["mtp.layers.0.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def on_meta(folder):
+    """Nothing: what is offloaded is the model."""
+
+
+DAMAGES = [gone, cut, pointer, index_of_nothing, index_of_no_kind, quantised, short_of_a_weight, on_meta]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_files_that_are_no_layer_any_more_cost_drafts_and_never_the_text(tmp_path, damage):
+    copies = tmp_path / "copy"
+    model = llama_with_mtp(tmp_path / "whole", dtype=torch.float32)
+    shutil.copytree(tmp_path / "whole", copies)
+    model.config._name_or_path = str(copies)
+    plain = model.generate(PROMPT, max_new_tokens=12)
+    damage(copies)
+    if damage is on_meta:
+        pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+    if damage is not short_of_a_weight:  # which shows when it is loaded
+        assert lade.supports(model).mtp.reason
+    for config in ("auto", LookaheadConfig(budget=8)):
+        assert torch.equal(lade.generate(model, PROMPT, max_new_tokens=12, lookahead=config), plain)
+    if damage is not on_meta:  # engines refuse models with hooks
+        with lade.Engine(model) as engine:
+            handle = engine.add(PROMPT, max_new_tokens=12, lookahead=LookaheadConfig(budget=8))
+            assert torch.equal(handle.result(60), plain[:1])
+    assert lade.supports(model).mtp.reason
+    with pytest.raises(UnsupportedArgumentError, match="mtp=True cannot be used"):
+        lade.generate(model, PROMPT, max_new_tokens=12, lookahead=BUDGET)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 7])
+def test_a_pass_of_the_layer_that_fails_ends_its_use_and_not_the_text(tmp_path, monkeypatch, caplog, calls):
+    model = llama_with_mtp(tmp_path)
+    plain = model.generate(PROMPTS, max_new_tokens=30, do_sample=False)
+    block, made = layer_of(model).mtp.layers[0], []
+    whole = block.forward
+
+    def failing(*inputs, **named):
+        made.append(1)
+        if len(made) >= calls:
+            raise RuntimeError("out of memory")
+        return whole(*inputs, **named)
+
+    monkeypatch.setattr(block, "forward", failing)
+    assert torch.equal(lade.generate(model, PROMPTS, max_new_tokens=30, lookahead=BUDGET), plain)
+    assert len(made) == calls and "texts go on without it" in caplog.text
+    with lade.Engine(model) as engine:
+        handle = engine.add(PROMPT, max_new_tokens=30, lookahead=LookaheadConfig(budget=8))
+        assert torch.equal(handle.result(60), plain[:1])
+    assert "RuntimeError: out of memory" in lade.supports(model).mtp.reason and len(made) == calls
+
+
+def test_loading_a_layer_changes_nothing_of_the_process(tmp_path, monkeypatch):
+    """Other threads make tensors and modules meanwhile."""
+    model = llama_with_mtp(tmp_path, dtype=torch.bfloat16)
+    changes = []
+    monkeypatch.setattr(torch, "set_default_dtype", changes.append)
+    before = {name: getattr(torch.nn.init, name) for name in dir(torch.nn.init)}
+    whole = MtpLayer.__init__
+
+    def making(*inputs):
+        assert {name: getattr(torch.nn.init, name) for name in dir(torch.nn.init)} == before
+        changes.append("made")
+        whole(*inputs)
+
+    monkeypatch.setattr(MtpLayer, "__init__", making)
+    assert not isinstance(layer_of(model), str) and changes == ["made"]
+
+
+def test_a_saved_packed_model_keeps_its_layer(tmp_path):
+    write_checkpoint(llama(dtype=torch.float32, hidden=256, width=512), tmp_path / "whole", prefix=None)
+    model = lade.pack(load(tmp_path / "whole", torch.float32), weights="int8")
+    lade.save_packed(model, tmp_path / "packed")
+    again = lade.invariant(lade.load_packed(tmp_path / "packed"))
+    assert lade.supports(again).mtp.layers == 1
+    ours, theirs = (layer_of(each).mtp.layers.state_dict() for each in (again, model))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    shutil.rmtree(tmp_path / "whole")
+    with pytest.warns(UserWarning, match="saved without an MTP layer"):
+        lade.save_packed(lade.pack(load_without(tmp_path / "packed"), weights="int8"), tmp_path / "without")
+
+
+def load_without(folder):
+    """A model whose configuration promises a layer that its checkpoint has not."""
+    config = LlamaConfig.from_pretrained(folder)
+    return LlamaForCausalLM(config).eval()

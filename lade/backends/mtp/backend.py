@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lade.backends.mtp.load import examine, layer_of
+from lade.backends.mtp.load import examine, layer_of, save_layer
 from lade.backends.mtp.runner import MtpRunner
 from lade.model.runner import Backend
 
@@ -12,6 +12,7 @@ class MtpBackend(Backend):
 
     layer_of = staticmethod(layer_of)
     examine = staticmethod(examine)
+    save_layer = staticmethod(save_layer)
     runner_of = MtpRunner
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -31,6 +32,8 @@ _PREFIXED = re.compile(r"(?:^|\.)mtp\.")
 _NUMBERED = re.compile(r"^(?:model\.(?:language_model\.)?)?layers\.(\d+)\.")
 _FIRST_PREFIXED = r"(?:^|\.)mtp\.(?!layers\.[1-9])"
 _ALL = -1
+_DTYPES = ("BF16", "F16", "F32", "F64")
+"""Of weights that mean what they say; others are quantised, and transformers reads a layer without their scales."""
 _SHARED = re.compile(r"(?:embed_tokens|shared_head\.head|lm_head)\.weight$")
 """Copies of the model's own embedding and head, which some checkpoints have once more."""
 
@@ -77,12 +80,14 @@ def find(model: PreTrainedModel) -> Found:
     if (folder / SUBFOLDER / _SINGLE).is_file():
         folder = folder / SUBFOLDER
     shapes, numbers = dict[str, tuple[int, ...]](), set[int]()
-    for name, shape in _weights(folder):
+    for name, part in _weights(folder):
         number = layer_number(name, config.num_hidden_layers)
         if number is not None:
             numbers.add(number)
         if number in (0, _ALL):
-            shapes[name] = shape
+            shapes[name] = tuple(part.get_shape())
+            if part.get_dtype() not in _DTYPES:
+                raise NoLayersError(f"has an MTP layer that is quantised ({name} is {part.get_dtype()})")
     if not shapes:
         raise NoLayersError(f"has no weights of MTP layers in its files ({folder})")
     prefixed = any(_PREFIXED.search(name) for name in shapes)
@@ -120,13 +125,19 @@ def folder_of(model: PreTrainedModel) -> Path:
     raise NoLayersError(f"was loaded from {name!r}, which is no folder of safetensors files here, nor a cached one")
 
 
-def _weights(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all weights that may be an MTP layer's."""
+def copy_layer(found: Found, folder: Path) -> None:
+    """Write a layer to where `find` looks for it in another folder."""
+    weights = {name: part[:] for name, part in _weights(found.folder) if name in found.shapes}
+    (folder / SUBFOLDER).mkdir(exist_ok=True)
+    save_file(weights, folder / SUBFOLDER / _SINGLE, metadata={"format": "pt"})
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Names and slices of all weights that may be an MTP layer's."""
     for file in _files(folder):
         with safe_open(folder / file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - it is no dictionary
-                part: Any = weights.get_slice(name)
-                yield name, tuple(part.get_shape())
+                yield name, weights.get_slice(name)
 
 
 def _files(folder: Path) -> list[str]:

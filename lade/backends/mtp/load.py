@@ -6,7 +6,9 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,7 +16,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
 
-from lade.backends.mtp.find import Found, NoLayersError, find
+from lade.backends.mtp.find import Found, NoLayersError, copy_layer, find
 from lade.decoding.mtp import MtpHabits
 from lade.locks import ForkSafeLock
 from lade.model import joint
@@ -90,8 +92,36 @@ def _loaded(model: PreTrainedModel) -> Loaded | str:
         found = find(model)
         check_room(model, found)
         return Loaded(load(model, found), found)
-    except NoLayersError as problem:
-        return f"{type(model).__name__} {problem}"
+    except Exception as problem:  # noqa: BLE001 - files are what others have left: they cost drafts, never the text
+        return _reason(model, problem)
+
+
+def save_layer(model: PreTrainedModel, folder: Path) -> str:
+    """Write a model's layer to where it is found in another folder; return why there is none, or an empty string."""
+    try:
+        copy_layer(find(model), folder)
+    except Exception as problem:  # noqa: BLE001 - as when it is loaded
+        return _reason(model, problem)
+    return ""
+
+
+def give_up(model: PreTrainedModel, problem: Exception) -> None:
+    """Do without the layer from now on, as one of its passes has failed; `layer_of` tells why."""
+    with _loading:
+        state, _ = _known[model]
+        _known[model] = state, f"a pass of {type(model).__name__}'s MTP layer has failed ({_first_line(problem)})"
+    logger.warning("%s: texts go on without it", _known[model][1], exc_info=problem)
+
+
+def _reason(model: PreTrainedModel, problem: Exception) -> str:
+    if not isinstance(problem, NoLayersError):
+        logger.warning("the MTP layer of %s cannot be read: %s", type(model).__name__, problem)
+        problem = NoLayersError(f"has an MTP layer that cannot be read ({_first_line(problem)})")
+    return f"{type(model).__name__} {problem}"
+
+
+def _first_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 def examine(model: PreTrainedModel, make: Callable[..., Support]) -> Support:
@@ -112,8 +142,8 @@ def examine(model: PreTrainedModel, make: Callable[..., Support]) -> Support:
         nbytes = found.parameters * model.dtype.itemsize
         check_room(model, found)
         _stand_in(model, found)
-    except NoLayersError as problem:
-        return make(reason=f"{type(model).__name__} {problem}")
+    except Exception as problem:  # noqa: BLE001 - as when it is loaded
+        return make(reason=_reason(model, problem))
     return make(layers=found.layers, nbytes=nbytes)
 
 
@@ -149,17 +179,7 @@ def load(model: PreTrainedModel, found: Found) -> Any:
     Raises:
         NoLayersError: transformers cannot read it, or it is of a kind that no tree can go through.
     """
-    reader: Any = getattr(modeling_layers, "MtpModel", None)
-    if reader is None:
-        version = transformers.__version__
-        raise NoLayersError(f"has MTP layers, and transformers {version} cannot read them: install 5.23 or newer")
-    stand_in = _stand_in(model, found)
-    try:
-        mtp: Any = reader.from_pretrained(stand_in, device_map={"": model.device})
-    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as problem:
-        logger.warning("the MTP layer of %s cannot be read: %s", type(model).__name__, problem)
-        said = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        raise NoLayersError(f"has an MTP layer that transformers cannot read ({said})") from problem
+    mtp: Any = _reader().from_pretrained(_stand_in(model, found), device_map={"": model.device})
     if not all(weight.isfinite().all() for weight in mtp.layers.parameters()):
         raise NoLayersError("has an MTP layer with weights that are not finite")
     own = [mtp.layers, *([mtp.shared_post_norm] if mtp.use_shared_post_norm else [])]
@@ -169,6 +189,36 @@ def load(model: PreTrainedModel, found: Found) -> Any:
         mtp.config._attn_implementation = "sdpa"  # ours want masks of their own, and what drafts need not be exact
         logger.debug("the MTP layer attends by sdpa, not by %s", implementation)
     return mtp
+
+
+@cache
+def _reader() -> Any:
+    """Return transformers' `MtpModel`, made without a change of the process: other threads make tensors meanwhile.
+
+    Raises:
+        NoLayersError: this version of transformers has none.
+    """
+    base: Any = getattr(modeling_layers, "MtpModel", None)
+    if base is None:
+        version = transformers.__version__
+        raise NoLayersError(f"has MTP layers, and transformers {version} cannot read them: install 5.23 or newer")
+
+    class MtpModel(base):  # type: ignore[misc]  # no class for type checkers
+        __module__ = base.__module__  # with the class's name: by both transformers knows the names of its weights
+
+        def __init__(self, model: Any, layers: int) -> None:
+            super().__init__(model, layers)
+            self.layers.to(model.dtype)
+
+        @classmethod
+        def get_init_context(cls, *_: Any) -> list[AbstractContextManager[Any]]:
+            """Weights without values until they are read; this device is a thread's own, a default dtype is not."""
+            return [torch.device("meta")]  # type: ignore[list-item]  # it is one
+
+        def tie_weights(self, *_: Any, **__: Any) -> None:
+            """Embedding and head are the model's own."""
+
+    return MtpModel
 
 
 def _stand_in(model: PreTrainedModel, found: Found) -> Any:

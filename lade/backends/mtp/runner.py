@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lade.backends.mtp.head import Head
-from lade.backends.mtp.load import Loaded, pack_alike
+from lade.backends.mtp.load import Loaded, give_up, pack_alike
 from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
 from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.mtp import Predictions, RowText
@@ -224,6 +224,10 @@ class MtpRunner:
             found.append(outputs)
         owners = [row for row, own in zip(rows, nodes, strict=True) for _ in own]
         return self._head.predict(torch.cat(found), self._wanted(owners, candidates))
+
+    def give_up(self, problem: Exception) -> None:
+        """See `MtpLayer`."""
+        give_up(self._runner.model, problem)
 
     def forget(self) -> None:
         """See `MtpLayer`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -33,8 +34,11 @@ from lade.backends.cpu.packing.linear import PackedLinear, weight_of
 from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
+from lade.model import joint
 from lade.model.config import dtype_name
+from lade.model.facts import ModelFacts
 from lade.model.randomness import DrawsFrom
+from lade.model.supports import mtp_search_refusal
 
 INDEX = "packed.json"
 FORMAT = 2
@@ -111,10 +115,19 @@ def save_packed(model: PreTrainedModel, folder: str | os.PathLike[str], tokenize
         save_file(shard, target / index.files[-1])
     for stale in set(target.glob("packed-*.safetensors")) - {target / name for name in index.files}:
         stale.unlink()
+    _save_mtp_layer(model, target)
     for part in (model.config, model.generation_config, tokenizer):
         if part is not None:
             part.save_pretrained(target)
     write_whole(target / INDEX, json.dumps(asdict(index), indent=1))
+
+
+def _save_mtp_layer(model: PreTrainedModel, target: Path) -> None:
+    """Copy the MTP layer of the checkpoint, in its own dtype; it is packed like its model when it is used."""
+    if mtp_search_refusal(ModelFacts.of(model)):
+        return
+    if reason := joint.load("mtp").save_layer(model, target):
+        warnings.warn(f"saved without an MTP layer: {reason}", stacklevel=3)
 
 
 def _tensors(model: PreTrainedModel, index: Index) -> Iterator[tuple[str, torch.Tensor]]:
@@ -182,6 +195,7 @@ def load_packed(folder: str | os.PathLike[str], *, attn_implementation: str | No
         raise InputError(f"{str(source)!r} is incomplete or damaged ({problem}): pack the model again") from problem
     if (source / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source)
+    config._name_or_path = str(source)  # where its MTP layer is
     return model
 
 
