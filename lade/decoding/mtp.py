@@ -238,7 +238,7 @@ class MtpPasses:
     @property
     def _resting(self) -> bool:
         """True where passes fail, or do not pay and the next trial is far: then not even states are kept."""
-        return self._failed or self.fixed is None and 0 < self._habits.refused < _RETRIAL - _STATES
+        return self._failed or (self.fixed is None and 0 < self._habits.refused < _RETRIAL - _STATES)
 
     def watching(self) -> AbstractContextManager[object]:
         """See `MtpLayer`."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
+import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lade.model.prepared import IMAGE_FORMATS
 from lade.server.errors import ApiError, invalid, unsupported
@@ -64,13 +70,93 @@ class Images:
 RESERVED = frozenset(
     """
     add_generation_prompt chat_template continue_final_message conversation max_length messages padding
-    return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation
+    return_assistant_tokens_mask return_dict return_tensors sanitize_control_tokens tokenize tokenizer_kwargs tools
+    truncation
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 )
 """Arguments of `apply_chat_template` that are not the template's, or that have fields of their own."""
-_LOOPS_OVER_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
 _MAX_REASON = 240
 _INSTRUCTIONS = ("system", "developer")
+
+_SHOWN, _KEY = "qzxshown", "qzxkey"  # texts that no template holds
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_LONG = "call_a1b2c3d4e5f6a7b8c9d0"
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The form of messages with tool calls.
+
+    Attributes:
+        short_ids: whether ids have nine letters or digits, as with Mistral's templates.
+        content: content of a message that has calls and no text.
+        parsed: whether arguments are objects; otherwise they are JSON texts.
+    """
+
+    short_ids: bool = False
+    content: str | None = ""
+    parsed: bool = True
+
+
+class TemplateForms:
+    """The forms in which a chat template takes messages, found out by rendering small conversations.
+
+    Templates differ in what they show: content as text or as parts, the arguments of tool calls as an object or as JSON
+    text, calls of messages without content only, ids of nine letters. In another form most of them raise, and some drop
+    the message without a word.
+
+    Args:
+        render: renders a conversation; it may raise anything.
+    """
+
+    def __init__(self, render: Callable[[Messages], str]) -> None:
+        self._render = render
+        self._parts: dict[str, tuple[bool, bool]] = {}
+
+    def takes_text(self, role: str) -> bool:
+        """Return whether messages of this role may have a text as their content."""
+        return self._content(role)[0]
+
+    def takes_parts(self, role: str) -> bool:
+        """Return whether messages of this role may have a list of parts as their content."""
+        return self._content(role)[1]
+
+    def _content(self, role: str) -> tuple[bool, bool]:
+        if role not in self._parts:
+            parts = [{"type": "text", "text": _SHOWN}, {"type": "text", "text": _SHOWN[::-1]}]
+            shown = self._shown(_around(role, parts))
+            whole = _SHOWN in shown and _SHOWN[::-1] in shown and not re.search("['\"]type['\"]", shown)
+            # A template that shows neither is told what is usual.
+            self._parts[role] = _SHOWN in self._shown(_around(role, _SHOWN)) or not whole, whole
+        return self._parts[role]
+
+    @cached_property
+    def calls(self) -> CallForm:
+        """The first form in which a call is shown as it should be; the usual one if there is none."""
+        for short_ids, content, parsed in product((False, True), ("", None), (True, False)):
+            form = CallForm(short_ids, content, parsed)
+            call = {"id": _LONG, "type": "function", "function": {"name": "f", "arguments": {_KEY: _SHOWN}}}
+            user = {"role": "user", "content": self.content("user", "a")}
+            calling = {"role": "assistant", "content": None if content is None else self.content("assistant", content)}
+            result = {"role": "tool", "tool_call_id": _LONG, "name": "f", "content": self.content("tool", "b")}
+            calling["tool_calls"] = [_with_form(call, form)]
+            shown = self._shown([user, calling, _with_id(result, form)])
+            other_language = f"'{_KEY}'" in shown or f'\\"{_KEY}' in shown or (content is None and "None" in shown)
+            if _SHOWN in shown and not other_language:
+                return form
+        return CallForm()
+
+    def content(self, role: str, text: str) -> str | list[dict[str, Any]]:
+        """Return a text as the content of a message of this role."""
+        return text if self.takes_text(role) else [{"type": "text", "text": text}]
+
+    def _shown(self, messages: Messages) -> str:
+        try:
+            return self._render(messages)
+        except Exception:  # noqa: BLE001 - whatever a template raises: it does not show these
+            return ""
 
 
 class ChatTemplate:
@@ -86,7 +172,7 @@ class ChatTemplate:
         self._model, self._encoder, self._defaults = model, encoder, defaults
         self._image_lock = threading.Lock()  # processors keep per-call state
         self._text = model.chat_template
-        self._takes_parts = bool(_LOOPS_OVER_PARTS.search(self._text))
+        self._forms = TemplateForms(lambda messages: self._rendered(messages, self._defaults))
         self._knows_developer = "developer" in self._text
 
     def encode(self, body: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
@@ -120,11 +206,18 @@ class ChatTemplate:
             raise _rejected(problem) from problem
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
-        apply = self._model.tokenizer.apply_chat_template
-        if self._encoder.span is None:
-            ids: list[int] = apply(messages, **arguments, tokenize=True, return_dict=False)
-            return ids
-        return self._encoder.ids(apply(messages, **arguments, tokenize=False), add_special_tokens=False)
+        return self._encoder.ids(self._rendered(messages, arguments), add_special_tokens=False)
+
+    def _rendered(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
+        tokenizer = self._model.tokenizer
+        if all(each["content"] is not None for each in messages):
+            text: str = tokenizer.apply_chat_template(messages, **arguments, tokenize=False)
+            return text
+        # Some templates ask whether content is none, and from transformers 5.24 on the above leaves it out then.
+        template = tokenizer.get_chat_template(None, arguments.get("tools"))
+        variables = {**tokenizer.special_tokens_map, **arguments}
+        rendered: Any = render_jinja_template([list(map(dict, messages))], chat_template=template, **variables)
+        return str(rendered[0][0])
 
     def _with_images(
         self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
@@ -166,17 +259,20 @@ class ChatTemplate:
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         # clients echo answers with all null fields, which templates may misread
         others = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
-        made = {**others, "role": role, "content": self._content(message, f"{place}.content", images)}
+        made = {**others, "role": role, "content": self._content(message, role, f"{place}.content", images)}
         thought = made.get("reasoning_content") or made.get("reasoning")
         if thought is not None:
             made |= {"reasoning_content": thought, "reasoning": thought}
         if isinstance(made.get("tool_calls"), list):
-            made["tool_calls"] = [_with_parsed_arguments(call) for call in made["tool_calls"]]
-        return made
+            form = self._forms.calls
+            made["tool_calls"] = [_with_form(call, form) for call in made["tool_calls"]]
+            if form.content is None and made["tool_calls"] and not (message.content or message.refusal):
+                made["content"] = None
+        return _with_id(made, self._forms.calls) if role == "tool" else made
 
-    def _content(self, message: Message, place: str, images: Images) -> str | list[dict[str, Any]]:
+    def _content(self, message: Message, role: str, place: str, images: Images) -> str | list[dict[str, Any]]:
         if not isinstance(message.content, list):
-            return message.content or message.refusal or ""
+            return self._forms.content(role, message.content or message.refusal or "")
         parts: list[dict[str, Any]] = []
         for number, part in enumerate(message.content):
             where = f"{place}[{number}]"
@@ -190,9 +286,54 @@ class ChatTemplate:
             else:
                 why = f"parts of type {part.type[:40]!r} are not supported: send text or image_url"
                 raise invalid(where, why, "unsupported_parameter")
-        if self._takes_parts or any(part["type"] == "image" for part in parts):
+        if self._forms.takes_parts(role) or any(part["type"] == "image" for part in parts):
             return parts
         return "".join(part["text"] for part in parts)
+
+
+def _around(role: str, content: Any) -> Messages:
+    """Return a conversation with a message of this role at the place where templates expect one."""
+    message, user = {"role": role, "content": content}, {"role": "user", "content": content}
+    return [user] if role == "user" else [message, user] if role == "system" else [user, message]
+
+
+def _with_form(call: Any, form: CallForm) -> Any:
+    """Return a tool call as clients send it in another form.
+
+    Clients send arguments as JSON text, as an object, as nothing at all for a call without any, or encoded twice.
+    Arguments that are no JSON stay a text, in an object for templates that need one.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    text, value = _text_and_value(function.get("arguments"))
+    arguments = text if not form.parsed else value if isinstance(value, dict) else {"arguments": value}
+    made = {**call, "function": {**function, "arguments": arguments}}
+    if form.short_ids and isinstance(call.get("id"), str):
+        made["id"] = _short(call["id"])
+    return made
+
+
+def _text_and_value(arguments: Any) -> tuple[str, Any]:
+    """Return arguments as JSON text, the client's own if it is one, and as what it says."""
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            value = decoded(arguments)
+        except (ValueError, RecursionError):
+            return arguments, arguments
+        return _text_and_value(value) if isinstance(value, str) else (arguments, value)
+    value = {} if arguments is None or isinstance(arguments, str) else arguments
+    return json.dumps(value, ensure_ascii=False), value
+
+
+def _with_id(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
+    """Return a tool's result with the id that its call has in this form."""
+    given = message.get("tool_call_id")
+    return {**message, "tool_call_id": _short(given)} if form.short_ids and isinstance(given, str) else message
+
+
+def _short(given: str) -> str:
+    return given if _SHORT_ID.fullmatch(given) else hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
 
 
 def _has_images(message: Message) -> bool:
@@ -206,18 +347,6 @@ def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return list(messages)
     text = "\n\n".join(each["content"] for each in messages[:count])
     return [{"role": "system", "content": text}, *messages[count:]]
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    """Parse the arguments of function calls, which clients send as text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = decoded(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _rejected(problem: Exception) -> ApiError:

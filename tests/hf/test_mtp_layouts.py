@@ -187,7 +187,9 @@ def pointer(folder):
 
 
 def index_of_nothing(folder):
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"mtp.fc.weight": "model-2-of-2.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"mtp.fc.weight": "model-2-of-2.safetensors"}}'
+    )
 
 
 def index_of_no_kind(folder):

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import threading
 
 import pytest
@@ -241,3 +242,92 @@ def test_images_go_where_the_model_takes_them():
     assert [each["type"] for each in message["content"]] == ["text", "image"]
     with pytest.raises(ApiError, match="takes no images"):
         template_of(ServedModel(MODEL, byte_tokenizer(SIMPLE))).encode(body)
+
+
+EACH = "{% for m in messages %}<{{ m.role }}>BODY|{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+IDS = "{% if (m.tool_call_id or c.id) | length != 9 %}{{ raise_exception('ids of nine letters') }}{% endif %}"
+AFTER_TOOL_CALLS = {  # what each family's template does, in one line
+    "DeepSeek V3.1, concatenated": "{{ m.content or '' }}CALLS{{ '[f ' + c.function.arguments + ']' }}",
+    "DeepSeek R1, where content is none": (
+        "{% if m['content'] is none %}CALLS{{ '[f ' + c.function.arguments + ']' }}END"
+        "{% else %}{{ m.content }}{% endif %}"
+    ),
+    "Qwen, Llama, Hermes": "{{ m.content or '' }}CALLS[f {{ c.function.arguments | tojson }}]",
+    "Qwen3, either": (
+        "{{ m.content or '' }}CALLS[f {% if c.function.arguments is string %}{{ c.function.arguments }}"
+        "{% else %}{{ c.function.arguments | tojson }}{% endif %}]"
+    ),
+    "GLM": (
+        "{{ m.content or '' }}CALLS[f {% for k, v in c.function.arguments.items() %}"
+        '{"{{ k }}": {{ v | tojson }}}{% endfor %}]'
+    ),
+    "Mistral": (
+        "{% set c = none %}{% if m.role == 'tool' %}IDS{% endif %}{{ m.content or '' }}"
+        "CALLSIDS[f {{ c.function.arguments | tojson }}]"
+    ),
+    "parts only": "{% for p in m.content %}{{ p.text }}{% endfor %}CALLS[f {{ c.function.arguments | tojson }}]",
+}
+
+
+def family(name):
+    body, _, tail = AFTER_TOOL_CALLS[name].partition("END")
+    before, _, call = body.partition("CALLS")
+    whole = before + CALLS.replace("CALL", call) + tail
+    return EACH.replace("BODY", whole.replace("IDS", IDS))
+
+
+ARGUMENTS = {
+    "a text": ('{"city": "Bern"}', '{"city": "Bern"}'),
+    "an object": ({"city": "Bern"}, '{"city": "Bern"}'),
+    "encoded twice": ('"{\\"city\\": \\"Bern\\"}"', '{"city": "Bern"}'),
+    "empty": ("", "{}"),
+    "none": (None, "{}"),
+    "no JSON": ('{"city": Bern', None),
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("name", AFTER_TOOL_CALLS)
+@pytest.mark.parametrize("content", [None, ""])
+def test_the_turn_after_a_tool_call_shows_the_call(name, arguments, content):
+    given, expected = ARGUMENTS[arguments]
+    if name == "GLM" and expected == "{}":
+        expected = ""
+    call = {"id": "call_8f14e45fceea167a", "type": "function", "function": {"name": "f", "arguments": given}}
+    result = said("tool", "sunny", tool_call_id=call["id"])
+    text = shown(family(name), said("user", "Bern?"), said("assistant", content, tool_calls=[call]), result)
+    assert text.startswith("<user>Bern?|<assistant>[f ") and text.endswith("<tool>sunny|")
+    assert "Bern" in text[12:] if expected is None else f"[f {expected}]" in text
+
+
+def test_call_ids_are_changed_only_where_the_template_wants_others():
+    template = EACH.replace(
+        "BODY",
+        CALLS.replace("CALL", "{{ c.id }}{{ c.function.arguments | tojson }}") + "{{ m.tool_call_id }}{{ m.content }}",
+    )
+    for before, given, expected in (("", "call_1", "call_1"), (IDS, "a1B2c3D4e", "a1B2c3D4e"), (IDS, "call_1", None)):
+        call = {"id": given, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages = said("assistant", "-", tool_calls=[call]), said("tool", "-", tool_call_id=given)
+        text = shown(template.replace("{{ c.id }}", before + "{{ c.id }}"), *messages)
+        found = re.fullmatch("<assistant>(.*){}-[|]<tool>(.*)-[|]", text)
+        assert found[1] == found[2] and (found[1] == expected if expected else len(found[1]) == 9)
+
+
+IN_PARTS = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+PARTS_ONLY = "{% for m in messages %}<{{ m.role }}>" + IN_PARTS + "{% endfor %}"
+FIRST_PART = "{% for m in messages %}<{{ m.role }}{{ m.content[0].type }}>" + IN_PARTS + "{% endfor %}"
+SYSTEM_TEXT = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'system' %}{{ m.content + '!' }}"
+    "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_text_is_shown_by_templates_that_know_parts_alone():
+    """Such as those of LLaVA, Idefics3 and SmolVLM: over the letters of a text their loops find nothing."""
+    messages = said("system", "be nice"), said("user", "hi"), said("assistant", None), said("user", "why?")
+    assert shown(PARTS_ONLY, *messages) == "<system>be nice<user>hi<assistant><user>why?"
+    assert shown(FIRST_PART, *messages) == "<systemtext>be nice<usertext>hi<assistanttext><usertext>why?"
+    assert shown(SYSTEM_TEXT, *messages[:2]) == "<system>be nice!<user>hi"
+    parts = [{"type": "text", "text": "be "}, {"type": "text", "text": "nice"}]
+    assert shown(SYSTEM_TEXT, said("system", parts), said("user", "hi")) == "<system>be nice!<user>hi"

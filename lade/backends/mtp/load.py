@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -213,7 +214,7 @@ def _reader() -> Any:
         @classmethod
         def get_init_context(cls, *_: Any) -> list[AbstractContextManager[Any]]:
             """Weights without values until they are read; this device is a thread's own, a default dtype is not."""
-            return [torch.device("meta")]  # type: ignore[list-item]  # it is one
+            return [torch.device("meta")]
 
         def tie_weights(self, *_: Any, **__: Any) -> None:
             """Embedding and head are the model's own."""
