@@ -8,7 +8,14 @@ import jsonschema
 import pytest
 import torch
 from schemas import CITY, PERSON, SCHEMAS, closed
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+)
 
 import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
@@ -281,3 +288,71 @@ def test_that_names_of_members_are_texts_need_not_be_said():
     vocabulary = vocabulary_of_tokenizer(TOKENIZER)
     with pytest.raises(InputError, match="propertyNames"):
         vocabulary.compiled(Grammar.json_schema({**record, "propertyNames": {"pattern": "^a"}}).source)
+
+
+FEW = PROMPT % 250
+
+
+def byte_tokenizer(added, eos="</s>"):
+    """Each byte is a token; so are `added` texts, such as a model's `<think>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: number for number, text in enumerate([eos, *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos, clean_up_tokenization_spaces=False)
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+OF_ADDED_TOKENS = {
+    "regex": (Grammar.regex("<think>[a-z ]{2,8}</think>[0-9]{1,3}"), "<think>[a-z ]{2,8}</think>[0-9]{1,3}"),
+    "lark": (Grammar.lark('start: "<think>" /[a-z]{2}/ "</think>"'), "<think>[a-z]{2}</think>"),
+    "choice": (Grammar.choice(["<think>ab</think>", "<think>ba</think>"]), "<think>(ab|ba)</think>"),
+    "constant": (Grammar.json_schema({"const": "a<think>b"}), '"a<think>b"'),
+    "pattern": (Grammar.json_schema({"type": "string", "pattern": "^<think>[a-z]{2}$"}), '"<think>[a-z]{2}"'),
+    "name": (Grammar.json_schema(closed(**{"<think>": {"type": "null"}})), '{"<think>": ?null}'),
+    "end": (Grammar.json_schema(closed(tag={"const": "</s>é</s>"})), '{"tag": ?"</s>é</s>"}'),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ADDED_TOKENS)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "seeded"])
+def test_the_text_of_an_added_token_is_a_text_like_any_other(kind, special, more):
+    """llguidance spells what it forces by the token, which it then refuses."""
+    grammar, pattern = OF_ADDED_TOKENS[kind]
+    tokenizer = byte_tokenizer(["<think>", "</think>"])
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    model = toy_model("llama", vocabulary=len(tokenizer))
+    arguments = {"max_new_tokens": 60, "eos_token_id": 0, "pad_token_id": 0, **more}
+    torch.manual_seed(1)
+    plain = model.generate(FEW, logits_processor=[grammar.processor(tokenizer)], **arguments)
+    torch.manual_seed(1)
+    stats = Stats()
+    own = {"grammar": grammar, "tokenizer": tokenizer, "lookahead": BUDGET, "stats": stats}
+    assert torch.equal(lade.generate(model, FEW, **own, **arguments), plain)
+    answer = plain[0, FEW.shape[1] :].tolist()
+    assert re.fullmatch(pattern, tokenizer.decode(answer[: answer.index(0)]))
+    assert stats.tokens_per_step > 1.5  # what is forced is drafted in ordinary tokens
+
+
+@pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "seeded"])
+def test_ordinary_ends_do_not_cut_an_answer(more):
+    tokenizer = byte_tokenizer([])
+    grammar = Grammar.json_schema(closed(k={"type": "string", "maxLength": 30}))
+    model = toy_model("llama", vocabulary=len(tokenizer))
+    for letters in "}", "abcdefghABCDEFGH01234567":
+        ends = [0, *tokenizer.convert_tokens_to_ids(list(letters))]
+        arguments = {"max_new_tokens": 90, "eos_token_id": ends, "pad_token_id": 0, **more}
+        torch.manual_seed(1)
+        plain = model.generate(FEW, logits_processor=[grammar.processor(tokenizer, ends)], **arguments)
+        torch.manual_seed(1)
+        own = {"grammar": grammar, "tokenizer": tokenizer, "lookahead": BUDGET}
+        assert torch.equal(lade.generate(model, FEW, **own, **arguments), plain)
+        assert json.loads(tokenizer.decode([token for token in plain[0, FEW.shape[1] :].tolist() if token]))
+    with pytest.raises(InputError, match="leave ordinary tokens out of eos_token_id"):  # in the name of the member
+        lade.generate(
+            model, FEW, **own, **{**arguments, "eos_token_id": tokenizer.convert_tokens_to_ids(["</s>", "k"])}
+        )

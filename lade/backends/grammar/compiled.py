@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+import tokenizers
 
 from lade.errors import InputError, MissingExtraError
 from lade.grammar import shortened
@@ -54,7 +57,7 @@ def vocabulary_of_tokenizer(tokenizer: Any, ends: Iterable[int] = ()) -> Vocabul
     Args:
         tokenizer: a fast transformers tokenizer.
         ends: end-of-sequence ids. Only special ones among them can end an answer to a grammar; if there are none, the
-            tokenizer's own end of sequence does.
+            tokenizer's own end of sequence does. Ordinary ones are allowed where they complete the answer.
 
     Raises:
         InputError: there is no tokenizer, or it is not a fast one, or has no end of sequence.
@@ -72,7 +75,7 @@ def vocabulary_of_tokenizer(tokenizer: Any, ends: Iterable[int] = ()) -> Vocabul
         key = (len(tokenizer), *found)
         if key not in known:
             known[key] = Vocabulary(tokenizer, found)
-        return known[key]
+        return known[key].with_stops(frozenset(ends) - set(found))
 
 
 class Vocabulary:
@@ -84,6 +87,7 @@ class Vocabulary:
 
     Attributes:
         ends: ids that end an answer.
+        stops: ids of ordinary text after which decoding stops, too, complete or not.
         size: size of the tokenizer's vocabulary.
         specials: texts of its added tokens.
     """
@@ -99,10 +103,20 @@ class Vocabulary:
             kind = type(tokenizer).__name__
             raise InputError(f"grammars cannot be used with a tokenizer of type {kind}: {problem}") from problem
         self.ends, self.size = ends, int(self._tokens.vocab_size)
+        self.stops = frozenset[int]()
+        self._spelling = _without_added_tokens(tokenizer)
         self.specials = tuple(map(str, getattr(tokenizer, "added_tokens_decoder", {}).values()))
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._trial: Trial | None = None
         self._lock = threading.Lock()
+
+    def with_stops(self, stops: frozenset[int]) -> Vocabulary:
+        """Return the same vocabulary for decoding that stops after some ordinary tokens."""
+        if not stops:
+            return self
+        other = copy.copy(self)
+        other.stops = stops
+        return other
 
     def with_trial(self, trial: Trial) -> Vocabulary:
         """Return a copy with a cache of its own, whose grammars must pass a trial before they are compiled."""
@@ -146,6 +160,15 @@ class Vocabulary:
         ids = self._tokens.tokenize_str(text, parse_special=True)
         return ids[0] if len(ids) == 1 and self._tokens.is_special_token(ids[0]) else None
 
+    def spellings(self, text: bytes) -> tuple[list[int], list[int]]:
+        """Return the ids of a text without added tokens: as the tokenizer splits it, and by the longest tokens."""
+        known = text.decode(errors="ignore")
+        return self._spelling.encode(known, add_special_tokens=False).ids, self._tokens.greedy_tokenize(known)
+
+    def is_special(self, token: int) -> bool:
+        """Return True if no text matches a token."""
+        return token in self.ends or self._tokens.is_special_token(token)
+
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
@@ -157,6 +180,12 @@ class Vocabulary:
         if made.is_error():
             raise InputError(f"the grammar cannot be used: {shortened(made.get_error())}")
         return made
+
+
+def _without_added_tokens(tokenizer: Any) -> tokenizers.Tokenizer:
+    """Return a tokenizer to which the text of an added token, such as `<think>`, is text like any other."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps({**parts, "added_tokens": [], "post_processor": None}))
 
 
 class GrammarBudget:
@@ -222,7 +251,7 @@ class Matcher:
         """Return a bit per token, set if it may come next; at the end of the grammar only the end of sequence may.
 
         Raises:
-            GrammarError: computing the mask exceeds a limit or the budget.
+            GrammarError: computing the mask exceeds a limit or the budget, or decoding stops after all that may come.
         """
         with self._spending():
             found = self._state.compute_bitmask()
@@ -230,7 +259,42 @@ class Matcher:
                 self._renew()
                 found = self._state.compute_bitmask()
                 self._check()
-            return found
+            bits = kept = int.from_bytes(found, "little")
+            if bits.bit_count() == 1 and self._stands_for_text(bits.bit_length() - 1):
+                kept = 1 << self._spelled()[0]
+            kept = self._without_stops(kept)
+            return found if kept == bits else kept.to_bytes(len(found), "little")
+
+    def _stands_for_text(self, token: int) -> bool:
+        """Return True for a special token by which llguidance spells a forced text, and which it then refuses."""
+        if not self._vocabulary.is_special(token) or self._state.validate_tokens([token]) == 1:
+            return False
+        return bool(self._state.compute_ff_bytes())  # none are at the end of a grammar
+
+    def _spelled(self) -> list[int]:
+        """Return the text that the grammar forces next in ordinary tokens."""
+        for ids in self._vocabulary.spellings(self._state.compute_ff_bytes()):
+            if count := self._state.validate_tokens(ids):
+                return ids[:count]
+        raise GrammarError("the grammar forces a text that the tokenizer has no ordinary tokens for")
+
+    def _without_stops(self, bits: int) -> int:
+        """Return the tokens that may come next without those that would stop decoding before the answer is complete."""
+        kept = bits
+        for stop in self._vocabulary.stops:
+            if bits >> stop & 1 and not self._complete_after(stop):
+                kept &= ~(1 << stop)
+        if bits and not kept:
+            raise GrammarError(
+                f"in the middle of the answer the grammar allows nothing but a token of eos_token_id "
+                f"({bits.bit_length() - 1}): leave ordinary tokens out of eos_token_id"
+            )
+        return kept
+
+    def _complete_after(self, token: int) -> bool:
+        """Return whether the answer could end after this token."""
+        after = self._state.deep_copy()
+        return after.try_consume_tokens([token]) == 1 and after.is_accepting()
 
     def take(self, tokens: Sequence[int]) -> int:
         """Consume tokens up to the first one that the grammar does not allow; return their number.
@@ -263,7 +327,9 @@ class Matcher:
     def forced_tokens(self) -> list[int]:
         """Return the tokens that the grammar forces next; raises like `mask`."""
         with self._spending():
-            return self._state.compute_ff_tokens()
+            forced = self._state.compute_ff_tokens()
+            specials = any(map(self._vocabulary.is_special, forced))
+            return self._spelled() if specials and self._state.validate_tokens(forced) < len(forced) else forced
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens, in order, the grammar allows; raises like `mask`."""
