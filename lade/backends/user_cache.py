@@ -1,14 +1,15 @@
-"""A user's own cache: checks that a generation can continue it, and the return of the new tokens to it."""
+"""Caches as users know them: one of their own, continued and given back, and those that output objects carry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import cache_utils
+from transformers import GenerationConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -21,11 +22,13 @@ from transformers.cache_utils import (
 )
 
 from lade.model.cache_layers import TreeLayer
-from lade.model.facts import ModelFacts
+from lade.model.facts import CACHE, ModelFacts
 from lade.model.kv_cache import TreeCache
+from lade.model.prepared import Prepared
 from lade.model.runner import Backend
 
 _INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # missing in older versions
+_OF_TEXT = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, _INDEXED_LAYER, StaticLayer, StaticSlidingWindowLayer)
 
 
@@ -111,14 +114,23 @@ class BorrowedCache(TreeCache):
         recomputed = bool(self._borrowed_layers) and self.layers[:1] != self._borrowed_layers
         start = 0 if recomputed else self._borrowed_tokens
         with _all_or_nothing(self._users_cache):
-            for number, layer in enumerate(self.layers if tokens > start else ()):
-                if not start and self._borrowed_tokens:
-                    self._users_cache.layers[number].reset()
-                assert layer.keys is not None and layer.values is not None
-                keys, values = (states[:, :, start:tokens].clone() for states in (layer.keys, layer.values))
-                self._users_cache.update(keys, values, number)
-                if layer.indexer_keys is not None:
-                    self._users_cache.update_indexer(layer.indexer_keys[:, 0, start:tokens].clone(), number)
+            if not start and self._borrowed_tokens and tokens:
+                for layer in self._users_cache.layers:
+                    layer.reset()
+            if tokens > start:
+                fill(self._users_cache, self, start, tokens)
+
+
+def fill(cache: Cache, source: TreeCache, start: int = 0, end: int | None = None) -> None:
+    """Append tokens of another cache, from `start` to before `end`; None for all, of rows of one length."""
+    rows = len(source.lengths)
+    for number, layer in enumerate(source.attending):
+        assert layer.keys is not None and layer.values is not None
+        end = layer.get_seq_length() if end is None else end
+        keys, values = (states[:rows, :, start:end].clone() for states in (layer.keys, layer.values))
+        cache.update(keys, values, number)
+        if layer.indexer_keys is not None:
+            cache.update_indexer(layer.indexer_keys[:rows, 0, start:end].clone(), number)
 
 
 @contextmanager
@@ -161,6 +173,58 @@ def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.nn.functional.pad(states, (0, 0, tokens - states.shape[2], 0))
 
 
+def cache_of(prepared: Prepared, ids: torch.Tensor) -> Cache | None:
+    """Return the cache of a batch's output, which a pass over its texts fills when it is read; None with media inputs.
+
+    Plain decoding has padding in it, and what it feeds to rows that have ended before others.
+
+    Args:
+        prepared: inputs prepared by `model.generate`.
+        ids: `[B, L]` int64, what it returns.
+    """
+    if prepared.output_cache is None or prepared.model_kwargs.keys() - {prepared.cache_name, *_OF_TEXT}:
+        return None
+    given = prepared.model_kwargs.get("attention_mask")
+    mask = torch.ones_like(prepared.input_ids) if given is None else given
+    mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
+    cache: Any = UnreadCache(partial(_cache_after, prepared.model, ids[:, :-1], mask[:, :-1]))
+    return cache  # type: ignore[no-any-return]
+
+
+def _cache_after(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
+    """Return the cache of plain decoding after it was fed these texts, `[B, L]` with their mask."""
+    asked = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+    cache: Cache = type(model).generate(model, ids, attention_mask=mask, generation_config=asked)[CACHE]
+    return cache
+
+
+class UnreadCache(DynamicCache):
+    """A cache that is filled when it is first read, and is of transformers' kind from then on.
+
+    Args:
+        fill: makes the cache.
+    """
+
+    def __init__(self, fill: Callable[[], Cache]) -> None:
+        self._fill = fill
+
+    def __getattr__(self, name: str) -> Any:
+        if "_fill" not in vars(self) or name.startswith("__"):
+            raise AttributeError(name)
+        self._read()
+        return getattr(self, name)
+
+    def _read(self) -> None:
+        made = vars(self).pop("_fill")()
+        vars(self).update(vars(made))
+        self.__class__ = type(made)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle what it becomes."""
+        self._read()
+        return self.__reduce_ex__(protocol)
+
+
 class UserCacheBackend(Backend):
     """A user's own KV cache, see `lade.model.joint`."""
 
@@ -169,6 +233,8 @@ class UserCacheBackend(Backend):
     unfit_reason = staticmethod(unfit_reason)
     prepare_for_plain = staticmethod(prepare_for_plain)
     borrow = BorrowedCache
+    fill = staticmethod(fill)
+    cache_of = staticmethod(cache_of)
 
 
 BACKEND = UserCacheBackend()

@@ -294,7 +294,9 @@ def generate(
 
     Returns:
         The ids that `model.generate` returns, `[B, L + new]` int64, or its output object with
-        `return_dict_in_generate=True`; without a cache if there is padding, or several rows besides beams.
+        `return_dict_in_generate=True`. Its cache is of transformers' own kind; that of a batch, or of a prompt with
+        padding, is filled by a pass over the texts when it is first read. Padded beams and batches with media or an
+        encoder have none, and recurrent layers a `TreeCache`.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: an explicit config cannot be served.

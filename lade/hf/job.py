@@ -76,7 +76,7 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
         prepared: inputs prepared by `model.generate`, with the prompts, the output options and the padding id.
         written: new tokens of each row.
         record: scores and logits for the output object.
-        cache: cache for the output object; None for none.
+        cache: cache for the output object; None for one of all rows, if it is made.
     """
     prompts, config = prepared.input_ids, prepared.generation_config
     longest = max(map(len, written))
@@ -90,7 +90,8 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
     if prepared.facts.has_encoder:
         pair = cache.dynamic_pair() if isinstance(cache, TreeCache) else None
         return GenerateEncoderDecoderOutput(**fields, **as_cache(pair))
-    return GenerateDecoderOnlyOutput(**fields, **as_cache(cache))
+    made = joint.load("user_cache").cache_of(prepared, ids) if cache is None else cache
+    return GenerateDecoderOnlyOutput(**fields, **as_cache(made))
 
 
 def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:

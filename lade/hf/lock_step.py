@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import (
@@ -153,7 +154,7 @@ class LockStepSession:
             answers.report()
             self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
-            return replace(output, **as_cache(None))  # our cache lacks slots for padding; assignment keeps the item
+            return replace(output, **as_cache(joint.load("user_cache").cache_of(prepared, output.sequences)))
         return output
 
 
@@ -234,10 +235,16 @@ class BeamSession:
             raise
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Our cache has no slots for padding, which plain decoding would expect.
-            return replace(output, **as_cache(None if self._padded else self._cache))
+            return replace(output, **as_cache(None if self._padded else self._output_cache()))
         if isinstance(output, GenerateBeamEncoderDecoderOutput):
             return replace(output, **as_cache(self._cache.dynamic_pair()))
         return output
+
+    def _output_cache(self) -> Cache:
+        made = self._prepared.output_cache
+        if made is not None:
+            joint.load("user_cache").fill(made, self._cache)
+        return self._cache if made is None else made
 
 
 class _BeamModelProxy(ModelProxy):

@@ -56,11 +56,13 @@ class Session:
         config = with_use_mtp(prepared.generation_config, config)
         plan, self._texts, images = check(prepared)
         self._is_batch = len(self._texts.ids) > 1
+        # Ours has no slots for padding, which plain decoding would expect, and only the last rows of a batch.
+        self._as_batch = self._is_batch or bool(self._texts.padding)
         runner = self._checked_runner(plan)
         warn_of_precision(prepared)
-        # Without a user's cache transformers makes one, which is empty and cannot hold a tree.
-        self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
-        handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._is_batch
+        handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._as_batch
+        given = prepared.output_cache if prepared.user_cache is None and handed_out else prepared.user_cache
+        self._given_cache: Cache = runner.tree_cache() if given is None else given
         max_length = prepared.generation_config.max_length
         self._cache = runner.borrow(self._given_cache, max_length, handed_out=handed_out)
         self._record = record_for(prepared.generation_config)
@@ -177,6 +179,5 @@ class Session:
 
         Rows that ended before others are padded.
         """
-        # Our cache has no slots for padding, which plain decoding would expect, and only the last rows of a batch.
-        cache = None if self._is_batch or self._texts.padding else self._given_cache
+        cache = None if self._as_batch else self._given_cache
         return output_of(self._prepared, [row.written for row in self._rows], self._record, cache)

@@ -199,6 +199,16 @@ class Prepared:
         cache: Any = self.model_kwargs.get(self.cache_name)
         return cache if getattr(cache, "_is_user_defined", False) else None
 
+    @property
+    def output_cache(self) -> Cache | None:
+        """The empty cache that transformers has made for the output object; None where nobody gets it, or it cannot be
+        filled: it holds states of recurrent layers, or is offloaded.
+        """
+        cache = self.model_kwargs.get(self.cache_name)
+        wanted = self.user_cache is None and self.generation_config.return_dict_in_generate
+        fits = wanted and not self.facts.recurrent and not self.facts.has_encoder
+        return cache if fits and joint.load("user_cache").can_borrow(cache) else None
+
 
 def custom_generate_for(
     use: Callable[[Prepared], T], wrapper: Any = None, predictions: Sequence[Sequence[int]] = ()

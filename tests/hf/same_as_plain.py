@@ -3,6 +3,7 @@
 import torch
 
 import lade
+from lade.backends.user_cache import UnreadCache
 
 VOCABULARY, PAD = 48, 0
 PAPER = lade.LookaheadConfig(7, 5, 7)
@@ -15,6 +16,20 @@ def padded(prompts):
     ids = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def assert_same_cache(ours, plain, mask=None):
+    """Class, lengths, keys and values are plain's; slots that the mask of the prompts, `[B, L]`, hides may differ."""
+    assert type(ours) in (type(plain), UnreadCache)
+    assert ours.get_seq_length() == plain.get_seq_length() and type(ours) is type(plain)
+    assert [type(layer) for layer in ours.layers] == [type(layer) for layer in plain.layers]
+    for layer, expected in zip(ours.layers, plain.layers, strict=True):
+        rows, _, slots, _ = expected.keys.shape
+        shown = torch.ones(rows, 1, slots, 1)
+        if mask is not None and slots >= mask.shape[1]:
+            shown[:, 0, : mask.shape[1], 0] = mask.repeat_interleave(rows // len(mask), dim=0)
+        torch.testing.assert_close(layer.keys * shown, expected.keys * shown)
+        torch.testing.assert_close(layer.values * shown, expected.values * shown)
 
 
 def both(model, lookahead=PAPER, *, stats=None, seed=None, **arguments):

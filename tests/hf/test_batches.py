@@ -7,7 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, VOCABULARY, padded
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
 from transformers import GenerationConfig, WatermarkingConfig
 
 import lade
@@ -405,7 +405,8 @@ def test_the_output_object():
     plain = MODELS["llama"].generate(**arguments, return_dict_in_generate=True)
     ours = lade.generate(MODELS["llama"], **arguments, return_dict_in_generate=True, lookahead=PAPER)
     assert type(ours) is type(plain) and torch.equal(ours.sequences, plain.sequences)
-    assert ours.scores is ours.logits is ours.past_key_values is None
+    assert ours.scores is ours.logits is None
+    assert_same_cache(ours.past_key_values, plain.past_key_values, arguments["attention_mask"])
 
 
 def test_the_end_of_sequence_pads_where_no_padding_is_given():

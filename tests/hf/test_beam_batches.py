@@ -7,7 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_beams, both, padded
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_beams, assert_same_cache, both, padded
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 
@@ -270,12 +270,7 @@ def test_the_cache_that_is_given_back_is_that_of_the_running_beams():
     (plain, _), (ours, _) = both(
         MODELS["llama"], **padded([[1, 2, 3], [7, 8, 9]]), pad_token_id=PAD, num_beams=4, max_new_tokens=30
     )
-    assert isinstance(ours.past_key_values, TreeCache)
-    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
-        length = layer.get_seq_length()
-        assert layer.lengths == [length] * 8
-        torch.testing.assert_close(layer.keys[:, :, :length], expected.keys)
-        torch.testing.assert_close(layer.values[:, :, :length], expected.values)
+    assert_same_cache(ours.past_key_values, plain.past_key_values)
     _, (ours, _) = both(MODELS["llama"], **padded(RAGGED), pad_token_id=PAD, num_beams=2)
     assert ours.past_key_values is None and "past_key_values" not in ours, "it has no slots for padding"
 

@@ -1,13 +1,17 @@
 """A conversation's cache: handed in, used, handed back; ours to plain decoding and the other way round."""
 
+import copy
+import pickle
+
 import pytest
 import torch
+from same_as_plain import assert_same_cache
 from transformers import DynamicCache, StaticCache
 from windowed import windowed
 
 import lade
 from lade import LookaheadConfig
-from lade.model.facts import CACHE
+from lade.model.facts import CACHE, as_cache
 from lade.testing import toy_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
@@ -166,11 +170,61 @@ def test_a_cache_of_several_rows_is_refused_for_one_prompt(kind):
         ours(model, IDS, 5, past_key_values=cache)
 
 
-def test_a_padded_prompt_gets_no_cache_whose_slots_plain_decoding_would_miscount():
+def test_a_padded_prompt_gets_plains_cache_and_continues_none():
     model = toy_model()
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 8])
     output = ours(model, padded, 5, attention_mask=mask, return_dict_in_generate=True)
-    assert output.past_key_values is None
+    asked = {"attention_mask": mask, "return_dict_in_generate": True}
+    assert_same_cache(output.past_key_values, plain(model, padded, 5, **asked).past_key_values, mask)
     with pytest.raises(lade.UnsupportedArgumentError, match=f"padding with {CACHE}"):
         ours(model, padded, 5, attention_mask=mask, past_key_values=DynamicCache())
+
+
+USES = {
+    "a forward with gradients": lambda model, cache: model(IDS[:, :3], **as_cache(cache)).logits,
+    "iteration": lambda model, cache: [tuple(item[0].shape) for item in cache],
+    "rows repeated": lambda model, cache: (cache.batch_repeat_interleave(2), cache.layers[0].keys)[1],
+    "a copy": lambda model, cache: copy.deepcopy(cache).layers[-1].values,
+    "pickled": lambda model, cache: pickle.loads(pickle.dumps(cache)).layers[-1].values,
+    "cropped": lambda model, cache: (cache.crop(-4), cache.layers[0].keys)[1],
+    "truth": lambda model, cache: bool(cache),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("make", [toy_model, windowed], ids=["full", "sliding window"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_cache_of_an_output_is_used_as_plains_is(make, use, rows):
+    if use == "cropped" and make is windowed:
+        pytest.skip("transformers crops no windows that are full")
+    model, ids = make(), torch.cat([IDS + row for row in range(rows)])
+    end = int(plain(model, ids, 9)[-1, -1])
+    asked = {"return_dict_in_generate": True, "eos_token_id": end, "pad_token_id": 0}  # the last row ends early
+    expected = plain(model, ids, 16, **asked)
+    lade.enable(model)
+    found = plain(model, ids, 16, **asked)
+    lade.disable(model)
+    assert torch.equal(found.sequences, expected.sequences)
+    results = []
+    for output in (found, expected):
+        cache = output.past_key_values
+        if use == "a forward with gradients" and rows > 1:
+            cache.batch_select_indices(torch.tensor([0]))
+        results.append(USES[use](model, cache))
+    if isinstance(results[0], torch.Tensor):
+        torch.testing.assert_close(*results)
+    else:
+        assert results[0] == results[1]
+    fresh = ours(model, ids, 16, **asked)
+    assert_same_cache(fresh.past_key_values, plain(model, ids, 16, **asked).past_key_values)
+
+
+def test_the_cache_of_a_batch_is_not_computed_before_it_is_read(monkeypatch):
+    model, calls = toy_model(), []
+    whole = model.forward
+    monkeypatch.setattr(model, "forward", lambda *given, **named: (calls.append(1), whole(*given, **named))[1])
+    output = ours(model, IDS.repeat(2, 1), 9, return_dict_in_generate=True)
+    before = len(calls)
+    assert isinstance(output.past_key_values, DynamicCache) and len(calls) == before
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1 and len(calls) == before + 1

@@ -7,7 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, VOCABULARY, padded
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.streamers import BaseStreamer
@@ -102,7 +102,7 @@ def assert_same(model, lookahead=PAPER, *, seed=0, stats=None, said, **arguments
         )
     assert type(ours) is type(plain)
     if not isinstance(plain, torch.Tensor):
-        assert ours.past_key_values is None and "past_key_values" not in ours
+        assert_same_cache(ours.past_key_values, plain.past_key_values, arguments.get("attention_mask"))
         torch.testing.assert_close((ours.scores, ours.logits), (plain.scores, plain.logits), **ROUNDING)
         plain, ours = plain.sequences, ours.sequences
     assert torch.equal(ours, plain) and torch.equal(our_state, plain_state)
