@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from dataclasses import dataclass
@@ -184,6 +185,6 @@ def _conversation(messages: Any, place: str) -> Prompt:
 
 def _utf8(raw: bytes, name: str) -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # some editors begin files with that mark
     except UnicodeDecodeError as problem:
         raise InputError(f"{name} is not UTF-8 at byte {problem.start}: save it as UTF-8") from problem

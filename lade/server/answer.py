@@ -305,6 +305,11 @@ class Answer:
 
     def _prepare(self) -> list[Choice]:
         """Render, tokenize and submit all choices. Called in a worker thread."""
+        shared = self._service.settings.share == "all"
+        with self._service.grammars.serving("" if shared else self._context.owner):
+            return self._choices()
+
+    def _choices(self) -> list[Choice]:
         body, context = self._body, self._service.context or sys.maxsize
         if body.prediction is not None:
             self._output.predicted = self._service.encoder.first_ids(body.prediction.text)

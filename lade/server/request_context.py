@@ -53,6 +53,7 @@ class InFlightRequest:
 
     Attributes:
         endpoint: name of the API, such as "chat" or "completions".
+        owner: tenant of the key, see `Key.owner`.
         slots: queue slots of the engine, one per choice.
         outcome: "stop", "length", "tool_calls", "rejected" or "error"; "cancelled" after a disconnect; None before.
         aborted: exception with which the server ended the request; None if it did not.
@@ -60,8 +61,8 @@ class InFlightRequest:
         predictions: numbers of accepted and rejected tokens of the predicted output, set at the end.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, owner: str) -> None:
+        self.endpoint, self.owner = endpoint, owner
         self.slots: list[QueueSlot] = []
         self.outcome: str | None = None
         self.aborted: Exception | None = None

@@ -22,6 +22,7 @@ from lade.server.messages import CountRequest, MessagesFormatter, MessagesReques
 from lade.server.messages import as_chat as turns_as_chat
 from lade.server.metrics import CONTENT_TYPE
 from lade.server.middleware import BodyRoute, in_worker_if_large
+from lade.server.request_context import RequestContext
 from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
@@ -241,17 +242,20 @@ async def version(request: Request) -> Response:
 
 @router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))
 async def status(request: Request) -> Response:
-    """List running requests, without their texts."""
+    """List the running requests of this key, without their texts; those of others are told by no number here."""
     service = _service(request)
     now = service.engine.snapshot()
+    rows = service.rows(RequestContext.of(request.scope).owner)
+    alone = service.settings.share == "all" or len(service.keys.all) < 2
+    used = {"used": now.slots, "reserved": now.room} if alone else {}  # they grow with others' texts
     return Json(
         {
             "state": "ok",
             **({"replica": service.settings.replica, "pid": os.getpid()} if service.settings.replica else {}),
             "rows_limit": now.max_rows,
             "waiting_limit": now.max_waiting,
-            "kv_slots": {"used": now.slots, "reserved": now.room, "limit": now.max_slots},
-            "rows": [_row(name, age_s, handle) for name, age_s, handle in service.rows()],
+            "kv_slots": {**used, "limit": now.max_slots},
+            "rows": [_row(name, age_s, handle) for name, age_s, handle in rows],
         }
     )
 

@@ -47,13 +47,17 @@ class TenantMemories:
     """Per-tenant draft memories, LRU: sharing one speeds up similar texts, which timing could reveal.
 
     Args:
-        lookahead: the server's default method; a memory of its own is shared by all.
+        lookahead: the server's default method. A memory of its own, which is one file, serves requests without a salt
+            if `share` is "all", or "key" and there are no two keys.
         share: "key": shared per key and `cache_salt`; "all": shared by all; "none": not shared.
+        several_keys: function that tells whether requests of several keys are served now.
     """
 
-    def __init__(self, lookahead: Lookahead, share: str) -> None:
+    def __init__(self, lookahead: Lookahead, share: str, several_keys: Callable[[], bool]) -> None:
         config = LookaheadConfig() if lookahead == "auto" else lookahead
-        self._default, self._share = config, share
+        self._file = None if config is None else config.memory
+        self._default = config if config is None else replace(config, memory=None)
+        self._share, self._several_keys = share, several_keys
         self._kept: OrderedDict[str, Memory] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -71,11 +75,15 @@ class TenantMemories:
             scope: tenant scope of the request.
         """
         config = self._default if isinstance(requested, str) else requested
-        if config is None or not config.adaptive or config.memory is not None:
+        if config is None or not config.adaptive or config.memory is not None or scope is None:
             return config
-        if self._default is not None and self._default.memory is not None:
-            return replace(config, memory=self._default.memory)
-        return config if scope is None else replace(config, memory=self._of(scope))
+        of_all = self._file if self.serves_file and scope.endswith("\0") else None
+        return replace(config, memory=self._of(scope) if of_all is None else of_all)
+
+    @property
+    def serves_file(self) -> bool:
+        """True unless the memory of the server's default method would be shared by keys that share nothing."""
+        return self._share == "all" or (self._share == "key" and not self._several_keys())
 
     def _of(self, scope: str) -> Memory:
         with self._lock:
@@ -294,7 +302,10 @@ class Service:
         self.encoder = TextEncoder(model.tokenizer, self.context)
         self.template = ChatTemplate(model, self.encoder, self.settings.template_arguments)
         self.markup = Markup(model)
-        self.memories = TenantMemories(model.lookahead, self.settings.share)
+        self.memories = TenantMemories(model.lookahead, self.settings.share, lambda: len(self.keys.all) > 1)
+        if model.save is not None and not self.memories.serves_file:
+            of = "--share none" if self.settings.share == "none" else "several keys"
+            logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)
         self.token_text = TokenText(model.tokenizer)
         self.grammars = GrammarCompiler(model)
 
@@ -344,11 +355,14 @@ class Service:
             return None
         return since(self._warm, self._engine.snapshot())
 
-    def rows(self) -> list[tuple[str, float, Handle]]:
-        """Return request id, age in seconds and handle of each choice in flight."""
-        now = perf_counter()
+    def rows(self, owner: str) -> list[tuple[str, float, Handle]]:
+        """Return request id, age in seconds and handle of each choice in flight of a key; with `share="all"` of all."""
+        now, shared = perf_counter(), self.settings.share == "all"
         return [
-            (name, now - request.began, each) for request, name in self.in_flight.items() for each in request.handles
+            (name, now - request.began, each)
+            for request, name in self.in_flight.items()
+            if shared or request.owner == owner
+            for each in request.handles
         ]
 
     def watch(self) -> None:
@@ -405,7 +419,7 @@ class Service:
 
     def track(self, context: RequestContext, endpoint: str) -> InFlightRequest:
         """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
-        request = context.in_flight = InFlightRequest(endpoint)
+        request = context.in_flight = InFlightRequest(endpoint, context.owner)
         self.in_flight[request] = context.id
         limit = self.settings.queue_timeout
         if limit is not None:

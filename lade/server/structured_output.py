@@ -12,22 +12,25 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import thread_time
 from typing import Any, NamedTuple, TypeVar
 
 from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
 from lade.backends.grammar.processor import GrammarProcessor, processor_of
-from lade.backends.grammar.trial import GrammarTrial
+from lade.backends.grammar.trial import GrammarTrial, TrialError
 from lade.errors import InputError, MissingExtraError
 from lade.grammar import Grammar
-from lade.server.errors import INVALID_SCHEMA, invalid, unsupported
+from lade.server.errors import INVALID_SCHEMA, invalid, overloaded, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
 T = TypeVar("T")
+MAX_CLIENTS = 16
+"""Most clients whose compiled grammars are kept, up to `KEPT` each."""
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Schema keywords whose values are not schemas."""
@@ -61,12 +64,12 @@ class GrammarCompiler:
         self._unusable: InputError | None = None
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
-        self._trying = threading.local()
-        self._slow: OrderedDict[str, str] = OrderedDict()  # failed grammars, and the reasons
+        self._request = threading.local()
+        self._of_client: OrderedDict[str, Vocabulary] = OrderedDict()  # how soon one compiles tells what is known
+        self._lock = threading.Lock()
         try:
-            vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
-            self._trial = GrammarTrial(vocabulary.specials)
-            self._vocabulary = vocabulary.with_trial(self._try)
+            self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
+            self._trial = GrammarTrial(self._vocabulary.specials)
         except MissingExtraError as problem:
             self._missing = problem
         except InputError as problem:
@@ -74,25 +77,40 @@ class GrammarCompiler:
 
     def trying(self, work: Callable[[], T]) -> T:
         """Run work with trials of unknown grammars and return its result."""
-        self._trying.on = True
+        self._request.tries = True
         try:
             return work()
         finally:
-            self._trying.on = False
+            self._request.tries = False
 
-    def _try(self, grammar: str) -> None:
-        if (why := self._slow.get(grammar)) is not None:
-            raise SlowGrammarError(why)
-        if not getattr(self._trying, "on", False):
-            raise UntriedGrammarError
-        assert self._trial is not None
+    @contextmanager
+    def serving(self, client: str) -> Iterator[None]:
+        """Serve a client in this thread: what is compiled for others is not used."""
+        self._request.client = client
         try:
-            self._trial(grammar)
-        except SlowGrammarError as problem:
-            self._slow[grammar] = str(problem)
-            if len(self._slow) > KEPT:
-                self._slow.popitem(last=False)
-            raise
+            yield
+        finally:
+            self._request.client = ""
+
+    def _with_trials(self, vocabulary: Vocabulary) -> Vocabulary:
+        """Return a vocabulary for one client, whose untried grammars are tried in the process."""
+        slow: OrderedDict[str, str] = OrderedDict()  # failed grammars, and the reasons
+
+        def try_first(grammar: str) -> None:
+            if (why := slow.get(grammar)) is not None:
+                raise SlowGrammarError(why)
+            if not getattr(self._request, "tries", False):
+                raise UntriedGrammarError
+            assert self._trial is not None
+            try:
+                self._trial(grammar)
+            except SlowGrammarError as problem:
+                slow[grammar] = str(problem)
+                if len(slow) > KEPT:
+                    slow.popitem(last=False)
+                raise
+
+        return vocabulary.with_trial(try_first)
 
     @property
     def available(self) -> bool:
@@ -100,14 +118,21 @@ class GrammarCompiler:
         return self._vocabulary is not None
 
     def vocabulary(self, param: str) -> Vocabulary:
-        """Return the vocabulary of the model's tokenizer.
+        """Return the vocabulary of the model's tokenizer, with the grammars of the client that is served.
 
         Raises:
             ApiError: grammars are not available, reported for the field `param`.
         """
         if self._vocabulary is None:
             raise unsupported(param, f"{param}: {self._missing or self._unusable}")
-        return self._vocabulary
+        client = getattr(self._request, "client", "")
+        with self._lock:
+            if client not in self._of_client:
+                self._of_client[client] = self._with_trials(self._vocabulary)
+            self._of_client.move_to_end(client)
+            while len(self._of_client) > MAX_CLIENTS:
+                self._of_client.popitem(last=False)
+            return self._of_client[client]
 
     def require(self, grammar: Grammar, param: str) -> None:
         """Raise `ApiError` for a grammar that cannot be used."""
@@ -117,6 +142,8 @@ class GrammarCompiler:
         """Return the processor of one answer, with the request's common mask budget; raises like `require`."""
         try:
             return processor_of([grammar], self.vocabulary(param), budget)
+        except TrialError as problem:
+            raise overloaded(f"{param}: {problem}", "grammar_not_tried") from problem
         except InputError as problem:
             raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
 

@@ -1,5 +1,7 @@
 """`lade batch`: the answers of a server, in a file that survives whatever ends the run."""
 
+import codecs
+import errno
 import json
 import os
 import signal
@@ -9,7 +11,9 @@ import pytest
 import torch
 from test_cli_errors import fails
 
+from lade.cli.batch import files
 from lade.cli.batch.files import ResultFile
+from lade.errors import InputError
 from lade.hf import job
 from lade.server import service
 from lade.testing import nearly_flat_cost
@@ -99,6 +103,28 @@ def test_a_file_of_requests_is_answered_and_continued(run, asked, model, tokeniz
     mended = asked([each for each in ASKED if each["custom_id"] != "bad"])
     fails(run(mended, "--resume")[0], "custom_id")
     fails(run(asked([chat("a", "goodbye"), *ASKED[1:]]), "--resume")[0], "changed")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_request(run, asked):
+    file = asked(ASKED[:1])
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    result, out = run(file)
+    assert result.exit_code == 0 and answers(out).keys() == {"a"}
+
+
+def test_resume_on_a_full_disk_says_so_and_keeps_what_is_there(run, asked, monkeypatch):
+    def full(*given, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = asked(ASKED[:3])
+    _, out = run(file)
+    before = out.read_bytes()
+    monkeypatch.setattr(files, "write_whole", full)
+    fails(run(file, "--resume")[0], "No space left on device", "fix that, then --resume")
+    monkeypatch.setattr(files.os, "truncate", full)
+    with pytest.raises(InputError, match="fix that, then --resume"):
+        ResultFile(out, resume=True).truncate()
+    assert out.read_bytes() == before
 
 
 def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, monkeypatch):

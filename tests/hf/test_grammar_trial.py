@@ -1,13 +1,16 @@
 """Grammars of strangers are compiled in a process of its own first, which is ended where one takes too long."""
 
+import os
+import signal
 import threading
 
 import pytest
 from test_grammar import END, TOKENIZER
 
 from lade import Grammar
+from lade.backends.grammar import trial as trials
 from lade.backends.grammar.compiled import SlowGrammarError, Vocabulary
-from lade.backends.grammar.trial import GrammarTrial
+from lade.backends.grammar.trial import GrammarTrial, TrialError
 
 SLOW = {
     "a large multiple": Grammar.json_schema({"type": "integer", "multipleOf": 999_983}),
@@ -63,6 +66,36 @@ def test_several_threads_take_turns(trial):
     for thread in threads:
         thread.join()
     assert failed == [SLOW["a large multiple"]]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals")
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_befalls_the_process_is_no_fault_of_the_grammar(monkeypatch, fate, times):
+    monkeypatch.setattr(trials, "WALL_SECONDS", 2.0)
+    made = GrammarTrial()
+    make, left = GrammarTrial._running, [fate] * times
+
+    def running(self):
+        process = make(self)
+        if left:
+            os.kill(process.pid, getattr(signal, left.pop()))
+        return process
+
+    monkeypatch.setattr(GrammarTrial, "_running", running)
+    if times == 1:
+        made(QUICK["a schema"].source)
+    else:
+        with pytest.raises(TrialError, match="try again later"):
+            made(QUICK["a schema"].source)
+    made(QUICK["a schema"].source)
+    made.close()
+
+
+def test_no_grammar_is_compiled_where_the_process_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(trials.sys, "executable", "/no/such/program")
+    with pytest.raises(TrialError, match="cannot be tried now"):
+        GrammarTrial()(QUICK["a schema"].source)
 
 
 def test_its_process_ends_with_it():

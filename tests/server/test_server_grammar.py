@@ -25,6 +25,7 @@ from served import (
 
 from lade import Grammar
 from lade.backends.grammar.compiled import SlowGrammarError, vocabulary_of_tokenizer
+from lade.backends.grammar.trial import TrialError
 from lade.server import answer as answers
 from lade.server import structured_output
 from lade.server.errors import ApiError
@@ -229,6 +230,9 @@ def test_nobody_waits_for_grammars_of_others_to_be_tried(held):
     trial.let.release(100)
     assert all(each.result(SOON).status_code == 200 for each in [*many, other])
     assert ask(server, "a0").status_code == 200 and len(trial.tried) == 6, "it is compiled"
+    assert ask(server, "a0", "kb").status_code == 200 and len(trial.tried) == 7, (
+        "which no other key can tell by the time"
+    )
 
 
 def test_a_grammar_that_has_failed_its_trial_is_not_tried_again(held):
@@ -238,6 +242,21 @@ def test_a_grammar_that_has_failed_its_trial_is_not_tried_again(held):
         answer = ask(server, "slow")
         assert answer.status_code == 400 and "too slow" in answer.json()["error"]["message"]
     assert trial.tried == ["slow"]
+
+
+def test_a_grammar_that_could_not_be_tried_is_tried_again(held, monkeypatch):
+    server, trial, _ = held
+    trial.let.release(100)
+    whole = HeldTrial.__call__
+    monkeypatch.setattr(HeldTrial, "__call__", lambda *given: raising(TrialError("it could not be tried")))
+    answer = ask(server, "a0")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "grammar_not_tried"
+    monkeypatch.setattr(HeldTrial, "__call__", whole)
+    assert ask(server, "a0").status_code == 200
+
+
+def raising(problem):
+    raise problem
 
 
 def test_grammars_that_nobody_waits_for_any_more_are_not_tried(held):

@@ -1,11 +1,14 @@
 """Turns of a conversation: what was read is not read again, and only for those who may know of it."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
-from served import plain, running, templated, text_of
+from served import SERVED, Passes, plain, running, slow_served, templated, text_of, until
 
-from lade.server.settings import Key, Keys
+from lade import LookaheadConfig, Memory
+from lade.server.settings import NO_KEYS, Key, Keys
 
 KEYS = Keys((Key("a", "ka"), Key("b", "kb")))
 QUESTIONS = ["tell me a long story about a fox", "and then", "why", "what did the fox say", "the end"]
@@ -65,3 +68,54 @@ def test_what_is_kept_has_a_bound():
             assert server.complete(f"{number} " * 20, temperature=0, max_tokens=4).status_code == 200
             assert server.service.snapshot().prefix_bytes <= 2**18
         assert 0 < server.service.snapshot().prefix_texts < 200
+
+
+TWO, ONE = KEYS, Keys((Key("a", "ka"),))
+
+
+@pytest.mark.parametrize(
+    ("share", "keys", "salt", "used"),
+    [
+        ("all", TWO, None, True),
+        ("key", ONE, None, True),
+        ("key", NO_KEYS, None, True),
+        ("key", TWO, None, False),
+        ("none", TWO, None, False),
+        ("none", NO_KEYS, None, False),
+        ("key", ONE, "s", False),
+        ("all", TWO, "s", False),
+    ],
+)
+def test_the_memory_of_a_file_serves_those_who_share_alone(share, keys, salt, used, caplog, monkeypatch):
+    memory, asked = Memory(2**20), []
+    served = replace(SERVED, lookahead=LookaheadConfig(memory=memory), save=lambda: None)
+    with running(served, share=share, keys=keys) as server:
+        warned, add = "neither read nor filled" in caplog.text, server.service.engine.add
+        monkeypatch.setattr(
+            server.service.engine, "add", lambda *given, **named: (asked.append(named), add(*given, **named))[1]
+        )
+        for key in [each.secret for each in keys.all] or ["-"]:
+            body = {"prompt": "the fox said that", "max_tokens": 30, "temperature": 0, "cache_salt": salt}
+            assert server.http.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code == 200
+    assert [each["lookahead"].memory is memory for each in asked] == [used] * max(1, len(keys.all))
+    assert warned is (not used and not salt)
+
+
+def test_a_key_sees_its_own_requests_in_the_status():
+    passes = Passes()
+    with running(slow_served(wait=passes), keys=KEYS) as server, ThreadPoolExecutor(1) as threads:
+
+        def status(key):
+            return server.http.get("/v1/lade/status", headers={"x-api-key": key}).json()
+
+        body = {"prompt": "the fox", "max_tokens": 5}
+        headers = {"x-api-key": "ka", "x-request-id": "mine"}
+        answer = threads.submit(server.http.post, "/v1/completions", json=body, headers=headers)
+        until(lambda: status("ka")["rows"])
+        assert [row["id"] for row in status("ka")["rows"]] == ["mine"]
+        others = status("kb")
+        assert others["rows"] == [] and others["kv_slots"].keys() == {"limit"}
+        passes.let_all()
+        assert answer.result(60).status_code == 200
+    with running() as server:
+        assert server.http.get("/v1/lade/status").json()["kv_slots"].keys() == {"used", "reserved", "limit"}

@@ -11,10 +11,13 @@ import json
 import logging
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from time import process_time, sleep
 from typing import NoReturn
 from weakref import finalize
@@ -25,10 +28,20 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 0.5
 """CPU seconds allowed for compiling a grammar."""
+WALL_SECONDS = 30.0
+"""Seconds of silence, in a machine with many other processes too, after which the process is given up."""
+_ATTEMPTS = 2
+_SLOW = 3
+_BY_ITSELF = (_SLOW, -signal.SIGABRT, 134)
+"""How the process ends by a grammar's fault: its own watch, or Rust's abort where memory is refused."""
 _BYTES = 2 * 2**30
 _LOOK_EVERY_S = 0.02
 _TOKEN_IDS = re.compile(r"<\[[\d,*^-]*\]>")
 _ANY_TOKEN = "<[*]>"
+
+
+class TrialError(Exception):
+    """A grammar could not be tried, whatever it is like."""
 
 
 class GrammarTrial:
@@ -50,18 +63,26 @@ class GrammarTrial:
 
         Raises:
             SlowGrammarError: the grammar takes too long or too much memory.
+            TrialError: it was not tried to the end: the process was killed or stopped, or cannot be started.
         """
+        line = self._neutral(json.dumps(grammar))
         with self._lock:
-            try:
-                process = self._running()
-            except OSError as problem:
-                logger.warning("grammars are compiled without a time limit: %s", problem)
-                return
-            if not self._passes(process, self._neutral(json.dumps(grammar))):
+            for _ in range(_ATTEMPTS):  # another one tells a grammar's fault from a fate of the process
+                try:
+                    process = self._running()
+                except OSError as problem:
+                    raise TrialError(f"grammars cannot be tried now: {problem}") from problem
+                if self._passes(process, line):
+                    return
+                stuck = process.poll() is None
+                ended = None if stuck else process.wait()
                 self._end()
-                raise SlowGrammarError(
-                    f"it takes more than {self._seconds:g} s, or {_BYTES >> 30} GiB, to compile: give a simpler one"
-                )
+                if ended in _BY_ITSELF:
+                    raise SlowGrammarError(
+                        f"it takes more than {self._seconds:g} s, or {_BYTES >> 30} GiB, to compile: give a simpler one"
+                    )
+                logger.warning("the trial of a grammar ended early (%s)", "no answer" if stuck else ended)
+            raise TrialError("the grammar could not be tried: try again later")
 
     def close(self) -> None:
         """Kill the process; the next call starts a new one."""
@@ -86,9 +107,15 @@ class GrammarTrial:
 
     @staticmethod
     def _answers(process: subprocess.Popen[str]) -> bool:
-        """Return True if the process reports success; False if it has exited."""
+        """Return True if the process reports success; False if it has exited, or says nothing for long."""
         assert process.stdout is not None
-        return bool(process.stdout.readline())
+        if os.name == "posix" and not select.select([process.stdout], [], [], WALL_SECONDS)[0]:
+            return False  # stopped, or starved
+        if process.stdout.readline():
+            return True
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(WALL_SECONDS)  # it has closed its output, and is about to exit
+        return False
 
     def _running(self) -> subprocess.Popen[str]:
         """Return the process, started again if it has exited. Raises `OSError` if it cannot be started."""
@@ -131,7 +158,7 @@ class _Watch(threading.Thread):
         while True:
             begun = self.begun
             if begun is not None and process_time() - begun > self._seconds:
-                os._exit(1)
+                os._exit(_SLOW)
             sleep(_LOOK_EVERY_S)
 
 

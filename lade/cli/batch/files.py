@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -134,20 +135,26 @@ class ResultFile:
 
     def truncate(self) -> None:
         """Create the file, or cut off a torn last line."""
-        self.path.touch()
-        os.truncate(self.path, self._whole)
+        with self._writing():
+            self.path.touch()
+            os.truncate(self.path, self._whole)
 
     def append(self, line: Entry) -> None:
         """Append a line and flush it, so that killing the process does not lose it."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_encoded(line))
-        except OSError as problem:
-            raise InputError(f"{str(self.path)!r} cannot be written ({problem}): fix that, then --resume") from problem
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
+            file.write(_encoded(line))
 
     def replace(self, lines: Sequence[Entry]) -> None:
         """Replace the file atomically."""
-        write_whole(self.path, "".join(map(_encoded, lines)))
+        with self._writing():
+            write_whole(self.path, "".join(map(_encoded, lines)))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            raise InputError(f"{str(self.path)!r} cannot be written ({problem}): fix that, then --resume") from problem
 
     def _place(self, number: int) -> str:
         return f"line {number} of {str(self.path)!r}"
