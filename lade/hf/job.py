@@ -116,6 +116,7 @@ class DraftSpec:
         source_text: ids of the encoder's input, drafted from as if they preceded the prompt.
         prediction: ids of the expected answer; None without one.
         constraint: tokens that a grammar forces and forbids; None without one.
+        kind: kind of text, see `text_kind`.
     """
 
     config: LookaheadConfig
@@ -125,6 +126,7 @@ class DraftSpec:
     source_text: Sequence[int]
     prediction: Sequence[int] | None
     constraint: Constraint | None
+    kind: str
 
     @property
     def sizes_trees(self) -> bool:
@@ -152,14 +154,15 @@ class DraftSpec:
         predictions = predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
         grammar = joint.loaded("grammar") if prepared.logits_processor else None
         constraints = [None] * rows if grammar is None else grammar.constraints_for(prepared, prompts)
+        kind = text_kind(prepared, config)
+        texts = [prepared.source_text(row) for row in range(rows)]
         return [
-            cls(config, memory, excluded, vocabulary, prepared.source_text(row), predictions[row], constraints[row])
-            for row in range(rows)
+            cls(config, memory, excluded, vocabulary, text, prediction, constraint, kind)
+            for text, prediction, constraint in zip(texts, predictions, constraints, strict=True)
         ]
 
 
-ENGINE_KIND = "engine"
-"""Kind of text of all requests of an engine, which share one tree size."""
+_SEVERAL_KINDS = "several kinds"
 
 
 class DecodeJob:
@@ -168,11 +171,12 @@ class DecodeJob:
     Args:
         model: a model that `lade.supports`.
         runner: runner of its passes, see `runner_of`.
-        kind: kind of text; observations about one kind are not used for another.
         rows: B, the initial number of rows.
         batched: whether the rows share one tree size, even if there is only one.
         most: maximum number of tokens that a row feeds in a step; None for the runner's limit.
         without_mtp: reason why the loop makes no passes of MTP layers; empty if it does.
+        engine: whether rows come and go. They share one tree size, which goes by what texts of their kind have yielded,
+            or texts of several kinds while these are decoded together.
 
     Attributes:
         runner: the runner given.
@@ -185,20 +189,22 @@ class DecodeJob:
         self,
         model: PreTrainedModel,
         runner: EagerRunner,
-        kind: str,
         *,
         rows: int = 1,
         batched: bool = False,
         most: int | None = None,
         without_mtp: str = "",
+        engine: bool = False,
     ) -> None:
         self.runner = runner
         self.budget: BatchBudget | None = None
         self.mtp: MtpPasses | None = None
         self._without_mtp = without_mtp
-        self._model, self._kind, self._rows, self._batched = model, kind, rows, batched
+        self._model, self._rows, self._batched, self._engine = model, rows, batched, engine
+        self._kind = "engine" if engine else ""  # of text: observations about one are not used for another
         self._most = max_tree_size(runner.parts) if most is None else most
         self._cost: StepCost | None = None
+        self._learned: StepCost | None = None  # the one that knows what texts have yielded
         self._state: ControllerState | None = None
         self.setup_s = 0.0
 
@@ -220,8 +226,9 @@ class DecodeJob:
         """Return one drafter per row; the step cost is looked up or measured if they need it for the first time."""
         if self._cost is None and any(spec.sizes_trees for spec in specs):
             start = perf_counter()
-            self._begin_sizing()
+            self._cost = self._learned = step_cost_for(self._model, self.runner, batch=self._rows)
             self.setup_s += perf_counter() - start
+        self._go_by_kind({spec.kind for spec in specs}, alone=alone)
         if self.budget is not None:
             self.budget.begin_texts(len(specs), alone=alone)
         self._begin_mtp([spec.config for spec in specs])
@@ -254,10 +261,17 @@ class DecodeJob:
         if self.mtp is not None and self._cost is not None:
             self.mtp.fixed = None  # passes are chosen by their cost, as tree sizes are
 
-    def _begin_sizing(self) -> None:
-        self._cost = step_cost_for(self._model, self.runner, batch=self._rows)
-        self._state = self._cost.state(self._kind)
-        if self._batched:
+    def _go_by_kind(self, kinds: set[str], *, alone: bool) -> None:
+        """Go by what texts of these kinds, and of those that are decoded beside them, have yielded."""
+        if self._engine:
+            kinds = {f"engine, {kind}" for kind in kinds} | (set() if alone or self._state is None else {self._kind})
+        self._kind = kinds.pop() if len(kinds) == 1 else _SEVERAL_KINDS
+        if self._cost is None or self._learned is None:
+            return
+        self._state = self._learned.state(self._kind)
+        if self.budget is not None:
+            self.budget.go_by(self._state)
+        elif self._batched:
             self.budget = BatchBudget(self._cost, self._state, self._most)
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
@@ -267,7 +281,7 @@ class DecodeJob:
             sizing = {"cost": self._cost, "budget": self.budget, "state": self._state, "most": self._most}
         if self.mtp is not None and (spec.config.mtp or _chooses_mtp(spec.config)):
             sizing["mtp"] = self.mtp.weights
-        own: list[Any] = _user_sources(spec, apart=self._kind != ENGINE_KIND) if config.sources else []
+        own: list[Any] = _user_sources(spec, apart=not self._engine) if config.sources else []
         drafter = drafter_for(
             config,
             spec.excluded,

@@ -29,7 +29,7 @@ from lade.decoding.beams.logits import BeamLogits
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.lock_step import LockStepLogits, LockStepRow
 from lade.hf.batch_rules import check_lengths
-from lade.hf.job import DecodeJob, DraftSpec, Output, runner_of, text_kind
+from lade.hf.job import DecodeJob, DraftSpec, Output, runner_of
 from lade.hf.plain import decoding_method
 from lade.hf.refusals import check, refuse, warn_of_precision
 from lade.model import joint
@@ -112,8 +112,7 @@ class LockStepSession:
         self._runner = runner.for_prompts(images)
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
         warn_of_precision(prepared)
-        kind = text_kind(prepared, config)
-        self._job = DecodeJob(prepared.model, runner, kind, rows=len(texts), batched=True, without_mtp=_WITHOUT_MTP)
+        self._job = DecodeJob(prepared.model, runner, rows=len(texts), batched=True, without_mtp=_WITHOUT_MTP)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         self._job.report_to(stats, config)
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]

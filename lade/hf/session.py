@@ -15,7 +15,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.hf.batch_rules import check_lengths
-from lade.hf.job import DecodeJob, DraftSpec, Output, output_of, record_for, runner_of, text_kind, with_use_mtp
+from lade.hf.job import DecodeJob, DraftSpec, Output, output_of, record_for, runner_of, with_use_mtp
 from lade.hf.processors import row_for
 from lade.hf.refusals import check, check_switch, warn_of_precision
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
@@ -68,10 +68,9 @@ class Session:
         self._record = record_for(prepared.generation_config)
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts.ids)) if self._is_batch and sampled else None
-        kind = text_kind(prepared, config)
         without_mtp = "" if images is None else "prompts with media, embeddings or gaps have different positions"
         rows, batched = len(self._texts.ids), self._is_batch
-        self._job = DecodeJob(prepared.model, runner, kind, rows=rows, batched=batched, without_mtp=without_mtp)
+        self._job = DecodeJob(prepared.model, runner, rows=rows, batched=batched, without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._job.report_to(stats, config)
         self._known = sys.maxsize  # number of tokens that the caller has received

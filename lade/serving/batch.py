@@ -22,7 +22,7 @@ from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
-from lade.hf.job import ENGINE_KIND, DecodeJob, Output, engine_runner
+from lade.hf.job import DecodeJob, Output, engine_runner
 from lade.model import joint
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
@@ -114,7 +114,7 @@ class EngineBatch:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = engine_runner(model, plan)
         # the tree size that `capacity.largest_tree` assumes
-        self._job = DecodeJob(model, self._runner, ENGINE_KIND, batched=True, most=LARGEST)
+        self._job = DecodeJob(model, self._runner, batched=True, most=LARGEST, engine=True)
         self._prefill_runner = self._runner.eager()
         device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())

@@ -39,10 +39,11 @@ from lade import (
     UnsupportedArgumentError,
 )
 from lade.embedded.files import model_path
+from lade.hf import job
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
 from lade.serving.scheduler import Scheduler
-from lade.testing import toy_model
+from lade.testing import nearly_flat_cost, toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 
@@ -577,3 +578,18 @@ def test_a_checkpoint_that_was_saved_without_a_cache_is_served_with_one():
             engine.add(ids, max_new_tokens=20, use_cache=False)
     ours = lade.generate(model, ids, max_new_tokens=20, lookahead=lade.LookaheadConfig(5, 4, 5), stats=stats)
     assert torch.equal(ours, expected) and stats.steps < 19
+
+
+def test_kinds_of_texts_are_not_mistaken_for_each_other(monkeypatch):
+    """What greedy texts yield says nothing of sampled ones; those decoded together are a kind of their own."""
+    cost = nearly_flat_cost()
+    monkeypatch.setattr(job, "step_cost_for", lambda *given, **named: cost)
+    with lade.Engine(LLAMA, max_rows=4) as engine:
+        asked = {"greedy": {}, "sampled at 0.7": {"do_sample": True, "temperature": 0.7}}
+        for sampling in asked.values():
+            engine.add(random_ids(9), max_new_tokens=20, **sampling).result(60)
+        assert cost._states.keys() == {f"engine, {kind}" for kind in asked}
+        together = [engine.add(random_ids(9), max_new_tokens=90, **sampling) for sampling in asked.values()]
+        for handle in together:
+            handle.result(60)
+        assert cost._states.keys() == {*(f"engine, {kind}" for kind in asked), "several kinds"}

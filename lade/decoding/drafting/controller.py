@@ -310,6 +310,12 @@ class BatchBudget(Controller):
         """Switch to the cost curve of another batch size."""
         self._cost = cost
 
+    def go_by(self, state: ControllerState) -> None:
+        """Switch to what another kind of text has taught."""
+        if state is not self._state:
+            self._state = state
+            self._measure_own_time()
+
     def begin_texts(self, count: int, *, alone: bool = False) -> None:
         """Begin so many texts, which have lost nothing yet; the others, if they are not alone, keep their shares."""
         kept = 0.0 if alone else self._rows / (self._rows + count)
