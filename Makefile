@@ -42,9 +42,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(DEMO)/.installed: pyproject.toml constraints.txt
+	@echo "installing torch, transformers and lade into $(DEMO): about a minute"
 	$(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(DEMO)/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch
+	$(DEMO)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	@touch $@
 
 $(WHEEL)/.installed: constraints-wheel.txt
@@ -116,7 +117,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 native: ## build the compiled kernels in place (a C++17 compiler is needed)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) setup.py --quiet build_ext --inplace
 
-demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade side by side, on the embedded model padded to 100 M parameters
+demo: $(SHOWN)/.installed ## watch model.generate, prompt lookup and lade answer three questions side by side, on a real model of 93 MB
 	$(SHOWN)/bin/lade demo
 
 test: lint test-fast ## lint, types and the default tests: what CI runs

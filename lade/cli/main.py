@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import chat, generate, info, pack, tune, warm
+from lade.cli import chat, demo, generate, info, pack, tune, warm
 from lade.cli.batch import command as batch_file
-from lade.cli.demo import command as demo
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import ShellCommand, ShellGroup
 from lade.cli.serve import command as serve

