@@ -20,7 +20,7 @@ MOST = {
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 64,
-    "lines that generate imports": 14_150,
+    "lines that generate imports": 14_200,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
@@ -113,7 +113,7 @@ def test_a_greedy_call_stays_near_home():
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
     # Of the steps the one that does least and the one that does most; how many of them draft depends on clocks.
-    most = (40, 131, 730, 34, 260, 34, 400)
+    most = (40, 133, 730, 34, 260, 34, 400)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend; its MTP layer, if it has one, is left out

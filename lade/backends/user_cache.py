@@ -173,15 +173,23 @@ def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.nn.functional.pad(states, (0, 0, tokens - states.shape[2], 0))
 
 
-def cache_of(prepared: Prepared, ids: torch.Tensor) -> Cache | None:
-    """Return the cache of a batch's output, which a pass over its texts fills when it is read; None with media inputs.
+def output_cache(prepared: Prepared, ids: torch.Tensor, ours: Cache | None) -> Cache | None:
+    """Return the cache of an output object: the user's, or one as transformers has made it, with the keys of ours.
 
-    Plain decoding has padding in it, and what it feeds to rows that have ended before others.
+    Without ours, in a batch, a pass over its texts fills it when it is read: plain decoding has padding in it, and what
+    it feeds to rows that have ended before others. None for batches with media inputs.
 
     Args:
         prepared: inputs prepared by `model.generate`.
         ids: `[B, L]` int64, what it returns.
+        ours: the cache of all rows, of one length; None in a batch.
     """
+    if ours is not None:
+        if (made := prepared.output_cache) is None:
+            return ours
+        assert isinstance(ours, TreeCache)
+        fill(made, ours)
+        return made
     if prepared.output_cache is None or prepared.model_kwargs.keys() - {prepared.cache_name, *_OF_TEXT}:
         return None
     given = prepared.model_kwargs.get("attention_mask")
@@ -234,7 +242,7 @@ class UserCacheBackend(Backend):
     prepare_for_plain = staticmethod(prepare_for_plain)
     borrow = BorrowedCache
     fill = staticmethod(fill)
-    cache_of = staticmethod(cache_of)
+    output_cache = staticmethod(output_cache)
 
 
 BACKEND = UserCacheBackend()

@@ -90,8 +90,7 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
     if prepared.facts.has_encoder:
         pair = cache.dynamic_pair() if isinstance(cache, TreeCache) else None
         return GenerateEncoderDecoderOutput(**fields, **as_cache(pair))
-    made = joint.load("user_cache").cache_of(prepared, ids) if cache is None else cache
-    return GenerateDecoderOnlyOutput(**fields, **as_cache(made))
+    return GenerateDecoderOnlyOutput(**fields, **as_cache(joint.load("user_cache").output_cache(prepared, ids, cache)))
 
 
 def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:

@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import (
@@ -153,7 +152,7 @@ class LockStepSession:
             answers.report()
             self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
-            return replace(output, **as_cache(joint.load("user_cache").cache_of(prepared, output.sequences)))
+            return replace(output, **as_cache(joint.load("user_cache").output_cache(prepared, output.sequences, None)))
         return output
 
 
@@ -234,16 +233,11 @@ class BeamSession:
             raise
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Our cache has no slots for padding, which plain decoding would expect.
-            return replace(output, **as_cache(None if self._padded else self._output_cache()))
+            made = joint.load("user_cache").output_cache(self._prepared, output.sequences, self._cache)
+            return replace(output, **as_cache(None if self._padded else made))
         if isinstance(output, GenerateBeamEncoderDecoderOutput):
             return replace(output, **as_cache(self._cache.dynamic_pair()))
         return output
-
-    def _output_cache(self) -> Cache:
-        made = self._prepared.output_cache
-        if made is not None:
-            joint.load("user_cache").fill(made, self._cache)
-        return self._cache if made is None else made
 
 
 class _BeamModelProxy(ModelProxy):

@@ -61,8 +61,8 @@ class Session:
         runner = self._checked_runner(plan)
         warn_of_precision(prepared)
         handed_out = bool(prepared.generation_config.return_dict_in_generate) and not self._as_batch
-        given = prepared.output_cache if prepared.user_cache is None and handed_out else prepared.user_cache
-        self._given_cache: Cache = runner.tree_cache() if given is None else given
+        # Without a user's cache transformers makes one, which is empty and cannot hold a tree.
+        self._given_cache: Cache = runner.tree_cache() if prepared.user_cache is None else prepared.user_cache
         max_length = prepared.generation_config.max_length
         self._cache = runner.borrow(self._given_cache, max_length, handed_out=handed_out)
         self._record = record_for(prepared.generation_config)

@@ -53,7 +53,7 @@ class TenantMemories:
         several_keys: function that tells whether requests of several keys are served now.
     """
 
-    def __init__(self, lookahead: Lookahead, share: str, several_keys: Callable[[], bool]) -> None:
+    def __init__(self, lookahead: Lookahead, share: str, several_keys: Callable[[], bool] = lambda: False) -> None:
         config = LookaheadConfig() if lookahead == "auto" else lookahead
         self._file = None if config is None else config.memory
         self._default = config if config is None else replace(config, memory=None)

@@ -3,9 +3,15 @@
 import json
 
 import pytest
+import transformers
 from made_gguf import written
 
-pytestmark = pytest.mark.usefixtures("rounds_alike")
+pytestmark = [
+    pytest.mark.usefixtures("rounds_alike"),
+    pytest.mark.skipif(
+        tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="GGUF files need transformers 5.23"
+    ),
+]
 PROMPT = ["-p", "the the the", "-n", 8, "--json"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,9 @@ from lade.backends.cpu.packing.pack import packed_layers
 from lade.errors import InputError, UnsupportedModelError
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="GGUF files need transformers 5.23"
+)
 IDS = torch.tensor([[30, 41, 52, 63, 41, 52, 7, 80]])
 
 

@@ -214,7 +214,8 @@ def test_memories_are_kept_apart():
     paper = LookaheadConfig(window=3)
     assert memories.lookahead(paper, "x") is paper
     own = TenantMemories(LookaheadConfig(memory=of["a", None]), "key")
-    assert own.lookahead("auto", "x").memory is own.lookahead(LookaheadConfig(budget=4), "y").memory is of["a", None]
+    assert own.lookahead("auto", "x\0").memory is of["a", None]
+    assert own.lookahead(LookaheadConfig(budget=4), "y\0").memory is of["a", None]
 
 
 def test_memories_have_a_bound():

@@ -26,6 +26,8 @@ from lade.model.facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
+_OLDEST = (5, 23)
+"""The first transformers that reads layers of all layouts; `MtpModel` itself is older."""
 _MEMORY_SHARE = 0.5  # of the memory that is free: texts need some, too
 Support = TypeVar("Support")
 _COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -200,7 +202,7 @@ def _reader() -> Any:
         NoLayersError: this version of transformers has none.
     """
     base: Any = getattr(modeling_layers, "MtpModel", None)
-    if base is None:
+    if base is None or tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
         version = transformers.__version__
         raise NoLayersError(f"has MTP layers, and transformers {version} cannot read them: install 5.23 or newer")
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 PACKED = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 """Architectures whose matrices stay as they are; Mistral's files say llama. Others are dequantised."""
 FREQUENCIES = "rope_freqs.weight"
+_OLDEST = (5, 23)
+"""The first transformers that makes the tokenizers of all these files."""
 _PAIRED = ("attn_q.weight", "attn_k.weight")  # rows are in another order in files of "llama"
 
 
@@ -58,8 +60,8 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         The transformers model and its tokenizer, with the file's chat template.
 
     Raises:
-        InputError: the `gguf` package is not installed; or the file does not exist, is damaged, or holds no model that
-            transformers can build.
+        InputError: the `gguf` package is not installed, or transformers is older than 5.23; or the file does not exist,
+            is damaged, or holds no model that transformers can build.
     """
     file = gguf_file(Path(path))
     if file is None:
@@ -68,6 +70,8 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         importlib.import_module("gguf")
     except ImportError as problem:
         raise InputError(f"GGUF files need gguf ({problem}): run  pip install gguf") from problem
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+        raise InputError(f"GGUF files need transformers 5.23, and {transformers.__version__} is installed: upgrade it")
     header = read_header(file, _size_of)
     with _one_line(file), _quiet():
         tokenizer = _tokenizer(header)
