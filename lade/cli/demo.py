@@ -214,12 +214,12 @@ class Demo:
 
         inputs = torch.tensor([ids], device=self._loaded.model.device)
         asked: dict[str, Any] = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs), "max_new_tokens": room}
-        if lane.name == LOOKUP:
-            lookup = _Passes(take)
-            self._loaded.model.generate(**asked, streamer=lookup, prompt_lookup_num_tokens=_LOOKUP_TOKENS)
-        else:
-            for step in lade.stream(self._loaded.model, **asked, lookahead=None if lane.name == PLAIN else "auto"):
+        if lane.name == LADE:
+            for step in lade.stream(self._loaded.model, **asked):
                 take(list(step.tokens))
+        else:
+            more = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if lane.name == LOOKUP else {}
+            self._loaded.model.generate(**asked, **more, streamer=_Passes(take))
         lane.text.append(decoder.flush())
 
     def _draw(self, live: Live, question: str, lanes: list[Lane]) -> None:

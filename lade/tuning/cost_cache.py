@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lade.announcements import announce
+from lade.announcements import announce, contention_now
 from lade.decoding.drafting.step_cost import StepCost
 from lade.files import digest_of
 from lade.locks import ForkSafeLock
@@ -46,6 +46,8 @@ class CurveInUse:
         saved: its `table` as it is in the file.
         saved_at: when it was saved because steps had moved it, by a clock that only goes on; none if it never was.
         shapes: of passes that have been made, see `EagerRunner.shapes`.
+        is_kept: false if it was measured on a busy machine, where threads wait for each other and passes of all sizes
+            take nearly as long: then it is good for this process alone.
     """
 
     key: store.Key
@@ -53,6 +55,7 @@ class CurveInUse:
     saved: Sequence[float]
     saved_at: float = -math.inf
     shapes: set[tuple[int, int]] = field(default_factory=set)
+    is_kept: bool = True
 
 
 _in_use: WeakKeyDictionary[PreTrainedModel, dict[str, CurveInUse]] = WeakKeyDictionary()
@@ -99,25 +102,36 @@ def _new_curve(
     key: store.Key, model: PreTrainedModel, runner: EagerRunner, *, batch: int, folder: Path | None
 ) -> CurveInUse | None:
     """The saved curve, or one that is measured and saved now; None if it cannot be measured."""
-    cost = store.load(key, folder)
+    cost, is_kept = store.load(key, folder), True
     if cost is None:
-        cost = _measured(model, runner, batch)
+        cost, is_kept = _measured(model, runner, batch), not _is_busy(model)
         if cost is None:
             return None
-        store.save(key, cost, folder)
+        if is_kept:
+            store.save(key, cost, folder)
+        else:
+            logger.info("the machine is busy: the step cost is not saved, and the next process measures it again")
     else:
         logger.debug("step cost of %s, batch of %d, loaded: %s", type(model).__name__, batch, _summary(cost))
-    return CurveInUse(key, cost, cost.table)
+    return CurveInUse(key, cost, cost.table, is_kept=is_kept)
+
+
+def _is_busy(model: PreTrainedModel) -> bool:
+    """Return whether other processes compete for the cores that compute passes."""
+    return model.device.type == "cpu" and bool(contention_now(torch.get_num_threads()))
 
 
 def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> None:
     """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation.
 
-    Not those that were saved a short while ago: what moves them further is saved by the first generation after it.
+    Not those that were saved a short while ago: what moves them further is saved by the first generation after it. Nor
+    on a busy machine.
     """
     now = monotonic()
     for curve in list(_in_use.get(model, {}).values()):  # other threads may add to them
-        if now - curve.saved_at >= SAVE_EVERY_S and curve.cost.change_since(curve.saved) > WORTH_SAVING:
+        if now - curve.saved_at < SAVE_EVERY_S or not curve.is_kept or _is_busy(model):
+            continue
+        if curve.cost.change_since(curve.saved) > WORTH_SAVING:
             store.save(curve.key, curve.cost, folder)
             curve.saved, curve.saved_at = curve.cost.table, now
 

@@ -241,3 +241,25 @@ def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path)
     cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
     assert 0 < cost.seconds(1) <= cost.seconds(64)
     assert torch.equal(lade.generate(model, input_ids=prompt, max_new_tokens=20), before)
+
+
+def test_what_is_measured_on_a_busy_machine_is_good_for_this_process_alone(model, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "contention_now", lambda threads: "The machine is busy")
+    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is cost and measured == [1]
+    monkeypatch.setattr(profile, "contention_now", lambda threads: "")
+    for _ in range(30):
+        cost.observe(16, 20e-3)
+    cost.refresh()
+    profile.save_refreshed(model, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    profile._in_use.clear()  # as in another process
+    kept = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    before = file.read_text()
+    monkeypatch.setattr(profile, "contention_now", lambda threads: "The machine is busy")
+    for _ in range(30):
+        kept.observe(16, 20e-3)
+    kept.refresh()
+    profile.save_refreshed(model, folder=tmp_path)
+    assert file.read_text() == before and measured == [1, 1]
