@@ -42,6 +42,7 @@ class Step:
         logprobs: one per token, if requested by `Engine.add`; else None.
         texts: detokenized text that became final with each token, if `Engine.add` was given `stop_texts`; else None.
             Joined, they are the text of the answer.
+        rested: whether drafting rested, as drafts that were not accepted had cost the text all that they may.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Step:
     seconds: float
     logprobs: list[TokenLogprobs] | None = None
     texts: list[str] | None = None
+    rested: bool = False
 
     @property
     def accepted_drafts(self) -> int:
@@ -85,6 +87,7 @@ class Stats:
         generations: rows generated.
         new_tokens: tokens emitted, after stop rules; EOS and the first token, which prefill yields, included.
         steps: forward passes after prefill; in a batch each row's part of one.
+        resting_steps: the number of `steps` in which drafting rested, see `Step.rested`.
         step_tokens: tokens fed per step, the root included, of the last 65,536 steps.
         accepted: tokens emitted per step, the bonus token included, of the last 65,536 steps.
         prefill_s: seconds until the first token (of all rows).
@@ -105,6 +108,7 @@ class Stats:
     generations: int = 0
     new_tokens: int = 0
     steps: int = 0
+    resting_steps: int = 0
     step_tokens: list[int] = field(default_factory=list, repr=False)
     accepted: list[int] = field(default_factory=list, repr=False)
     prefill_s: float = 0.0
@@ -156,6 +160,7 @@ class Stats:
         """Count a step after prefill."""
         emitted = len(step.tokens)
         self.steps += 1
+        self.resting_steps += step.rested
         self.fed_tokens += step.fed
         self.accepted_tokens += emitted
         if "beam" not in step.sources:
@@ -202,6 +207,11 @@ class Stats:
             sentences = [f"Running at normal speed: {self.fallback}."]
         elif {1, 8} <= where.pass_s.keys():
             sentences.append(self._verdict(where.pass_s))
+        if self.resting_steps:
+            sentences.append(
+                f"Drafting rested in {self.resting_steps:,} steps: drafts that were not accepted had cost what they "
+                "may, 3 % of a text and two passes."
+            )
         if self.fallback is None and brought < _POOR and not where.keeps_memory:
             sentences.append("A memory kept over several texts helps if they resemble each other: lade.Memory().")
         if self.setup_s > _NOTABLE * (self.prefill_s + self.decode_s):
@@ -227,8 +237,8 @@ class Stats:
 
 
 _SUMS = (
-    "generations", "new_tokens", "steps", "fed_tokens", "accepted_tokens", "draft_tokens", "accepted_draft_tokens",
-    "prefill_s", "decode_s", "forward_s", "setup_s",
+    "generations", "new_tokens", "steps", "resting_steps", "fed_tokens", "accepted_tokens", "draft_tokens",
+    "accepted_draft_tokens", "prefill_s", "decode_s", "forward_s", "setup_s",
 )  # fmt: skip
 
 

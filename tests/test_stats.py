@@ -5,9 +5,14 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
+import lade
 from lade.announcements import announce, contention
+from lade.decoding.drafting.step_cost import KNOTS, StepCost
+from lade.hf import job
 from lade.stats import KEPT_STEPS, Stats, Step, Surroundings
+from lade.testing import toy_model
 
 
 def step(fed, sources, index=1, seconds=0.5):
@@ -115,3 +120,28 @@ def test_an_announcement_is_one_line_where_nobody_sees_the_log(terminal, level, 
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
     announce(logger, "compiling")
     assert capsys.readouterr().err.count("lade: compiling\n") == shown
+
+
+def test_explain_says_when_drafting_rested():
+    stats = Stats()
+    stats.add(Step(0, [1], ["prefill"], 3, 0.1))
+    for index in range(1, 5):
+        stats.add(Step(index, [1], ["bonus"], 1, 0.1, rested=index > 2), forward_s=0.1)
+    assert stats.resting_steps == 2 and "Drafting rested in 2 steps" in stats.explain()
+    other = Stats()
+    other.merge(stats)
+    assert other.resting_steps == 2
+
+
+def test_a_text_that_nothing_can_be_drafted_for_says_that_drafting_rests(monkeypatch):
+    """Passes cost a plain one for each token more, so that hardly a draft pays."""
+    dear = StepCost([1e-3 * knot for knot in KNOTS])
+    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: dear)
+    model, stats = toy_model(), Stats()
+    ids = torch.randint(1, 40, (1, 8), generator=torch.Generator().manual_seed(3))
+    lade.generate(model, ids, max_new_tokens=120, do_sample=True, temperature=5.0, stats=stats)
+    rested = stats.resting_steps
+    assert 0 < rested <= stats.steps and "Drafting rested" in stats.explain()
+    with lade.Engine(model) as engine:
+        engine.add(ids, max_new_tokens=120, do_sample=True, temperature=5.0).result(60)
+        assert engine.snapshot().resting_steps > 0

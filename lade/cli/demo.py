@@ -25,6 +25,7 @@ from rich.text import Text
 from lade.cli.options import decoding as options
 from lade.cli.prompts import check_text
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, count, terminal
+from lade.config import LookaheadConfig
 from lade.errors import LadeError
 
 if TYPE_CHECKING:
@@ -141,10 +142,11 @@ def demo(
         from lade.cli.loading.load import load
         from lade.cli.options.model import Template
         from lade.cli.prompts import Prompt
+        from lade.cli.run import check_served
         from lade.embedded import files as embedded
 
-        term.say("loading the model", "dim")
         loaded = load(loading, term=term, pack=False, invariant=None)
+        check_served(loaded, LookaheadConfig())
         encoder = Encoder(loaded, Template())
         texts = list(QUESTIONS if encoder.templated else embedded.prompts()[2 : 2 + len(QUESTIONS)])
         texts = texts if wanted.prompt is None else [wanted.prompt]
@@ -159,7 +161,7 @@ def demo(
         except KeyboardInterrupt:
             term.say("interrupted", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        show.conclude(about)
+        show.conclude(about or loaded.name)
 
 
 class Demo:

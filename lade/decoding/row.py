@@ -130,4 +130,5 @@ class RowStep:
 
     def report(self, seconds: float) -> Step:
         """Return the step's result for this row, given its duration in seconds."""
-        return Step(self.row.steps, self.verdict.tokens, self.verdict.sources, len(self.draft.tree), seconds)
+        size, rested = len(self.draft.tree), self.row.drafter.rests
+        return Step(self.row.steps, self.verdict.tokens, self.verdict.sources, size, seconds, rested=rested)

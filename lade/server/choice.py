@@ -160,6 +160,7 @@ class Choice:
         return {
             "seed": self.handle.seed,
             "steps": stats.steps,
+            "resting_steps": stats.resting_steps,
             "tokens_per_step": round(stats.tokens_per_step, 3),
             "fed": stats.fed_tokens,
             "queue_ms": _ms(self.handle.queue_s),

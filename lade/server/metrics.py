@@ -47,6 +47,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "displacements": ("Preemptions.", lambda now: now.displacements),
     "passes": ("Forward passes after prefill.", lambda now: now.passes),
     "row_steps": ("Decoding steps, summed over rows.", lambda now: now.steps),
+    "resting_steps": ("Row steps in which drafting rested, as drafts had not paid.", lambda now: now.resting_steps),
     "fed_tokens": ("Tokens fed in decoding steps.", lambda now: now.fed_tokens),
     "forward_seconds": ("Seconds in forward passes.", lambda now: now.forward_s),
     "host_seconds": ("Seconds of decoding outside of forward passes.", lambda now: now.decode_s - now.forward_s),
@@ -54,8 +55,8 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
 }
 
 _SUMS = (
-    "requests", "prompt_tokens", "cached_tokens", "new_tokens", "displacements", "passes", "steps", "fed_tokens",
-    "sources", "acceptance", "prefill_s", "decode_s", "forward_s",
+    "requests", "prompt_tokens", "cached_tokens", "new_tokens", "displacements", "passes", "steps",
+    "resting_steps", "fed_tokens", "sources", "acceptance", "prefill_s", "decode_s", "forward_s",
 )  # fmt: skip
 
 

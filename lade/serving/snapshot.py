@@ -35,6 +35,7 @@ class EngineSnapshot:
         displacements: number of preemptions.
         passes: forward passes after prefill, each over all rows.
         steps: row steps: passes times the rows in each.
+        resting_steps: those of them in which drafting rested, see `Step.rested`.
         fed_tokens: tokens fed in these steps, roots included.
         sources: tokens emitted by draft source, see `Step.sources`.
         acceptance: steps with drafts among `steps`, by the number of draft tokens accepted.
@@ -62,6 +63,7 @@ class EngineSnapshot:
     displacements: int
     passes: int
     steps: int
+    resting_steps: int
     fed_tokens: int
     sources: Mapping[str, int]
     acceptance: Mapping[int, int]
@@ -84,6 +86,7 @@ class Counters:
     displacements: int = 0
     passes: int = 0
     steps: int = 0
+    resting_steps: int = 0
     fed_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -145,6 +148,7 @@ class Tally:
             self._counters.forward_s += forward_s
             for step in (step for step in steps if step.tokens):  # rows without tokens failed
                 self._counters.steps += 1
+                self._counters.resting_steps += step.rested
                 self._counters.fed_tokens += step.fed
                 if step.fed > 1:
                     self._acceptance[step.accepted_drafts] += 1

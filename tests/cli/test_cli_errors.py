@@ -149,9 +149,8 @@ def test_an_explicit_method_is_not_replaced(generate, lade, unsupported):
 def test_the_other_commands(lade, folder, tmp_path):
     fails(lade("info", "-m", tmp_path), "no config.json")
     fails(lade("chat", "-m", tmp_path), "no config.json")
-    fails(lade("demo", "-m", folder, "--limit", 0), "--limit 0")
+    fails(lade("demo", "-m", folder, "-n", 0), "--max-new-tokens 0")
     fails(lade("demo", "-m", folder, "-p", ""), "empty")
-    fails(lade("demo", "-m", folder, "--ngram", 1), "--ngram 1")
 
 
 def test_debug_shows_the_traceback(generate, tmp_path):

@@ -160,6 +160,11 @@ class AdaptiveDrafter(Drafter):
         assert self._step is not None
         return self._grow(self._step)
 
+    @property
+    def rests(self) -> bool:  # type: ignore[override]
+        """See `Drafter`."""
+        return self.budget.exhausted
+
     def _begin_step(self, context: Sequence[int], max_depth: int | None) -> _Begun:
         """Collect the forced tokens, and the guesses of all sources but the memory."""
         if self.mtp is not None:

@@ -131,12 +131,14 @@ class Drafter(ABC):
         learns_prompts: whether to call it if these logits are known anyway.
         mtp: its tree for the predictions of an MTP layer, made before `candidates`; None if it takes no predictions.
         problem: error of a caller's own drafter, which ends the row; None if there was none.
+        rests: whether drafting has cost the text all that it may, so that it feeds one token a step for now.
     """
 
     wants_prompt_entries: bool = False
     learns_prompts: bool = False
     mtp: PredictedTree | None = None
     problem: Exception | None = None
+    rests: bool = False
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
         """Learn from prefill.
@@ -214,6 +216,11 @@ class ForwardingDrafter(Drafter):
     def problem(self) -> Exception | None:  # type: ignore[override]
         """See `Drafter`."""
         return self._drafter.problem
+
+    @property
+    def rests(self) -> bool:  # type: ignore[override]
+        """See `Drafter`."""
+        return self._drafter.rests
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""

@@ -43,6 +43,11 @@ class Budget(Protocol):
         """Tokens fed per step at most."""
         ...
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether drafting rests: this text has lost all that it may lose by drafts that were not accepted."""
+        ...
+
     def skip_drafting(self) -> bool:
         """Return whether to feed the root alone in the step that begins, without a search for candidates."""
         ...
@@ -90,6 +95,7 @@ class FixedBudget:
 
     def __init__(self, size: int) -> None:
         self.size = self.most = size
+        self.exhausted = False
 
     def skip_drafting(self) -> bool:
         """See `Budget`."""

@@ -176,6 +176,7 @@ function shares(trace) {
 function detail({ told = {}, usage }, trace) {
   const parts = [`${counted(trace.decoding.length, "pass", "passes")}, ${trace.tokensPerStep.toFixed(2)} tokens in each`];
   if (told.seed !== undefined) parts.push(`seed ${told.seed}`);
+  if (told.resting_steps) parts.push(`drafting rested in ${told.resting_steps} steps, as drafts had not paid`);
   if (usage) parts.push(`prompt ${counted(usage.prompt_tokens, "token")}`);
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   if (cached) parts.push(`${cached} of them kept from before`);
