@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -195,14 +196,17 @@ def output_cache(prepared: Prepared, ids: torch.Tensor, ours: Cache | None) -> C
     given = prepared.model_kwargs.get("attention_mask")
     mask = torch.ones_like(prepared.input_ids) if given is None else given
     mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
-    cache: Any = UnreadCache(partial(_cache_after, prepared.model, ids[:, :-1], mask[:, :-1]))
+    kind = prepared.generation_config.cache_implementation
+    cache: Any = UnreadCache(partial(_cache_after, prepared.model, kind, ids[:, :-1], mask[:, :-1]))
     return cache  # type: ignore[no-any-return]
 
 
-def _cache_after(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
+def _cache_after(model: Any, kind: str | None, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
     """Return the cache of plain decoding after it was fed these texts, `[B, L]` with their mask."""
-    asked = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
-    cache: Cache = type(model).generate(model, ids, attention_mask=mask, generation_config=asked)[CACHE]
+    asked = {"max_new_tokens": 1, "return_dict_in_generate": True, "pad_token_id": 0, "cache_implementation": kind}
+    stand_in = copy.copy(model)  # without the model's own settings, such as beams and stop strings
+    stand_in.generation_config = GenerationConfig(**asked)
+    cache: Cache = type(model).generate(stand_in, ids, attention_mask=mask)[CACHE]
     return cache
 
 

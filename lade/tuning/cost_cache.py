@@ -47,7 +47,7 @@ class CurveInUse:
         saved_at: when it was saved because steps had moved it, by a clock that only goes on; none if it never was.
         shapes: of passes that have been made, see `EagerRunner.shapes`.
         is_kept: false if it was measured on a busy machine, where threads wait for each other and passes of all sizes
-            take nearly as long: then it is good for this process alone.
+            take nearly as long: then it is not saved, and measured again once the machine is quiet.
     """
 
     key: store.Key
@@ -80,12 +80,16 @@ def step_cost_for(
     name = digest_of(key)
     curves = _in_use.setdefault(model, {})
     curve = curves.get(name)
-    if curve is None:
+    if curve is None or (not curve.is_kept and not _is_busy(model)):
         with _measuring:
-            curve = curves.get(name) or _new_curve(key, model, runner, batch=batch_bucket(batch), folder=folder)
-            if curve is None:
-                return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
-            curves[name] = curve
+            if curves.get(name) is curve:  # else another thread has measured it meanwhile
+                made = _new_curve(key, model, runner, batch=batch_bucket(batch), folder=folder)
+                if made is None:
+                    return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
+                if curve is not None:
+                    made.cost.take_over_texts(curve.cost)
+                curves[name] = made
+            curve = curves[name]
     curve.cost.pad_to(runner.step_sizes)
     curve.shapes |= runner.shapes
     runner.shapes = curve.shapes
@@ -110,7 +114,7 @@ def _new_curve(
         if is_kept:
             store.save(key, cost, folder)
         else:
-            logger.info("the machine is busy: the step cost is not saved, and the next process measures it again")
+            logger.info("the machine is busy: the step cost is not saved, and measured again once it is quiet")
     else:
         logger.debug("step cost of %s, batch of %d, loaded: %s", type(model).__name__, batch, _summary(cost))
     return CurveInUse(key, cost, cost.table, is_kept=is_kept)

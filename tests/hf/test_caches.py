@@ -228,3 +228,12 @@ def test_the_cache_of_a_batch_is_not_computed_before_it_is_read(monkeypatch):
     before = len(calls)
     assert isinstance(output.past_key_values, DynamicCache) and len(calls) == before
     assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1 and len(calls) == before + 1
+
+
+def test_the_cache_of_a_batch_goes_by_no_setting_of_the_checkpoint():
+    model, ids = toy_model(), torch.cat([IDS, IDS + 1])
+    asked = {"return_dict_in_generate": True, "num_beams": 1, "stop_strings": None, "num_return_sequences": 1}
+    expected = plain(model, ids, 9, **asked).past_key_values
+    model.generation_config.num_beams = model.generation_config.num_return_sequences = 2
+    found = ours(model, ids, 9, **asked).past_key_values
+    assert_same_cache(found, expected)

@@ -151,6 +151,10 @@ class StepCost:
         """Return what generations that go by this curve have learned about a kind of text."""
         return self._states.setdefault(kind, ControllerState())
 
+    def take_over_texts(self, other: StepCost) -> None:
+        """Know what texts have taught by another measurement of the same passes, from now on together with it."""
+        self._states = other._states
+
     def forget_texts(self) -> None:
         """Forget what all kinds of text have taught, as after a warm-up; what passes take stays known."""
         for state in self._states.values():
