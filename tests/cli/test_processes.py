@@ -168,9 +168,9 @@ def test_a_chat_on_a_terminal(environment, templated, tmp_path):
 
 @pytest.mark.slow
 def test_a_demo_on_a_terminal(environment, folder):
-    arguments = ["demo", "-m", folder, "-p", "say it again, say it", "-n", 30, "--window", 4]
+    arguments = ["demo", "-m", folder, "-p", "say it again, say it", "-n", 30]
     output, code = on_a_terminal(arguments, environment)
     assert code == 0, output
-    assert "model.generate" in output and "prompt lookup" in output and "lookahead" in output and "speed-up" in output
-    assert "one method at a time" in output and "in real time" in output and "same text, " in output
-    assert "\x1b[36m" in output
+    assert "model.generate" in output and "prompt lookup" in output and "lade" in output
+    assert "times as fast as model.generate" in output and "all 30 tokens equal" in output
+    assert "\x1b[36m" in output or "\x1b[32m" in output, "passes of several tokens are coloured"
