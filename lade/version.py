@@ -33,6 +33,12 @@ def warn_if_shadowed() -> None:
     )
 
 
+def minor_version(installed: str) -> tuple[int, int]:
+    """Return the first two numbers of a version, such as (5, 24); zeros if it does not begin with them."""
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
 def note_untested_version(installed: str) -> None:
     """Say once if transformers is newer than all that was tested; a renamed argument may end all acceleration.
 
@@ -40,8 +46,7 @@ def note_untested_version(installed: str) -> None:
         installed: its version.
     """
     tested = ".".join(map(str, TESTED_TRANSFORMERS))
-    numbers = re.match(r"(\d+)\.(\d+)", installed)
-    if numbers and (int(numbers[1]), int(numbers[2])) > TESTED_TRANSFORMERS:
+    if minor_version(installed) > TESTED_TRANSFORMERS:
         announce_once(
             logger,
             f"transformers {installed} is newer than {tested}, the newest that lade {__version__} was tested with: "

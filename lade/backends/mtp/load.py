@@ -23,6 +23,7 @@ from lade.locks import ForkSafeLock
 from lade.model import joint
 from lade.model.config import field as config_field
 from lade.model.facts import ModelFacts
+from lade.version import minor_version
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def _reader() -> Any:
         NoLayersError: this version of transformers has none.
     """
     base: Any = getattr(modeling_layers, "MtpModel", None)
-    if base is None or tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+    if base is None or minor_version(transformers.__version__) < _OLDEST:
         version = transformers.__version__
         raise NoLayersError(f"has MTP layers, and transformers {version} cannot read them: install 5.23 or newer")
 

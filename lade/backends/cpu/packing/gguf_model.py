@@ -35,6 +35,7 @@ from lade.backends.cpu.packing.integers import GgufLinear
 from lade.backends.cpu.packing.pack import guard, pack_layers
 from lade.errors import InputError
 from lade.model.randomness import DrawsFrom
+from lade.version import minor_version
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         importlib.import_module("gguf")
     except ImportError as problem:
         raise InputError(f"GGUF files need gguf ({problem}): run  pip install gguf") from problem
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+    if minor_version(transformers.__version__) < _OLDEST:
         raise InputError(f"GGUF files need transformers 5.23, and {transformers.__version__} is installed: upgrade it")
     header = read_header(file, _size_of)
     with _one_line(file), _quiet():
