@@ -1,4 +1,5 @@
 // CPU kernels for any processor, and what products are compared with: their definition, input by input.
+#include <chrono>
 #include <thread>
 
 #include "cpu.h"
@@ -65,18 +66,32 @@ template <int words, bool> INLINE Ints dot(Ints start, const Bits* codes, const 
 
 #include "cpu_blocks.h"
 
-// Runs kernels one after the other. The fields are, after the first two, the number of kernels, and for each of them how
-// many threads are in it, its address, the number of its fields, and these. A thread that finds no part of a kernel's work
-// left waits for those that others have begun.
+// Nanoseconds of the clock that Python's `time.monotonic_ns` reads.
+static int64_t clock_ns() {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Runs kernels one after the other. A thread that finds no part of a kernel's work left waits for those that others have
+// begun. The fields are: nanoseconds that all threads together have waited longer than a moment; the clock when the
+// first thread left; the number of kernels, and for each of them how many threads are in it, its address, the number of
+// its fields, and these.
 static void run_stages(int64_t* fields) {
+    const int turns_of_a_moment = 1000;
     int64_t* stage = fields + 3;
     for (int64_t left = fields[2]; left > 0; left--, stage += 3 + stage[2]) {
         __atomic_fetch_add(stage, 1, __ATOMIC_ACQ_REL);
         ((Kernel)stage[1])(stage + 3);
         __atomic_fetch_sub(stage, 1, __ATOMIC_ACQ_REL);
-        for (int turns = 0; left > 1 && __atomic_load_n(stage, __ATOMIC_ACQUIRE) > 0; turns++)
-            if (turns > 1000) std::this_thread::yield();  // more threads than processors
+        int64_t since = 0;
+        for (int turns = 0; left > 1 && __atomic_load_n(stage, __ATOMIC_ACQUIRE) > 0; turns++) {
+            if (turns < turns_of_a_moment) continue;
+            if (!since) since = clock_ns();
+            std::this_thread::yield();  // more threads than processors
+        }
+        if (since) __atomic_fetch_add(fields, clock_ns() - since, __ATOMIC_RELAXED);
     }
+    int64_t nobody = 0;
+    __atomic_compare_exchange_n(fields + 1, &nobody, clock_ns(), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
 // AMX tiles as they are defined, in memory.

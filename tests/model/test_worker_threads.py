@@ -3,6 +3,8 @@
 import ctypes
 import itertools
 import threading
+import time
+from array import array
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from forked import in_fork
 from lade.backends.cpu import worker_threads
 from lade.backends.cpu.invariant.activations import times_logistic
 from lade.backends.cpu.kernels import kernel
-from lade.backends.cpu.worker_threads import At, Room, Stages, run_on_team
+from lade.backends.cpu.worker_threads import At, Room, Stages, Team, run_on_team
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +82,77 @@ def test_stages_come_one_after_the_other(monkeypatch, times, openmp):
 def test_memory_of_a_call_is_handed_out_piece_by_piece():
     room = Room(5)
     assert [room.take(size) for size in (64, 1, 65)] == [At(5, 0), At(5, 64), At(5, 128)] and room.size == 256
+
+
+class Machine:
+    """A clock, and a team whose threads keep it waiting for `stall_ms` in each call."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.stall_ms, self.entered, self.team = 10**12, 0.0, 0, Team()
+        monkeypatch.setattr(worker_threads, "monotonic_ns", lambda: self.now)
+        monkeypatch.setattr(worker_threads, "_entrance", lambda: self.enter)
+
+    def enter(self, address, place, threads, flags):
+        """Run as OpenMP's pool would: the first thread leaves at once, the last one after the stall."""
+        fields = ctypes.cast(place, ctypes.POINTER(ctypes.c_int64))
+        self.entered += 1
+        fields[0], fields[1] = 0, self.now
+        self.now += int(1e6 * self.stall_ms)
+
+    def calls(self, count, each_ms=0.1):
+        """Return how many of so many calls were shared."""
+        before = self.entered
+        for _ in range(count):
+            self.team.run(array("q", (0, 0, 0)), 2)
+            self.now += int(1e6 * each_ms)
+        return self.entered - before
+
+
+def test_teams_that_never_stall_share_all_calls(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.stall_ms = 0.2
+    assert machine.calls(1000) == 1000
+
+
+def test_a_team_that_stalls_works_alone_for_a_while(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.stall_ms = 5.0
+    assert machine.calls(1) == 1
+    machine.stall_ms = 0.0
+    assert machine.calls(190) == 0 and machine.calls(20) > 5  # 20 ms later
+
+
+def test_stalls_take_little_of_the_time_on_a_busy_machine(monkeypatch):
+    """And a machine that is free is noticed within a second."""
+    machine = Machine(monkeypatch)
+    machine.stall_ms, began = 8.0, machine.now
+    shared = machine.calls(30_000)
+    assert shared >= 3 and 8e6 * shared < 0.06 * (machine.now - began)
+    machine.stall_ms = 0.0
+    machine.calls(10_000)
+    assert machine.calls(100) == 100
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def slow_first_part(address):
+    """Take the parts, and sleep in the first one."""
+    fields = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
+    while True:
+        with LOCK:
+            part = fields[0]
+            fields[0] += 1
+        if part >= fields[1]:
+            return
+        time.sleep(0.0 if part else 0.1)
+
+
+def test_stages_tell_how_long_threads_have_waited_and_when_the_first_one_left():
+    address = ctypes.cast(slow_first_part, ctypes.c_void_p).value
+    work = array("q", (0, 0, 2, *(0, address, 2, 0, 2), *(0, address, 2, 1, 1)))
+    place, began = work.buffer_info()[0], time.monotonic_ns()
+    threads = [threading.Thread(target=kernel("run_stages"), args=(place,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 5e7 < work[0] < time.monotonic_ns() - began and began < work[1] < time.monotonic_ns()

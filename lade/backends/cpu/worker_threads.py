@@ -3,6 +3,9 @@
 Torch's OpenMP threads spin for a while before they sleep, so work that enters their pool finds them awake between two
 operators of torch, where waking a thread would take longer than many products. OpenMP's pool does not survive a fork:
 in a child of the process that imported this, and where torch has another pool, kernels run in the calling thread.
+
+A team waits for the last of its threads. On a processor that other processes keep busy, that one may wait a time slice
+for its turn, in each of the hundred calls of a pass: kernels then run in the calling thread for a while, see `Team`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +38,8 @@ def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
         fields: arguments of the kernel, as integers; the caller keeps alive what they point to.
         parts: number of parts, at least one; no more threads are used than parts, or than torch has.
     """
-    _run(kernel, array("q", (0, parts, *fields)), min(torch.get_num_threads(), parts))
+    stage = 0, kernel.address, 2 + len(fields), 0, parts, *fields
+    TEAM.run(array("q", (0, 0, 1, *stage)), min(torch.get_num_threads(), parts))
 
 
 class At(NamedTuple):
@@ -68,7 +73,7 @@ class Stages:
     """Kernels that one team of threads runs one after the other: the work of several calls in one."""
 
     def __init__(self) -> None:
-        self._fields, self._threads = array("q", (0, 1, 0)), 1
+        self._fields, self._threads = array("q", (0, 0, 0)), 1
         self._places: list[tuple[int, int, int]] = []
 
     def add(self, kernel: CpuKernel, parts: int, fields: Sequence[int | At]) -> None:
@@ -92,15 +97,44 @@ class Stages:
         fields = self._fields[:]
         for place, address, offset in self._places:
             fields[place] = addresses[address] + offset
-        _run(kernels.kernel("run_stages"), fields, self._threads)
+        TEAM.run(fields, self._threads)
 
 
-def _run(kernel: CpuKernel, work: array[int], threads: int) -> None:
-    (place, _), enter = work.buffer_info(), _entrance() if threads > 1 else None
-    if enter is None:
-        kernel(place)
-    else:
+class Team:
+    """Threads of torch's pool, as long as none of them keeps the others waiting.
+
+    A call that waits for a thread is a *stall*. The calls after it are left to the calling thread for `ALONE` times as
+    long as the stall took, and twice as long as the last time if the team stalls again within that time: so stalls on a
+    busy processor cost a fraction of what is computed between them, and a team comes together again within `LONGEST_NS`
+    of a processor that is free. The bits are the same, since the parts of the work are.
+    """
+
+    STALL_NS = 300_000
+    """Least wait that is a stall: threads that run wait microseconds for each other, others a time slice of 1 ms."""
+    ALONE = 4
+    LONGEST_NS = 1_000_000_000
+
+    def __init__(self) -> None:
+        self._alone_until = self._alone_ns = 0
+
+    def run(self, work: array[int], threads: int) -> None:
+        """Run stages, see `run_stages` in `lade/native`, on so many threads."""
+        (place, _), kernel = work.buffer_info(), kernels.kernel("run_stages")
+        enter = _entrance() if threads > 1 and monotonic_ns() >= self._alone_until else None
+        if enter is None:
+            kernel(place)
+            return
         enter(kernel.address, place, threads, 0)
+        now = monotonic_ns()
+        stalled_ns = work[0] // (threads - 1) + now - work[1]
+        if stalled_ns >= self.STALL_NS:
+            again = now - self._alone_until < self._alone_ns
+            self._alone_ns = min(2 * self._alone_ns if again else self.ALONE * stalled_ns, self.LONGEST_NS)
+            self._alone_until = now + self._alone_ns
+
+
+TEAM = Team()
+"""There is one pool of threads in a process."""
 
 
 def parts_of(numbers: int) -> int:
