@@ -1,13 +1,13 @@
 """Tree-size controller: a learned yield curve against the seconds of passes, and a bounded loss in each text.
 
 **The decision.** A step that feeds S tokens takes t(S) seconds and yields E(S) tokens. Most tokens per second in the
-long run come from the S that maximises E(S) - r t(S), where r is the rate of late in tokens per second: the yield of
-the step less what its time would yield elsewhere (renewal reward theorem). S = 1 is plain decoding.
+long run come from the S that maximises E(S) - r t(S), where r is the rate in tokens per second that the text has at its
+best size: the yield of the step less what its time yields elsewhere (renewal reward theorem). S = 1 is plain decoding.
 
 **The yield.** Trees grow best first, so a step that feeds many nodes tells about all smaller trees: the ranks of the
 accepted nodes say what each would have yielded. The curve of a model is the mean of that, by doublings of the tree.
-A text has one factor of its own to it, which begins at 1. A step's own scores move E(S) by a fifth of what they say
-beside the mean: where they promise most, least of it comes. And feeding teaches: logits of rejected nodes are learned.
+A text has one factor of its own to it, which begins at 1. One half of E(S) is the curve, the other half a step's own
+scores, by what such scores have brought in each doubling. And feeding teaches: logits of rejected nodes are learned.
 
 **The seconds.** t(S) is the curve of the model on this machine (`step_cost`) and the library's own time, a median of
 late. What a step really took enters neither a decision nor the loss by itself: a burst of another process, a captured
@@ -15,7 +15,8 @@ graph or garbage collection can only move a median, and passes that were prepare
 
 **Who keeps what.** A model, by kind of text: `ControllerState`, which the curve of its passes owns. A text: its factor,
 and its *loss* against plain decoding, in plain steps by t(S). `ALLOWANCE` steps and `ALLOWED_SHARE` of the text are the
-most that it may be: then drafting rests until the share has grown. All texts of a kind share a reserve, which grows by
+most that it may be. So no tree is larger than what may still be lost, and where that is less than two tokens cost,
+drafting rests until the share has grown. All texts of a kind share a reserve, which grows by
 one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to pay is fed if
 its scores, taken at their word, say that it would; and with some reserve two tokens, to see what they cost. So a text
 that cannot be guessed silences none of the next ones, and gains license no losses.
@@ -27,6 +28,7 @@ weigh the less the further they are ahead.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,17 +47,16 @@ CURVE_STEPS = 500.0
 """Steps that the yield curve of a model remembers; 100 and 2000 are as good."""
 TEXT_TOKENS = 8.0
 """Expected accepted nodes that the curve weighs beside a text's own evidence; 4 and 16 lose 0.3 to 0.8 %."""
-SCORES = 0.2
-"""Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes
-(lab/log/tree-size.md: 0 and 0.35 lose 1 to 2 %, 1 loses 7 %)."""
+SCORES = 0.5
+"""Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes."""
 TAUGHT = 0.035
 """The logits of node number n bring `TAUGHT / sqrt(n)` tokens later, accepted or not: the memory learns them."""
 ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Plain steps, and share of its tokens, that a text may lose against plain decoding."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
 """Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
-RATE_STEPS = 24
-"""Steps that the rate is averaged over, and that the prior counts for; 12, 60 and 200 lose 0.3 to 1 %."""
+PRIOR_STEPS = 24.0
+"""Steps that the prior counts for."""
 OVERHEAD_NODES = 40
 """Fixed overhead of a drafting step, in node equivalents: some 290 us and 7 us for each node."""
 LAG_SCALE = 4.0
@@ -67,6 +68,8 @@ RECENT = 15
 
 _DOUBLINGS = LARGEST_SHARED.bit_length() - 1
 _LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))
+_LEAST = 1e-3  # nodes: what is divided by
+_DOUBLING = np.maximum(0, np.ceil(_LOG_SIZES).astype(np.int64) - 1)
 _TAUGHT_UNIT = np.arange(1, LARGEST_SHARED + 1) ** -0.5
 _TAUGHT_UNIT[0] = 0.0
 _TAUGHT = _TAUGHT_UNIT.cumsum()
@@ -101,14 +104,21 @@ class YieldCurve:
     def __init__(self) -> None:
         self.gains = np.full(_DOUBLINGS, PRIOR_GAIN)
         self.promised = np.full(_DOUBLINGS, PRIOR_GAIN)
-        self.steps = np.full(_DOUBLINGS, float(RATE_STEPS))
+        self.steps = np.full(_DOUBLINGS, PRIOR_STEPS)
 
-    def learn(self, promised: Floats, accepted: Floats) -> None:
-        """Learn from a step that fed some doublings, `[fed]` each."""
-        seen = slice(len(promised))
-        self.steps[seen] = np.minimum(self.steps[seen] + 1.0, CURVE_STEPS)
-        self.gains[seen] += (accepted - self.gains[seen]) / self.steps[seen]
-        self.promised[seen] += (promised - self.promised[seen]) / self.steps[seen]
+    @property
+    def slopes(self) -> Floats:
+        """What a score of 1.0 adds to the expected yield, by rank from 0 on: `[LARGEST_SHARED]`."""
+        came = np.maximum(self.gains, _LEAST) / np.maximum(self.promised, _LEAST)
+        slopes: Floats = SCORES * came[_DOUBLING]
+        return slopes
+
+    def learn(self, shares: Floats, promised: Floats, accepted: Floats) -> None:
+        """Learn from a step that fed some doublings, the last maybe in part: `[fed]` each, shares of 0.0 to 1.0."""
+        seen = slice(len(shares))
+        self.steps[seen] = np.minimum(self.steps[seen] + shares, CURVE_STEPS)
+        self.gains[seen] += (accepted - shares * self.gains[seen]) / self.steps[seen]
+        self.promised[seen] += (promised - shares * self.promised[seen]) / self.steps[seen]
 
 
 @dataclass
@@ -120,15 +130,12 @@ class ControllerState:
     Attributes:
         curve: what trees yield.
         reserve: plain steps that may be lost before drafting rests in all texts.
-        rate_tokens, rate_steps: fading sums of tokens, and of plain steps that the same time is worth.
         node_s: seconds of the library's own time per node, in steps of late that looked for guesses.
         plain_own_s: seconds of it in steps that did not.
     """
 
     curve: YieldCurve = field(default_factory=YieldCurve, compare=False)
     reserve: float = RESERVE
-    rate_tokens: float = RATE_STEPS
-    rate_steps: float = RATE_STEPS
     node_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
     plain_own_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
 
@@ -152,6 +159,7 @@ class Controller:
         self._looked = True
         self._node_s = self._plain_own_s = 0.0
         self._measure_own_time()
+        self._rate = self.rate
         self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT)
 
     def _measure_own_time(self) -> None:
@@ -163,18 +171,31 @@ class Controller:
 
     @property
     def exhausted(self) -> bool:
-        """Whether this text has lost all that it may lose, so that drafting rests."""
-        return self._lost >= self._allowance or self._state.reserve <= 0.0
+        """Whether this text may lose no more than it has lost, so that drafting rests."""
+        return self._state.reserve <= 0.0 or self._affordable < 2
+
+    @property
+    def _affordable(self) -> int:
+        """The largest tree of which a text may lose all: the allowance bounds the loss of each step, too."""
+        table = self._cost.table
+        plain_s = table[1] + self._plain_own_s
+        most_s = (1.0 + self._allowance - self._lost) * plain_s - OVERHEAD_NODES * self._node_s
+        return min(self.most, bisect_right(table, most_s, 2) - 1)
 
     @property
     def rate(self) -> float:
-        """Tokens per second of late, at least those of plain decoding."""
-        rate = self._state.rate_tokens / self._state.rate_steps
-        return max(1.0, rate) / (self._cost.table[1] + self._plain_own_s)
+        """Tokens per second that this text yields with the best size, at least those of plain decoding."""
+        table, curve = self._cost.table, self._state.curve
+        sizes = np.array([corner for corner in self._cost.corners if 1 < corner < self.most] + [self.most])
+        tokens = 1.0 + (self._ratio * _at_sizes(curve.gains) + TAUGHT * _TAUGHT)[sizes - 1]
+        seconds = np.array([table[size] for size in sizes]) + self._node_s * (sizes + OVERHEAD_NODES)
+        return max(1.0 / (table[1] + self._plain_own_s), float((tokens / seconds).max()))
 
     def skip_drafting(self) -> bool:
         """See `Budget`: in baseline probes, and while the allowance is exhausted."""
         self._looked = not (self.exhausted or self._cost.wants_baseline)
+        if self._looked:
+            self._rate = self.rate
         return not self._looked
 
     @property
@@ -185,12 +206,12 @@ class Controller:
     def stages(self) -> list[tuple[int, float]]:
         """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
         curve, ratio = self._state.curve, self._ratio
-        base = _at_sizes(ratio * (curve.gains - SCORES * curve.promised)) + TAUGHT * _TAUGHT
-        rate, size, stages = self.rate, 1, list[tuple[int, float]]()
+        base, slopes = _at_sizes(ratio * (1.0 - SCORES) * curve.gains) + TAUGHT * _TAUGHT, curve.slopes
+        rate, size, stages = self._rate, 1, list[tuple[int, float]]()
         for corner in [*(corner for corner in self._cost.corners if 1 < corner < self.most), self.most]:
             price = rate * (self._cost.marginals[corner - 1] + self._node_s)
             gain = (base[corner - 1] - base[size - 1]) / (corner - size)
-            weight = 1.0 if self._fed == 1 else ratio * SCORES  # what explores goes by scores
+            weight = 1.0 if self._fed == 1 else ratio * slopes[corner - 1]  # what explores goes by scores
             stages.append((corner, max(0.0, float(price - gain) / weight)))
             size = corner
         return [(2, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
@@ -200,9 +221,9 @@ class Controller:
         given, curve = np.array(scores[:LARGEST_SHARED], dtype=np.float64), self._state.curve
         if ratio is None:
             return np.cumsum(given)
-        mean = _at_sizes(curve.gains - SCORES * curve.promised)[: len(given)]
+        mean = _at_sizes((1.0 - SCORES) * curve.gains)[: len(given)]
         given[0] = 0.0
-        tokens = ratio * (mean + SCORES * given.cumsum()) + TAUGHT * _TAUGHT[: len(given)]
+        tokens = ratio * (mean + (curve.slopes[: len(given)] * given).cumsum()) + TAUGHT * _TAUGHT[: len(given)]
         forced = np.where(given >= 1.0, given, 0.0).cumsum()
         expected: Floats = 1.0 + np.maximum(tokens, forced)
         return expected
@@ -218,7 +239,7 @@ class Controller:
             size = self._best(self._mean(candidates, weights, None))
         if size == 1 and self._state.reserve >= 1.0:
             size = min(2, max(map(len, candidates)))  # what passes over several tokens take is found out
-        return size
+        return min(size, self._affordable)
 
     def _mean(
         self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float | None
@@ -235,11 +256,11 @@ class Controller:
         """Return the size whose expected yield `[C]` exceeds most what its time would yield elsewhere."""
         sizes = np.arange(1, len(expected) + 1)
         seconds = np.array(self._cost.table[1 : len(expected) + 1]) + self._node_s * (sizes - 1)
-        return int(np.argmax(expected - self.rate * seconds)) + 1
+        return int(np.argmax(expected - self._rate * seconds)) + 1
 
     def worth_verifying(self, scores: Sequence[float]) -> bool:
         """See `Budget`."""
-        if self._cost.wants_baseline or sum(scores) <= self.rate * (self._cost.table[2] - self._cost.table[1]):
+        if self._cost.wants_baseline or sum(scores) <= self._rate * (self._cost.table[2] - self._cost.table[1]):
             return False
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
@@ -249,21 +270,22 @@ class Controller:
             if end > size and threshold > 0.0:
                 break
             size = max(size, end)
-        return size
+        return min(size, self._affordable)
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
         """See `Budget`."""
-        doublings = len(scores).bit_length() - 1  # those that were fed as a whole
+        doublings = (len(scores) - 1).bit_length()
         if not doublings:
             return
-        starts = 2 ** np.arange(doublings)
-        promised = np.add.reduceat(np.array(scores[: 2 * starts[-1]], dtype=np.float64), starts)
+        numbers = np.arange(doublings)
+        shares = np.minimum(1.0, _LOG_SIZES[len(scores) - 1] - numbers)
+        promised = np.add.reduceat(np.array(scores, dtype=np.float64), 2**numbers)
         came = np.bincount(np.array([rank.bit_length() - 1 for rank in accepted], dtype=np.int64), minlength=doublings)
         curve = self._state.curve
-        expected = float(curve.gains[:doublings].sum())
-        curve.learn(promised, came[:doublings].astype(np.float64))
+        expected = float(shares @ curve.gains[:doublings])
+        curve.learn(shares, promised, came.astype(np.float64))
         self._expected += expected
-        self._accepted += float(came[:doublings].sum())
+        self._accepted += len(accepted)
 
     def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Budget`."""
@@ -277,8 +299,6 @@ class Controller:
         plain_s = table[1] + self._plain_own_s
         own_s = self._node_s * (fed + OVERHEAD_NODES) if self._looked else self._plain_own_s
         steps = (table[min(fed, len(table) - 1)] + own_s) / plain_s
-        state.rate_tokens += emitted - state.rate_tokens / RATE_STEPS
-        state.rate_steps += steps - state.rate_steps / RATE_STEPS
         self._tokens += emitted
         state.reserve += RESERVE_SHARE * emitted
         if self._looked:
