@@ -20,7 +20,7 @@ MOST = {
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 64,
-    "lines that generate imports": 14_240,  # raised by 90: faults of MTP layers, kinds of text, when drafting rests
+    "lines that generate imports": 14_251,  # raised by 90: faults of MTP layers, kinds of text; by 11: affordable trees
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,

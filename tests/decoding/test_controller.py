@@ -170,7 +170,12 @@ def test_own_time_that_grows_with_the_tree_keeps_it_small():
 
 def test_forced_tokens_count_in_full():
     controller = Controller(cost_of(USUAL))
+    assert not controller.skip_drafting()
     assert controller.choose([1.0] * 40) > 30 > controller.choose([1.0, *[0.02] * 39])
+    steep = Controller(cost_of({1: 1.0, 8: 1.7, 128: 20.0}))
+    assert not steep.skip_drafting()
+    assert steep.choose([1.0] * 100) == 100
+    assert steep.choose([1.0, *[0.9] * 99]) < 20  # which are not sure to come
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=128), st.lists(st.floats(1.0, 8.0), min_size=4, max_size=4))

@@ -13,7 +13,7 @@ from forked import in_fork
 from lade.backends.cpu import worker_threads
 from lade.backends.cpu.invariant.activations import times_logistic
 from lade.backends.cpu.kernels import kernel
-from lade.backends.cpu.worker_threads import At, Room, Stages, Team, run_on_team
+from lade.backends.cpu.worker_threads import At, Room, Stages, ThreadTeam, run_on_team
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ class Machine:
     """A clock, and a team whose threads keep it waiting for `stall_ms` in each call."""
 
     def __init__(self, monkeypatch):
-        self.now, self.stall_ms, self.entered, self.team = 10**12, 0.0, 0, Team()
+        self.now, self.stall_ms, self.entered, self.team = 10**12, 0.0, 0, ThreadTeam()
         monkeypatch.setattr(worker_threads, "monotonic_ns", lambda: self.now)
         monkeypatch.setattr(worker_threads, "_entrance", lambda: self.enter)
 

@@ -5,7 +5,7 @@ operators of torch, where waking a thread would take longer than many products. 
 in a child of the process that imported this, and where torch has another pool, kernels run in the calling thread.
 
 A team waits for the last of its threads. On a processor that other processes keep busy, that one may wait a time slice
-for its turn, in each of the hundred calls of a pass: kernels then run in the calling thread for a while, see `Team`.
+for its turn, in each of sixty calls of a pass: kernels then run in the calling thread for a while, see `ThreadTeam`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Stages:
         TEAM.run(fields, self._threads)
 
 
-class Team:
+class ThreadTeam:
     """Threads of torch's pool, as long as none of them keeps the others waiting.
 
     A call that waits for a thread is a *stall*. The calls after it are left to the calling thread for `ALONE` times as
@@ -133,7 +133,7 @@ class Team:
             self._alone_until = now + self._alone_ns
 
 
-TEAM = Team()
+TEAM = ThreadTeam()
 """There is one pool of threads in a process."""
 
 

@@ -10,12 +10,12 @@ A text has one factor of its own to it, which begins at 1. One half of E(S) is t
 scores, by what such scores have brought in each doubling. And feeding teaches: logits of rejected nodes are learned.
 
 **The seconds.** t(S) is the curve of the model on this machine (`step_cost`) and the library's own time, a median of
-late. What a step really took enters neither a decision nor the loss by itself: a burst of another process, a captured
-graph or garbage collection can only move a median, and passes that were prepared do not even that.
+late. What one step took enters no decision by itself: a burst of another process or garbage collection can only move a
+median, and passes that were prepared do not even that.
 
 **Who keeps what.** A model, by kind of text: `ControllerState`, which the curve of its passes owns. A text: its factor,
 and its *loss* against plain decoding, in plain steps by t(S). `ALLOWANCE` steps and `ALLOWED_SHARE` of the text are the
-most that it may be. So no tree is larger than what may still be lost, and where that is less than two tokens cost,
+most that it may be. So no tree costs more than what may still be lost, and where that is less than two tokens cost,
 drafting rests until the share has grown. All texts of a kind share a reserve, which grows by
 one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to pay is fed if
 its scores, taken at their word, say that it would; and with some reserve two tokens, to see what they cost. So a text
@@ -70,9 +70,7 @@ _DOUBLINGS = LARGEST_SHARED.bit_length() - 1
 _LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))
 _LEAST = 1e-3  # nodes: what is divided by
 _DOUBLING = np.maximum(0, np.ceil(_LOG_SIZES).astype(np.int64) - 1)
-_TAUGHT_UNIT = np.arange(1, LARGEST_SHARED + 1) ** -0.5
-_TAUGHT_UNIT[0] = 0.0
-_TAUGHT = _TAUGHT_UNIT.cumsum()
+_TAUGHT = (np.arange(1, LARGEST_SHARED + 1) ** -0.5).cumsum() - 1.0
 
 
 def slowest_row_weights(emitted: Sequence[int]) -> Floats:
@@ -157,17 +155,12 @@ class Controller:
         self._lost = self._tokens = 0.0
         self._fed = 1
         self._looked = True
-        self._node_s = self._plain_own_s = 0.0
+        self._node_s = self._plain_own_s = self._rate = 0.0
         self._measure_own_time()
-        self._rate = self.rate
         self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT)
 
     def _measure_own_time(self) -> None:
         self._node_s, self._plain_own_s = median(self._state.node_s), median(self._state.plain_own_s)
-
-    @property
-    def _allowance(self) -> float:
-        return ALLOWANCE + ALLOWED_SHARE * self._tokens
 
     @property
     def exhausted(self) -> bool:
@@ -177,9 +170,8 @@ class Controller:
     @property
     def _affordable(self) -> int:
         """The largest tree of which a text may lose all: the allowance bounds the loss of each step, too."""
-        table = self._cost.table
-        plain_s = table[1] + self._plain_own_s
-        most_s = (1.0 + self._allowance - self._lost) * plain_s - OVERHEAD_NODES * self._node_s
+        table, left = self._cost.table, ALLOWANCE + ALLOWED_SHARE * self._tokens - self._lost
+        most_s = (1.0 + left) * (table[1] + self._plain_own_s) - OVERHEAD_NODES * self._node_s
         return min(self.most, bisect_right(table, most_s, 2) - 1)
 
     @property
@@ -239,7 +231,8 @@ class Controller:
             size = self._best(self._mean(candidates, weights, None))
         if size == 1 and self._state.reserve >= 1.0:
             size = min(2, max(map(len, candidates)))  # what passes over several tokens take is found out
-        return min(size, self._affordable)
+        forced = max(sum(score >= 1.0 for score in scores) for scores in candidates)  # nothing of them is lost
+        return min(size, max(self._affordable, forced))
 
     def _mean(
         self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float | None
