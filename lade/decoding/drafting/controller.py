@@ -68,7 +68,6 @@ RECENT = 15
 
 _DOUBLINGS = LARGEST_SHARED.bit_length() - 1
 _LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))
-_LEAST = 1e-3  # nodes: what is divided by
 _DOUBLING = np.maximum(0, np.ceil(_LOG_SIZES).astype(np.int64) - 1)
 _TAUGHT = (np.arange(1, LARGEST_SHARED + 1) ** -0.5).cumsum() - 1.0
 
@@ -107,7 +106,7 @@ class YieldCurve:
     @property
     def slopes(self) -> Floats:
         """What a score of 1.0 adds to the expected yield, by rank from 0 on: `[LARGEST_SHARED]`."""
-        came = np.maximum(self.gains, _LEAST) / np.maximum(self.promised, _LEAST)
+        came = np.maximum(self.gains, 1e-3) / np.maximum(self.promised, 1e-3)  # neither is nothing
         slopes: Floats = SCORES * came[_DOUBLING]
         return slopes
 
@@ -258,12 +257,13 @@ class Controller:
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
-        """See `Budget`: as far as a node is worth its price for what it teaches."""
+        """See `Budget`: as far as a node is worth its price for what it teaches, and may be lost."""
+        filled = size
         for end, threshold in self.stages():
-            if end > size and threshold > 0.0:
+            if end > filled and threshold > 0.0:
                 break
-            size = max(size, end)
-        return min(size, self._affordable)
+            filled = max(filled, end)
+        return max(size, min(filled, self._affordable))
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
         """See `Budget`."""
