@@ -1,15 +1,18 @@
-"""Time of a model's pass by tokens fed, launched kernel by kernel and replayed, beside its lower bounds.
+"""Time of a model's pass by tokens fed, launched kernel by kernel, replayed, and fused, beside its lower bounds.
 
-    python benchmarks/gpu/steps.py --params 7e9 --out results/steps-7B.json
+    python benchmarks/gpu/steps.py --shape llama-3-8b --out results/steps-llama-3-8b.json
 
 Two floors stand before the measurement. A pass reads all weights but the embeddings it does not look up, and the cache:
 these bytes over the bandwidth that a plain copy reaches on this machine. And it multiplies by every weight for each
 token: these operations over the rate that a large matrix product reaches. No pass is faster than the higher one.
 
-Then both runners take turns at every size, so that a drift of the machine's speed meets all. Two times are taken of
+The weights are random: what a pass takes does not depend on them.
+
+Then all runners take turns at every size, so that a drift of the machine's speed meets all. Two times are taken of
 each pass: what it takes by the device's own clock, and what the whole step takes on the wall, without choosing tokens:
 making the tree, launching, waiting for the logits, and dropping the tree from the cache.
-Where passes cannot be captured, or the device is a CPU, "replayed" means called again with the same padding.
+"Replayed" is the model's own layers as a CUDA graph, "fused" the same in fewer kernels (`lade.backends.cuda_graphs.fused`).
+Where passes cannot be captured, or the device is a CPU, both are called again with the same padding.
 """
 
 from __future__ import annotations
@@ -24,20 +27,40 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lade
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.fused import fusion_refusal
 from lade.backends.cuda_graphs.pool import new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.embedded.files import model_path
+from lade.model.facts import ModelFacts
 from lade.model.inputs import step_bucket
 from lade.model.runner import EagerRunner
 from lade.tuning.measure import StepTimer
-from lade_lab import inflate
 from lade_lab.harness.benchmark import command_line, environment_of
 
+RUNNERS = ("eager", "replayed", "fused")
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    },
+    "llama-2-7b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "rms_norm_eps": 1e-5,
+    },
+    "qwen-3-8b": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+    "tiny": {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    },
+}  # fmt: skip
+"""Configurations as their authors publish them; the last one to try this program."""
 LARGE = {"cuda": (2**30, 8192), "cpu": (2**26, 512)}  # bytes copied, and rows of the square matrices
 ROUNDS_OF_FLOORS = 10
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -134,30 +157,37 @@ def line_of(size: int, floors: tuple[float, float], lanes: dict[str, Lane]) -> d
 
 
 def table_of(lines: Sequence[dict[str, Any]]) -> str:
-    """The lines for people: medians, and how far above the higher floor a replayed pass is."""
+    """The lines for people: medians, and how far above the higher floor a fused pass is."""
     rows = [
-        "tokens  padded   bytes     ops |    eager ms (wall) | replayed ms (wall) | over floor  over 1 token",
-        "------  ------  ------  ------ | ------------------ | ------------------ | ----------  ------------",
+        "tokens  padded   bytes     ops |    eager ms (wall) | replayed ms (wall) |    fused ms (wall) | over floor  over 1 token",
+        "------  ------  ------  ------ | ------------------ | ------------------ | ------------------ | ----------  ------------",
     ]
-    one = lines[0]["replayed"]["device_ms"]["median"]
+    one = lines[0]["fused"]["device_ms"]["median"]
     for line in lines:
-        eager, replayed = (line[name]["device_ms"]["median"] for name in ("eager", "replayed"))
-        walls = [line[name]["wall_ms"]["median"] for name in ("eager", "replayed")]
+        times = [[line[name][clock]["median"] for clock in ("device_ms", "wall_ms")] for name in RUNNERS]
         floor = max(line["bytes_floor_ms"], line["operations_floor_ms"])
         cells = [
             f"{line['size']:6}  {line['padded']:6}  {line['bytes_floor_ms']:6.3f}  {line['operations_floor_ms']:6.3f}",
-            f"{eager:8.3f} ({walls[0]:7.3f})",
-            f"{replayed:8.3f} ({walls[1]:7.3f})",
-            f"{replayed / floor:9.2f}x  {replayed / one:11.2f}x",
+            *(f"{device:8.3f} ({wall:7.3f})" for device, wall in times),
+            f"{times[-1][0] / floor:9.2f}x  {times[-1][0] / one:11.2f}x",
         ]
         rows.append(" | ".join(cells))
     return "\n".join(rows)
 
 
+def model_of(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model of this shape with random weights."""
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(**SHAPES[shape], max_position_embeddings=8192, **special)
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(description="What one pass takes, with and without graphs.")
-    parser.add_argument("--params", type=float, default=7e9, help="parameters of the inflated embedded model")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="configuration of the model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--cached", type=int, default=512, help="tokens in the cache")
@@ -172,8 +202,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, save; 1 where passes could not be captured on a device that has graphs."""
     options = arguments(words)
     device, sizes = torch.device(options.device), [int(size) for size in options.sizes.split(",")]
-    small = AutoModelForCausalLM.from_pretrained(model_path(), dtype=DTYPES[options.dtype])
-    model: Any = inflate(small, options.params, dtype=DTYPES[options.dtype], device=device)
+    model = model_of(options.shape, DTYPES[options.dtype], device)
     bandwidth, rate, weights = bandwidth_of(device), rate_of(device, model.dtype), weights_read(model)
     bytes_read = weights * model.dtype.itemsize + cache_bytes(model, options.cached, options.rows)
     floors = bytes_read / bandwidth, 2 * weights * options.rows / rate
@@ -184,11 +213,13 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
     plan = lade.supports(model).require()
+    print(f"fused: {fusion_refusal(ModelFacts.of(model), plan) or 'yes, if its trials agree'}", flush=True)
     graphs = device.type == "cuda" and not capture_refusal(model)
     pool = pool_of(model, device) if graphs else new_pool(model, EagerReplay)
     runners = {
         "eager": EagerRunner(model, plan, model.generation_config),
-        "replayed": GraphRunner(model, plan, model.generation_config, pool),
+        "replayed": GraphRunner(model, plan, model.generation_config, pool, fuses=False),
+        "fused": GraphRunner(model, plan, model.generation_config, pool),
     }
     lanes = {name: Lane(runner, sizes, options.cached, options.rows) for name, runner in runners.items()}
     measure(list(lanes.values()), sizes, options.rounds)

@@ -188,17 +188,19 @@ class DecodeLoop(Generic[CacheT]):
         parts, fed = self._draft(), 0
         try:
             trees, texts = [part.draft.tree for part in parts], [part.row.tokens for part in parts]
-            if self.reader is not None and all(part.is_greedy for part in parts):
-                wants_entries = any(part.draft.wants_entries for part in parts)
-                readouts = self.reader.readouts(trees, texts, self.cache, wants_entries=wants_entries)
-                fed = max(map(len, trees))
+            with nullcontext() if self.mtp is None else self.mtp.watching():
+                if self.reader is not None and all(part.is_greedy for part in parts):
+                    wants_entries = any(part.draft.wants_entries for part in parts)
+                    readouts = self.reader.readouts(trees, texts, self.cache, wants_entries=wants_entries)
+                    fed = max(map(len, trees))
+                else:
+                    readouts, logits = None, self.runner.forward(trees, texts, self.cache)  # [B, S, V]
+                    fed = logits.shape[1]
+            if readouts is None:
+                self._choose(parts, logits, fed)
+            else:
                 for part, readout in zip(parts, readouts, strict=True):
                     part.readout = readout
-            else:
-                with nullcontext() if self.mtp is None else self.mtp.watching():
-                    logits = self.runner.forward(trees, texts, self.cache)  # [B, S, V]
-                fed = logits.shape[1]
-                self._choose(parts, logits, fed)
             self._verify(parts)
             self._learn(parts)
         finally:  # also after an error: drop the rejected nodes, report the emitted tokens

@@ -64,9 +64,7 @@ def packed(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
         wants_entries: also find the entries.
     """
     if logits.device.type != "cpu":
-        logits = logits.float().contiguous()
-        ids = logits.argmax(dim=-1, keepdim=True).int()
-        return torch.cat([ids, _entries(logits)], dim=1) if wants_entries else ids
+        return reduced(logits, wants_entries=wants_entries)
     argmax_ids, entries = _read_on_host(logits, wants_entries=wants_entries)
     columns = [argmax_ids[:, None].astype(np.int32), *(() if entries is None else (entries,))]
     return torch.from_numpy(np.concatenate(columns, axis=1))
@@ -86,15 +84,6 @@ def _read_on_host(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDA
     return reading.entries_of(np.ascontiguousarray(rows))
 
 
-def _block_maxima(logits: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of each block of `BLOCK` tokens, `[M, ceil(V / BLOCK)]`."""
-    whole = logits.shape[1] // BLOCK * BLOCK
-    if whole == logits.shape[1]:
-        return logits.view(-1, whole // BLOCK, BLOCK).amax(2)
-    parts = [logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(2)] if whole else []
-    return torch.cat([*parts, logits[:, whole:].amax(1, keepdim=True)], dim=1)
-
-
 def _read_on_device(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_entries: bool) -> Readout:
     """Reduce logits on their device, and copy the result to the host at once."""
     parts = [packed(logits.reshape(-1, logits.shape[-1]), wants_entries=wants_entries)]
@@ -108,13 +97,36 @@ def _read_on_device(logits: torch.Tensor, choices: torch.Tensor | None, *, wants
     )
 
 
-def _entries(logits: torch.Tensor) -> torch.Tensor:
-    """Return entries `[M, WIDTH]` int32 of float32 logits `[M, V]`: the torch counterpart of `reading.entries_of`."""
-    scores, tokens = logits.topk(min(WIDTH, logits.shape[1]))  # [M, K], descending
+def reduced(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
+    """Return argmax and entries of logits `[M, V]`, int32 `[M, 1 + WIDTH]`: the counterpart of `reading.entries_of`.
+
+    The likeliest K tokens are in the K blocks with the highest maxima, so logits are read once, and only these blocks
+    are searched: a search of all takes ten times as long at a vocabulary of 128k.
+    """
+    tokens = logits.shape[1]
+    if logits.dtype == torch.float64:
+        logits = logits.float()
+    if tokens % BLOCK:
+        logits = torch.nn.functional.pad(logits, (0, -tokens % BLOCK), value=-torch.inf)
+    blocks = logits.unflatten(1, (-1, BLOCK))  # [M, V / BLOCK, BLOCK]
+    maxima = blocks.amax(2)
+    first = maxima.argmax(1, keepdim=True)  # of equal ones the first, as within a block
+    inside = _blocks_at(blocks, first).argmax(1, keepdim=True)
+    ids = (first * BLOCK + inside).int()
+    if not wants_entries:
+        return ids
+    places = maxima.topk(min(WIDTH, maxima.shape[1])).indices  # [M, K]
+    scores, found = _blocks_at(blocks, places).float().topk(min(WIDTH, tokens))  # [M, K], descending
+    found = places.gather(1, found // BLOCK) * BLOCK + found % BLOCK
     best = scores[:, :1]
-    total = (_block_maxima(logits) - best).exp().sum(dim=-1, keepdim=True)
+    total = (maxima.float() - best).exp().sum(dim=-1, keepdim=True)
     weights = (scores - best).exp()
     odds = (weights.clamp(min=TINY) / (total - weights).clamp(min=TINY)).log()
     values = ((odds - FLOOR) / SCALE + 0.5).nan_to_num(0.0).clamp(0.0, 255.0)
-    entries = (values.int() << BITS | tokens.int()).masked_fill(tokens >= TOKEN, TOKEN)
-    return torch.nn.functional.pad(entries, (0, WIDTH - entries.shape[1]), value=TOKEN)
+    entries = (values.int() << BITS | found.int()).masked_fill(found >= min(TOKEN, tokens), TOKEN)
+    return torch.cat([ids, torch.nn.functional.pad(entries, (0, WIDTH - entries.shape[1]), value=TOKEN)], dim=1)
+
+
+def _blocks_at(blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return blocks `[M, N, BLOCK]` at places `[M, K]` as `[M, K * BLOCK]`."""
+    return blocks.gather(1, places[..., None].expand(-1, -1, BLOCK)).flatten(1)

@@ -207,3 +207,42 @@ def test_it_compiles_into_what_a_small_gpu_has(shape, capability, tmp_path, monk
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.metadata.shared <= 99 * 1024 and compiled.asm["cubin"]
+
+
+FUSED = {
+    "_norm": ({"ADD": True, "BLOCK": 4096}, {"columns": "i32", "eps": "fp32"}, 8),
+    "_rotate_and_store": (
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128, "NORMS": True},
+        {
+            "slots": "*i64",
+            "step": "i32",
+            "row_stride": "i32",
+            "head_stride": "i32",
+            "slot_stride": "i32",
+            "eps": "fp32",
+        },
+        1,
+    ),
+    "_silu_product": ({"BLOCK": 1024}, {"columns": "i32"}, 4),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", FUSED)
+def test_kernels_of_fused_passes_compile(name, dtype, tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lade.backends.cuda_graphs import fused_kernels
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    constants, others, warps = FUSED[name]
+    kernel = getattr(fused_kernels, name)
+    types = {each: others.get(each, f"*{dtype}") for each in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    compiled = triton.compile(
+        ASTSource(kernel, types, constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "enable_fp_fusion": False},
+    )
+    assert compiled.asm["cubin"]

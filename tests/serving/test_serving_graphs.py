@@ -489,7 +489,7 @@ def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monke
     assert again.tokens == text_of(0, 20)
 
 
-def out_of_memory(*given):
+def out_of_memory(*given, **options):
     raise torch.OutOfMemoryError("no more")
 
 

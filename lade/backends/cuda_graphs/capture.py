@@ -8,6 +8,7 @@ these tensors has moved.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -77,9 +78,13 @@ class CudaCapture:
             here.wait_stream(self._stream)
             result = self._results.like(result)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may keep allocating: only this thread is checked.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                result.copy_(call())
+            with (
+                warnings.catch_warnings()
+            ):  # of a call that fails before its first kernel, which raises an error as well
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                # Other threads may keep allocating: only this thread is checked.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    result.copy_(call())
         return _GraphRecording(graph, result, fixed)
 
 

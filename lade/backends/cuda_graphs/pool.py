@@ -64,13 +64,26 @@ class BufferPool:
 
     Attributes:
         capture_failed_in: setup in which a capture has failed; None if none has.
+        fusion_failed_in: setup in which a fused pass differed from the model's own; None if none has.
     """
 
     def __init__(self, make_capture: Callable[[], Capture], setup: Callable[[], Hashable] = lambda: None) -> None:
         self._make_capture, self._setup = make_capture, setup
         self.capture_failed_in: Hashable = None
+        self.fusion_failed_in: Hashable = None
         self._entries: list[_Entry] = []
         self._lock = ForkSafeLock()
+
+    @property
+    def setup(self) -> Hashable:
+        """What captures depend on now."""
+        return self._setup()
+
+    @property
+    def in_use(self) -> bool:
+        """True if a generation or an engine uses buffers of this pool."""
+        with self._lock:
+            return not all(entry.idle for entry in self._entries)
 
     def acquire(self, owner: object, layers: Layers, rows: int, slots: int, limit: int | None = None) -> Buffers:
         """Return buffers of at least this size, all zero.

@@ -1,7 +1,7 @@
 """`GraphRunner`: run a model by replaying captured passes.
 
-    trees ──▶ StaticInputs.fill ──▶ replay ──▶ logits [B, S, V] ──▶ read: the only synchronisation of a step
-               one copy              one graph per shape (B, S, K): mask, model, cache update
+    trees ──▶ StaticInputs.fill ──▶ replay ──▶ argmax, entries ──▶ one copy: the only synchronisation of a step
+               one copy              one graph per shape (B, S, K): mask, model, cache update, reading of the logits
 
 A shape is captured when it is first needed. Prefill, whose shapes vary, runs eagerly, and so does every pass on a cache
 that has fallen back to a dynamic one.
@@ -9,6 +9,7 @@ that has fallen back to a dynamic one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,18 +20,22 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.backends.cuda_graphs.buffers import HiddenBuffer, NodeBuffers, StepShape
-from lade.backends.cuda_graphs.capture import Recording
+from lade.backends.cuda_graphs.capture import Recording, ResultMemory
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
+from lade.backends.cuda_graphs.fused import FusedDecoder, decoder_of, difference
 from lade.backends.cuda_graphs.pass_inputs import ClosureAncestry, StaticCacheView, StaticInputs
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.static_cache import StaticCache, StaticRows
 from lade.decoding.loop import PromptLogitsHook
+from lade.decoding.readout import Readout, read, reduced, unpacked
 from lade.decoding.tree import TokenTree
 from lade.model.facts import ModelFacts
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class GraphRunner(EagerRunner):
         generation_config: generation settings, see `EagerRunner`.
         pool: pool of buffers and captured passes.
         facts: survey of the model, see `EagerRunner`.
+        fuses: whether passes are fused where that is possible.
     """
 
     sizing = StaticCache
@@ -72,9 +78,14 @@ class GraphRunner(EagerRunner):
         generation_config: GenerationConfig,
         pool: BufferPool,
         facts: ModelFacts | None = None,
+        *,
+        fuses: bool = True,
     ) -> None:
         super().__init__(model, plan, generation_config, facts)
         self._pool = pool
+        self._fused = decoder_of(self.facts, plan, in_use=pool.in_use) if fuses else None
+        if self._fused is not None and pool.fusion_failed_in == pool.setup:
+            self._fused = None
         self._watcher: Callable[[torch.Tensor], None] | None = None
         self._least_step = 1 if self._recurrence is None else 2  # models update their states themselves for one token
         self.step_sizes = [size for size in STEP_SIZES if size >= self._least_step]
@@ -141,17 +152,48 @@ class GraphRunner(EagerRunner):
         self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: StaticCache | FallbackCache
     ) -> torch.Tensor:
         """See `EagerRunner.forward`; the next pass may overwrite the logits."""
-        step = cache.try_static(lambda static: self._prepare(trees, static))
-        if step is not None:
-            return self._replay(step, trees)
+        found = self._replayed(trees, cache, reads=False)
+        if found is not None:
+            return found
         assert cache.dynamic is not None
         return super().forward(trees, rows, cache.dynamic)
 
-    def _prepare(self, trees: Sequence[TokenTree], cache: StaticCache) -> PreparedStep:
+    @property
+    def reader(self) -> GraphRunner:
+        """See `EagerRunner.reader`: what a step reads of the logits is computed within the captured pass."""
+        return self
+
+    @torch.no_grad()
+    def readouts(
+        self,
+        trees: Sequence[TokenTree],
+        rows: Sequence[Sequence[int]],
+        cache: StaticCache | FallbackCache,
+        *,
+        wants_entries: bool,
+    ) -> list[Readout]:
+        """See `lade.decoding.loop.Reader.readouts`."""
+        found = self._replayed(trees, cache, reads=True)  # [B, S, 1 + WIDTH]
+        if found is None:
+            assert cache.dynamic is not None
+            readout = read(super().forward(trees, rows, cache.dynamic), wants_entries=wants_entries)
+        else:
+            readout = unpacked(found.flatten(0, 1))
+        size = max(map(len, trees))
+        return [readout.rows(row * size, len(tree)) for row, tree in enumerate(trees)]
+
+    def _replayed(
+        self, trees: Sequence[TokenTree], cache: StaticCache | FallbackCache, *, reads: bool
+    ) -> torch.Tensor | None:
+        """Return what a captured pass returns, `[B, S, ...]`; None if memory ran out and `cache.dynamic` has the rows."""
+        step = cache.try_static(lambda static: self._prepare(trees, static, reads=reads))
+        return None if step is None else self._replay(step, trees)
+
+    def _prepare(self, trees: Sequence[TokenTree], cache: StaticCache, *, reads: bool) -> PreparedStep:
         """Do everything that may need memory: reserve cache slots, and capture the pass of this shape if it is new."""
         size = max(self._least_step, *map(len, trees))
         cache.make_room(size)
-        shape, buffers = replace(cache.shape(size), states=self._watcher is not None), cache.buffers
+        shape, buffers = replace(cache.shape(size), states=self._watcher is not None, reads=reads), cache.buffers
         found: CapturedPass | None = buffers.passes.get(shape)
         self.prepared = found is None
         if found is None:
@@ -162,6 +204,8 @@ class GraphRunner(EagerRunner):
 
     def _record(self, shape: StepShape, rows: StaticRows, inputs: StaticInputs) -> CapturedPass:
         buffers, nodes, hidden = rows.buffers, NodeBuffers(rows.buffers.states), HiddenBuffer(rows.buffers.hidden)
+        if self._fused is not None:
+            self._try_fused(self._fused, shape, rows, inputs)
         recording = self._pool.record(
             buffers, lambda: self._static_pass(shape, rows, inputs, nodes, hidden), [inputs.memory, *buffers.fixed]
         )
@@ -180,10 +224,43 @@ class GraphRunner(EagerRunner):
             self._watcher(hidden.states[: len(trees), :size].clone())  # the next replay overwrites them
         return logits[: len(trees), :size]
 
+    def _try_fused(self, fused: FusedDecoder, shape: StepShape, rows: StaticRows, inputs: StaticInputs) -> None:
+        """Compare a fused pass with the model's own; fuse none from now on if they differ."""
+        real = inputs.closure.diagonal(dim1=1, dim2=2)  # [B, S]; padding does not see itself
+        own = self._model_pass(shape, rows, inputs, NodeBuffers(rows.buffers.states), HiddenBuffer(ResultMemory()))
+        try:
+            problem = difference(fused.logits(fused.states(inputs, rows.buffers, shape))[real], own[real])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the model's own pass replaces it
+            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if problem:
+            self._fused, self._pool.fusion_failed_in = None, self._pool.setup
+            logger.warning("passes of %s are not fused, which is slower: %s", type(self.model).__name__, problem)
+
     def _static_pass(
         self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers, hidden: HiddenBuffer
     ) -> torch.Tensor:
-        """Run the pass that a graph captures; return logits `[B, S, V]`, and leave the rest in `nodes` and `hidden`."""
+        """Run the pass that a graph captures, and leave states in `nodes` and `hidden`.
+
+        Returns:
+            Logits `[B, S, V]`, or what is read of them, `[B, S, 1 + WIDTH]` int32.
+        """
+        if self._fused is None:
+            logits = self._model_pass(shape, rows, inputs, nodes, hidden)
+        else:
+            states = self._fused.states(inputs, rows.buffers, shape)
+            if shape.states:
+                hidden.take(states)
+            logits = self._fused.logits(states)
+        if not shape.reads:
+            return logits
+        return reduced(logits.flatten(0, 1), wants_entries=True).unflatten(0, logits.shape[:2])
+
+    def _model_pass(
+        self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers, hidden: HiddenBuffer
+    ) -> torch.Tensor:
+        """Run the model; return logits `[B, S, V]`."""
         step = inputs.tree_step(shape.keys) if self.plan.compact else inputs.step(shape.keys)
         view = StaticCacheView(rows.layers, rows.buffers, inputs.slots(), shape)
         arguments = self._arguments(step, view, inputs.offsets)

@@ -1,0 +1,206 @@
+"""A decoder's pass over trees in ten kernels a layer.
+
+Of few tokens, a layer's matrix products take as long as reading its weights. What stands between them, in torch some
+forty kernels, takes nearly as long again. Here it is five:
+
+    x, y = norm(x, before)                          residual and norm
+    q, cache = rotate(y @ [q | k | v])              one product, rotary positions, keys and values into the cache
+    x, y = norm(x, attention(q, cache) @ o)
+    before = silu_product(y @ [gate | up]) @ down
+
+The weights that one product takes are laid out side by side once, and the model's parameters become views of them: the
+model computes as before, and takes no more memory.
+
+A model is fused if its classes are transformers' own of a known family, and if a trial agrees: the first pass of each
+shape is made by the model as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from lade.backends.cuda_graphs.buffers import Buffers, StepShape
+from lade.backends.cuda_graphs.pass_inputs import StaticInputs
+from lade.backends.tree_attention.backend import HAS_TRITON
+from lade.model.facts import ModelFacts
+from lade.model.inputs import AttentionSpan
+from lade.model.masks import TREE_ATTENTION, MaskPlan
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Their layers differ in biases, in norms of heads and in windows alone."""
+ATTENTION = frozenset({"sdpa", TREE_ATTENTION})
+WORST = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Largest difference of logits, as a share of their norm: twice what bfloat16 showed on 32 random layers, where two
+kinds of attention differ by 0.04; in float32 products may be rounded to TF32. A wrong pass is off by about 1."""
+
+
+def fusion_refusal(facts: ModelFacts, plan: MaskPlan) -> str:
+    """Return why passes of a model are not fused; empty if a trial decides."""
+    config = facts.text_config
+    family, here = config.model_type, "torch.nn.modules"
+    if family not in FAMILIES or type(facts.model).__name__.lower() != f"{family}forcausallm":
+        return f"its family is none of {', '.join(sorted(FAMILIES))}"
+    known = (here, f"transformers.models.{family}.", "transformers.activations")
+    if strange := [kind.__name__ for kind in facts.kinds if not kind.__module__.startswith(known)]:
+        return f"it has layers of other kinds: {', '.join(sorted(strange))}"
+    if facts.replaced or facts.compiled or facts.training:
+        return "parts of it were replaced, compiled or are in training mode"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, not SiLU"
+    if config._attn_implementation not in ATTENTION or plan.additive:
+        return f"its attention is {config._attn_implementation}: choose sdpa or {TREE_ATTENTION}"
+    dtypes = {weight.dtype for weight in facts.weights}
+    if len(dtypes) > 1 or not dtypes <= set(WORST) or {type(weight) for weight in facts.weights} != {nn.Parameter}:
+        return "its weights are not all in one of float32, bfloat16 and float16"
+    return "" if HAS_TRITON else "Triton is not installed"
+
+
+def decoder_of(facts: ModelFacts, plan: MaskPlan, *, in_use: bool) -> FusedDecoder | None:
+    """Return the fused form of a model; None if it is refused, or if there is no memory to lay its weights out.
+
+    Args:
+        facts: survey of the model.
+        plan: the model's mask format.
+        in_use: whether captured passes of the model may be running, so that its weights must stay where they are.
+    """
+    if fusion_refusal(facts, plan):
+        return None
+    if in_use and not all(map(_is_laid_out, facts.model.model.layers)):
+        return None
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return FusedDecoder(facts, plan)
+    except torch.OutOfMemoryError as problem:  # the layers that are laid out serve the model as well
+        logger.info("passes are not fused: %s", problem)
+        return None
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """The weights of a decoder layer, those of one product side by side, and the reach of its attention."""
+
+    qkv: tuple[torch.Tensor, torch.Tensor | None]
+    output: tuple[torch.Tensor, torch.Tensor | None]
+    gate_up: tuple[torch.Tensor, torch.Tensor | None]
+    down: tuple[torch.Tensor, torch.Tensor | None]
+    norms: tuple[torch.Tensor, torch.Tensor]
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    scaling: float
+    span: AttentionSpan
+
+    @classmethod
+    def of(cls, layer: Any, span: AttentionSpan) -> FusedLayer:
+        """Return a layer of transformers, whose parameters become views of what is side by side."""
+        attention, block = layer.self_attn, layer.mlp
+        has_norms = hasattr(attention, "q_norm")
+        return cls(
+            qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
+            output=(attention.o_proj.weight.detach(), _detached(attention.o_proj.bias)),
+            gate_up=side_by_side([block.gate_proj, block.up_proj]),
+            down=(block.down_proj.weight.detach(), _detached(block.down_proj.bias)),
+            norms=(layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()),
+            head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
+            scaling=attention.scaling,
+            span=span,
+        )
+
+
+class FusedDecoder:
+    """Makes the passes of a model over trees.
+
+    Args:
+        facts: survey of a model that `fusion_refusal` does not refuse.
+        plan: the model's mask format.
+    """
+
+    def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:
+        from lade.backends.cuda_graphs import fused_kernels
+        from lade.backends.tree_attention import launch
+
+        self._kernels, self._attend = fused_kernels, launch.attend
+        config, decoder = facts.text_config, facts.model.model
+        count = config.num_hidden_layers
+        kinds = config.layer_types if plan.by_layer_type else list(plan.spans) * count
+        spans = [plan.spans[kind] for kind in kinds[:count]]
+        self._layers = [FusedLayer.of(*each) for each in zip(decoder.layers, spans, strict=True)]
+        self._embed, self._rotary, self._head = decoder.embed_tokens, decoder.rotary_emb, facts.model.lm_head
+        self._norm, self._eps = decoder.norm.weight.detach(), config.rms_norm_eps
+
+    def states(self, inputs: StaticInputs, buffers: Buffers, shape: StepShape) -> torch.Tensor:
+        """Make a pass, whose keys and values go to the buffers; return the states after the last norm, `[B, S, H]`."""
+        step, slots, norm = inputs.tree_step(shape.keys), inputs.slots(), self._kernels.norm
+        positions = inputs.positions if inputs.offsets is None else inputs.positions + inputs.offsets[0]
+        x = self._embed(inputs.ids).detach()
+        turns = tuple(each.expand(*positions.shape, -1).contiguous() for each in self._rotary(x, positions))
+        before: torch.Tensor | None = None  # what the layer before adds to its residual
+        for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
+            keys, values = keys[: shape.rows], values[: shape.rows]
+            x, y = norm(x, layer.norms[0], self._eps, before)
+            qkv = linear(y, *layer.qkv)  # [B, S, (H + 2 * Hkv) * D]
+            query = self._kernels.rotate_and_store(qkv, turns, layer.head_norms, self._eps, keys, values, slots)
+            seen = keys[:, :, : shape.keys], values[:, :, : shape.keys]
+            found = self._attend(query.transpose(1, 2), *seen, step.mask(layer.span), scale=layer.scaling)
+            x, y = norm(x, layer.norms[1], self._eps, linear(found.flatten(2), *layer.output))
+            before = linear(self._kernels.silu_product(linear(y, *layer.gate_up)), *layer.down)
+        return norm(x, self._norm, self._eps, before)[1]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of states after the last norm, `[B, S, V]`."""
+        found: torch.Tensor = self._head(states)
+        return found
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return how logits `[..., V]` of a fused pass differ from the model's own; empty if by rounding alone."""
+    expected = expected.float()
+    error = ((found.float() - expected).norm() / expected.norm()).item()
+    fits = error <= WORST[found.dtype]  # not if it is no number
+    return "" if fits else f"their logits differ from its own by {error:.2g} of their norm"
+
+
+def _is_laid_out(layer: Any) -> bool:
+    attention, block = layer.self_attn, layer.mlp
+    groups = [attention.q_proj, attention.k_proj, attention.v_proj], [block.gate_proj, block.up_proj]
+    return all(_is_joined([each.weight for each in group]) for group in groups)
+
+
+def side_by_side(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weights of linear layers of the same inputs as one, `[outs, in]`, and their biases, if any, `[outs]`.
+
+    The layers' parameters become views of them.
+    """
+    has_bias = layers[0].bias is not None
+    return _joined([each.weight for each in layers]), _joined([each.bias for each in layers]) if has_bias else None
+
+
+def _joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, sizes = parameters[0].detach(), [len(each) for each in parameters]
+    if _is_joined(parameters):
+        return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    whole = torch.cat([each.detach() for each in parameters])
+    for parameter, part in zip(parameters, whole.split(sizes), strict=True):
+        parameter.data = part
+    return whole
+
+
+def _is_joined(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return True if parameters follow each other in one block of memory."""
+    block, place = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
+    for each in parameters:
+        if each.untyped_storage().data_ptr() != block or each.data_ptr() != place or not each.is_contiguous():
+            return False
+        place += each.nbytes
+    return True
+
+
+def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()
