@@ -50,8 +50,8 @@ FIRST_SCREEN = {
 """Rows of the project's README: gains, and two models too small to gain."""
 COLUMNS = ("packed weights alone", "drafting", "both", "both, memory kept")
 GPU = [
-    Benchmark(f"gpu/results/{size}", "embedded", f"code at the cost of {size} parameters, bfloat16, on a GPU", "", 0)
-    for size in ("1B", "7B")
+    Benchmark(f"gpu/results/{name}", "embedded", f"a chat model at the cost of 7B parameters, bfloat16, {more}", "", 0)
+    for name, more in (("text", "on a GPU"), ("sampled", "at temperature 0.7, on a GPU"))
 ]
 _PLACE = re.compile(
     r"(<!-- (overview|(?:results|scaling|text|headlines|benchmarks): \S+) -->\n).*?(<!-- end -->)", re.DOTALL

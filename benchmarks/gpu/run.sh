@@ -1,31 +1,34 @@
 #!/usr/bin/env bash
-# One command for a machine with one NVIDIA GPU and no network, in less than nine minutes; see README.md beside this file.
+# One command for a machine with one NVIDIA GPU and no network, in the minutes it is given; see README.md beside this file.
 #
-#     benchmarks/gpu/run.sh [OUT] [--parts NAME,...] [--wheels DIR] [--python PROGRAM] [--device NAME] [--sizes N,N,...]
-#         [--quick]
+#     benchmarks/gpu/run.sh [OUT] [--minutes N] [--parts NAME,...] [--model FOLDER] [--prompts FILE,...] [--size N]
+#         [--shapes NAME,...] [--wheels DIR] [--python PROGRAM] [--device NAME] [--quick]
 #
 # OUT       folder for everything; not given: benchmarks/gpu/results
-# --parts   of tests, attention, steps, methods, sampled, batches, quantised; not given: all but sampled and batches,
-#           for which there is no time beside the others
+# --minutes all parts end within them; not given: 6
+# --parts   of tests, steps, text, sampled, batches, attention, quantised; not given: tests, steps and text
+# --model   folder of a Llama model, padded to --size parameters; not given: the embedded model
+# --prompts JSON lines, as `lade bench` reads them; not given: its own
+# --size    not given: 7e9; 0: as it is
+# --shapes  of the models whose passes are timed, see steps.py; not given: llama-3-8b
 # --wheels  folder of .whl files of what the machine's Python lacks
 # --python  not given: python3
 # --device  not given: cuda; with cpu the script itself can be tried
-# --sizes   parameters of the models; not given: 1e9,7e9
 # --quick   a few tokens, only to see that everything runs
 #
 # Exit code 0: done. 1: a test failed, an output differs, or time was over too early. 2: something is missing.
 set -euo pipefail
 
-TOTAL_S=510 TESTS_S=150 ATTENTION_S=60 STEPS_S=60 QUANTISED_S=45 GRACE_S=20 LEAST_S=20
-METHODS=hf,hf-prompt-lookup,plain,jacobi,lookahead,lookahead=15,5,15,adaptive,adaptive-warm
-SAMPLED_METHODS=hf,plain,adaptive,adaptive-warm TEMPERATURE=0.7 BATCH=8
-PARTS=tests,attention,steps,methods,sampled,batches,quantised
+TESTS_S=90 ATTENTION_S=60 STEPS_S=60 QUANTISED_S=45 GRACE_S=20 LEAST_S=20
+METHODS=hf,hf-prompt-lookup,plain,lookahead=15,5,15,adaptive,adaptive-warm
+SAMPLED_METHODS=hf,plain,adaptive,adaptive-warm TEMPERATURE=0.7 BATCHES=8,16
+PARTS=tests,steps,text,sampled,batches,attention,quantised
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 root=$PWD called_from=$OLDPWD
-out=benchmarks/gpu/results wheels='' python=python3 device=cuda sizes=1e9,7e9
-parts=tests,attention,steps,methods,quantised dtype=bfloat16 failed=0
-bench=(--limit 12 --max-new-tokens 128) tests=() attention=() steps=() quantised=() rounds=3
+out=benchmarks/gpu/results wheels='' python=python3 device=cuda model='' prompts='' size=7e9 shapes=llama-3-8b minutes=6
+parts=tests,steps,text dtype=bfloat16 failed=0
+answers=(--limit 3 --max-new-tokens 128) tests=() attention=() steps=() quantised=()
 
 absolute() { case $1 in /*) echo "$1" ;; *) echo "$called_from/$1" ;; esac; }
 
@@ -37,10 +40,10 @@ refuse() {
 while (($#)); do
     case $1 in
         --quick)
-            bench=(--limit 2 --max-new-tokens 6) rounds=1 tests=(-k 'greedy and llama') steps=(--rounds 2) quantised=(--rounds 1)
+            answers=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama') steps=(--rounds 2) quantised=(--rounds 1)
             attention=(--shapes 4x2x32 --lengths 16,64 --steps 1,8 --rounds 2 --no-flex)
             ;;
-        --parts | --wheels | --python | --device | --sizes)
+        --minutes | --parts | --model | --prompts | --size | --shapes | --wheels | --python | --device)
             (($# > 1)) || refuse "$1 needs a value"
             printf -v "${1#--}" %s "$2"
             shift
@@ -55,17 +58,25 @@ wanted() { [[ ,$parts, == *,$1,* ]]; }
 for part in ${parts//,/ }; do
     [[ ,$PARTS, == *,$part,* ]] || refuse "no part $part: give some of $PARTS as --parts"
 done
+[[ $minutes =~ ^[1-9][0-9]*$ ]] || refuse "--minutes is '$minutes': give a whole number, such as 6"
+TOTAL_S=$((60 * minutes - GRACE_S))
 case $python in */*) python=$(absolute "$python") ;; esac
 
+files=()
+[[ -z $model ]] || files+=(--model "$(absolute "$model")")
+IFS=, read -ra given <<<"$prompts"
+for file in "${given[@]}"; do files+=(--prompts "$(absolute "$file")"); done
+[[ $size == 0 ]] || files+=(--inflate "$size")
+
 # Packages that came as wheels go before those of the machine; nothing is installed for good.
-export PYTHONPATH=$root PYTHONUNBUFFERED=1
+export PYTHONPATH=$root:$root/lab PYTHONUNBUFFERED=1
 if [[ $wheels ]]; then
     wheels=$(absolute "$wheels")
     compgen -G "$wheels/*.whl" >/dev/null || refuse "no .whl files in $wheels"
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
-    PYTHONPATH=$site:$root
+    PYTHONPATH=$site:$root:$root/lab
 fi
 "$python" - "$device" <<'PYTHON' || refuse 'not begun'
 import re, sys, tomllib
@@ -74,7 +85,7 @@ from importlib.metadata import PackageNotFoundError, version
 with open("pyproject.toml", "rb") as file:
     wanted = [re.match(r"[\w-]+", each)[0] for each in tomllib.load(file)["project"]["dependencies"]]
 missing = []
-for name in [*wanted, "matplotlib", "pytest", "pytest-timeout", "hypothesis"]:
+for name in [*wanted, "pydantic", "matplotlib", "pytest", "pytest-timeout", "hypothesis"]:  # typer needs pydantic
     try:
         print(f"{name} {version(name)}", end="; ")
     except PackageNotFoundError:
@@ -104,8 +115,6 @@ stage() {
     ((code == 0)) || failed=1
 }
 
-label() { awk -v n="$1" 'BEGIN { if (n < 1e9) printf "%gM", n / 1e6; else printf "%gB", n / 1e9 }'; }
-
 mkdir -p "$out"
 run_tests() { # other plugins and versions than the project's may be there: they and their warnings are no errors here
     local files chosen='gpu and not slow'
@@ -120,36 +129,34 @@ if wanted tests; then
     grep -E '^[0-9]+ (passed|failed|skipped)|, [0-9]+ passed' "$out/tests.log" | tail -n 1 >"$out/parity.txt" || true
 fi
 
+if wanted steps; then
+    for shape in ${shapes//,/ }; do
+        stage "passes of $shape" $STEPS_S "$python" benchmarks/gpu/steps.py --shape "$shape" --dtype $dtype \
+            --device "$device" "${steps[@]}" --out "$out/steps-$shape.json"
+    done
+fi
+
 ! wanted attention || stage attention $ATTENTION_S "$python" benchmarks/gpu/attention.py --out "$out" \
     --device "$device" --limit-s $((ATTENTION_S - 15)) "${attention[@]}"
 
+! wanted quantised || stage "quantised weights" $QUANTISED_S "$python" benchmarks/gpu/quantised.py --params "$size" \
+    --device "$device" --limit-s $((QUANTISED_S - 20)) "${quantised[@]}" --out "$out/quantised.json"
+
 # What is left of the time is shared by the parts that take as long as they are given.
-IFS=, read -ra todo <<<"$sizes"
 long=0
-for part in methods sampled batches; do ! wanted $part || long=$((long + ${#todo[@]})); done
-kept_s=$(wanted quantised && echo $QUANTISED_S || echo 0)
+for part in text sampled batches; do ! wanted $part || long=$((long + 1)); done
 run_long() { # NAME COMMAND...
-    local share=$(((TOTAL_S - kept_s - SECONDS) / long))
+    local share=$(((TOTAL_S - SECONDS) / long))
     long=$((long - 1))
     stage "$1" "$share" "${@:2}"
 }
 
-for size in "${todo[@]}"; do
-    name=$(label "$size")
-    model=(--inflate "$size" --dtype $dtype --device "$device")
-    lade_bench=("$python" -m lade bench "${model[@]}" --no-pack "${bench[@]}" --allow-near-ties --resume)
-    ! wanted steps || stage "steps of $name parameters" $STEPS_S "$python" benchmarks/gpu/steps.py --params "$size" \
-        --dtype $dtype --device "$device" "${steps[@]}" --out "$out/steps-$name.json"
-    ! wanted methods || run_long "$name parameters" "${lade_bench[@]}" --methods $METHODS --out "$out/$name"
-    ! wanted sampled || run_long "$name parameters, sampled" "${lade_bench[@]}" --methods $SAMPLED_METHODS \
-        --temperature $TEMPERATURE --out "$out/$name-sampled"
-    ! wanted batches || run_long "$name parameters, batches of $BATCH" \
-        env COLUMNS=120 bash -c '"${@:2}" >"$1"' - "$out/batches-$name.txt" "$python" -m lade bench "${model[@]}" --no-pack \
-        --batch-size $BATCH "${bench[@]}" --repeats $rounds --allow-near-ties
-done
-
-! wanted quantised || stage "quantised weights, $name parameters" $QUANTISED_S "$python" benchmarks/gpu/quantised.py \
-    --params "$size" --device "$device" --limit-s $((QUANTISED_S - 20)) "${quantised[@]}" --out "$out/quantised.json"
+lade_bench=("$python" -m lade_lab bench "${files[@]}" --dtype $dtype --device "$device" --no-pack "${answers[@]}")
+! wanted text || run_long text "${lade_bench[@]}" --allow-near-ties --resume --methods $METHODS --out "$out/text"
+! wanted sampled || run_long "sampled text" "${lade_bench[@]}" --allow-near-ties --resume --methods $SAMPLED_METHODS \
+    --temperature $TEMPERATURE --out "$out/sampled"
+! wanted batches || run_long "batches of $BATCHES" env COLUMNS=120 bash -c '"${@:2}" >"$1"' - "$out/batches.txt" \
+    "${lade_bench[@]}" --batch-size $BATCHES --allow-near-ties
 
 tar --create --gzip --file "$out.tar.gz" --directory "$out" .
 echo "== everything is in $out, and in $out.tar.gz to carry away"

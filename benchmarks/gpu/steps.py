@@ -11,7 +11,8 @@ The weights are random: what a pass takes does not depend on them.
 Then all runners take turns at every size, so that a drift of the machine's speed meets all. Two times are taken of
 each pass: what it takes by the device's own clock, and what the whole step takes on the wall, without choosing tokens:
 making the tree, launching, waiting for the logits, and dropping the tree from the cache.
-"Replayed" is the model's own layers as a CUDA graph, "fused" the same in fewer kernels (`lade.backends.cuda_graphs.fused`).
+"Replayed" is the model's own layers as a CUDA graph, "fused" the same in fewer kernels:
+see `lade/backends/cuda_graphs/fused.py`.
 Where passes cannot be captured, or the device is a CPU, both are called again with the same padding.
 """
 
@@ -158,9 +159,10 @@ def line_of(size: int, floors: tuple[float, float], lanes: dict[str, Lane]) -> d
 
 def table_of(lines: Sequence[dict[str, Any]]) -> str:
     """The lines for people: medians, and how far above the higher floor a fused pass is."""
+    headings = [f"{name + ' ms (wall)':>18}" for name in RUNNERS]
     rows = [
-        "tokens  padded   bytes     ops |    eager ms (wall) | replayed ms (wall) |    fused ms (wall) | over floor  over 1 token",
-        "------  ------  ------  ------ | ------------------ | ------------------ | ------------------ | ----------  ------------",
+        " | ".join(["tokens  padded   bytes     ops", *headings, "over floor  over 1 token"]),
+        " | ".join(["------  ------  ------  ------", *["-" * 18] * len(RUNNERS), "----------  ------------"]),
     ]
     one = lines[0]["fused"]["device_ms"]["median"]
     for line in lines:

@@ -112,7 +112,7 @@ def reduced(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
     maxima = blocks.amax(2)
     first = maxima.argmax(1, keepdim=True)  # of equal ones the first, as within a block
     inside = _blocks_at(blocks, first).argmax(1, keepdim=True)
-    ids = (first * BLOCK + inside).int()
+    ids: torch.Tensor = (first * BLOCK + inside).int()
     if not wants_entries:
         return ids
     places = maxima.topk(min(WIDTH, maxima.shape[1])).indices  # [M, K]
@@ -129,4 +129,5 @@ def reduced(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
 
 def _blocks_at(blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return blocks `[M, N, BLOCK]` at places `[M, K]` as `[M, K * BLOCK]`."""
-    return blocks.gather(1, places[..., None].expand(-1, -1, BLOCK)).flatten(1)
+    found: torch.Tensor = blocks.gather(1, places[..., None].expand(-1, -1, BLOCK)).flatten(1)
+    return found

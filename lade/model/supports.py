@@ -119,12 +119,15 @@ class Support:
         reason: reason for the refusal; empty if the model is supported.
         plan: mask format of the model; None if it is not supported.
         mtp: multi-token prediction layers of its checkpoint, or the reason why they cannot be used.
+        fused: reason why passes over trees are not fused into few kernels; empty if they are, unless a trial finds that
+            their logits differ, which is logged.
     """
 
     model: str
     reason: str = ""
     plan: MaskPlan | None = None
     mtp: MtpSupport = _NOT_SEARCHED
+    fused: str = "passes are fused on CUDA devices only"
 
     def __bool__(self) -> bool:
         return not self.reason
@@ -151,9 +154,8 @@ def supports(model: Any) -> Support:
     """Return whether `lade` decodes a model exactly.
 
     Untested code, that is an unlisted architecture or foreign code on a listed one, is checked once on the model
-        itself: a
-    small tree against plain decoding. Linear layers other than torch's own, such as quantised ones, are each tried
-    once, and training mode by three small passes at every call.
+    itself: a small tree against plain decoding. Linear layers other than torch's own, such as quantised ones, are each
+    tried once, and training mode by three small passes at every call.
 
     Args:
         model: a transformers model, also inside a wrapper of PEFT or `torch.compile`.
@@ -169,6 +171,8 @@ def supports(model: Any) -> Support:
         return Support(type(inner).__name__, f"it is not a transformers model with a language modeling head{hint}")
     facts = ModelFacts.of(inner)
     support = support_by(facts, model)
+    if support and {weight.device.type for weight in facts.weights} == {"cuda"}:
+        support = replace(support, fused=joint.load("cuda_graphs").fusion_refusal(facts, support.plan))
     return replace(support, mtp=mtp_support(facts)) if support else support
 
 

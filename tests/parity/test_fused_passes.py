@@ -23,6 +23,7 @@ from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
 from lade.hf import job
+from lade.model import joint
 from lade.model.facts import ModelFacts
 
 NAMES = ["llama", "mistral-window", "qwen2", "qwen3"]
@@ -101,8 +102,7 @@ def test_logits_of_trees_are_those_of_the_model(
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", CONFIGS[:3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "config"), list(zip(NAMES, CONFIGS, strict=False)))
 def test_it_writes_what_plain_decoding_writes(
     name: str, config: Any, device: torch.device, graphs: Graphs, passes: list[StepShape]
 ) -> None:
@@ -198,3 +198,11 @@ def test_models_that_are_not_fused(why: str) -> None:
     if why == "attention":
         plan = lade.supports(model).require()
     assert why in fusion_refusal(ModelFacts.of(model), plan)
+
+
+def test_support_says_why_not(device: torch.device) -> None:
+    model = built("llama", device)
+    assert lade.supports(model).fused == ("" if device.type == "cuda" else "passes are fused on CUDA devices only")
+    eager: Any = family("llama").build("eager", dtype=torch.float32)
+    backend = joint.load("cuda_graphs")
+    assert "choose sdpa" in backend.fusion_refusal(ModelFacts.of(eager), lade.supports(eager).require())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from lade.backends.cuda_graphs.fused import fusion_refusal
 from lade.backends.cuda_graphs.pool import free_idle_buffers, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.model.capture_blockers import capture_blocker
@@ -60,6 +61,10 @@ class GraphBackend(Backend):
     """Forward passes captured as CUDA graphs, see `lade.model.joint`."""
 
     release = staticmethod(release)
+
+    def fusion_refusal(self, facts: ModelFacts, plan: MaskPlan) -> str:
+        """Return why captured passes of a model on a CUDA device are not fused; empty if they are."""
+        return capture_refusal(facts.model, facts) or fusion_refusal(facts, plan)
 
     def runner(
         self,

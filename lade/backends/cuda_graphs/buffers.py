@@ -59,7 +59,7 @@ class StepShape:
     """Shape of a forward pass: B rows, S tokens per row, and K cache slots that attention reads.
 
     If positions differ from slots, `axes` is the number of position axes. With `states`, the pass leaves the hidden
-    states of its nodes. With `reads`, its result is what a step reads of the logits, see `lade.decoding.readout.reduced`.
+    states of its nodes. With `reads`, its result is what a step reads of the logits: `lade.decoding.readout.reduced`.
     """
 
     rows: int

@@ -30,7 +30,7 @@ from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.backends.tree_attention.backend import HAS_TRITON
 from lade.model.facts import ModelFacts
-from lade.model.inputs import AttentionSpan
+from lade.model.inputs import FULL, AttentionSpan
 from lade.model.masks import TREE_ATTENTION, MaskPlan
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def decoder_of(facts: ModelFacts, plan: MaskPlan, *, in_use: bool) -> FusedDecod
 
 
 @dataclass(frozen=True)
-class FusedLayer:
+class LayerWeights:
     """The weights of a decoder layer, those of one product side by side, and the reach of its attention."""
 
     qkv: tuple[torch.Tensor, torch.Tensor | None]
@@ -98,7 +98,7 @@ class FusedLayer:
     span: AttentionSpan
 
     @classmethod
-    def of(cls, layer: Any, span: AttentionSpan) -> FusedLayer:
+    def of(cls, layer: Any, span: AttentionSpan | None) -> LayerWeights:
         """Return a layer of transformers, whose parameters become views of what is side by side."""
         attention, block = layer.self_attn, layer.mlp
         has_norms = hasattr(attention, "q_norm")
@@ -110,7 +110,7 @@ class FusedLayer:
             norms=(layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()),
             head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
             scaling=attention.scaling,
-            span=span,
+            span=span or FULL,
         )
 
 
@@ -131,7 +131,7 @@ class FusedDecoder:
         count = config.num_hidden_layers
         kinds = config.layer_types if plan.by_layer_type else list(plan.spans) * count
         spans = [plan.spans[kind] for kind in kinds[:count]]
-        self._layers = [FusedLayer.of(*each) for each in zip(decoder.layers, spans, strict=True)]
+        self._layers = [LayerWeights.of(*each) for each in zip(decoder.layers, spans, strict=True)]
         self._embed, self._rotary, self._head = decoder.embed_tokens, decoder.rotary_emb, facts.model.lm_head
         self._norm, self._eps = decoder.norm.weight.detach(), config.rms_norm_eps
 
@@ -140,15 +140,14 @@ class FusedDecoder:
         step, slots, norm = inputs.tree_step(shape.keys), inputs.slots(), self._kernels.norm
         positions = inputs.positions if inputs.offsets is None else inputs.positions + inputs.offsets[0]
         x = self._embed(inputs.ids).detach()
-        turns = tuple(each.expand(*positions.shape, -1).contiguous() for each in self._rotary(x, positions))
+        cos, sin = (each.expand(*positions.shape, -1).contiguous() for each in self._rotary(x, positions))
         before: torch.Tensor | None = None  # what the layer before adds to its residual
         for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
-            keys, values = keys[: shape.rows], values[: shape.rows]
             x, y = norm(x, layer.norms[0], self._eps, before)
             qkv = linear(y, *layer.qkv)  # [B, S, (H + 2 * Hkv) * D]
-            query = self._kernels.rotate_and_store(qkv, turns, layer.head_norms, self._eps, keys, values, slots)
-            seen = keys[:, :, : shape.keys], values[:, :, : shape.keys]
-            found = self._attend(query.transpose(1, 2), *seen, step.mask(layer.span), scale=layer.scaling)
+            query = self._kernels.rotate_and_store(qkv, (cos, sin), layer.head_norms, self._eps, keys, values, slots)
+            k, v = (cached[: shape.rows, :, : shape.keys] for cached in (keys, values))
+            found = self._attend(query.transpose(1, 2), k, v, step.mask(layer.span), scale=layer.scaling)
             x, y = norm(x, layer.norms[1], self._eps, linear(found.flatten(2), *layer.output))
             before = linear(self._kernels.silu_product(linear(y, *layer.gate_up)), *layer.down)
         return norm(x, self._norm, self._eps, before)[1]

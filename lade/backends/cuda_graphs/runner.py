@@ -185,7 +185,7 @@ class GraphRunner(EagerRunner):
     def _replayed(
         self, trees: Sequence[TokenTree], cache: StaticCache | FallbackCache, *, reads: bool
     ) -> torch.Tensor | None:
-        """Return what a captured pass returns, `[B, S, ...]`; None if memory ran out and `cache.dynamic` has the rows."""
+        """Return what a captured pass returns, `[B, S, ...]`; None if `cache.dynamic` has the rows instead."""
         step = cache.try_static(lambda static: self._prepare(trees, static, reads=reads))
         return None if step is None else self._replay(step, trees)
 
@@ -255,7 +255,8 @@ class GraphRunner(EagerRunner):
             logits = self._fused.logits(states)
         if not shape.reads:
             return logits
-        return reduced(logits.flatten(0, 1), wants_entries=True).unflatten(0, logits.shape[:2])
+        found: torch.Tensor = reduced(logits.flatten(0, 1), wants_entries=True).unflatten(0, logits.shape[:2])
+        return found
 
     def _model_pass(
         self, shape: StepShape, rows: StaticRows, inputs: StaticInputs, nodes: NodeBuffers, hidden: HiddenBuffer
