@@ -53,7 +53,7 @@ class ArrayType:
 
 
 INTS, TABLE = ArrayType(np.int32, 1), ArrayType(np.int32, 2)
-LONGS, SCORES = ArrayType(np.int64, 1), ArrayType(np.float32, 2)
+LONGS, SCORES, HALVES = ArrayType(np.int64, 1), ArrayType(np.float32, 2), ArrayType(np.uint16, 2)
 FLOATS, DOUBLES, MATRIX = ArrayType(np.float32, 1), ArrayType(np.float64, 1), ArrayType(np.float64, 2)
 INT, DOUBLE, STRUCT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 """Types of the kernels' arguments."""

@@ -16,20 +16,43 @@ inline int32_t flipped(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 // Maps float32 bits to an order-preserving int32; NaN sorts above everything. Integer maxima are vectorised.
 inline int32_t sortable(int32_t bits) { return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : flipped(bits); }
 
-// Writes the maximum of each block of `BLOCK` logits.
-LADE_CLONES void find_maxima(const float* logits, int64_t vocabulary, float* maxima) {
+// Returns the float32 bits of a logit; bfloat16 is their upper half.
+inline int32_t bits_of(const uint16_t* logit) { return static_cast<int32_t>(static_cast<uint32_t>(*logit) << 16); }
+inline int32_t bits_of(const float* logit) {
+    int32_t bits;
+    std::memcpy(&bits, logit, sizeof bits);
+    return bits;
+}
+
+// Returns a logit as float32.
+inline float value_of(const float* logit) { return *logit; }
+inline float value_of(const uint16_t* logit) {
+    int32_t bits = bits_of(logit);
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+template <typename Logit>
+__attribute__((always_inline)) inline void find_maxima_of(const Logit* logits, int64_t vocabulary, float* maxima) {
     for (int64_t first = 0; first < vocabulary; first += BLOCK) {
         int32_t best = std::numeric_limits<int32_t>::min();
         int64_t count = std::min<int64_t>(BLOCK, vocabulary - first);
         for (int64_t at = 0; at < count; ++at) {
-            int32_t bits;
-            std::memcpy(&bits, logits + first + at, sizeof bits);
-            int32_t ordered = sortable(bits);
+            int32_t ordered = sortable(bits_of(logits + first + at));
             best = ordered > best ? ordered : best;
         }
         best = flipped(best);
         std::memcpy(maxima + first / BLOCK, &best, sizeof best);
     }
+}
+
+// Writes the maximum of each block of `BLOCK` logits.
+LADE_CLONES void find_maxima(const float* logits, int64_t vocabulary, float* maxima) {
+    find_maxima_of(logits, vocabulary, maxima);
+}
+LADE_CLONES void find_maxima(const uint16_t* logits, int64_t vocabulary, float* maxima) {
+    find_maxima_of(logits, vocabulary, maxima);
 }
 
 // The `WIDTH` ids with the highest scores so far, in descending order; NaN ranks highest, as in argmax.
@@ -61,7 +84,8 @@ int32_t entry_of(int64_t token, float weight, double total) {
     return static_cast<int32_t>(value) << BITS | static_cast<int32_t>(token);
 }
 
-int64_t read_row(const float* logits, int64_t vocabulary, float* maxima, int32_t* entries) {
+template <typename Logit>
+int64_t read_row(const Logit* logits, int64_t vocabulary, float* maxima, int32_t* entries) {
     int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
     find_maxima(logits, vocabulary, maxima);
     Best among, tokens;
@@ -74,11 +98,17 @@ int64_t read_row(const float* logits, int64_t vocabulary, float* maxima, int32_t
     for (int place = 0; place < among.used; ++place) {
         int64_t first = among.ids[place] * BLOCK;
         for (int64_t token = first; token < std::min(first + BLOCK, vocabulary); ++token)
-            if (!(logits[token] < least)) tokens.rank(token, logits[token]);
+            if (float score = value_of(logits + token); !(score < least)) tokens.rank(token, score);
     }
     for (int place = 0; place < WIDTH; ++place)
         entries[place] = place < tokens.used ? entry_of(tokens.ids[place], std::exp(tokens.scores[place] - best), total) : TOKEN;
     return tokens.ids[0];
+}
+
+template <typename Logit>
+void read_rows(const Array<Logit>* logits, const Array<float>* maxima, const Longs* picks, const Ints* entries) {
+    for (int64_t row = 0; row < logits->rows; ++row)
+        (*picks)[row] = read_row(logits->row(row), logits->columns, maxima->data, entries->row(row));
 }
 
 }  // namespace
@@ -88,6 +118,10 @@ using namespace lade;
 
 LADE_KERNEL void lade_entries_of(const Array<float>* logits, const Array<float>* maxima, const Longs* picks,
                                  const Ints* entries) {
-    for (int64_t row = 0; row < logits->rows; ++row)
-        (*picks)[row] = read_row(logits->row(row), logits->columns, maxima->data, entries->row(row));
+    read_rows(logits, maxima, picks, entries);
+}
+
+LADE_KERNEL void lade_entries_of_bfloat16(const Array<uint16_t>* logits, const Array<float>* maxima, const Longs* picks,
+                                          const Ints* entries) {
+    read_rows(logits, maxima, picks, entries);
 }

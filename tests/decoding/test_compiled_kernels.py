@@ -184,6 +184,7 @@ def test_entries_are_the_same(rows, vocabulary, spread, seed):
         logits = np.where(rng.random((rows, vocabulary)) < rng.random(), odd, logits).astype(np.float32)
     with both():
         reading.entries_of(logits)
+        reading.entries_of((logits.view(np.uint32) >> 16).astype(np.uint16))  # the bits of bfloat16
 
 
 @compiled
