@@ -377,14 +377,8 @@ def test_logits_of_any_dtype_and_layout_are_read(logits):
     assert np.array_equal(found.entries, read(rows).entries)
 
 
-KERNELS = [
-    tables._learn,
-    tables._look_up,
-    tables._certain,
-    reading._entries_of,
-    reading._entries_of_bfloat16,
-    growth.learn_tree,
-]
+READERS = [reading._entries_of, reading._entries_of_bfloat16]
+KERNELS = [tables._learn, tables._look_up, tables._certain, *READERS, growth.learn_tree]
 
 
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
