@@ -29,14 +29,18 @@ from torch.nn.functional import linear
 from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.backends.tree_attention.backend import HAS_TRITON
+from lade.locks import ForkSafeLock
 from lade.model.facts import ModelFacts
 from lade.model.inputs import FULL, AttentionSpan
 from lade.model.masks import TREE_ATTENTION, MaskPlan
 
 logger = logging.getLogger(__name__)
+_laying_out = ForkSafeLock()
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Their layers differ in biases, in norms of heads and in windows alone."""
+_OF_TORCH, _LINEAR = frozenset({nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU}), 7
+"""Torch's own kinds of layers in them, and linear ones in each decoder layer."""
 ATTENTION = frozenset({"sdpa", TREE_ATTENTION})
 WORST = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest difference of logits, as a share of their norm: twice what bfloat16 showed on 32 random layers, where two
@@ -46,12 +50,16 @@ kinds of attention differ by 0.04; in float32 products may be rounded to TF32. A
 def fusion_refusal(facts: ModelFacts, plan: MaskPlan) -> str:
     """Return why passes of a model are not fused; empty if a trial decides."""
     config = facts.text_config
-    family, here = config.model_type, "torch.nn.modules"
+    family = config.model_type
     if family not in FAMILIES or type(facts.model).__name__.lower() != f"{family}forcausallm":
         return f"its family is none of {', '.join(sorted(FAMILIES))}"
-    known = (here, f"transformers.models.{family}.", "transformers.activations")
-    if strange := [kind.__name__ for kind in facts.kinds if not kind.__module__.startswith(known)]:
-        return f"it has layers of other kinds: {', '.join(sorted(strange))}"
+    own, layers = (f"transformers.models.{family}.", "transformers.activations"), len(facts.model.model.layers)
+    strange = [kind.__name__ for kind in facts.kinds if kind not in _OF_TORCH and not kind.__module__.startswith(own)]
+    linear = len(facts.kinds.get(nn.Linear, ()))
+    if linear != 1 + _LINEAR * layers or layers != config.num_hidden_layers:
+        strange.append(f"{linear} linear ones in {layers} of {config.num_hidden_layers}")
+    if strange:
+        return f"it has other layers than its family: {', '.join(sorted(strange))}"
     if facts.replaced or facts.compiled or facts.training:
         return "parts of it were replaced, compiled or are in training mode"
     if config.hidden_act not in ("silu", "swish"):
@@ -74,11 +82,10 @@ def decoder_of(facts: ModelFacts, plan: MaskPlan, *, in_use: bool) -> FusedDecod
     """
     if fusion_refusal(facts, plan):
         return None
-    if in_use and not all(map(_is_laid_out, facts.model.model.layers)):
-        return None
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            return FusedDecoder(facts, plan)
+        with _laying_out, torch.inference_mode(False), torch.no_grad():
+            movable = not in_use or all(map(_is_laid_out, facts.model.model.layers))
+            return FusedDecoder(facts, plan) if movable else None
     except torch.OutOfMemoryError as problem:  # the layers that are laid out serve the model as well
         logger.info("passes are not fused: %s", problem)
         return None

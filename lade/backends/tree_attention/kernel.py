@@ -12,7 +12,8 @@ programs, as in flash-decoding (Dao, Haziza, Massa, Sizov, 2023), and a second k
 logarithms of their sums. The softmax is the online one of Milakov and Gimelshein (arXiv 1805.02867), in float32.
 
 Lengths, positions and bits are read on the device, so nothing synchronises, and a captured graph stays valid while they
-change. A non-finite value of a node reaches only queries that may see that node.
+change. The number of splits is no constant, since each value of a constant is compiled. A non-finite value of a node
+reaches only queries that may see that node.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def attend_tile(
     lengths, firsts, positions, node_positions, ancestors,
     q_row, q_head, q_step, k_row, k_head, k_slot, v_row, v_head, v_slot,
     step, nodes, words, reach, scale, softcap, log2e,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr,
@@ -161,7 +162,7 @@ def attend_tile(
     length = tl.load(lengths + row)
 
     low = _low(position, valid, length, reach, WINDOW, CHUNK)
-    share = tl.cdiv(tl.cdiv(length + nodes - low, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(length + nodes - low, tl.num_programs(1)), KEYS) * KEYS
     start = low + split * share
     end = tl.minimum(start + share, length + nodes)
 
@@ -181,22 +182,22 @@ def attend_tile(
     whole = tl.where(total == 0, 1.0, total)  # 0 for a query that sees nothing
     found = found / whole[:, None]
     place_out = (row * step + node).to(tl.int64) * (KV_HEADS * GROUP) + member  # in [B, S, H]
-    if SPLITS > 1:  # in [splits, B, S, H]
+    if SPLIT:  # in [splits, B, S, H]
         place_out += split.to(tl.int64) * (tl.num_programs(2) // KV_HEADS) * step * (KV_HEADS * GROUP)
         tl.store(log_sums + place_out, tl.where(total == 0, float("-inf"), top + tl.log2(whole)), mask=valid)
     out += place_out[:, None] * VALUE_DIM + value_dims
     tl.store(out, found.to(out.dtype.element_ty), mask=valid[:, None] & value_mask)
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit(do_not_specialize=["queries", "number"])
 def merge_splits(
-    parts, log_sums, out, queries,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    parts, log_sums, out, queries, number,
+    SPLIT_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge the results of all splits for one query of one head, weighted by the logarithms of their sums."""
     place = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLIT_BLOCK).to(tl.int64), tl.arange(0, VALUE_BLOCK)
-    there, inside = splits < SPLITS, dims < VALUE_DIM
+    there, inside = splits < number, dims < VALUE_DIM
     sums = tl.load(log_sums + splits * queries + place, mask=there, other=float("-inf"))
     highest = tl.max(sums)
     weights = tl.exp2(sums - tl.where(highest == float("-inf"), 0.0, highest))

@@ -118,7 +118,7 @@ def attend(
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             step, at.node_positions.shape[1], at.ancestors.shape[2], span.window or span.chunk or 0,
             scale * LOG2E / (softcap or 1.0), (softcap or 0.0) * LOG2E, LOG2E,
-            KV_HEADS=kv_heads, GROUP=heads // kv_heads, SPLITS=tiles.splits,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, SPLIT=tiles.splits > 1,
             WINDOW=bool(span.window), CHUNK=bool(span.chunk), SOFTCAP=bool(softcap), SINKS=sinks is not None,
             KEY_DIM=key.shape[-1], VALUE_DIM=value_dim,
             KEY_BLOCK=_block(key.shape[-1]), VALUE_BLOCK=_block(value_dim),
@@ -139,8 +139,8 @@ def _merge(parts: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor) -> No
     """
     splits, queries, value_dim = len(parts), log_sums[0].numel(), out.shape[-1]
     merge_splits[(queries,)](
-        parts, log_sums, out, queries,
-        SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits),
+        parts, log_sums, out, queries, splits,
+        SPLIT_BLOCK=triton.next_power_of_2(splits),
         VALUE_DIM=value_dim, VALUE_BLOCK=_block(value_dim), num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
