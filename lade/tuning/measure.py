@@ -5,7 +5,7 @@ wanted, since their content does not change what a pass costs, and running 256 t
 takes longer than all that is to be measured.
 
 A curve is measured at one length of the cache. At other lengths passes cost more or less, by much the same factor for
-all sizes (`lade tune --cached 64,1024` shows it), and `StepCost.observe` follows it.
+all sizes (`lade doctor --cached 1024` shows it), and `StepCost.observe` follows it.
 
 Nothing else is touched: no hook, no setting, no generator of torch's.
 """
