@@ -45,13 +45,9 @@ def contention(threads: int, cores: int, load: float) -> str:
 
 def contention_now(threads: int) -> str:
     """Return `contention` of this process at this moment."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return contention(threads, usable_cores(), load)
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return contention(threads, cores, load)
 
 
 @cache

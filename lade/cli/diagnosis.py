@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from lade.announcements import contention_now, usable_cores
+from lade.announcements import contention_now
 from lade.backends.cpu.kernels import COMPILER_REMEDY, kernel
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
@@ -55,7 +56,7 @@ def machine() -> dict[str, Any]:
         kernels = "older than their sources" if library_path().exists() else "missing"
     return {
         "processor": processor_name(),
-        "cores": usable_cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads,
         "contention": contention_now(threads) or None,
@@ -110,7 +111,7 @@ class Curve:
     """Times of passes by the number of tokens they feed.
 
     Attributes:
-        cached: number of tokens in the cache.
+        cached: number of tokens in the cache during each pass.
         samples: seconds of each pass by number of fed tokens, without the first of several, which warms up.
         saved: path of the file that later generations read; None if it cannot be written.
     """
@@ -143,8 +144,8 @@ def measured_curve(loaded: LoadedModel, cached: int, seconds: float) -> Curve:
 
     Args:
         loaded: a model that `lade.supports`.
-        cached: number of tokens in the cache.
-        seconds: time limit.
+        cached: number of tokens in the cache meanwhile; fewer if the model has no positions for them.
+        seconds: time limit of the measurement; the first two sizes take what they take.
     """
     model = unwrap(loaded.model)
     runner = runner_for(ModelFacts.of(model), supports(model).require(), model.generation_config)
@@ -168,7 +169,7 @@ def trial(loaded: LoadedModel, curve: Curve, term: Terminal) -> dict[str, Any]:
     Args:
         loaded: a model that `lade.supports`.
         curve: times of its passes, by which the answers are kept short.
-        term: terminal that shows the progress.
+        term: shows which prompt is being answered, and what is measured.
     """
     encoder, totals = Encoder(loaded, Template()), {None: Generation(), "auto": Generation()}
     prompts = [encoder(Prompt(text)) for text in questions_for(encoder)]

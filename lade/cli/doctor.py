@@ -32,9 +32,9 @@ class DoctorOptions:
     Attributes:
         model_argument: model, in place of `--model`.
         cached: number of tokens in the cache while passes are measured.
-        seconds: time limit of the measurement.
-        out: file of a plot.
-        threads: number of CPU threads.
+        seconds: time limit of that measurement.
+        out: path of a plot of the times, or None.
+        threads: number of CPU threads, or None for the usual one.
     """
 
     model_argument: options.NamedModel = None

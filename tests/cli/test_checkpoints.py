@@ -9,8 +9,6 @@ from safetensors.torch import load_file
 from test_cli_errors import fails
 from transformers import AutoModelForCausalLM
 
-import lade as library
-
 ALWAYS = [
     ("eos_token_id", "x", "id"),
     ("bos_token_id", "x", "id"),
@@ -117,18 +115,6 @@ def test_what_plain_decoding_can_live_with_is_left_alone(lade, folder, tmp_path,
     result = lade("generate", "-m", copy, "-p", "hello", "-n", 12, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("way", [library.generate, library.stream])
-@pytest.mark.parametrize("lookahead", ["auto", None])
-def test_in_python_the_error_of_transformers_has_a_note(model, tokenizer, monkeypatch, way, lookahead):
-    monkeypatch.setattr(model.generation_config, "eos_token_id", "x")
-    with pytest.raises(TypeError) as problem:
-        for _ in way(model, torch.tensor([tokenizer("hello")["input_ids"]]), lookahead=lookahead, max_new_tokens=3):
-            pass
-    assert problem.value.__notes__ == [
-        "the generation_config has eos_token_id='x': give the id of a token, or a list of them"
-    ]
 
 
 # --- nothing of a checkpoint runs ------------------------------------------------------------------------------------

@@ -4,14 +4,6 @@ import json
 
 import pytest
 
-from lade.stats import distinct_ngrams
-
-
-def test_distinct_ngrams():
-    assert distinct_ngrams([1, 2, 3]) == 1.0
-    assert distinct_ngrams([7] * 7) == 0.25
-    assert distinct_ngrams(range(20)) == 1.0
-
 
 @pytest.mark.slow
 def test_info(lade, folder, model):

@@ -11,9 +11,9 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import GenerationConfig
 
+from lade.cli.loading.generation_config import ALWAYS, BEAMS, SAMPLING, InvalidField, find_invalid
 from lade.cli.options.decoding import Choices
 from lade.errors import InputError
-from lade.hf.generation_config import ALWAYS, BEAMS, SAMPLING, InvalidField, find_invalid
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig
-
 
 @dataclass(frozen=True)
 class InvalidField:
@@ -146,8 +144,3 @@ def _ids_in(value: object) -> Iterable[int]:
     if isinstance(value, list | tuple):
         return [token for part in value for token in _ids_in(part)]
     return [value] if isinstance(value, int) else []
-
-
-def find_invalid_in(config: GenerationConfig) -> InvalidField | None:
-    """Return the first field of a config that any generation with it would fail on; None if there is none."""
-    return find_invalid(config.to_dict(), ALWAYS, SAMPLING if config.do_sample else {})
