@@ -50,16 +50,14 @@ _DEAR, _SHORT_S, _SMALL, _LARGE = 3.0, 0.003, 1.05, 10**8
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about hardware, threads and compiled kernels."""
-    threads, kernels = torch.get_num_threads(), "compiled"
+    """Return facts about hardware and compiled kernels."""
+    kernels = "compiled"
     if library() is None:
         kernels = "older than their sources" if library_path().exists() else "missing"
     return {
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": threads,
-        "contention": contention_now(threads) or None,
         "kernels": kernels,
         "bfloat16_products": _PRODUCTS[panel_for(torch.bfloat16)],
         "integer_products": _best("multiply_int8") or "torch",
@@ -86,10 +84,12 @@ def versions() -> dict[str, Any]:
 
 def layout(loaded: LoadedModel) -> dict[str, Any]:
     """Return how a model's weights are laid out and its passes are run, and the reasons for what is not done."""
-    model = unwrap(loaded.model)
+    model, threads = unwrap(loaded.model), torch.get_num_threads()
     products = Counter(_product(each) for each in model.modules() if isinstance(each, PackedLinear))
     refusal = capture_refusal(model) if model.device.type == "cuda" else "only passes on a CUDA device are"
     return {
+        "threads": threads,
+        "contention": contention_now(threads) or None,
         "packed_layers": products.total(),
         "products": ", ".join(f"{number} in {name}" for name, number in products.items()) or None,
         "not_packed": loaded.undone.get("packed"),
@@ -207,16 +207,16 @@ def advice(found: Mapping[str, Any]) -> list[str]:
     Args:
         found: the parts that `lade doctor --json` prints, by their names.
     """
-    here, used = found["machine"], found["versions"]
+    here, used, model = found["machine"], found["versions"], found["model"]
     return [
         *([f"The compiled kernels are {here['kernels']}: {COMPILER_REMEDY}."] if here["kernels"] != "compiled" else []),
-        *([here["contention"]] if here["contention"] else []),
+        *([model["contention"]] if model["contention"] else []),
         *(
             [f"transformers {used['transformers']} is newer than was tested: install {used['tested_transformers']}."]
             if minor_version(used["transformers"]) > TESTED_TRANSFORMERS
             else []
         ),
-        *_advice_on_model(here, found["model"]),
+        *_advice_on_model(here, model),
         *(_advice_on_speed(found) if "trial" in found else []),
     ]
 
@@ -230,8 +230,8 @@ def _advice_on_model(here: Mapping[str, Any], model: Mapping[str, Any]) -> list[
         lines.append(f"The model is on the CPU, and there is a GPU ({here['gpu']}): --device cuda.")
     if not on_cpu and not model["captured"]:
         lines.append(f"Passes are launched one kernel at a time: {model['not_captured']}.")
-    if on_cpu and large and here["threads"] < here["cores"] and not here["contention"]:
-        lines.append(f"torch uses {here['threads']} of {here['cores']} cores: --threads {here['cores']} if they idle.")
+    if on_cpu and large and model["threads"] < here["cores"] and not model["contention"]:
+        lines.append(f"torch uses {model['threads']} of {here['cores']} cores: --threads {here['cores']} if they idle.")
     if on_cpu and large and model["dtype"] == "float32" and here["bfloat16_products"] != "oneDNN":
         lines.append("In bfloat16 (--dtype bfloat16) passes read half as many bytes; the text may differ.")
     return lines

@@ -78,15 +78,12 @@ def doctor(
         from lade.cli.loading.load import load
 
         term.out.quiet = json
-        found: dict[str, Any] = {}
-        loaded = load(loading, term=term, pack=pack, invariant=invariant, threads=wanted.threads)
-        for part, facts in (
-            ("machine", diagnosis.machine()),
-            ("versions", diagnosis.versions()),
-            ("model", {**facts_of(loaded), **diagnosis.layout(loaded)}),
-        ):
-            found[part] = facts
+        found: dict[str, Any] = {"machine": diagnosis.machine(), "versions": diagnosis.versions()}
+        for part, facts in found.items():
             _show(part, facts, term)
+        loaded = load(loading, term=term, pack=pack, invariant=invariant, threads=wanted.threads)
+        found["model"] = {**facts_of(loaded), **diagnosis.layout(loaded)}
+        _show("model", found["model"], term)
         if found["model"]["supported"]:
             term.say(f"measuring passes: {wanted.seconds:g} s", "dim")
             curve = diagnosis.measured_curve(loaded, wanted.cached, wanted.seconds)
@@ -118,7 +115,7 @@ def _show(part: str, facts: Mapping[str, Any], term: Terminal) -> None:
 def _show_curve(curve: Curve, term: Terminal) -> None:
     from lade.cli.diagnosis import FREE
 
-    price = f"{count(curve.free, 'token')} for the price of one (at most {FREE:g} times its time)"
+    price = f"{count(curve.free, 'token')} for the price of one (up to {FREE:g} times)"
     _title(f"passes over {count(curve.cached, 'cached token')}: {price}", term)
     table = Table(box=None, pad_edge=False)
     for name in ("tokens", "ms", "relative"):
