@@ -1,4 +1,4 @@
-"""What `lade doctor` examines: machine, versions, a model's layout, times of its passes, a trial of drafting."""
+"""Examinations of `lade doctor`: machine, versions, a model's layout, times of its passes, a trial of drafting."""
 
 from __future__ import annotations
 
@@ -231,7 +231,8 @@ def _advice_on_model(here: Mapping[str, Any], model: Mapping[str, Any]) -> list[
     if not on_cpu and not model["captured"]:
         lines.append(f"Passes are launched one kernel at a time: {model['not_captured']}.")
     if on_cpu and large and model["threads"] < here["cores"] and not model["contention"]:
-        lines.append(f"torch uses {model['threads']} of {here['cores']} cores: --threads {here['cores']} if they idle.")
+        cores = here["cores"]
+        lines.append(f"torch uses {model['threads']} of {cores} cores: OMP_NUM_THREADS={cores} if they idle.")
     if on_cpu and large and model["dtype"] == "float32" and here["bfloat16_products"] != "oneDNN":
         lines.append("In bfloat16 (--dtype bfloat16) passes read half as many bytes; the text may differ.")
     return lines
