@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 257,
-    "lines": 50_131,  # raised for `invariant.fused`, GGUF files, and (700) weights served as the file has them
+    "lines": 50_132,  # raised for `invariant.fused`, GGUF files, and (700) weights served as the file has them
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.8,

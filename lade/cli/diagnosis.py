@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
         "kernels": kernels,
         "bfloat16_products": _PRODUCTS[panel_for(torch.bfloat16)],
         "integer_products": _best("multiply_int8") or "torch",
-        "other_kernels": _best("attend") or "torch",
+        "attention_and_norms": _best("attend") or "torch",
         "compiler": next(filter(shutil.which, ("c++", "g++", "clang++", "cl")), None),
     }
 

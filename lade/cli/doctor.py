@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lade.cli.diagnosis import Curve
 
 EXAMPLE = "Example:  [bold]lade doctor --model gpt2 --out cost.svg[/bold]"
-LONGEST_S = 86_400
+LONGEST_S, MOST_CACHED = 86_400, 10**6
 _what = in_panel("What to measure")
 _BAR_WIDTH = 32
 
@@ -47,8 +47,8 @@ class DoctorOptions:
 
     def check(self) -> None:
         """Raise `ConfigError` for a value out of range, `MissingExtraError` without matplotlib."""
-        if self.cached < 1:
-            raise ConfigError("cached", self.cached, "give a whole number >= 1")
+        if not 1 <= self.cached <= MOST_CACHED:
+            raise ConfigError("cached", self.cached, f"give a whole number >= 1 and <= {MOST_CACHED}")
         if not 0 < self.seconds <= LONGEST_S:
             raise ConfigError("seconds", self.seconds, f"give a number > 0 and <= {LONGEST_S}, a day")
         options.check_threads(self.threads)
@@ -73,6 +73,7 @@ def doctor(
     with terminal(output) as term:
         wanted.check()
         loading = loading.with_model(wanted.model_argument)
+        loading.check()
         loading.check_layout(pack, invariant=invariant)
         from lade.cli import diagnosis
         from lade.cli.loading.load import load

@@ -98,7 +98,7 @@ def test_sizes_that_are_not_those_of_the_weights(lade, broken):
 
 @pytest.mark.parametrize(
     "command",
-    [["info"], ["doctor"], ["warm", "--prompts", "FILE", "--out", "OUT"], ["demo"], ["bench", "--out", "OUT"]],
+    [["info"], ["chat"], ["warm", "--prompts", "FILE", "--out", "OUT"], ["demo"], ["bench", "--out", "OUT"]],
     ids=lambda command: command[0],
 )
 def test_every_command_says_so(lade, broken, tmp_path, command):
