@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 KEPT_STEPS = 65_536
@@ -240,12 +239,3 @@ _SUMS = (
     "generations", "new_tokens", "steps", "resting_steps", "fed_tokens", "accepted_tokens", "draft_tokens",
     "accepted_draft_tokens", "prefill_s", "decode_s", "forward_s", "setup_s",
 )  # fmt: skip
-
-
-def distinct_ngrams(tokens: Sequence[int], length: int = 4) -> float:
-    """Return the share of distinct n-grams in a text; 1.0 if it is too short to have any.
-
-    A text that loops has a low share, and flatters every method that drafts n-grams.
-    """
-    ngrams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
-    return len(set(ngrams)) / len(ngrams) if ngrams else 1.0

@@ -18,14 +18,71 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from measure_serving import Answers, summary, through_http
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade_lab import inflate
 
 THEIRS, OURS, PLAIN = "transformers serve --continuous-batching", "lade serve", "lade serve --method plain"
 START_S = 300.0
+CLIENT = """
+import json, sys, threading, time, urllib.request
+url, fields, texts = json.loads(sys.argv[1])
+answers = [None] * len(texts)
+def ask(number):
+    start = time.perf_counter()
+    body = {"prompt": texts[number], "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    body |= fields
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
+    first, parts, last = None, [], None
+    with urllib.request.urlopen(request) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                first = first or time.perf_counter() - start
+                parts.append(line)
+    events = [json.loads(line[6:]) for line in parts]
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    answers[number] = [events[-1]["usage"]["completion_tokens"], first, text]
+start = time.perf_counter()
+threads = [threading.Thread(target=ask, args=[number]) for number in range(len(texts))]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(json.dumps([answers, time.perf_counter() - start]))
+"""
+
+
+class Answers(NamedTuple):
+    """Outcome of a number of concurrent requests.
+
+    Attributes:
+        rate: tokens per second, of all together.
+        first_s: median of the seconds until the first token.
+        texts: of the answers; empty where there are only tokens.
+    """
+
+    rate: float
+    first_s: float
+    texts: list[str]
+
+
+def through_http(url: str, texts: list[str], **fields: Any) -> Answers:
+    """Answers of a server to clients in a process of their own, which all ask at once."""
+    command = [sys.executable, "-c", CLIENT, json.dumps([url, fields, texts])]
+    answers, seconds = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    firsts = statistics.median(first for _, first, _ in answers)
+    return Answers(sum(count for count, _, _ in answers) / seconds, firsts, [text for _, _, text in answers])
+
+
+def summary(figures: list[Answers]) -> str:
+    """Medians and spread, in words."""
+    rates, firsts = [each.rate for each in figures], [1e3 * each.first_s for each in figures]
+    spread, first = f"{min(rates):.0f} to {max(rates):.0f}", f"{min(firsts):.0f} to {max(firsts):.0f}"
+    return (
+        f"{statistics.median(rates):8.1f} tokens/s ({spread}), "
+        f"first token after {statistics.median(firsts):.0f} ms ({first})"
+    )
 
 
 class Server:

@@ -78,7 +78,7 @@ class Plain:
 def body_of(schema: Any, temperature: float, tokens: int, salt: str) -> dict[str, Any]:
     """Return the request; only requests with the same salt share memory and prefixes."""
     sampling = {"temperature": temperature, "seed": SEED, "max_tokens": tokens, "cache_salt": salt}
-    return {"prompt": PROMPT, "guided_json": schema, "lookahead": {"budget": SIZE}, **sampling}
+    return {"prompt": PROMPT, "structured_outputs": {"json": schema}, "lookahead": {"budget": SIZE}, **sampling}
 
 
 def cell_replies(url: str, cell: str, temperature: float, block: Sequence[Record], tokens: int) -> Iterator[Reply]:

@@ -304,3 +304,12 @@ def _stem(path: Path) -> str:
 
 
 __all__ = ["BUILTIN", "FORMATS", "Item", "Workload", "load"]
+
+
+def distinct_ngrams(tokens: Sequence[int], length: int = 4) -> float:
+    """Return the share of distinct n-grams in a text; 1.0 if it is too short to have any.
+
+    A text that loops has a low share, and flatters every method that drafts n-grams.
+    """
+    ngrams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 1.0

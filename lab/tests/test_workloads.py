@@ -10,9 +10,8 @@ import pytest
 
 from lade.embedded.files import model_path
 from lade.errors import InputError
-from lade.stats import distinct_ngrams
 from lade_lab import results
-from lade_lab.workloads import FORMATS, Item, load
+from lade_lab.workloads import FORMATS, Item, distinct_ngrams, load
 from training.corpus import HELD_OUT
 from training.evaluate import load as load_model
 
@@ -355,3 +354,9 @@ def test_the_licence_of_the_built_in_prompts_lies_beside_them():
     text = (resources.files("lade.embedded") / "builtin.LICENSE.txt").read_text(encoding="utf-8")
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in text and "Nothing else was changed" in text
     assert all(module in text for module in HELD_OUT)
+
+
+def test_distinct_ngrams():
+    assert distinct_ngrams([1, 2, 3]) == 1.0
+    assert distinct_ngrams([7] * 7) == 0.25
+    assert distinct_ngrams(range(20)) == 1.0

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lade.embedded.files import model_path
-from lade.stats import distinct_ngrams
+from lade_lab.workloads import distinct_ngrams
 from training.corpus import HELD_OUT, standard_library
 from training.evaluate import load
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from lade.config import LookaheadConfig
 from lade.errors import LadeError
 
 if TYPE_CHECKING:
+    from lade.cli.encoder import Encoder
     from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "Write a Python class for a stack."[/bold]'
@@ -85,6 +86,13 @@ class Lane:
         return f"{count(size, 'token')} in {count(self.passes, 'pass', 'passes')}, {rate:.1f} tokens/s"
 
 
+def questions_for(encoder: Encoder) -> Sequence[str]:
+    """Return three questions, or texts to continue for a model without a chat template."""
+    from lade.embedded import files as embedded
+
+    return QUESTIONS if encoder.templated else embedded.prompts()[2 : 2 + len(QUESTIONS)]
+
+
 @options.grouped
 def demo(
     prompt: Annotated[
@@ -119,13 +127,11 @@ def demo(
         from lade.cli.options.model import Template
         from lade.cli.prompts import Prompt
         from lade.cli.run import check_served
-        from lade.embedded import files as embedded
 
         loaded = load(loading, term=term, pack=False, invariant=None)
         check_served(loaded, LookaheadConfig())
         encoder = Encoder(loaded, Template())
-        texts = list(QUESTIONS if encoder.templated else embedded.prompts()[2 : 2 + len(QUESTIONS)])
-        texts = texts if prompt is None else [prompt]
+        texts = questions_for(encoder) if prompt is None else [prompt]
         prompts = [encoder(Prompt(text)) for text in texts]
         style = "json" if json else "text" if plain_text or not term.interactive else "live"
         show = Demo(loaded, max_new_tokens, style, term)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import chat, demo, generate, info, pack, tune, warm
+from lade.cli import chat, demo, doctor, generate, info, pack, warm
 from lade.cli.batch import command as batch_file
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import ShellCommand, ShellGroup
@@ -83,7 +83,7 @@ for _name, _epilog, _command in (
     ("serve", serve.EXAMPLE, serve.serve),
     ("batch", batch_file.EXAMPLE, batch_file.batch),
     ("info", info.EXAMPLE, info.info),
-    ("tune", tune.EXAMPLE, tune.tune),
+    ("doctor", doctor.EXAMPLE, doctor.doctor),
     ("warm", warm.EXAMPLE, warm.warm),
     ("pack", pack.EXAMPLE, pack.pack),
     ("export-recipe", _RECIPE_EXAMPLE, export_recipe),

@@ -1,13 +1,11 @@
-"""Work of the commands that prepare later generations: `lade tune`, `lade pack` and `lade warm`."""
+"""Work of the commands that prepare later generations: `lade pack` and `lade warm`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import log
 from pathlib import Path
-from statistics import median, quantiles
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -22,145 +20,9 @@ from lade.cli.prompts import Prompt
 from lade.cli.run import Interrupt, decode
 from lade.cli.terminal import Progress, Terminal, count
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.errors import ConfigError, InputError
 from lade.memory import Memory
-from lade.model.facts import ModelFacts
-from lade.model.runner import EagerRunner, runner_for
-from lade.model.supports import supports, unwrap
 from lade.stats import Stats
-from lade.tuning import cost_cache, cost_file, measure
-from lade.tuning.cost_key import key_of
-
-FREE = 1.2
-"""A pass of several tokens counts as free up to this multiple of the time of one token."""
-_ROUNDS = 10_000  # the time limit comes first
-
-
-@dataclass
-class Sweep:
-    """Times of passes with one length of the cache.
-
-    Attributes:
-        cached: number of tokens in the cache.
-        wanted: numbers of fed tokens to measure.
-        samples: seconds of each pass by number of fed tokens, without the first of several, which warms up.
-    """
-
-    cached: int
-    wanted: list[int]
-    samples: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Measured numbers of fed tokens, ascending."""
-        return sorted(self.samples)
-
-    @property
-    def free(self) -> int:
-        """Largest number of tokens up to which all passes are free."""
-        limit = FREE * self.median(1)
-        costly = [size for size in self.sizes if self.median(size) > limit]
-        return max(size for size in self.sizes if size < (costly or [self.sizes[-1] + 1])[0])
-
-    def median(self, size: int) -> float:
-        """Return the median time in seconds."""
-        return median(self.samples[size])
-
-    def quartiles(self, size: int) -> tuple[float, float]:
-        """Return the first and third quartile in seconds."""
-        samples = self.samples[size]
-        if len(samples) == 1:
-            return samples[0], samples[0]
-        first, _, third = quantiles(samples, method="inclusive")
-        return first, third
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields that `--json` prints."""
-        points = [
-            {
-                "size": size,
-                "passes": len(self.samples[size]),
-                "median_s": self.median(size),
-                "quartiles_s": list(self.quartiles(size)),
-                "relative": self.median(size) / self.median(1),
-            }
-            for size in self.sizes
-        ]
-        return {"cached": self.cached, "free_tokens": self.free, "sizes": points}
-
-
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """Measured cost curves of a model.
-
-    Attributes:
-        sweeps: one curve per length of the cache.
-        saved: path of the saved curve; None if none was saved.
-        interrupted: Ctrl-C ended the measurement.
-    """
-
-    sweeps: list[Sweep]
-    saved: str | None
-    interrupted: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields that `--json` prints."""
-        sweeps = [sweep.as_dict() for sweep in self.sweeps]
-        return {"profile": self.saved, "interrupted": self.interrupted, "sweeps": sweeps}
-
-
-def measure_costs(model: Any, lengths: list[int], seconds: float, term: Terminal) -> MeasuredCosts:
-    """Measure one curve per length of the cache, and save that of the usual length; Ctrl-C ends it early.
-
-    Args:
-        model: transformers causal language model.
-        lengths: numbers of tokens in the cache.
-        seconds: time limit for all lengths together.
-        term: terminal that shows the progress.
-    """
-    plan, inner = supports(model).require(), unwrap(model)
-    runner = runner_for(ModelFacts.of(inner), plan, inner.generation_config)
-    sweeps: list[Sweep] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with (
-        Interrupt() as interrupt,
-        Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress,
-    ):
-        for length in lengths:
-            if not (sweeps and interrupt.requested):
-                sweeps.append(_sweep(runner, length, seconds / len(lengths), interrupt, progress))
-    saved = _save_usual(inner, runner, sweeps, interrupted=interrupt.requested)
-    return MeasuredCosts(sweeps, saved, interrupt.requested)
-
-
-def _sweep(runner: EagerRunner, cached: int, seconds: float, interrupt: Interrupt, progress: Progress) -> Sweep:
-    vocabulary = runner.model.get_input_embeddings().weight.shape[0]
-    timer = measure.StepTimer(runner, vocabulary=vocabulary, largest=KNOTS[-1], cached=cached)
-    order = [*measure.SIZES, *(knot for knot in KNOTS if knot not in measure.SIZES)]
-    sweep = Sweep(timer.cached, [size for size in order if size <= timer.largest])
-    task = progress.add_task(f"{timer.cached} cached tokens", total=seconds)
-    start = perf_counter()
-    for size, taken in measure.samples_of(timer, sweep.wanted, budget_s=seconds, rounds=_ROUNDS):
-        sweep.samples.setdefault(size, []).append(taken)
-        progress.update(task, completed=perf_counter() - start)
-        if interrupt.requested:
-            break
-    sweep.samples = {size: taken[1:] or taken for size, taken in sweep.samples.items()}
-    return sweep
-
-
-def _save_usual(model: Any, runner: EagerRunner, sweeps: list[Sweep], *, interrupted: bool) -> str | None:
-    """Save the curve of the length at which generations measure, or of the nearest one; return its path.
-
-    A curve that Ctrl-C left incomplete is not saved, as an older one may be better.
-    """
-    usual = min(sweeps, key=lambda sweep: abs(log(sweep.cached / measure.CACHED_TOKENS)))
-    if interrupted and len(usual.samples) < len(usual.wanted):
-        return None
-    key, cost = key_of(model, runner), StepCost.of(usual.samples, measured_at=time())
-    return str(cost_file.path_of(key)) if cost_cache.use(model, key, cost) else None
-
 
 LONGEST_WINDOW = 1024
 

@@ -13,17 +13,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from importlib import import_module
 from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateOutput
 
 from lade.config import LookaheadConfig
-from lade.errors import ConfigError, InputError, LadeError, UnsupportedArgumentError, UnsupportedModelError
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.refusals import refuse
 from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
@@ -399,22 +398,9 @@ def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
         refuse_adapter_arguments(dict.fromkeys(adapters.call_values(model), True), where)
 
 
-def clean_up(model: Any, problem: BaseException, given: object) -> None:
-    """Remove PEFT's per-call hooks from a model, and add a note about an invalid generation_config to the error.
-
-    Args:
-        model: the model whose generation has failed.
-        problem: the error, which mostly does not name the invalid field itself.
-        given: the argument `generation_config`; None if there was none.
-    """
+def clean_up(model: Any) -> None:
+    """Remove PEFT's per-call hooks from a model whose generation has failed."""
     model = unwrap(model)
     adapters = adapters_backend() if isinstance(model, nn.Module) else None
     if adapters is not None:
         adapters.remove_call_hooks(model)
-    if isinstance(problem, LadeError):
-        return
-    checks = import_module("lade.hf.generation_config")  # needed after errors alone
-    for config in (given, getattr(model, "generation_config", None)):
-        wrong = checks.find_invalid_in(config) if isinstance(config, GenerationConfig) else None
-        if wrong and f"the generation_config has {wrong}" not in getattr(problem, "__notes__", ()):
-            problem.add_note(f"the generation_config has {wrong}")

@@ -193,8 +193,8 @@ def _decode_with(
         output: Generated
         output = _rarely_used("plain").decode_prepared(prepared, stats, streamer, unassisted=unassisted)
         return output
-    except BaseException as problem:
-        clean_up(model, problem, prepared.generation_config)
+    except BaseException:
+        clean_up(model)
         raise
 
 
@@ -355,8 +355,8 @@ def _generate(
         with nullcontext() if distributed is None else distributed.sharing_plainly(model, arguments):
             plainly: Generated = _rarely_used("plain").generate_plainly(model, stats, streamer, arguments)
             return plainly
-    except BaseException as problem:
-        clean_up(model, problem, arguments.get("generation_config"))
+    except BaseException:
+        clean_up(model)
         raise
 
 
@@ -426,6 +426,6 @@ def _stream(
             distributed.refuse_shared_steps(model)
         steps: Iterator[Step] = _rarely_used("plain").plain_steps(model, stats, arguments)
         return steps
-    except BaseException as problem:
-        clean_up(model, problem, arguments.get("generation_config"))
+    except BaseException:
+        clean_up(model)
         raise

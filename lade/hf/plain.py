@@ -271,7 +271,7 @@ def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> I
                 generate = stack.enter_context(original_generate(model))
                 generate(streamer=channel, **arguments)
         except BaseException as problem:  # noqa: BLE001 - passed to the reader, which raises it
-            clean_up(model, problem, arguments.get("generation_config"))
+            clean_up(model)
             channel.items.put(problem)
         channel.items.put(None)
 

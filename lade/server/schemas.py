@@ -194,10 +194,6 @@ class BaseRequest(Model):
     lookahead: Literal["auto"] | Object | None = "auto"
     prediction: PredictedOutput | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
-    guided_regex: Text | None = None
-    guided_choice: Words | None = None
-    guided_grammar: Text | None = None
     lade: Annotated[Trace, _nullable(Trace)] = Trace()
     user: Any = None
     metadata: Any = None
@@ -281,6 +277,7 @@ REFUSED = {
     "function_call": "deprecated: use tools",
     "functions": "deprecated: use tools",
     "grammar": "use structured_outputs with a Lark grammar",
+    **{f"guided_{kind}": f"use structured_outputs with {kind}" for kind in ("choice", "grammar", "json", "regex")},
     "previous_response_id": "responses are not stored: send all messages",
     "prompt_logprobs": "use /v1/completions with echo and logprobs",
     "suffix": "insertion is not supported",

@@ -163,7 +163,7 @@ def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tup
     Raises:
         ApiError: the grammar is invalid, too long, or set twice.
     """
-    made = [*_structured(body.structured_outputs), *_guided(body)]
+    made = _structured(body.structured_outputs)
     if isinstance(body, ChatRequest):
         made += _response_format(body.response_format, names)
     if not made:
@@ -192,24 +192,13 @@ def _structured(given: StructuredOutputs | None) -> _Constraints:
         constraints.append((lambda schema: schema_of(schema, flexible), given.json_schema, f"{where}.json"))
     if given.json_object:
         constraints.append((lambda _: Grammar.json_object(whitespace=flexible), "", f"{where}.json_object"))
-    constraints += _texts(where + ".", regex=given.regex, choice=given.choice, grammar=given.grammar)
+    several = ((Grammar.regex, given.regex, "regex"), (Grammar.choice, given.choice, "choice"))
+    for make, value, name in (*several, (Grammar.lark, given.grammar, "grammar")):
+        if value is not None:
+            constraints.append((make, value, f"{where}.{name}"))
     if not constraints:
         raise invalid(where, f"{where}: empty: give json, json_object, regex, choice or grammar")
     return constraints
-
-
-def _guided(body: BaseRequest) -> _Constraints:
-    """The older names of the same."""
-    constraints: _Constraints = []
-    if body.guided_json is not None:
-        constraints.append((schema_of, body.guided_json, "guided_json"))
-    regex, choice, grammar = body.guided_regex, body.guided_choice, body.guided_grammar
-    return constraints + _texts("guided_", regex=regex, choice=choice, grammar=grammar)
-
-
-def _texts(prefix: str, *, regex: str | None, choice: list[str] | None, grammar: str | None) -> _Constraints:
-    several = ((Grammar.regex, regex, "regex"), (Grammar.choice, choice, "choice"), (Grammar.lark, grammar, "grammar"))
-    return [(make, given, prefix + name) for make, given, name in several if given is not None]
 
 
 def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Constraints:

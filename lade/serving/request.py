@@ -258,7 +258,7 @@ def prepare(
             custom_generate=use, **arguments_for_callable(model, unwrap(model), arguments)
         )
     except BaseException as problem:
-        clean_up(model, problem, arguments.get("generation_config"))
+        clean_up(model)
         if isinstance(problem, UnsupportedArgumentError):
             raise UnsupportedArgumentError(problem.reason, REMEDY) from None  # replaces a remedy about fallbacks
         raise

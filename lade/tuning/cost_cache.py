@@ -141,9 +141,10 @@ def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> Non
 
 
 def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path | None = None) -> bool:
-    """Save a curve that was measured with more care, and use it from now on; whether it could be saved."""
-    _in_use.setdefault(model, {})[digest_of(key)] = CurveInUse(key, cost, cost.table)
-    return store.save(key, cost, folder)
+    """Use a curve that was measured with more care, and save it unless the machine is busy; whether it was saved."""
+    is_kept = not _is_busy(model)
+    _in_use.setdefault(model, {})[digest_of(key)] = CurveInUse(key, cost, cost.table, is_kept=is_kept)
+    return is_kept and store.save(key, cost, folder)
 
 
 def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCost | None:

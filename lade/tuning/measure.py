@@ -5,7 +5,7 @@ wanted, since their content does not change what a pass costs, and running 256 t
 takes longer than all that is to be measured.
 
 A curve is measured at one length of the cache. At other lengths passes cost more or less, by much the same factor for
-all sizes (`lade tune --cached 64,1024` shows it), and `StepCost.observe` follows it.
+all sizes (`lade doctor --cached 1024` shows it), and `StepCost.observe` follows it.
 
 Nothing else is touched: no hook, no setting, no generator of torch's.
 """
@@ -139,7 +139,6 @@ def measure_step_cost(
     runner: EagerRunner,
     *,
     vocabulary: int,
-    sizes: Sequence[int] | None = None,
     cached: int = CACHED_TOKENS,
     batch: int = 1,
     budget_s: float = BUDGET_S,
@@ -150,21 +149,16 @@ def measure_step_cost(
     Args:
         runner: runs the model.
         vocabulary: V, number of token ids that the model knows.
-        sizes: some of `KNOTS`, the most telling ones first; None for those of `sizes_for`.
         cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
         batch: B, rows that are all equal.
         budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes take what they take.
         clock: returns the time in seconds.
 
-    Raises:
-        ValueError: a size that is not one of `KNOTS`.
-
     >>> cost = measure_step_cost(runner, vocabulary=32000)
     >>> cost.seconds(16) / cost.seconds(1)
     1.3
     """
-    sizes = sizes_for(runner.parts) if sizes is None else sizes
-    check_sizes(sizes)
+    sizes = SIZES if runner.parts == 1 else (*SIZES, KNOTS[-1])  # several processes feed a part of each tree
     before = runner.pass_time
     samples: dict[int, list[float]] = {}
     with closing(StepTimer(runner, vocabulary=vocabulary, largest=max(sizes), cached=cached, batch=batch)) as timer:
@@ -173,18 +167,6 @@ def measure_step_cost(
             samples.setdefault(size, []).append(seconds)
     runner.pass_time = before
     return StepCost.of(samples, measured_at=time.time())
-
-
-def sizes_for(processes: int) -> Sequence[int]:
-    """The sizes to measure where so many processes feed a part of each tree: with several, one size more."""
-    return SIZES if processes == 1 else (*SIZES, KNOTS[-1])
-
-
-def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise `ValueError` unless there are sizes, all of them knots of a `StepCost`."""
-    foreign = [size for size in sizes if size not in KNOTS]
-    if foreign or not sizes:
-        raise ValueError(f"sizes={list(sizes)!r} is not valid: give some of {KNOTS}")
 
 
 def _expected(samples: Mapping[int, Sequence[float]], size: int) -> float:

@@ -27,7 +27,7 @@ def test_generate_writes_what_plain_decoding_writes(lade, folder):
     assert texts[0] == texts[1] and len(texts[0]) == 24
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "tune", "bench", "serve"])
+@pytest.mark.parametrize("command", ["generate", "chat", "doctor", "bench", "serve"])
 def test_an_attention_that_would_be_replaced_is_an_error(lade, folder, command):
     result = lade(command, "-m", folder, "--invariant", "--attn-implementation", "eager")
     assert result.exit_code == 2 and "--invariant" in result.stderr
@@ -65,7 +65,7 @@ def test_packing_changes_no_bits_unasked(folder, monkeypatch):
     loaded(folder, "bfloat16", invariant=False)
     assert not asked
     loaded(folder, "bfloat16", invariant=False, pack=True)
-    assert asked == [{}]
+    assert asked == [{"panels": False}]
     loaded(folder, "float32")
     assert len(asked) == 2
 
@@ -89,13 +89,6 @@ def test_a_server_makes_its_model_invariant(folder):
         load_served(loading, Speed(invariant=wanted), None, Terminal(Output(quiet=True))) for wanted in (True, False)
     ]
     assert [invariance_of(each.model) is not None for each in served] == [True, False]
-
-
-def test_info_says_whether_it_can_be(lade, folder):
-    facts = json.loads(lade("info", "-m", folder, *HALF, "--json").stdout)
-    assert (facts["can_be_invariant"], facts["not_invariant"]) == (True, None)
-    facts = json.loads(lade("info", "-m", folder, "--dtype", "float64", "--json").stdout)
-    assert facts["can_be_invariant"] is False and "it is in float64" in facts["not_invariant"]
 
 
 def test_what_cannot_be_is_an_error(lade, folder):

@@ -73,7 +73,7 @@ def test_flags_are_shown_alike_without_a_type():
         "serve",
         "batch",
         "info",
-        "tune",
+        "doctor",
         "warm",
         "pack",
         "demo",

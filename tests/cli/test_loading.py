@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 PROMPT = "say it again, say it"
 NEW = 20
-LOADING_COMMANDS = [["generate"], ["chat"], ["info"], ["tune"], ["warm"], ["bench"], ["bench", "scaling"]]
+LOADING_COMMANDS = [["generate"], ["chat"], ["info"], ["doctor"], ["warm"], ["bench"], ["bench", "scaling"]]
 
 
 @pytest.fixture

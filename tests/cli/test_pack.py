@@ -53,7 +53,6 @@ def test_what_cannot_be_packed_is_an_error_only_where_it_was_asked_for(lade, fol
     arguments = [command, "-m", folder, "--dtype", "float64", *(GENERATE if command == "generate" else [])]
     result = lade(*arguments, stdin="/quit\n")
     assert result.exit_code == 0 and "pack" not in result.stderr
-    assert "not packed: layer" in lade(*arguments, "--debug", stdin="/quit\n").stderr
     result = lade(*arguments, "--pack", stdin="/quit\n")
     assert result.exit_code == 2 and result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -64,7 +63,8 @@ def test_what_would_be_slower_is_packed_only_if_one_says_so(lade, folder, small_
     monkeypatch.setattr(packing_choice, "pays", lambda before, after: False)
     arguments = ["generate", "-m", folder, *GENERATE]
     assert [json.loads(lade(*arguments, *more).stdout)["packed"] for more in ([], ["--pack"])] == [False, True]
-    assert "not packed: its steps would be slower: 1 tokens" in lade(*arguments, "--debug").stderr
+    model = json.loads(lade("doctor", "-m", folder, "--seconds", 1, "--json").stdout)["model"]
+    assert model["not_packed"].startswith("its steps would be slower: 1 tokens")
 
 
 def test_chat_says_so(lade, folder, small_layers_count, it_pays):
@@ -83,12 +83,3 @@ def test_the_embedded_model_is_packed_only_if_one_says_so():
 
 def test_the_library_packs_nothing_unasked(folder, small_layers_count):
     assert not loaded(str(folder)).packed
-
-
-@pytest.mark.slow
-def test_info_says_what_would_be_packed(lade, folder, small_layers_count):
-    facts = json.loads(lade("info", "-m", folder, "--json").stdout)
-    assert (facts["packable_layers"], facts["not_packable"]) == (15, None)
-    facts = json.loads(lade("info", "-m", folder, "--dtype", "float64", "--json").stdout)
-    assert facts["packable_layers"] == 0 and "float64" in facts["not_packable"]
-    assert "packable layers" in lade("info", "-m", folder).stdout

@@ -38,7 +38,7 @@ def test_help_and_version_come_without_torch():
         assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "info", "tune", "warm", "bench", "demo"])
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "doctor", "warm", "bench", "demo"])
 def test_every_command_has_an_example(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

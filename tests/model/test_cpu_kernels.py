@@ -161,7 +161,7 @@ def test_without_the_library_models_are_packed_by_torch_and_not_made_invariant(m
     monkeypatch.setattr(panel_products, "has_tiles", panel_products.has_tiles.__wrapped__)
     model, ids = toy_model(dtype=torch.float32), torch.arange(1, 9)[None]
     assert panel_products.panel_for(torch.bfloat16) == 0
-    assert not make_invariant.is_candidate(model)
+    assert make_invariant.refusal(model)
     with pytest.raises(lade.UnsupportedModelError, match="compiled kernels are missing; install a C"):
         lade.invariant(model)
     expected = model(ids).logits

@@ -469,7 +469,7 @@ def test_plain_decoding_and_ours_take_turns_on_one_cache(name: str) -> None:
 def test_the_cost_of_passes_is_measured(name: str) -> None:
     model = recurrent(name).build()
     runner = runner_for(ModelFacts.of(model), lade.supports(model).require(), model.generation_config)
-    cost = measure_step_cost(runner, vocabulary=64, sizes=(1, 8), cached=40, budget_s=0.1)
+    cost = measure_step_cost(runner, vocabulary=64, cached=40, budget_s=0.1)
     assert cost.seconds(8) > 0
 
 

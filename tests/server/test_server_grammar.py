@@ -90,8 +90,11 @@ def test_it_is_streamed_and_each_choice_has_its_own(server):
         ({"structured_outputs": {"regex": "[0-9]{4}x"}}, Grammar.regex("[0-9]{4}x")),
         ({"structured_outputs": {"json": SCHEMA, "whitespace": True}}, Grammar.json_schema(SCHEMA, whitespace=True)),
         ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
-        ({"guided_grammar": 'start: "(" start ")" | "x"'}, Grammar.lark('start: "(" start ")" | "x"')),
-        ({"guided_json": json.dumps(SCHEMA)}, GRAMMAR),
+        (
+            {"structured_outputs": {"grammar": 'start: "(" start ")" | "x"'}},
+            Grammar.lark('start: "(" start ")" | "x"'),
+        ),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, GRAMMAR),
         ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, GRAMMAR),
     ],
@@ -102,7 +105,7 @@ def test_all_ways_to_ask_for_a_form(server, fields, grammar):
 
 
 def test_completions_follow_forms_too(server):
-    answer = server.complete("abc", temperature=0, max_tokens=80, guided_json=SCHEMA).json()
+    answer = server.complete("abc", temperature=0, max_tokens=80, structured_outputs={"json": SCHEMA}).json()
     jsonschema.validate(json.loads(answer["choices"][0]["text"]), SCHEMA)
 
 
@@ -208,7 +211,7 @@ def held(monkeypatch):
 
 
 def ask(server, regex=None, key="ka", timeout=SOON):
-    body = {"prompt": "x", "max_tokens": 3, "guided_regex": regex}
+    body = {"prompt": "x", "max_tokens": 3, "structured_outputs": regex and {"regex": regex}}
     return server.http.post("/v1/completions", json=body, headers={"x-api-key": key}, timeout=timeout)
 
 
@@ -295,13 +298,15 @@ def test_a_choice_of_two_thousand_texts_is_followed(server):
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        ({"response_format": FORMAT, "guided_regex": "a"}, "response_format.json_schema.schema"),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "response_format.json_schema.schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
-        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-        ({"guided_regex": "a", "min_tokens": 3}, "min_tokens"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": SCHEMA}, "guided_json"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
     ],
@@ -392,8 +397,9 @@ OTHER = CALL.replace("news", "weather").replace("here", "Rome")
         ({"tool_choice": "required"}, False, [CALL, f"{OTHER}\n{CALL}"], ["text", f"text {CALL}", f"{CALL} text"]),
         ({"tool_choice": "required"}, True, [f"hm</think>\n\n{CALL}"], [CALL, "hm</think>text"]),
         ({"tool_choice": {"type": "function", "function": {"name": "news"}}}, False, [CALL], [OTHER, CALL + CALL]),
-        ({"tools": None, "guided_regex": "[ab]+"}, True, ["hm</think>ab", "<x></think>\na"], ["ab", "hm</think>c"]),
-        ({"guided_regex": "[ab]+"}, False, ["ab", CALL], ["c", f"a{CALL}", f"{CALL}a"]),
+        ({"tools": None, "structured_outputs": {"regex": "[ab]+"}}, True, ["hm</think>ab", "<x></think>\na"],
+         ["ab", "hm</think>c"]),
+        ({"structured_outputs": {"regex": "[ab]+"}}, False, ["ab", CALL], ["c", f"a{CALL}", f"{CALL}a"]),
     ],
     ids=["auto", "one", "required", "thoughts", "named", "form after thoughts", "form or calls"],
 )  # fmt: skip

@@ -77,7 +77,7 @@ FIELDS = """
     messages prompt model stream stream_options max_tokens max_completion_tokens n seed temperature top_p top_k min_p
     repetition_penalty presence_penalty frequency_penalty logit_bias stop stop_token_ids min_tokens ignore_eos logprobs
     top_logprobs tools tool_choice response_format chat_template_kwargs continue_final_message echo lookahead lade
-    cache_salt return_token_ids generation_config user other structured_outputs guided_json guided_choice
+    cache_salt return_token_ids generation_config user other structured_outputs guided_json
     input instructions max_output_tokens text reasoning include system stop_sequences thinking tokens
 """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 BODIES = st.one_of(VALUES, st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6))

@@ -21,6 +21,19 @@ _what, _answers = in_panel("What to run"), in_panel("Answers")
 _results, _model = in_panel("Results"), in_panel("Model")
 
 
+def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
+    """Parse comma-separated whole numbers of at most nine digits, none below `least`.
+
+    Raises:
+        ConfigError: the text has anything else in it.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= least for part in parts):
+        remedy = f"give whole numbers >= {least} separated by commas, such as {example}"
+        raise ConfigError(name, text if len(text) < 100 else f"{text[:100]}...", remedy)
+    return [int(part) for part in parts]
+
+
 @dataclass(frozen=True)
 class Runs:
     """Which methods run on which prompts.
@@ -119,7 +132,7 @@ class Answers:
 
         options.check_max_new_tokens(self.max_new_tokens)
         options.check_ranges(vars(self))
-        seeds = options.whole_numbers("seed", self.seeds, 0, "0,1,2")
+        seeds = whole_numbers("seed", self.seeds, 0, "0,1,2")
         settings = Settings(**{**vars(self), "temperature": self.temperature or None, "seeds": seeds})
         try:
             check_settings(settings)

@@ -18,6 +18,7 @@ from lade.cli.options.grouping import check_drawing, in_panel
 from lade.cli.options.model import command_line
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError
+from lade_lab.cli.job import whole_numbers
 
 if TYPE_CHECKING:
     from lade.cli.loading.load import LoadedModel
@@ -70,8 +71,8 @@ class ScalingOptions:
         Raises:
             ConfigError: an option is out of range.
         """
-        windows = options.whole_numbers("windows", self.windows, 1, "3,5,7")
-        ngrams = options.whole_numbers("ngrams", self.ngrams, 2, "3,5,7")
+        windows = whole_numbers("windows", self.windows, 1, "3,5,7")
+        ngrams = whole_numbers("ngrams", self.ngrams, 2, "3,5,7")
         options.check_threads(self.threads)
         options.check_max_new_tokens(self.max_new_tokens)
         if self.max_new_tokens < 2:

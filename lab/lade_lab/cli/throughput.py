@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from lade.cli.options import decoding as options
 from lade.cli.options.grouping import in_panel
 from lade.cli.terminal import Terminal
 from lade.errors import ConfigError, InputError
-from lade_lab.cli.job import Files, Plan, Runs
+from lade_lab.cli.job import Files, Plan, Runs, whole_numbers
 
 if TYPE_CHECKING:
     from lade_lab.harness.throughput import Load
@@ -67,7 +66,7 @@ class LoadOptions:
         for name, value in unused.items():
             if value:
                 raise InputError(f"{name} is for prompts one at a time: leave it out, or --batch-size and --arrivals")
-        return [_ROWS] if self.batch_size is None else options.whole_numbers("batch-size", self.batch_size, 1, "4,8")
+        return [_ROWS] if self.batch_size is None else whole_numbers("batch-size", self.batch_size, 1, "4,8")
 
 
 def measure(plan: Plan, rows: list[int], arrivals: float | None, term: Terminal) -> None:

@@ -27,12 +27,13 @@ from lade.model.facts import CACHE
 from lade.model.prepared import custom_generate_for
 from lade.model.supports import supports
 from lade.serving.request import PLAIN
-from lade.stats import Stats, Step, distinct_ngrams
+from lade.stats import Stats, Step
 from lade_lab import results
 from lade_lab.harness.methods import TRANSFORMERS, load_drafter
 from lade_lab.jacobi import JacobiDrafter
 from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
 from lade_lab.results import Method, Sample, Settings
+from lade_lab.workloads import distinct_ngrams
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ def test_the_help_has_an_example():
 PANELS = {
     "bench": ["What to run", "Answers", "Results", "Model", "Commands"],
     "bench scaling": ["What to run", "Results", "Model"],
-    "tune": ["What to measure", "Results", "Model"],
+    "doctor": ["What to measure", "Model"],
     "info": [],
 }
 

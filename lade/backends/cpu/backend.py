@@ -94,9 +94,9 @@ class CpuBackend(Backend):
 
     def can_be_invariant(self, model: nn.Module) -> bool:
         """Return True if `lade.invariant` would try this model on this machine."""
-        from lade.backends.cpu.invariant.make_invariant import is_candidate
+        from lade.backends.cpu.invariant.make_invariant import refusal
 
-        return is_candidate(model)
+        return not refusal(model)
 
     def placed_mask(self, allowed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the attention mask that `lade_invariant` takes.

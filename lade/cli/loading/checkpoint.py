@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import GenerationConfig
 
+from lade.cli.loading.generation_config import ALWAYS, BEAMS, SAMPLING, InvalidField, find_invalid
 from lade.cli.options.decoding import Choices
 from lade.errors import InputError
-from lade.hf.generation_config import ALWAYS, BEAMS, LOADING, SAMPLING, InvalidField, find_invalid, is_whole
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_FIELDS = ("early_stopping", "length_penalty")
@@ -91,22 +90,6 @@ def check_choices(values: Mapping[str, Any], name: str) -> None:
         raise InputError(_line(name, GENERATION, wrong) + option)
 
 
-def why_not_loaded(source: str, problem: Exception) -> str:
-    """Return the field of a checkpoint's files that prevented loading, as a message; empty if unknown.
-
-    Args:
-        source: folder of the model, or its hub id.
-        problem: exception that transformers raised.
-    """
-    if "ignore_mismatched_sizes" in str(problem):
-        return f"the sizes in its {CONFIG} are not those of its weights: give the {CONFIG} that was saved with them"
-    generation, config = (_values(source, file) for file in (GENERATION, CONFIG))
-    wrong, file = find_invalid(generation, ALWAYS, LOADING), GENERATION
-    if not wrong:
-        wrong, file = _invalid_in_config(config, problem), CONFIG
-    return f"its {file} has {wrong}" if wrong else ""
-
-
 def _line(name: str, file: str, wrong: InvalidField) -> str:
     return f"model {name!r}: its {file} has {wrong}"
 
@@ -123,41 +106,3 @@ def _values(source: str, file: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _invalid_in_config(config: dict[str, Any], problem: Exception) -> InvalidField | None:
-    """Return a value of a config.json that may have kept the model from being loaded."""
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    return next((wrong for part in parts for wrong in (*_out_of_range(part), *_named_by(problem, part))), None)
-
-
-def _out_of_range(config: dict[str, Any]) -> Iterator[InvalidField]:
-    for field in ("dtype", "torch_dtype"):
-        value = config.get(field)
-        if value is not None and not _is_dtype(value):
-            yield InvalidField(field, value, "give float32, bfloat16 or float16")
-    padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
-    if is_whole(vocabulary, 1) and is_whole(padding, vocabulary or 0):
-        yield InvalidField("pad_token_id", padding, f"give an id below vocab_size, which is {vocabulary}, or null")
-
-
-def _named_by(problem: Exception, config: dict[str, Any]) -> Iterator[InvalidField]:
-    """Yield fields that an error of transformers names."""
-    looked_up = problem.args if isinstance(problem, KeyError) else ()
-    for field, value in config.items():
-        if isinstance(value, str) and value in looked_up:
-            yield InvalidField(field, value, "give a name that transformers knows")
-        elif f"Field '{field}' " in str(problem):
-            yield InvalidField(field, value, _type_wanted(str(problem)))
-
-
-def _type_wanted(message: str) -> str:
-    """Return the remedy for a message such as "Field 'use_cache' expected bool, got str (value: 'x')"."""
-    wanted = message.rpartition(" expected ")[2].partition(",")[0]
-    return (
-        f"give a value of type {wanted}" if " expected " in message else "give a value of the type that its class has"
-    )
-
-
-def _is_dtype(value: object) -> bool:
-    return value == "auto" or (isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype))

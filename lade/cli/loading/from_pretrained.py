@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lade.cli.loading import checkpoint
 from lade.cli.loading.hub import ModelSource, find_adapter, gated
 from lade.cli.options.model import Loading
 from lade.cli.terminal import one_line
@@ -287,11 +286,12 @@ def _explain(source: ModelSource, what: str, problem: Exception) -> str:
         found = re.search(r"(\w+)Config'?>", reason)
         kind = f"a {found[1]} model" if found else "something else"
         return f"model {source.shown!r} is {kind}, not a causal language model: give a decoder-only checkpoint"
-    if known := checkpoint.why_not_loaded(source.name, problem):
-        return f"model {source.shown!r}: {known}"
+    if "ignore_mismatched_sizes" in reason:
+        return f"model {source.shown!r}: the sizes in its config.json are not those of its weights"
     if "access a gated repo" in reason:
         return gated(source.shown)
     if "trust_remote_code" in reason:
         return f"model {source.shown!r} needs its own Python code: review it, then add --trust-remote-code"
     first = one_line(reason.split("\n", 1)[0] or type(problem).__name__, 240).rstrip(".:")
-    return f"model {source.shown!r}: {what} ({first}); check that its files are complete"
+    remedy = "check that its files are complete, and the values in config.json and generation_config.json"
+    return f"model {source.shown!r}: {what} ({first}); {remedy}"

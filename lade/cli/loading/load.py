@@ -32,7 +32,7 @@ from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 from lade.hf.distributed import follow_until_dismissed
 from lade.memory import Memory
-from lade.model.config import LEARNED_POSITIONS
+from lade.model.config import LEARNED_POSITIONS, dtype_name
 from lade.model.prepared import placeholder_ids
 from lade.model.supports import supports, unwrap
 from lade.tuning.packing_choice import pack_if_it_pays
@@ -53,6 +53,7 @@ class LoadedModel:
         checkpoint_defaults: sampling and beam settings of the checkpoint, which `model` lacks.
         variant: options that change its output; see `Loading.variant`.
         processor: loads the image processor, once; raises `InputError` for models without one.
+        undone: reasons why it is not "packed" or "invariant", of those that it is not.
     """
 
     name: str
@@ -61,6 +62,7 @@ class LoadedModel:
     checkpoint_defaults: Mapping[str, Any] = field(default_factory=dict)
     variant: Mapping[str, str] = field(default_factory=dict)
     processor: Callable[[], Any] = _no_processor
+    undone: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -181,11 +183,11 @@ def load(
             put_adapter(model, loading, source)
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
-    _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
+    undone = _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
     defaults = sampling_defaults(model.generation_config)
     model.generation_config = greedy(model.generation_config)
     variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
-    return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor)
+    return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
 
 
 def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
@@ -202,45 +204,55 @@ def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
 
 def is_made_invariant(model: Any, wanted: bool | None) -> bool:
     """Return whether the shell makes a model invariant, given its option; None where it may be needed, and may do."""
-    return (BACKEND.rounds_visibly(model) and make_invariant.is_candidate(model)) if wanted is None else wanted
+    return not _unneeded(model) if wanted is None else wanted
 
 
-def _pack(model: Any, term: Terminal, *, wanted: bool, panels: bool) -> None:
-    """Prepack linear layers: if `wanted` or for panels, else if it pays; --debug shows why not."""
+def _unneeded(model: Any) -> str:
+    """Return why the shell does not make a model invariant by itself; empty if it does."""
+    if not BACKEND.rounds_visibly(model):
+        return f"rounding hardly ever shows in {dtype_name(model.dtype)}"
+    return make_invariant.refusal(model)
+
+
+def _pack(model: Any, term: Terminal, *, wanted: bool, panels: bool) -> str | None:
+    """Prepack linear layers: if `wanted` or for panels, else if it pays; return why not."""
     term.show_status("packing the weights")
-    if panels and packing.packable(model):
-        packing.pack(model, panels=True)
-    elif wanted:
-        packing.pack(model)
-    elif not panels and (reason := pack_if_it_pays(model)) and term.debug:
-        term.say(f"not packed: {reason}", "dim")
+    if not (wanted or panels):
+        return pack_if_it_pays(model)
+    if panels and not packing.packable(model):
+        return "its layers are small"
+    packing.pack(model, panels=panels)
+    return None
 
 
 def _set_up(
     model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool | None
-) -> None:
-    """Pack the model in place and make it invariant, as the options ask."""
+) -> dict[str, str]:
+    """Pack the model in place and make it invariant; None for what keeps its text and pays.
+
+    Packing changes the last bits of a model in 16 bits. So by default such a model is packed only together with
+    invariant kernels, which make the text of plain decoding that of drafting.
+
+    Returns:
+        `LoadedModel.undone`.
+    """
+    undone = {"packed": "not asked for"}
     if loading.weights is not None and not is_packed:
         term.show_status("packing the weights")
         packing.pack(model, weights=loading.weights)
         pack = False
     elif pack is None and (loading.model is None or is_packed):
-        pack = False
-    set_up(model, term, pack=pack, invariant=invariant)
-
-
-def set_up(model: Any, term: Terminal, *, pack: bool | None, invariant: bool | None) -> None:
-    """Pack the model in place and make it invariant; None for what keeps its text and pays.
-
-    Packing changes the last bits of a model in 16 bits. So by default such a model is packed only together with
-    invariant kernels, which make the text of plain decoding that of drafting.
-    """
-    rounds = BACKEND.rounds_visibly(model)
+        pack, undone = False, {"packed": "the embedded model is too small"}
+    rounds, on_cpu = BACKEND.rounds_visibly(model), model.device.type == "cpu"
     wanted = is_made_invariant(model, invariant)
     packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
-    if pack or packs_in_panels or (pack is None and not rounds and model.device.type == "cpu"):
-        _pack(model, term, wanted=bool(pack), panels=packs_in_panels)
-    if wanted:
+    if pack or packs_in_panels or (pack is None and not rounds and on_cpu):
+        undone["packed"] = _pack(model, term, wanted=bool(pack), panels=packs_in_panels) or ""
+    elif pack is None:
+        undone["packed"] = "it would change the last bits: --pack" if on_cpu else "packing is for the CPU"
+    if not wanted:
+        undone["invariant"] = "not asked for" if invariant is False else _unneeded(model)
+    else:
         term.show_status("checking batch invariance")
         try:
             make_invariant.invariant(model)
@@ -249,7 +261,12 @@ def set_up(model: Any, term: Terminal, *, pack: bool | None, invariant: bool | N
                 raise
             if packs_in_panels:
                 packing.unpack(model)
+                undone["packed"] = "without invariant kernels it would change the last bits: --pack"
+            undone["invariant"] = problem.reason
             term.say(f"decoded with its own kernels: {problem.reason}", "dim")
+    if packing.packed_layers(model):
+        del undone["packed"]
+    return undone
 
 
 def _load_packed(source: ModelSource, loading: Loading) -> Any:

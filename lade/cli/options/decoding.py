@@ -188,19 +188,6 @@ def check_threads(threads: int | None) -> None:
         raise ConfigError("threads", threads, f"give a whole number >= 1 and <= {most}")
 
 
-def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
-    """Parse comma-separated whole numbers of at most nine digits, none below `least`.
-
-    Raises:
-        ConfigError: the text has anything else in it.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= least for part in parts):
-        remedy = f"give whole numbers >= {least} separated by commas, such as {example}"
-        raise ConfigError(name, text if len(text) < 100 else f"{text[:100]}...", remedy)
-    return [int(part) for part in parts]
-
-
 _option = in_panel("Choosing tokens")
 
 

@@ -138,13 +138,13 @@ def variant(model: _Model) -> _Model:
     return model
 
 
-def is_candidate(model: Any) -> bool:
-    """Return True if `invariant` would try this model on its device; nothing is run, so the trial may still fail."""
+def refusal(model: Any) -> str:
+    """Return why `invariant` would not even try this model; empty if it would. Nothing is run, the trial may fail."""
     try:
         _check_model(unwrap(model), compiled=hasattr(model, "_orig_mod"))
-    except UnsupportedModelError:
-        return False
-    return True
+    except UnsupportedModelError as problem:
+        return problem.reason
+    return ""
 
 
 def _replace_layers(

@@ -150,6 +150,11 @@ class Int8Linear(PackedLinear):
         return self._turned(self.codes().dense(self.dtype))
 
     @property
+    def format(self) -> str:
+        """Format of the codes, see `BlockCodes`."""
+        return self._codes.name
+
+    @property
     def restorable(self) -> bool:
         """True if the original weight was kept."""
         return self.keeps_original

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig
-
 
 @dataclass(frozen=True)
 class InvalidField:
@@ -72,7 +70,6 @@ _IDS = (_is_id_or_are_ids, "give the id of a token, or a list of them")
 _LIST = (_are_ids, "give a list of ids")
 _WHOLE = (is_whole, "give a whole number")
 _FACTOR = (lambda value: is_number(value, 0), "give a number > 0; 1 changes nothing")
-_COUNT = (lambda value: is_whole(value, 1), "give a whole number >= 1")
 _SHARE = (lambda value: is_number(value, 0, 1), "give a number > 0 and <= 1")
 _NUMBER = (is_number, "give a number")
 
@@ -92,12 +89,6 @@ ALWAYS: dict[str, tuple[Fits, str]] = {
     "min_new_tokens": _WHOLE,
 }
 """Fields that any generation uses: a predicate for valid values, and the remedy. None means "not set"."""
-LOADING: dict[str, tuple[Fits, str]] = {
-    "max_new_tokens": _COUNT,
-    "num_return_sequences": _COUNT,
-    "early_stopping": (lambda value: isinstance(value, bool) or value == "never", 'give true, false or "never"'),
-}
-"""Fields with which transformers fails to load the config if they are invalid."""
 SAMPLING: dict[str, tuple[Fits, str]] = {
     "temperature": (lambda value: is_number(value, 0), "give a number > 0"),
     "top_k": (lambda value: is_whole(value, 0), "give a whole number >= 1, or 0 for no limit"),
@@ -106,7 +97,10 @@ SAMPLING: dict[str, tuple[Fits, str]] = {
     "typical_p": (lambda value: is_number(value, 0), "give a number > 0; 1 changes nothing"),
 }
 """Fields that only sampling uses."""
-BEAMS: dict[str, tuple[Fits, str]] = {"length_penalty": _NUMBER, "early_stopping": LOADING["early_stopping"]}
+BEAMS: dict[str, tuple[Fits, str]] = {
+    "length_penalty": _NUMBER,
+    "early_stopping": (lambda value: isinstance(value, bool) or value == "never", 'give true, false or "never"'),
+}
 """Fields that only beam search uses."""
 _EOS_FIELDS = ("min_length", "min_new_tokens")
 _ID_FIELDS = ("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
@@ -150,8 +144,3 @@ def _ids_in(value: object) -> Iterable[int]:
     if isinstance(value, list | tuple):
         return [token for part in value for token in _ids_in(part)]
     return [value] if isinstance(value, int) else []
-
-
-def find_invalid_in(config: GenerationConfig) -> InvalidField | None:
-    """Return the first field of a config that any generation with it would fail on; None if there is none."""
-    return find_invalid(config.to_dict(), ALWAYS, SAMPLING if config.do_sample else {})

@@ -1,0 +1,306 @@
+"""Where the time of a step goes: a profiler of what the host does, in the library and in a model's pass.
+
+    python lab/experiments/host_time.py step --model FOLDER [--method 7,5,7 | --method budget=16 | ...] [--no-parts]
+    python lab/experiments/host_time.py pass --model FOLDER --inflate 500e6 [--weights int8 | dense] [--invariant]
+    python lab/experiments/host_time.py call --model FOLDER [--prompt-tokens 20 --prompt-tokens 300]
+    python lab/experiments/host_time.py replay --model FOLDER --prompts FILE.jsonl [--budget 16 --budget 64]
+
+"step" times all but the model's forward pass, by part. Each part is timed by wrapping its function, which counts as the
+library's time, so this shows shares; with `--no-parts` the total is right.
+
+"pass" times a CPU pass over 1, 8 and 16 tokens by the class of its modules, attention and the cache; the rest is what
+modelling code does between them (rotary positions, residuals, reshapes) and Python.
+
+"call" takes the CPU time of whole calls of few tokens, `model.generate`'s beside ours, in turn.
+
+"replay" tells, without a GPU, how long one would wait. A forward pass on a CPU leaves nothing in the CPU's caches of
+what the library needs next; one on a GPU does. So the passes are made once, and what was read of their logits is
+written down. Then the same texts are written again from that, without a model: growing the trees, filling a captured
+pass's inputs, walking, and learning are all that is left. The tokens must come out the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter, process_time
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import lade
+from lade.backends.cpu.packing.linear import PackedLinear
+from lade.backends.cuda_graphs.pass_inputs import StaticInputs
+from lade.decoding import loop
+from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.tree_size import FixedBudget
+from lade.decoding.loop import DecodeLoop
+from lade.decoding.readout import Readout
+from lade.decoding.row import Row, RowStep
+from lade.decoding.verify import Greedy, walk
+from lade.model.facts import CACHE
+from lade.model.kv_cache import TreeCache
+from lade.model.masks import MaskPlan, StepInputs
+from lade.model.prepared import special_ids, vocabulary_of
+from lade_lab.harness.arms import PLAIN
+from lade_lab.inflation import inflate
+
+app = typer.Typer(add_completion=False)
+Folder = Annotated[Path, typer.Option("--model", help="folder of a causal language model")]
+SIZES = (1, 8, 16)
+PARTS: list[tuple[Any, str, str]] = [
+    (DecodeLoop, "_learn", "learning"),
+    (StepInputs, "of", "the step's tensors"),
+    (MaskPlan, "masks", "masks in the model's form"),
+    (TreeCache, "keep", "moving the accepted path's keys and values"),
+    (loop, "read", "argmax, likeliest tokens, and the copy to the host"),
+    (DecodeLoop, "_draft", "drafting the trees"),
+    (RowStep, "walk", "the walk, stop rules included"),
+]
+
+
+def timed(function: Callable[..., Any], part: str, spent: Counter[str]) -> Callable[..., Any]:
+    """The function, with its seconds counted."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent[part] += perf_counter() - start
+
+    return call
+
+
+def config_of(method: str) -> lade.LookaheadConfig:
+    if method.startswith("budget="):
+        return lade.LookaheadConfig(budget=int(method.removeprefix("budget=")))
+    return PLAIN if method == "plain" else lade.LookaheadConfig(*map(int, method.split(",")))
+
+
+@app.command()
+def step(
+    model: Folder,
+    prompt: str = "Once upon a time there was a little girl named Lily",
+    method: Annotated[str, typer.Option(help="W,N,G or budget=B or plain")] = "7,5,7",
+    parts: Annotated[bool, typer.Option(help="time them one by one")] = True,
+    rounds: int = 10,
+    threads: int = 1,
+) -> None:
+    """The library's own time of a step by part."""
+    torch.set_num_threads(threads)
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    stats, spent = lade.Stats(), Counter[str]()
+    arguments = {
+        "input_ids": tokenizer(prompt, return_tensors="pt").input_ids,
+        "max_new_tokens": 200,
+        "do_sample": False,
+        "eos_token_id": None,
+        "lookahead": config_of(method),
+        "stats": stats,
+    }
+    for owner, name, part in PARTS if parts else []:
+        wrapper = timed(getattr(owner, name), part, spent)
+        setattr(owner, name, staticmethod(wrapper) if owner is StepInputs else wrapper)
+    lade.generate(loaded, **arguments)
+    spent.clear()
+    total, found = lade.Stats(), list[float]()
+    for _ in range(rounds):
+        stats.reset()
+        lade.generate(loaded, **arguments)
+        found.append(1e6 * stats.library_s / stats.steps)
+        total.merge(stats)
+    low, middle, high = quantiles(found, n=4)
+    share = f"{total.library_s / total.decode_s:.1%} of it, {total.tokens_per_step:.2f} tokens a step"
+    print(f"{middle:.0f} us a step ({low:.0f} to {high:.0f}), {share}")
+    for part, seconds in spent.most_common():
+        print(f"{seconds / total.library_s:6.1%}  {1e6 * seconds / total.steps:4.0f} us  {part}")
+    if parts:
+        print(f"{1 - sum(spent.values()) / total.library_s:6.1%}  the rest: calls, bookkeeping")
+
+
+def watch(model: Any, cache: DynamicCache, spent: Counter[str]) -> None:
+    """Time the parts of a model from now on."""
+    for module in model.modules():
+        if not module._modules and not isinstance(module, torch.nn.Identity):
+            linear = isinstance(module, (torch.nn.Linear, PackedLinear))
+            module.forward = timed(module.forward, "matrix products" if linear else type(module).__name__, spent)
+    attention = model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS.register(attention, timed(ALL_ATTENTION_FUNCTIONS[attention], "attention", spent))
+    cache.update = timed(cache.update, "cache", spent)  # type: ignore[method-assign]
+
+
+@app.command("pass")
+@torch.no_grad()
+def pass_(
+    model: Folder,
+    params: Annotated[float | None, typer.Option("--inflate", help="parameters to grow it to")] = None,
+    dtype: str = "bfloat16",
+    weights: Annotated[str, typer.Option(help="packed, int8, int4 or dense")] = "packed",
+    invariant: Annotated[bool, typer.Option(help="as lade.invariant makes it")] = False,
+    cached: Annotated[int, typer.Option(help="tokens in the cache")] = 256,
+    rounds: int = 15,
+    threads: int = 1,
+) -> None:
+    """Time of a CPU pass by part."""
+    torch.set_num_threads(threads)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded = (inflate(loaded, params) if params else loaded).to(getattr(torch, dtype))
+    if weights != "dense":
+        lade.pack(loaded, weights=None if weights == "packed" else weights)
+    if invariant:
+        lade.invariant(loaded)
+    cache, vocabulary, spent = DynamicCache(config=loaded.config), loaded.config.vocab_size, Counter[str]()
+    loaded(torch.randint(vocabulary, (1, cached)), **{CACHE: cache})
+    watch(loaded, cache, spent)
+    found: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
+    for _ in range(rounds + 1):
+        for size, samples in found.items():
+            spent.clear()
+            start = perf_counter()
+            loaded(torch.randint(vocabulary, (1, size)), **{CACHE: cache})
+            whole = perf_counter() - start
+            cache.crop(-size)
+            samples.append({"whole": whole, "the rest": whole - sum(spent.values()), **spent})
+    for size, samples in found.items():
+        del samples[0]
+        parts = {part: 1e3 * median(sample.get(part, 0.0) for sample in samples) for part in samples[0]}
+        shown = ", ".join(f"{part} {ms:.1f}" for part, ms in sorted(parts.items(), key=lambda item: -item[1]))
+        print(f"{size:2} tokens, ms: {shown}")
+
+
+ARMS: dict[str, lade.LookaheadConfig | str | None] = {"generate": None, "plain": PLAIN, "adaptive": "auto"}
+Call = Callable[[], object]
+
+
+def call_of(model: Any, arm: str, tokens: int, new_tokens: int) -> Call:
+    """A call of this arm, with the same prompt every time."""
+    ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    arguments |= {"max_new_tokens": new_tokens, "do_sample": False}
+    if arm == "generate":
+        return lambda: model.generate(**arguments)
+    return lambda: lade.generate(model, lookahead=ARMS[arm], **arguments)  # type: ignore[arg-type]
+
+
+def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    """CPU time of each call, ascending."""
+    taken: dict[str, list[float]] = {arm: [] for arm in calls}
+    for _ in range(rounds):
+        for arm, made in calls.items():
+            start = process_time()
+            made()
+            taken[arm].append(1e3 * (process_time() - start))
+    return {arm: sorted(each) for arm, each in taken.items()}
+
+
+@app.command()
+def call(
+    model: Folder,
+    prompt_tokens: Annotated[list[int] | None, typer.Option(help="length of the prompt; may be repeated")] = None,
+    new_tokens: Annotated[list[int] | None, typer.Option(help="tokens to write; may be repeated")] = None,
+    rounds: int = 200,
+) -> None:
+    """CPU time of whole calls of few tokens."""
+    torch.set_num_threads(1)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    for tokens in prompt_tokens or [20, 300]:
+        for new in new_tokens or [1, 2]:
+            calls = {arm: call_of(loaded, arm, tokens, new) for arm in ARMS}
+            milliseconds(calls, 3)  # measures the step cost, reads machine code
+            taken = milliseconds(calls, rounds)
+            least = ", ".join(f"{arm} {each[0]:.2f} ({median(each):.2f})" for arm, each in taken.items())
+            print(f"{tokens} tokens, {new} new: {least} ms, least (median)", flush=True)
+
+
+@dataclass
+class Written:
+    """A text, and what was read while it was written: of the prompt first, then of each pass."""
+
+    prompt: list[int]
+    tokens: list[int]
+    said: list[Readout]
+
+
+def written(model: Any, prompts: list[torch.Tensor], budget: int, new_tokens: int) -> Iterator[Written]:
+    """Texts, one after the other, with one memory."""
+    memory, said, read = lade.Memory(), list[Readout](), loop.read
+
+    def listening(*args: Any, wants_entries: bool = True) -> Readout:
+        said.append(read(*args, wants_entries=wants_entries))
+        return said[-1]
+
+    loop.read = listening
+    try:
+        for ids in prompts:
+            said.clear()
+            config = lade.LookaheadConfig(budget=budget, memory=memory)
+            output = lade.generate(model, input_ids=ids, lookahead=config, max_new_tokens=new_tokens, do_sample=False)
+            assert isinstance(output, torch.Tensor)
+            yield Written(ids[0].tolist(), output[0].tolist(), [each for each in said if each.entries is not None])
+    finally:
+        loop.read = read
+
+
+def replayed(model: Any, texts: list[Written], budget: int) -> list[list[float]]:
+    """Write the texts again; seconds of growing, inputs, walk and learning of each step."""
+    memory, taken = lade.Memory(), []
+    for text in texts:
+        excluded, vocabulary = special_ids(model.generation_config), vocabulary_of(model)
+        drafter = AdaptiveDrafter(memory, FixedBudget(budget), excluded, vocabulary=vocabulary)
+        end, first = len(text.tokens), text.said[0]
+        row = Row(text.prompt, drafter, Greedy(), lambda tokens, end=end: len(tokens) >= end)  # type: ignore[misc]
+        assert first.entries is not None
+        drafter.learn_prompt(row.tokens, len(text.prompt) - len(first.argmax_ids), first.entries)
+        row.emit(text.tokens[len(text.prompt)])
+        drafter.begin(row.tokens, len(text.prompt))
+        inputs = StaticInputs(1, budget, torch.device("cpu"))
+        for said in text.said[1:]:
+            clock = [perf_counter()]
+            draft = drafter.draft(row.tokens, None)
+            clock.append(perf_counter())
+            inputs.fill([draft.tree], [len(row.tokens) - 1])
+            clock.append(perf_counter())
+            verdict = walk(draft.tree, row.chooser.bind(torch.empty(0), said.argmax_ids, row.tokens), row.emit)
+            clock.append(perf_counter())
+            drafter.learn(row.tokens, draft, said, verdict)
+            clock.append(perf_counter())
+            taken.append(np.diff(clock).tolist())
+        if row.tokens != text.tokens:
+            raise SystemExit("the text came out otherwise: what was timed is not what happens")
+    return taken
+
+
+@app.command()
+def replay(
+    model: Folder,
+    prompts: Annotated[Path, typer.Option(help='JSON lines with a "prompt" each')],
+    budget: Annotated[list[int] | None, typer.Option(help="tokens of a step; may be repeated")] = None,
+    limit: Annotated[int, typer.Option(help="prompts")] = 12,
+    new_tokens: Annotated[int, typer.Option(help="tokens to write for each")] = 150,
+    rounds: Annotated[int, typer.Option(help="times that all is written again")] = 5,
+) -> None:
+    """Host time of a step during which a GPU would wait."""
+    torch.set_num_threads(1)
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    lines = prompts.read_text(encoding="utf-8").splitlines()[:limit]
+    ids = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids for line in lines]
+    for size in budget or [16, 64]:
+        texts = list(written(loaded, ids, size, new_tokens))
+        taken = 1e6 * np.array([each for _ in range(rounds) for each in replayed(loaded, texts, size)])
+        growing, inputs, walking, learning = np.median(taken, axis=0)
+        low, middle, high = np.percentile(taken.sum(axis=1), [25, 50, 75])
+        parts = f"growing {growing:.0f}, inputs {inputs:.0f}, walk {walking:.0f}, learning {learning:.0f}"
+        print(f"{size} tokens: {middle:.0f} us a step ({low:.0f} to {high:.0f}); {parts}")
+
+
+if __name__ == "__main__":
+    app()
