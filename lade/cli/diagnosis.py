@@ -87,6 +87,7 @@ def layout(loaded: LoadedModel) -> dict[str, Any]:
     model, threads = unwrap(loaded.model), torch.get_num_threads()
     products = Counter(_product(each) for each in model.modules() if isinstance(each, PackedLinear))
     refusal = capture_refusal(model) if model.device.type == "cuda" else "only passes on a CUDA device are"
+    unfused = supports(model).fused
     return {
         "threads": threads,
         "contention": contention_now(threads) or None,
@@ -97,6 +98,8 @@ def layout(loaded: LoadedModel) -> dict[str, Any]:
         "not_invariant": loaded.undone.get("invariant"),
         "captured": not refusal,
         "not_captured": refusal or None,
+        "fused": not unfused,
+        "not_fused": unfused or None,
     }
 
 
@@ -230,6 +233,8 @@ def _advice_on_model(here: Mapping[str, Any], model: Mapping[str, Any]) -> list[
         lines.append(f"The model is on the CPU, and there is a GPU ({here['gpu']}): --device cuda.")
     if not on_cpu and not model["captured"]:
         lines.append(f"Passes are launched one kernel at a time: {model['not_captured']}.")
+    elif not on_cpu and not model["fused"]:
+        lines.append(f"Passes are not fused into few kernels, which takes a third longer: {model['not_fused']}.")
     if on_cpu and large and model["threads"] < here["cores"] and not model["contention"]:
         cores = here["cores"]
         lines.append(f"torch uses {model['threads']} of {cores} cores: OMP_NUM_THREADS={cores} if they idle.")

@@ -161,6 +161,7 @@ def test_it_says_what_is_packed_and_invariant_and_why_not(lade, folder):
     plain = json.loads(lade("doctor", "--seconds", 2, "--json").stdout)["model"]
     assert (plain["packed_layers"], plain["not_packed"]) == (0, "the embedded model is too small")
     assert not plain["captured"] and "CUDA" in plain["not_captured"]
+    assert not plain["fused"] and "CUDA" in plain["not_fused"]
 
 
 def test_threads(lade, folder, saved):
@@ -202,6 +203,7 @@ WELL = {
         ("model", {"dtype": "float32"}, "--dtype bfloat16"),
         ("model", {"supported": False, "reason": "it is odd"}, "it is odd"),
         ("model", {"device": "cuda:0", "captured": False, "not_captured": "it has hooks"}, "it has hooks"),
+        ("model", {"device": "cuda:0", "captured": True, "fused": False, "not_fused": "it is odd"}, "fused into few"),
         ("curve", {"sizes": [{"size": 1, "median_s": 0.02}, {"size": 8, "median_s": 0.08}]}, "4.0 times as long"),
         ("curve", {"sizes": [{"size": 1, "median_s": 1e-3}, {"size": 8, "median_s": 1e-3}]}, "larger models"),
         ("trial", {"same_tokens": False}, "--invariant"),

@@ -76,7 +76,7 @@ class BufferPool:
 
     @property
     def setup(self) -> Hashable:
-        """What captures depend on now."""
+        """The state that captures depend on now, see `capture_setup`."""
         return self._setup()
 
     @property
