@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from simulated_controller import padded
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lade
@@ -42,6 +42,14 @@ class Pass(NamedTuple):
     seconds: float
     forward_s: float
     emitted: float
+
+
+def padded(prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ids and mask of a batch, `[B, L]`, padded on the left."""
+    most = max(prompt.shape[1] for prompt in prompts)
+    ids = torch.cat([pad(prompt, (most - prompt.shape[1], 0)) for prompt in prompts])
+    mask = torch.cat([pad(torch.ones_like(prompt), (most - prompt.shape[1], 0)) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def noted_passes() -> list[Pass]:
