@@ -43,7 +43,7 @@ RECENT = 9
 """Values that a median is taken of: it stands four outliers."""
 MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
-BASELINE_INTERVAL, FIRST_INTERVAL = 128, 4
+BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
 """Passes over several tokens after which one over a single token is due: the latter at first and after surprises, then
 twice as many each time."""
 SURPRISE = 0.2
@@ -177,6 +177,8 @@ class StepCost:
         """
         if prepared or not 0.0 < seconds < math.inf:
             self._last = None
+            if size == 1:  # no evidence, yet not due again at once
+                self._since_plain, self.wants_baseline = 0, False
             return
         size = next((end for end in self._padded_to if end >= size), size)
         knot, measured = _nearest(size), self._measured(size)
