@@ -37,7 +37,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, PassCost
+from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, RECENT, PassCost
 
 Floats = npt.NDArray[np.float64]
 
@@ -61,8 +61,6 @@ LAG_SCALE = 4.0
 """Tokens by which a row is ahead of the slowest that make it weigh e times less where a call waits for all. With the
 mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
 alone nothing is learned from all others (lab/log/batches-and-engine.md)."""
-RECENT = 15
-"""Steps of late whose median is the library's own time."""
 
 _DOUBLINGS = LARGEST_SHARED.bit_length() - 1
 _LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))

@@ -35,12 +35,10 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from lade.decoding.drafting.controller import ControllerState
-from lade.decoding.drafting.tree_size import LARGEST_SHARED
+from lade.decoding.drafting.tree_size import LARGEST_SHARED, RECENT
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
-RECENT = 9
-"""Values that a median is taken of: it stands four outliers."""
 MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
