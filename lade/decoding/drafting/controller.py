@@ -55,8 +55,8 @@ ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Plain steps, and share of its tokens, that a text may lose against plain decoding."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
 """Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
-OVERHEAD_NODES = 40
-"""Fixed overhead of a drafting step, in node equivalents: some 290 us and 7 us for each node."""
+OVERHEAD_NODES = 100
+"""Fixed overhead of a drafting step, in nodes: on a GPU some 1.2 ms and 10 us for each node; on a CPU it is less."""
 LAG_SCALE = 4.0
 """Tokens by which a row is ahead of the slowest that make it weigh e times less where a call waits for all. With the
 mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
@@ -253,12 +253,12 @@ class Controller:
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
-        """See `Budget`: as far as a node is worth its price for what it teaches, and may be lost."""
-        filled = size
-        for end, threshold in self.stages():
-            if end > filled and threshold > 0.0:
-                break
-            filled = max(filled, end)
+        """See `Budget`: as far as nodes are worth their price by what they teach alone, and may be lost."""
+        table, filled = self._cost.table, size
+        for end in [*(corner for corner in self._cost.corners if size < corner < self.most), self.most]:
+            price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
+            if end > size and TAUGHT * (_TAUGHT[end - 1] - _TAUGHT[size - 1]) > price:
+                filled = end
         return max(size, min(filled, self._affordable))
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
