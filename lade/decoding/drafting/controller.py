@@ -15,11 +15,11 @@ median, and passes that were prepared do not even that.
 
 **Who keeps what.** A model, by kind of text: `ControllerState`, which the curve of its passes owns. A text: its factor,
 and its *loss* against plain decoding, in plain steps by t(S). `ALLOWANCE` steps and `ALLOWED_SHARE` of the text are the
-most that it may be. So no tree costs more than what may still be lost, and where that is less than two tokens cost,
-drafting rests until the share has grown. All texts of a kind share a reserve, which grows by
-one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to pay is fed if
-its scores, taken at their word, say that it would; and with some reserve two tokens, to see what they cost. So a text
-that cannot be guessed silences none of the next ones, and gains license no losses.
+most that it may be. No tree costs more than half of what may still be lost, so that what is left buys smaller ones; and
+where two tokens cost more than that, drafting rests until the share has grown. All texts of a kind share a reserve,
+which grows by one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to
+pay is fed if its scores, taken at their word, say that it would; and with some reserve two tokens, to see what they
+cost. So a text that cannot be guessed silences none of the next ones, and gains license no losses.
 
 **Several rows.** All rows of a batch or an engine share one controller, since passes are padded to the largest tree:
 the yield of the mean row decides. A call that waits for all of its rows takes as long as the slowest, so there rows
@@ -37,7 +37,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, PassCost
+from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, RECENT, PassCost
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,8 +45,8 @@ PRIOR_GAIN = 0.3
 """Accepted nodes for each doubling of a tree, before anything is seen: cold texts of many models have 0.2 to 0.5."""
 CURVE_STEPS = 500.0
 """Steps that the yield curve of a model remembers; 100 and 2000 are as good."""
-TEXT_TOKENS = 8.0
-"""Expected accepted nodes that the curve weighs beside a text's own evidence; 4 and 16 lose 0.3 to 0.8 %."""
+PRIOR_WEIGHT = 8.0
+"""Steps that the prior counts for in a curve, and accepted nodes that a curve counts for in a text."""
 SCORES = 0.5
 """Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes."""
 TAUGHT = 0.035
@@ -55,16 +55,12 @@ ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Plain steps, and share of its tokens, that a text may lose against plain decoding."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
 """Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
-PRIOR_STEPS = 24.0
-"""Steps that the prior counts for."""
-OVERHEAD_NODES = 40
-"""Fixed overhead of a drafting step, in node equivalents: some 290 us and 7 us for each node."""
+OVERHEAD_NODES = 100
+"""Fixed overhead of a drafting step, in nodes: on a GPU some 1.2 ms and 10 us for each node; on a CPU it is less."""
 LAG_SCALE = 4.0
 """Tokens by which a row is ahead of the slowest that make it weigh e times less where a call waits for all. With the
 mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
 alone nothing is learned from all others (lab/log/batches-and-engine.md)."""
-RECENT = 15
-"""Steps of late whose median is the library's own time."""
 
 _DOUBLINGS = LARGEST_SHARED.bit_length() - 1
 _LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))
@@ -101,7 +97,7 @@ class YieldCurve:
     def __init__(self) -> None:
         self.gains = np.full(_DOUBLINGS, PRIOR_GAIN)
         self.promised = np.full(_DOUBLINGS, PRIOR_GAIN)
-        self.steps = np.full(_DOUBLINGS, PRIOR_STEPS)
+        self.steps = np.full(_DOUBLINGS, PRIOR_WEIGHT)
 
     @property
     def slopes(self) -> Floats:
@@ -150,7 +146,7 @@ class Controller:
         self._cost = cost
         self.most = most
         self._state = ControllerState() if state is None else state
-        self._expected = self._accepted = TEXT_TOKENS
+        self._expected = self._accepted = PRIOR_WEIGHT
         self._lost = self._tokens = 0.0
         self._fed = 1
         self._looked = True
@@ -168,9 +164,9 @@ class Controller:
 
     @property
     def _affordable(self) -> int:
-        """The largest tree of which a text may lose all: the allowance bounds the loss of each step, too."""
+        """The largest tree of which a text may lose all: no step risks more than half of the allowance that is left."""
         table, left = self._cost.table, ALLOWANCE + ALLOWED_SHARE * self._tokens - self._lost
-        most_s = (1.0 + left) * (table[1] + self._plain_own_s) - OVERHEAD_NODES * self._node_s
+        most_s = (1.0 + left / 2.0) * (table[1] + self._plain_own_s) - OVERHEAD_NODES * self._node_s
         return min(self.most, bisect_right(table, most_s, 2) - 1)
 
     @property
@@ -257,12 +253,12 @@ class Controller:
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
-        """See `Budget`: as far as a node is worth its price for what it teaches, and may be lost."""
-        filled = size
-        for end, threshold in self.stages():
-            if end > filled and threshold > 0.0:
-                break
-            filled = max(filled, end)
+        """See `Budget`: as far as nodes are worth their price by what they teach alone, and may be lost."""
+        table, filled = self._cost.table, size
+        for end in [*(corner for corner in self._cost.corners if size < corner < self.most), self.most]:
+            price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
+            if end > size and TAUGHT * (_TAUGHT[end - 1] - _TAUGHT[size - 1]) > price:
+                filled = end
         return max(size, min(filled, self._affordable))
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
@@ -333,8 +329,8 @@ class BatchBudget(Controller):
         """Begin so many texts, which have lost nothing yet; the others, if they are not alone, keep their shares."""
         kept = 0.0 if alone else self._rows / (self._rows + count)
         self._lost, self._tokens = kept * self._lost, kept * self._tokens
-        self._expected += (1.0 - kept) * (TEXT_TOKENS - self._expected)
-        self._accepted += (1.0 - kept) * (TEXT_TOKENS - self._accepted)
+        self._expected += (1.0 - kept) * (PRIOR_WEIGHT - self._expected)
+        self._accepted += (1.0 - kept) * (PRIOR_WEIGHT - self._accepted)
         self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT * count)
 
     @property

@@ -35,15 +35,13 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from lade.decoding.drafting.controller import ControllerState
-from lade.decoding.drafting.tree_size import LARGEST_SHARED
+from lade.decoding.drafting.tree_size import LARGEST_SHARED, RECENT
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
-RECENT = 9
-"""Values that a median is taken of: it stands four outliers."""
 MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves."""
-BASELINE_INTERVAL, FIRST_INTERVAL = 128, 4
+BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
 """Passes over several tokens after which one over a single token is due: the latter at first and after surprises, then
 twice as many each time."""
 SURPRISE = 0.2
@@ -177,6 +175,8 @@ class StepCost:
         """
         if prepared or not 0.0 < seconds < math.inf:
             self._last = None
+            if size == 1:  # no evidence, yet not due again at once
+                self._since_plain, self.wants_baseline = 0, False
             return
         size = next((end for end in self._padded_to if end >= size), size)
         knot, measured = _nearest(size), self._measured(size)

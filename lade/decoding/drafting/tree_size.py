@@ -9,6 +9,8 @@ LARGEST = 128
 """Tokens fed per step at most, by one process: what passes are measured for, and what CUDA graphs are captured for."""
 LARGEST_SHARED = 512
 """The same by several processes, each of which feeds a part."""
+RECENT = 9
+"""Values of late that a median is taken of, of what passes and the library's own work take: it stands four outliers."""
 
 
 def max_tree_size(processes: int) -> int:
