@@ -18,7 +18,7 @@ shape is made by the model as well.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.backends.tree_attention.backend import HAS_TRITON
-from lade.model.facts import ModelFacts
+from lade.model.facts import ModelFacts, is_invariant
 from lade.model.inputs import AttentionSpan
 from lade.model.masks import TREE_ATTENTION, MaskPlan
 
@@ -49,7 +49,7 @@ def fusion_refusal(facts: ModelFacts, plan: MaskPlan) -> str:
     family, here = config.model_type, "torch.nn.modules"
     if family not in FAMILIES or type(facts.model).__name__.lower() != f"{family}forcausallm":
         return f"its family is none of {', '.join(sorted(FAMILIES))}"
-    known = (here, f"transformers.models.{family}.", "transformers.activations")
+    known = (here, f"transformers.models.{family}.", "transformers.activations", "lade.backends.cuda_graphs.")
     if strange := [kind.__name__ for kind in facts.kinds if not kind.__module__.startswith(known)]:
         return f"it has layers of other kinds: {', '.join(sorted(strange))}"
     if facts.replaced or facts.compiled or facts.training:
@@ -94,6 +94,7 @@ class FusedLayer:
     down: tuple[torch.Tensor, torch.Tensor | None]
     norms: tuple[torch.Tensor, torch.Tensor]
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    eps: float
     scaling: float
     span: AttentionSpan
 
@@ -109,9 +110,28 @@ class FusedLayer:
             down=(block.down_proj.weight.detach(), _detached(block.down_proj.bias)),
             norms=(layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()),
             head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
+            eps=layer.input_layernorm.variance_epsilon,
             scaling=attention.scaling,
             span=span,
         )
+
+    def run(
+        self, x: torch.Tensor, before: torch.Tensor | None, attended: Callable[[torch.Tensor], torch.Tensor], product: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual `[B, S, H]`, and what the next layer has to add to it, like this one `before`.
+
+        Args:
+            x: residual, `[B, S, H]`.
+            before: what is added to it first; None for nothing.
+            attended: returns the result of attention, `[B, S, H, D]`, given queries, keys and values side by side.
+            product: `torch.nn.functional.linear` or like it.
+        """
+        from lade.backends.cuda_graphs.fused_kernels import norm, silu_product
+
+        x, y = norm(x, self.norms[0], self.eps, before)
+        found = attended(product(y, *self.qkv))
+        x, y = norm(x, self.norms[1], self.eps, product(found.flatten(2), *self.output))
+        return x, product(silu_product(product(y, *self.gate_up)), *self.down)
 
 
 class FusedDecoder:
@@ -124,9 +144,8 @@ class FusedDecoder:
 
     def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:
         from lade.backends.cuda_graphs import fused_kernels
-        from lade.backends.tree_attention import launch
 
-        self._kernels, self._attend = fused_kernels, launch.attend
+        self._kernels, self.exact = fused_kernels, is_invariant(facts.model)
         config, decoder = facts.text_config, facts.model.model
         count = config.num_hidden_layers
         kinds = config.layer_types if plan.by_layer_type else list(plan.spans) * count
@@ -137,21 +156,39 @@ class FusedDecoder:
 
     def states(self, inputs: StaticInputs, buffers: Buffers, shape: StepShape) -> torch.Tensor:
         """Make a pass, whose keys and values go to the buffers; return the states after the last norm, `[B, S, H]`."""
-        step, slots, norm = inputs.tree_step(shape.keys), inputs.slots(), self._kernels.norm
+        slots, rotate, norm = inputs.slots(), self._kernels.rotate_and_store, self._kernels.norm
+        product, attention = self._parts(inputs, shape)
         positions = inputs.positions if inputs.offsets is None else inputs.positions + inputs.offsets[0]
         x = self._embed(inputs.ids).detach()
         turns = tuple(each.expand(*positions.shape, -1).contiguous() for each in self._rotary(x, positions))
         before: torch.Tensor | None = None  # what the layer before adds to its residual
         for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
-            keys, values = keys[: shape.rows], values[: shape.rows]
-            x, y = norm(x, layer.norms[0], self._eps, before)
-            qkv = linear(y, *layer.qkv)  # [B, S, (H + 2 * Hkv) * D]
-            query = self._kernels.rotate_and_store(qkv, turns, layer.head_norms, self._eps, keys, values, slots)
-            seen = keys[:, :, : shape.keys], values[:, :, : shape.keys]
-            found = self._attend(query.transpose(1, 2), *seen, step.mask(layer.span), scale=layer.scaling)
-            x, y = norm(x, layer.norms[1], self._eps, linear(found.flatten(2), *layer.output))
-            before = linear(self._kernels.silu_product(linear(y, *layer.gate_up)), *layer.down)
+
+            def attended(qkv: torch.Tensor, layer: Any = layer, keys: Any = keys, values: Any = values) -> torch.Tensor:
+                keys, values = keys[: shape.rows], values[: shape.rows]  # qkv: [B, S, (H + 2 * Hkv) * D]
+                query = rotate(qkv, turns, layer.head_norms, layer.eps, keys, values, slots)
+                return attention(layer, query, keys[:, :, : shape.keys], values[:, :, : shape.keys])
+
+            x, before = layer.run(x, before, attended, product)
         return norm(x, self._norm, self._eps, before)[1]
+
+    def _parts(self, inputs: StaticInputs, shape: StepShape) -> tuple[Any, Callable[..., torch.Tensor]]:
+        """Return the function of a linear layer, and that of a layer's attention over queries, keys and values."""
+        if not self.exact:
+            from lade.backends.tree_attention import launch
+
+            step = inputs.tree_step(shape.keys)
+            return linear, lambda layer, query, *seen: launch.attend(
+                query.transpose(1, 2), *seen, step.mask(layer.span), scale=layer.scaling
+            )
+        from lade.backends.cuda_graphs.invariant import attention, layers
+
+        offsets = 0 if inputs.offsets is None else inputs.offsets[0, :, 0]
+        positions = inputs.positions if inputs.offsets is None else inputs.positions + inputs.offsets[0]
+        places = attention.Places.of_trees(inputs.closure, positions, inputs.lengths, offsets, shape.keys)
+        return layers.product, lambda layer, query, *seen: attention.attend(
+            query, *seen, places.within(layer.span.window), scale=layer.scaling
+        )
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of states after the last norm, `[B, S, V]`."""
@@ -159,8 +196,13 @@ class FusedDecoder:
         return found
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return how logits `[..., V]` of a fused pass differ from the model's own; empty if by rounding alone."""
+def difference(found: torch.Tensor, expected: torch.Tensor, *, exact: bool = False) -> str:
+    """Return how logits `[..., V]` of a fused pass differ from the model's own; empty if by rounding alone.
+
+    If they must be `exact`, any difference counts.
+    """
+    if exact:
+        return "" if torch.equal(found, expected) else "their logits are not those of the invariant model, bit for bit"
     expected = expected.float()
     error = ((found.float() - expected).norm() / expected.norm()).item()
     fits = error <= WORST[found.dtype]  # not if it is no number

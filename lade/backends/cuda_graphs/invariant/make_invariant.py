@@ -1,0 +1,97 @@
+"""Making a model on a GPU batch-invariant, with trials; see `lade.invariant`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lade.backends.cpu.invariant.trials import ModelTrial, distinct_layers
+from lade.backends.cpu.invariant_marker import Invariance, changed_modules, set_invariance
+from lade.backends.cuda_graphs.backend import capture_refusal
+from lade.backends.cuda_graphs.fused import fusion_refusal
+from lade.backends.cuda_graphs.pool import BufferPool
+from lade.backends.cuda_graphs.runner import GraphRunner
+from lade.decoding.tree import TokenTree
+from lade.model.facts import ModelFacts
+from lade.model.in_place_subclassing import restore
+from lade.model.masks import MaskPlan
+from lade.model.runner import EagerRunner
+from lade.model.supports import supports
+
+TEXTS = (5, 61, 250)
+"""Lengths of the trial's texts; trees behind the second and the third cross the borders of a tile and of a span."""
+TREES = (1, 14, 64)
+"""Nodes of the trees that are also fed by captured passes."""
+
+
+def refusal(model: Any) -> str:
+    """Return why a model is not even tried; an empty string otherwise."""
+    facts, support = ModelFacts.of(model), supports(model)
+    if support.plan is None:
+        return support.reason
+    if model.config._attn_implementation != "sdpa":
+        return f"its attention is {model.config._attn_implementation}: load it with attn_implementation='sdpa'"
+    return fusion_refusal(facts, support.plan) or capture_refusal(model, facts)
+
+
+def make_invariant(model: Any, pool: BufferPool) -> str:
+    """Make a model that is not refused invariant, in place; return why that failed, and leave the model unchanged then.
+
+    Args:
+        model: a model of a fused family.
+        pool: pool of its captured passes.
+    """
+    if pool.in_use:
+        return "a generation or an engine uses it"
+    from lade.backends.cuda_graphs.invariant.layers import replace_layers
+
+    modules = sum(1 for _ in model.modules())
+    note = Invariance(None, model.dtype, modules, model.config._attn_implementation, None)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            replace_layers(model)
+        set_invariance(model, replace(note, changed=changed_modules(ModelFacts.of(model))))
+        problem = _first_difference(model, supports(model).require(), pool)
+    except BaseException:
+        _undo(model)
+        raise
+    if problem:
+        _undo(model)
+    return problem
+
+
+def _undo(model: Any) -> None:
+    restore(model)
+    set_invariance(model, None)
+
+
+def _first_difference(model: Any, plan: MaskPlan, pool: BufferPool) -> str:
+    """Return what rounds a token differently in two passes; an empty string if nothing does."""
+    with distinct_layers(model):
+        for tokens in TEXTS:
+            trial = ModelTrial(model, plan, tokens)
+            differing = trial.first_mismatch() or (trial.first_batch_mismatch() if tokens == TEXTS[0] else None)
+            if differing is not None:
+                return f"{differing!r} is the first part that rounds a token differently beside other tokens"
+        for nodes in TREES:
+            if not _captured_equals_eager(model, plan, pool, nodes):
+                return f"a captured pass of {nodes} tokens rounds differently from one that is not captured"
+    return ""
+
+
+def _captured_equals_eager(model: Any, plan: MaskPlan, pool: BufferPool, nodes: int) -> bool:
+    text = [number % 100 for number in range(TEXTS[1])]
+    tree = TokenTree(text[-1])
+    for first in range(0, nodes - 1, 3):
+        tree.add_path([(first + depth) % 100 for depth in range(min(3, nodes - 1 - first))], "pool")
+    runners = EagerRunner(model, plan, model.generation_config), GraphRunner(model, plan, model.generation_config, pool)
+    found = []
+    for runner in runners:
+        cache: Any = runner.new_cache(tokens=2 * TEXTS[1] + nodes)
+        runner.prefill([text[:-1]], cache)
+        found.append(runner.forward([tree], [text], cache).clone())
+        cache.reset()
+    pool.free_idle()
+    return torch.equal(*found)
