@@ -56,7 +56,7 @@ class Text:
             positions[row, : len(tree)] += torch.tensor(tree.depths)
         keys, values = (torch.nn.functional.pad(each, (0, 0, 0, padding)) for each in (self.keys, self.values))
         tensors = [each.to(self.device) for each in (closure, positions, torch.tensor(self.lengths))]
-        places = Places.of_trees(*tensors, 0, keys.shape[2])
+        places = Places.of_trees(*tensors, torch.zeros_like(tensors[2]), keys.shape[2])
         return attend(self.query, keys, values, places.within(window), scale=SCALE)
 
     def path(self, row: int, node: int) -> list[int]:
@@ -147,8 +147,8 @@ def test_long_prompts_are_attended_in_pieces(device: torch.device, monkeypatch: 
 
 
 KERNELS: dict[str, dict[str, Any]] = {
-    "attend_span": {"KV_HEADS": 8, "GROUP": 4, "QUERIES": 16, "KEYS": 64, "TILES": 4},
-    "merge_spans": {"SPAN": 256},
+    "attend_span": {"KV_HEADS": 8, "GROUP": 4, "QUERIES": 16, "KEYS": 64, "TILES": attention.TILES},
+    "merge_spans": {"SPAN": attention.SPAN},
 }
 POINTERS = dict.fromkeys(("query", "key", "value", "out"), "") | dict.fromkeys(("parts", "tops", "totals"), "fp32")
 
@@ -176,5 +176,4 @@ def test_the_kernels_compile(name: str, dtype: str, dim: int, tmp_path: Any, mon
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False},
     )
-    print(name, dtype, dim, compiled.metadata.shared, stages)
     assert compiled.metadata.shared <= 227 * 1024 and compiled.asm["cubin"]

@@ -30,7 +30,7 @@ from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.backends.tree_attention.backend import HAS_TRITON
 from lade.model.facts import ModelFacts, is_invariant
-from lade.model.inputs import AttentionSpan
+from lade.model.inputs import FULL, AttentionSpan
 from lade.model.masks import TREE_ATTENTION, MaskPlan
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class FusedLayer:
         )
 
     def run(
-        self, x: torch.Tensor, before: torch.Tensor | None, attended: Callable[[torch.Tensor], torch.Tensor], product: Any
+        self, x: torch.Tensor, before: torch.Tensor | None, attended: Callable[..., torch.Tensor], product: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual `[B, S, H]`, and what the next layer has to add to it, like this one `before`.
 
@@ -149,8 +149,8 @@ class FusedDecoder:
         config, decoder = facts.text_config, facts.model.model
         count = config.num_hidden_layers
         kinds = config.layer_types if plan.by_layer_type else list(plan.spans) * count
-        spans = [plan.spans[kind] for kind in kinds[:count]]
-        self._layers = [FusedLayer.of(*each) for each in zip(decoder.layers, spans, strict=True)]
+        spans = [plan.spans[kind] or FULL for kind in kinds[:count]]
+        self._layers = [FusedLayer.of(*each) for each in zip(decoder.layers, spans, strict=False)]  # a trial has few
         self._embed, self._rotary, self._head = decoder.embed_tokens, decoder.rotary_emb, facts.model.lm_head
         self._norm, self._eps = decoder.norm.weight.detach(), config.rms_norm_eps
 
@@ -174,21 +174,24 @@ class FusedDecoder:
 
     def _parts(self, inputs: StaticInputs, shape: StepShape) -> tuple[Any, Callable[..., torch.Tensor]]:
         """Return the function of a linear layer, and that of a layer's attention over queries, keys and values."""
-        if not self.exact:
-            from lade.backends.tree_attention import launch
+        if self.exact:
+            from lade.backends.cuda_graphs.invariant import attention, layers
 
-            step = inputs.tree_step(shape.keys)
-            return linear, lambda layer, query, *seen: launch.attend(
-                query.transpose(1, 2), *seen, step.mask(layer.span), scale=layer.scaling
-            )
-        from lade.backends.cuda_graphs.invariant import attention, layers
+            shifts = torch.zeros_like(inputs.lengths) if inputs.offsets is None else -inputs.offsets[0, :, 0]
+            places = attention.Places.of_trees(inputs.closure, inputs.positions, inputs.lengths, shifts, shape.keys)
 
-        offsets = 0 if inputs.offsets is None else inputs.offsets[0, :, 0]
-        positions = inputs.positions if inputs.offsets is None else inputs.positions + inputs.offsets[0]
-        places = attention.Places.of_trees(inputs.closure, positions, inputs.lengths, offsets, shape.keys)
-        return layers.product, lambda layer, query, *seen: attention.attend(
-            query, *seen, places.within(layer.span.window), scale=layer.scaling
-        )
+            def attend(layer: FusedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+                return attention.attend(query, key, value, places.within(layer.span.window), scale=layer.scaling)
+
+            return layers.product, attend
+        from lade.backends.tree_attention import launch
+
+        step = inputs.tree_step(shape.keys)
+
+        def attend_tree(layer: FusedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return launch.attend(query.transpose(1, 2), key, value, step.mask(layer.span), scale=layer.scaling)
+
+        return linear, attend_tree
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of states after the last norm, `[B, S, V]`."""

@@ -64,9 +64,10 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def invariant(model: _Model) -> _Model:
     """Make a model batch-invariant, in place: a token gets the same bits whatever else is in a pass.
 
-    For inference on the CPU, or on a GPU with Triton for Llama, Mistral, Qwen 2 and 3. From then on `lade.generate`, the engine and all other entry points return, in bfloat16,
-    float16 and float32, token for token and score for score the output of plain `model.generate` on this model. That
-    output may differ from the model's output before, as with any change of the attention kernel.
+    For inference on the CPU, or on a GPU with Triton for Llama, Mistral, Qwen 2 and 3. From then on `lade.generate`,
+    the engine and all other entry points return, in bfloat16, float16 and float32, token for token and score for score
+    the output of plain `model.generate` on this model. That output may differ from the model's output before, as with
+    any change of the attention kernel.
 
     The model is tried first: its linear layers, its attention, and then passes over a tree against passes over single
     tokens, for several lengths of text, also past a sliding window of up to 1,024 tokens. An invariant model is tried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -11,8 +12,9 @@ import triton
 from lade.backends.cuda_graphs.fused_kernels import roomy
 from lade.backends.cuda_graphs.invariant.kernel import attend_span, merge_spans
 
-QUERIES, KEYS, TILES = 16, 64, 4
+QUERIES, KEYS, TILES = 16, 64, 2
 SPAN = KEYS * TILES
+"""Positions of a span: with fewer, more results of spans are kept; with more, each node gathers more keys."""
 MOST_QUERIES = 256
 """Tokens of a row that are attended together, which bounds the memory for results of spans."""
 _EVERYTHING = 2**30
@@ -28,9 +30,9 @@ class Places:
         positions: `[B, S]`, positions of the queries.
         starts: `[B]`, see above.
         shifts: `[B]`, see above; slots below 0 do not exist.
-        bases: `[B]`, multiples of 256; no query needs keys at positions before.
+        bases: `[B]`, multiples of `SPAN`; no query needs keys at positions before.
         paths: `[B, S, W]`, slot of the key at position `starts + w`; -1 for none.
-        text_spans: most spans of 256 positions, from `bases` on, that lie below `starts`.
+        text_spans: most spans, from `bases` on, that lie below `starts`.
         path_spans: most spans that do not.
         window: number of positions that a query sees, its own included; 0 for all.
     """
@@ -69,30 +71,28 @@ class Places:
 
     @classmethod
     def of_trees(
-        cls, closure: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor | int, keys: int
+        cls, closure: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, shifts: torch.Tensor, keys: int
     ) -> Places:
         """Return the places of the nodes of trees.
 
         Args:
             closure: `[B, S, S]` bool, ancestors of each node, see `StaticInputs`.
-            positions: `[B, S]`.
+            positions: `[B, S]`, as if the text began at position 0.
             lengths: `[B]`, slots of text before each tree.
-            offsets: `[B]`, positions minus slots of the text.
+            shifts: `[B]`, slots minus positions of the text.
             keys: K, slots that a pass reads.
         """
         step = closure.shape[1]
         slots = lengths[:, None, None] + torch.arange(step, device=closure.device)
         paths = _scattered(closure.cumsum(-1) - 1, closure, slots, step)
-        starts = lengths + offsets
-        shifts = lengths - starts
         bases = (-shifts).clamp(min=0) // SPAN * SPAN
-        spans = triton.cdiv(keys + SPAN - 1, SPAN) if isinstance(offsets, torch.Tensor) else triton.cdiv(keys, SPAN)
-        return cls._of(positions, starts, shifts, bases, paths, spans, triton.cdiv(SPAN - 1 + step, SPAN))
+        spans = triton.cdiv(keys + SPAN - 1, SPAN), triton.cdiv(step + SPAN - 1, SPAN)
+        return cls._of(positions - shifts[:, None], lengths - shifts, shifts, bases, paths, *spans)
 
     @classmethod
-    def _of(cls, *parts: torch.Tensor | int) -> Places:
-        made = [each.int().contiguous() if isinstance(each, torch.Tensor) else each for each in parts]
-        return cls(*made)  # type: ignore[arg-type]
+    def _of(cls, *parts: Any) -> Places:
+        made: list[Any] = [each.int().contiguous() if isinstance(each, torch.Tensor) else each for each in parts]
+        return cls(*made)
 
     @property
     def spans(self) -> int:
@@ -116,7 +116,9 @@ def _scattered(place: torch.Tensor, there: torch.Tensor, slots: torch.Tensor, wi
     return paths.scatter_(2, place, slots.expand_as(place))[..., :width]
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places, *, scale: float) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places, *, scale: float
+) -> torch.Tensor:
     """Compute attention, `[B, S, H, D]` in the dtype of `query`.
 
     Args:

@@ -1,12 +1,12 @@
 """Attention in tiles at fixed positions, in Triton: a query's bits depend on the keys on its path alone.
 
 The keys on a query's path are numbered by their positions, 0 to its own, wherever they lie in the cache. 64 of them are
-a tile, four tiles a span; both begin at multiples of their size.
+a tile, two tiles a span; both begin at multiples of their size.
 
-    position    0 ..... 63 | 64 .... 127 | 128 ... 191 | 192 ... 255 || 256 ... 319 | ...
+    position    0 ..... 63 | 64 .... 127 || 128 ... 191 | 192 ... 255 || 256 ... 319 | ...
     tile        one product of 16 queries and 64 keys: maximum, sum and weighted values
-    span        its tiles, merged one after the other                  || the next span
-    result      the spans, merged one after the other
+    span        its tiles, in this order || the next span
+    result      the spans, in this order
 
 Every tile goes through the same instructions, and what is masked adds zeros, which change no bit. A product gives a row
 the same bits beside any other rows. So a program may compute a span for 16 queries that see the same text, or for the

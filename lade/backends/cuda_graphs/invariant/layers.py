@@ -67,14 +67,14 @@ class InvariantLayer(Changed):
         assert position_ids is not None and position_embeddings is not None
         layer, attention = FusedLayer.of(self, FULL), self.self_attn
         rows, step = hidden_states.shape[:2]
-        turns = tuple(each.expand(rows, -1, -1).contiguous() for each in position_embeddings)
+        cos, sin = (each.expand(rows, -1, -1).contiguous() for each in position_embeddings)
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
         def attended(qkv: torch.Tensor) -> torch.Tensor:
             kv_heads = attention.k_proj.out_features // attention.head_dim
             keys, values = qkv.new_empty(2, rows, kv_heads, step, attention.head_dim)
             slots = torch.arange(step, device=qkv.device).expand(rows, -1).contiguous()
-            query = rotate_and_store(qkv, turns, layer.head_norms, layer.eps, keys, values, slots)
+            query = rotate_and_store(qkv, (cos, sin), layer.head_norms, layer.eps, keys, values, slots)
             if cache is not None:
                 keys, values = cache.update(keys, values, attention.layer_idx)
             places = _places(position_embeddings[0], attention_mask, position_ids.expand(rows, -1), keys.shape[2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,14 +44,8 @@ def make_invariant(model: Any, pool: BufferPool) -> str:
     """
     if pool.in_use:
         return "a generation or an engine uses it"
-    from lade.backends.cuda_graphs.invariant.layers import replace_layers
-
-    modules = sum(1 for _ in model.modules())
-    note = Invariance(None, model.dtype, modules, model.config._attn_implementation, None)
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            replace_layers(model)
-        set_invariance(model, replace(note, changed=changed_modules(ModelFacts.of(model))))
+        change_layers(model)
         problem = _first_difference(model, supports(model).require(), pool)
     except BaseException:
         _undo(model)
@@ -60,6 +53,17 @@ def make_invariant(model: Any, pool: BufferPool) -> str:
     if problem:
         _undo(model)
     return problem
+
+
+def change_layers(model: Any) -> None:
+    """Replace the layers of a model, in place, and mark it; nothing is tried."""
+    from lade.backends.cuda_graphs.invariant.layers import replace_layers
+
+    with torch.inference_mode(False), torch.no_grad():
+        replace_layers(model)
+    facts = ModelFacts.of(model)
+    attention, changed = model.config._attn_implementation, changed_modules(facts)
+    set_invariance(model, Invariance(None, model.dtype, len(facts.modules), attention, None, changed))
 
 
 def _undo(model: Any) -> None:
