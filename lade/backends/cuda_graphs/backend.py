@@ -65,7 +65,7 @@ class GraphBackend(Backend):
         """Return why `lade.invariant` does not even try a model on a GPU; an empty string if it does."""
         from lade.backends.cuda_graphs.invariant.make_invariant import refusal
 
-        return refusal(model)
+        return refusal(model) or capture_refusal(model)
 
     def make_invariant(self, model: Any) -> str:
         """Make a model on a GPU invariant, in place; return why it is unchanged, an empty string if it is invariant."""

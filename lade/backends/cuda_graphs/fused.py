@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 from lade.backends.cuda_graphs.buffers import Buffers, StepShape
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.backends.tree_attention.backend import HAS_TRITON
-from lade.model.facts import ModelFacts, is_invariant
+from lade.model.facts import ModelFacts
 from lade.model.inputs import FULL, AttentionSpan
 from lade.model.masks import TREE_ATTENTION, MaskPlan
 
@@ -140,13 +140,19 @@ class FusedDecoder:
     Args:
         facts: survey of a model that `fusion_refusal` does not refuse.
         plan: the model's mask format.
+
+    Attributes:
+        exact: whether its passes must have the bits of the model's own: the model is invariant.
     """
 
     def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:
         from lade.backends.cuda_graphs import fused_kernels
+        from lade.backends.tree_attention import launch
 
-        self._kernels, self.exact = fused_kernels, is_invariant(facts.model)
+        self._kernels, self._attend = fused_kernels, launch.attend
         config, decoder = facts.text_config, facts.model.model
+        self._own_parts = getattr(decoder.layers[0], "parts_of_tree_pass", None)  # of an invariant layer
+        self.exact = self._own_parts is not None
         count = config.num_hidden_layers
         kinds = config.layer_types if plan.by_layer_type else list(plan.spans) * count
         spans = [plan.spans[kind] or FULL for kind in kinds[:count]]
@@ -174,24 +180,15 @@ class FusedDecoder:
 
     def _parts(self, inputs: StaticInputs, shape: StepShape) -> tuple[Any, Callable[..., torch.Tensor]]:
         """Return the function of a linear layer, and that of a layer's attention over queries, keys and values."""
-        if self.exact:
-            from lade.backends.cuda_graphs.invariant import attention, layers
-
-            shifts = torch.zeros_like(inputs.lengths) if inputs.offsets is None else -inputs.offsets[0, :, 0]
-            places = attention.Places.of_trees(inputs.closure, inputs.positions, inputs.lengths, shifts, shape.keys)
-
-            def attend(layer: FusedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-                return attention.attend(query, key, value, places.within(layer.span.window), scale=layer.scaling)
-
-            return layers.product, attend
-        from lade.backends.tree_attention import launch
-
+        if self._own_parts is not None:
+            own: tuple[Any, Callable[..., torch.Tensor]] = self._own_parts(inputs, shape)
+            return own
         step = inputs.tree_step(shape.keys)
 
-        def attend_tree(layer: FusedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return launch.attend(query.transpose(1, 2), key, value, step.mask(layer.span), scale=layer.scaling)
+        def attend(layer: FusedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return self._attend(query.transpose(1, 2), key, value, step.mask(layer.span), scale=layer.scaling)
 
-        return linear, attend_tree
+        return linear, attend
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of states after the last norm, `[B, S, V]`."""

@@ -37,6 +37,18 @@ def _tile(query, k, v, visible, scale):
     return top, tl.sum(weights, 1), tl.dot(weights.to(v.dtype), v, input_precision="ieee")
 
 
+@triton.jit
+def _share(base, text_end, step, blocks, text_spans, path_spans, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """Return whether this program serves any nodes, its span, its node if it serves one, and its queries `[M]`."""
+    pid, member = tl.program_id(0), tl.arange(0, QUERIES)
+    of_text, other, own_blocks = pid < blocks * text_spans, pid - blocks * text_spans, tl.cdiv(GROUP, QUERIES)
+    single = tl.where(of_text, 0, other // path_spans // own_blocks)
+    span = tl.where(of_text, base + pid // blocks, text_end + other % path_spans)
+    member += tl.where(of_text, pid % blocks, other // path_spans % own_blocks) * QUERIES
+    is_own = of_text | (member < GROUP)
+    return of_text, span, single, tl.where(is_own, single * GROUP + member, step * GROUP)
+
+
 @triton.jit(do_not_specialize=[
     "k_row", "k_head", "v_row", "v_head", "step", "blocks", "text_spans", "path_spans", "spans", "width", "window",
 ])  # fmt: skip
@@ -50,17 +62,10 @@ def attend_span(
 
     The first programs serve queries of any nodes, for spans of the text; the others those of one node, for later spans.
     """
-    pid, row, head = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    row, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     start, shift, base = tl.load(starts + row), tl.load(shifts + row), tl.load(bases + row) // (KEYS * TILES)
     text_end = tl.maximum(start // (KEYS * TILES), base)  # the first span that is not text alone
-    of_text = pid < blocks * text_spans
-    other, own_blocks = pid - blocks * text_spans, tl.cdiv(GROUP, QUERIES)
-    single = tl.where(of_text, 0, other // path_spans // own_blocks)
-    span = tl.where(of_text, base + pid // blocks, text_end + other % path_spans)
-    first = tl.where(of_text, pid % blocks, other // path_spans % own_blocks) * QUERIES
-    place = first + single * GROUP + tl.arange(0, QUERIES)
-    if not of_text:
-        place = tl.where(first + tl.arange(0, QUERIES) < GROUP, place, step * GROUP)
+    of_text, span, single, place = _share(base, text_end, step, blocks, text_spans, path_spans, GROUP, QUERIES)
     node, member, valid = place // GROUP, head * GROUP + place % GROUP, place < step * GROUP
     position = tl.load(positions + row * step + node, mask=valid, other=-1)  # [M]
     earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)

@@ -7,14 +7,17 @@ one filled up with anything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import linear, pad
 
+from lade.backends.cuda_graphs.buffers import StepShape
 from lade.backends.cuda_graphs.fused import FusedLayer
 from lade.backends.cuda_graphs.fused_kernels import ROWS, norm, rotate_and_store
 from lade.backends.cuda_graphs.invariant.attention import Places, attend
+from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.model.facts import CACHE_NAMES
 from lade.model.in_place_subclassing import Changed, change
 from lade.model.inputs import FULL
@@ -83,8 +86,23 @@ class InvariantLayer(Changed):
         x, before = layer.run(hidden_states.contiguous(), None, attended, product)
         return x + before
 
+    @staticmethod
+    def parts_of_tree_pass(inputs: StaticInputs, shape: StepShape) -> tuple[Any, Callable[..., torch.Tensor]]:
+        """Return what a fused pass over trees computes with, so that it has the bits of this layer's own passes.
 
-class InvariantNorm(Changed):
+        Returns:
+            The function of a linear layer, and that of a layer's attention over queries, keys and values.
+        """
+        shifts = torch.zeros_like(inputs.lengths) if inputs.offsets is None else -inputs.offsets[0, :, 0]
+        places = Places.of_trees(inputs.closure, inputs.positions, inputs.lengths, shifts, shape.keys)
+
+        def attended(layer: FusedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return attend(query, key, value, places.within(layer.span.window), scale=layer.scaling)
+
+        return product, attended
+
+
+class LastNorm(Changed):
     """Mixin for the class of the last norm."""
 
     weight: torch.Tensor
@@ -125,5 +143,5 @@ def replace_layers(model: Any) -> None:
     for layer in model.model.layers:
         FusedLayer.of(layer, FULL)
         change(layer, InvariantLayer)
-    change(model.model.norm, InvariantNorm)
+    change(model.model.norm, LastNorm)
     change(model.lm_head, InvariantHead)

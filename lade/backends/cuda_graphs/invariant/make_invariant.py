@@ -8,7 +8,6 @@ import torch
 
 from lade.backends.cpu.invariant.trials import ModelTrial, distinct_layers
 from lade.backends.cpu.invariant_marker import Invariance, changed_modules, set_invariance
-from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.fused import fusion_refusal
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
@@ -27,12 +26,12 @@ TREES = (1, 14, 64)
 
 def refusal(model: Any) -> str:
     """Return why a model is not even tried; an empty string otherwise."""
-    facts, support = ModelFacts.of(model), supports(model)
+    support = supports(model)
     if support.plan is None:
         return support.reason
     if model.config._attn_implementation != "sdpa":
         return f"its attention is {model.config._attn_implementation}: load it with attn_implementation='sdpa'"
-    return fusion_refusal(facts, support.plan) or capture_refusal(model, facts)
+    return fusion_refusal(ModelFacts.of(model), support.plan)
 
 
 def make_invariant(model: Any, pool: BufferPool) -> str:
