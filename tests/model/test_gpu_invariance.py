@@ -138,11 +138,24 @@ def test_masks_tell_where_the_keys_are(length: int, window: int, device: torch.d
         assert torch.equal(attend(text.query[:, 1:2], keys, values, last, scale=SCALE)[:, 0], expected[:, 1])
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(20, 1, 24), (3, 3, 8)])
+def test_heads_of_other_numbers_and_sizes(
+    heads: int, kv_heads: int, dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("HEADS", heads), ("KV_HEADS", kv_heads), ("DIM", dim)):
+        monkeypatch.setitem(globals(), name, value)
+    text = Text([tree_of([0, 0, 1])], [126], DTYPES[-1], device)
+    found = text.of_trees()[0]
+    for node in range(4):
+        assert torch.equal(found[node], text.alone(0, node)), node
+        assert (found[node].double() - text.expected(0, node)).abs().max() < BOUNDS[DTYPES[-1]]
+
+
 def test_long_prompts_are_attended_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Text([tree_of(list(range(69)))], [0], DTYPES[-1], device)
     places = Places.of_text(torch.arange(70, device=device)[None], 70)
     whole = attend(text.query, text.keys, text.values, places, scale=SCALE)
-    monkeypatch.setattr(attention, "MOST_QUERIES", 32)
+    monkeypatch.setattr(attention, "MOST_BYTES", 33 * 4 * places.spans * HEADS * DIM)  # 32 at a time
     assert torch.equal(attend(text.query, text.keys, text.values, places, scale=SCALE), whole)
 
 
@@ -154,7 +167,7 @@ POINTERS = dict.fromkeys(("query", "key", "value", "out"), "") | dict.fromkeys((
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernels_compile(name: str, dtype: str, dim: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +175,14 @@ def test_the_kernels_compile(name: str, dtype: str, dim: int, tmp_path: Any, mon
     from triton.compiler import ASTSource
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    function, constants = getattr(kernel, name), KERNELS[name] | {"DIM": dim, "BLOCK": dim}
+    function, constants = getattr(kernel, name), KERNELS[name] | {"DIM": dim, "BLOCK": triton.next_power_of_2(dim)}
     names = function.arg_names
     types = {each: f"*{POINTERS[each] or dtype}" for each in names if each in POINTERS}
     types |= dict.fromkeys(set(names) & {"positions", "starts", "shifts", "bases", "paths"}, "*i32") | {"scale": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {each: types.get(each, "i32") for each in names}
     aligned = {(names.index(each),): [["tt.divisibility", 16]] for each in names if signature[each][0] == "*"}
-    size = dim * (4 if dtype == "fp32" else 2)
+    size = constants["BLOCK"] * (4 if dtype == "fp32" else 2)
     warps, stages = (4, 1 if size > 256 else 2) if name == "attend_span" else (1, 3)
     compiled = triton.compile(
         ASTSource(function, signature, constants, aligned),

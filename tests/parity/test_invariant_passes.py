@@ -111,7 +111,7 @@ def test_prompts_in_pieces_have_the_bits_of_the_whole(device: torch.device, grap
     assert torch.equal(whole[:, 37:], rest)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2"])
 def test_a_trial_decides(
     name: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, passes: list[StepShape]
 ) -> None:

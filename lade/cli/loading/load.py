@@ -201,8 +201,10 @@ def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) 
 
 
 def is_made_invariant(model: Any, wanted: bool | None) -> bool:
-    """Return whether the shell makes a model invariant, given its option; None where it may be needed, and may do."""
-    return (BACKEND.rounds_visibly(model) and make_invariant.is_candidate(model)) if wanted is None else wanted
+    """Return whether the shell makes a model invariant, given its option; None on a CPU where it may be needed."""
+    if wanted is None:
+        return model.device.type == "cpu" and BACKEND.rounds_visibly(model) and make_invariant.is_candidate(model)
+    return wanted
 
 
 def _pack(model: Any, term: Terminal, *, wanted: bool, panels: bool) -> None:

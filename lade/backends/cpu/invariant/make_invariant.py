@@ -94,10 +94,19 @@ def invariant(model: _Model) -> _Model:
     _check_model(inner, compiled=hasattr(model, "_orig_mod"))
     variant(inner)
     if inner.device.type == "cuda":
-        if problem := joint.load("cuda_graphs").make_invariant(inner):
-            raise UnsupportedModelError(_refusal_text(inner, problem), REMEDY)
-        logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
-        return model
+        _make_on_gpu(inner)
+    else:
+        _make_on_cpu(inner)
+    logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
+    return model
+
+
+def _make_on_gpu(inner: PreTrainedModel) -> None:
+    if problem := joint.load("cuda_graphs").make_invariant(inner):
+        raise UnsupportedModelError(_refusal_text(inner, problem), REMEDY)
+
+
+def _make_on_cpu(inner: PreTrainedModel) -> None:
     decoder = inner.get_decoder()
     note = Invariance(
         threads=torch.get_num_threads(),
@@ -118,8 +127,6 @@ def invariant(model: _Model) -> _Model:
         raise
     if key is not None and known is None:
         keep_paddings(key, paddings)
-    logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
-    return model
 
 
 def variant(model: _Model) -> _Model:

@@ -15,8 +15,8 @@ from lade.backends.cuda_graphs.invariant.kernel import attend_span, merge_spans
 QUERIES, KEYS, TILES = 16, 64, 2
 SPAN = KEYS * TILES
 """Positions of a span: with fewer, more results of spans are kept; with more, each node gathers more keys."""
-MOST_QUERIES = 256
-"""Tokens of a row that are attended together, which bounds the memory for results of spans."""
+MOST_BYTES = 2**28
+"""Memory for results of spans, which bounds how many tokens of a row are attended together."""
 _EVERYTHING = 2**30
 
 
@@ -131,14 +131,16 @@ def attend(
     rows, step, heads, dim = query.shape
     key, value = (each if each.stride()[2:] == (dim, 1) else each.contiguous() for each in (key, value))
     out = roomy(query, rows * step, heads, dim).view_as(query)
-    for first in range(0, step, MOST_QUERIES):
-        if step <= MOST_QUERIES:
-            _attend(query, key, value, places, scale, out)
-        else:
-            piece, last = query[:, first : first + MOST_QUERIES].contiguous(), first + MOST_QUERIES
-            found = torch.empty_like(piece)
-            _attend(piece, key, value, places.piece(first, last), scale, found)
-            out[:, first:last] = found
+    bytes_each = 4 * places.spans * rows * heads * dim
+    most = max(1, MOST_BYTES // bytes_each // QUERIES) * QUERIES
+    if step <= most:
+        _attend(query, key, value, places, scale, out)
+        return out
+    for first in range(0, step, most):
+        piece = query[:, first : first + most].contiguous()
+        found = torch.empty_like(piece)
+        _attend(piece, key, value, places.piece(first, first + most), scale, found)
+        out[:, first : first + most] = found
     return out
 
 

@@ -11,15 +11,19 @@ from lade.backends.cpu.invariant_marker import Invariance, changed_modules, set_
 from lade.backends.cuda_graphs.fused import fusion_refusal
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
+from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
 from lade.decoding.tree import TokenTree
+from lade.model.config import window_lengths
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import restore
 from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 
-TEXTS = (5, 61, 250)
-"""Lengths of the trial's texts; trees behind the second and the third cross the borders of a tile and of a span."""
+TEXTS = (5, 61, 125, 250)
+"""Lengths of the texts of the trial; trees behind all but the first cross the border of a tile, two that of a span."""
+PAST = 3
+"""Tokens by which one more text exceeds each sliding window."""
 TREES = (1, 14, 64)
 """Nodes of the trees that are also fed by captured passes."""
 
@@ -73,7 +77,7 @@ def _undo(model: Any) -> None:
 def _first_difference(model: Any, plan: MaskPlan, pool: BufferPool) -> str:
     """Return what rounds a token differently in two passes; an empty string if nothing does."""
     with distinct_layers(model):
-        for tokens in TEXTS:
+        for tokens in _texts(model.config):
             trial = ModelTrial(model, plan, tokens)
             differing = trial.first_mismatch() or (trial.first_batch_mismatch() if tokens == TEXTS[0] else None)
             if differing is not None:
@@ -82,6 +86,12 @@ def _first_difference(model: Any, plan: MaskPlan, pool: BufferPool) -> str:
             if not _captured_equals_eager(model, plan, pool, nodes):
                 return f"a captured pass of {nodes} tokens rounds differently from one that is not captured"
     return ""
+
+
+def _texts(config: Any) -> list[int]:
+    windows = [window for window in window_lengths(config) if window <= LONGEST_PROBE_TOKENS]
+    found = sorted({*TEXTS, *(window + PAST for window in windows)})
+    return [tokens for tokens in found if tokens + 3 * PAST <= config.max_position_embeddings]
 
 
 def _captured_equals_eager(model: Any, plan: MaskPlan, pool: BufferPool, nodes: int) -> bool:
