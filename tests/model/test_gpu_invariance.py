@@ -22,7 +22,7 @@ INTERPRETED = not isinstance(kernel.attend_span, triton.runtime.JITFunction)
 NO_CUDA = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 NOT_INTERPRETED = pytest.mark.skipif(not INTERPRETED, reason="compiled code needs a GPU: make test-kernel")
 DEVICES = [pytest.param("cpu", marks=NOT_INTERPRETED), pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
-BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+BOUNDS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else list(BOUNDS)
 BORDERS = (63, 64, 65, 127, 128, 129, 255, 256, 257)
 SCALE, HEADS, KV_HEADS, DIM = 0.3, 4, 2, 16
