@@ -7,7 +7,8 @@ NEWEST_TESTS := tests/decoding tests/hf tests/parity tests/serving tests/server
 # Empty for whatever the index has, as in  rm -rf .venv-newest && make test-newest NEWEST_SET=
 NEWEST_SET ?= constraints-newest.txt
 KERNEL := .venv-kernel
-KERNEL_TESTS := tests/model/test_tree_kernel.py tests/parity/test_attention_families.py
+KERNEL_TESTS := tests/model/test_tree_kernel.py tests/model/test_gpu_invariance.py tests/parity/test_attention_families.py \
+	tests/parity/test_invariant_passes.py
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs
@@ -153,7 +154,7 @@ test-newest: $(NEWEST)/.installed ## core, families, beams, encoder-decoders, MT
 
 test-kernel: $(KERNEL)/.installed ## the attention kernel without a GPU: interpreted, and compiled (Triton, 200 MB, is fetched)
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest $(PARALLEL) $(KERNEL_TESTS)
-	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest $(PARALLEL) tests/model/test_tree_kernel.py
+	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest $(PARALLEL) tests/model/test_tree_kernel.py tests/model/test_gpu_invariance.py
 
 test-quantised: $(QUANTISED)/.installed ## models quantised by torchao and bitsandbytes (50 MB are fetched)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTISED) $(BIN)/python -m pytest $(PARALLEL) $(QUANTISED_TESTS)

@@ -183,7 +183,6 @@ REFUSED = {
     "family": lambda model: None,
     "OtherLinear": lambda model: setattr(model.model.layers[0].mlp, "up_proj", OtherLinear(8, 8)),
     "linear ones": lambda model: setattr(model.model.layers[0].self_attn, "more", torch.nn.Linear(8, 8)),
-    "other layers": lambda model: model.model.layers.pop(0),
     "replaced": lambda model: setattr(model.model.layers[0], "forward", model.model.layers[0].forward),
     "training": lambda model: model.train(),
     "attention": lambda model: model.set_attn_implementation("eager"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from lade.backends.cpu.invariant_marker import stale_reason
+from lade.backends.cpu.invariant_marker import invariance_of, stale_reason
 from lade.backends.cpu.packing.weight import PackedWeight
 from lade.model.facts import ModelFacts
 from lade.model.masks import INVARIANT_ATTENTION
@@ -41,7 +41,9 @@ class CpuBackend(Backend):
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
         """Return why an invariant model may no longer be invariant; an empty string otherwise."""
-        return stale_reason(facts, config._attn_implementation == INVARIANT_ATTENTION)
+        note = invariance_of(facts.model)
+        expected = note.attention if note is not None and note.threads is None else INVARIANT_ATTENTION
+        return stale_reason(facts, config._attn_implementation == expected)
 
     def refuse_autocast(self, model: Any) -> None:
         """Raise `UnsupportedModelError` if autocast asks for a dtype other than that of the packed layers."""

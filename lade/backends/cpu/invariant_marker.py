@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lade.errors import UnsupportedModelError
+from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import INVARIANCE, ModelFacts
 from lade.model.in_place_subclassing import Changed
 
@@ -21,7 +22,8 @@ class Invariance:
     """How a model was made invariant, and the settings to restore.
 
     Attributes:
-        threads: number of torch threads during the trial; invariance is known for this number only.
+        threads: number of torch threads during the trial; invariance is known for this number only. None for a model on
+            a GPU.
         dtype: dtype of the model during the trial.
         modules: number of its modules during the trial.
         attention: attention implementation of its decoder before.
@@ -29,7 +31,7 @@ class Invariance:
         changed: number of modules that were subclassed in place; replacing one of them is detected by this.
     """
 
-    threads: int
+    threads: int | None
     dtype: torch.dtype
     modules: int
     attention: str | None
@@ -72,12 +74,13 @@ def stale_reason(facts: ModelFacts, attention: bool) -> str:
     if note is None:
         return ""
     threads, was = torch.get_num_threads(), str(note.dtype).removeprefix("torch.")
-    if note.threads != threads:
+    if note.threads not in (None, threads):
         many = f"{note.threads} thread{'' if note.threads == 1 else 's'}"
         return f"it was made invariant for {many}, but torch now uses {threads}: {_AGAIN}"
     if note.dtype != model.dtype:
         return f"it was made invariant in {was}, but is now in {str(model.dtype).removeprefix('torch.')}: {_AGAIN}"
-    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != note.dtype:
+    device = "cuda" if note.threads is None else "cpu"
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != note.dtype:
         return f"it was made invariant in {was}, but autocast computes in another dtype: leave torch.autocast"
     if not attention:
         return f"its attention implementation was changed after it was made invariant: {_AGAIN}"
@@ -88,6 +91,8 @@ def stale_reason(facts: ModelFacts, attention: bool) -> str:
         return f"it was made invariant by changing {note.changed} modules, of which only {changed} are left: {_AGAIN}"
     if any(kind.__module__.startswith("torch.distributed") for kind in facts.kinds):
         return "it was sharded after it was made invariant: leave it unsharded"
+    if note.threads is None and (reason := capture_blocker(facts)):
+        return f"{reason}: remove what was added after it was made invariant"
     if facts.compiled:
         return "it was compiled after it was made invariant, and compilers choose other kernels: leave it uncompiled"
     return ""

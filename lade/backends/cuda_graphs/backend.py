@@ -66,6 +66,18 @@ class GraphBackend(Backend):
         """Return why captured passes of a model on a CUDA device are not fused; empty if they are."""
         return capture_refusal(facts.model, facts) or fusion_refusal(facts, plan)
 
+    def invariant_refusal(self, model: Any) -> str:
+        """Return why `lade.invariant` does not even try a model on a GPU; an empty string if it does."""
+        from lade.backends.cuda_graphs.invariant.make_invariant import refusal
+
+        return refusal(model) or capture_refusal(model)
+
+    def make_invariant(self, model: Any) -> str:
+        """Make a model on a GPU invariant, in place; return why it is unchanged, an empty string if it is invariant."""
+        from lade.backends.cuda_graphs.invariant.make_invariant import make_invariant
+
+        return make_invariant(model, pool_of(model, input_device(model)))
+
     def runner(
         self,
         facts: ModelFacts,

@@ -6,10 +6,13 @@ them work row by row, so what a token gets does not depend on what else is fed.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
+ROWS = 64
 _ACTIVATION_BLOCK = 1024
 """Numbers per program of the gated activation: a row of a large model is spread over a dozen multiprocessors."""
 
@@ -80,6 +83,12 @@ def _silu_product(gate_up, out, columns, BLOCK: tl.constexpr):
     tl.store(out + row * columns + column, active * up, mask=inside)
 
 
+def roomy(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return an empty tensor `[..., N]` whose rows may be read on to a multiple of `ROWS`, in products of so many."""
+    rows = math.prod(shape[:-1])
+    return like.new_empty(-(-rows // ROWS) * ROWS, shape[-1])[:rows].view(shape)
+
+
 def norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, add: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +100,7 @@ def norm(
         eps: what is added to the mean of squares.
         add: what is added before, like `x`; None for nothing.
     """
-    columns, out = x.shape[-1], torch.empty_like(x)
+    columns, out = x.shape[-1], roomy(x, *x.shape)
     total = x if add is None else torch.empty_like(x)
     _norm[(x.numel() // columns,)](
         x, x if add is None else add, weight, total, out, columns, eps,
@@ -138,7 +147,7 @@ def rotate_and_store(
 def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, `[..., I]`, of contiguous `[..., 2 * I]`: gates first (Shazeer, arXiv 2002.05202)."""
     columns = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], columns)
+    out = roomy(gate_up, *gate_up.shape[:-1], columns)
     grid = out.numel() // columns, triton.cdiv(columns, _ACTIVATION_BLOCK)
     _silu_product[grid](gate_up, out, columns, BLOCK=_ACTIVATION_BLOCK, num_warps=4, enable_fp_fusion=False)
     return out

@@ -25,7 +25,7 @@ from lade.backends.cuda_graphs.buffers import Buffers, Layers
 from lade.backends.cuda_graphs.capture import Call, Capture, CudaCapture, EagerReplay, Recording
 from lade.errors import CaptureWarning
 from lade.locks import ForkSafeLock
-from lade.model.facts import inner_tensors
+from lade.model.facts import inner_tensors, is_invariant
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +217,7 @@ def capture_setup(model: Any) -> Hashable:
         config._attn_implementation,
         getattr(config, "_experts_implementation", None),
         model.training,
+        is_invariant(model),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         tuple((id(tensor), *map(_address, inner_tensors(tensor))) for tensor in tensors),

@@ -209,6 +209,8 @@ def is_made_invariant(model: Any, wanted: bool | None) -> bool:
 
 def _unneeded(model: Any) -> str:
     """Return why the shell does not make a model invariant by itself; empty if it does."""
+    if model.device.type != "cpu":
+        return "on a GPU it is not done unasked"
     if not BACKEND.rounds_visibly(model):
         return f"rounding hardly ever shows in {dtype_name(model.dtype)}"
     return make_invariant.refusal(model)

@@ -38,6 +38,7 @@ from lade.backends.cpu.invariant_marker import Invariance, changed_modules, inva
 from lade.backends.cpu.kernels import COMPILER_REMEDY, kernel
 from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
+from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
@@ -63,19 +64,24 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def invariant(model: _Model) -> _Model:
     """Make a model batch-invariant, in place: a token gets the same bits whatever else is in a pass.
 
-    For inference on the CPU. From then on `lade.generate`, the engine and all other entry points return, in bfloat16,
-    float16 and float32, token for token and score for score the output of plain `model.generate` on this model. That
-    output may differ from the model's output before, as with any change of the attention kernel.
+    For inference on the CPU, or on a GPU with Triton for Llama, Mistral, Qwen 2 and 3. From then on `lade.generate`,
+    the engine and all other entry points return, in bfloat16, float16 and float32, token for token and score for score
+    the output of plain `model.generate` on this model. That output may differ from the model's output before, as with
+    any change of the attention kernel.
 
     The model is tried first: its linear layers, its attention, and then passes over a tree against passes over single
     tokens, for several lengths of text, also past a sliding window of up to 1,024 tokens. An invariant model is tried
-    again. The result holds for one number of threads: call this again after `torch.set_num_threads`; until then the
-    model is decoded plainly.
+    again. On a CPU the result holds for one number of threads: call this again after `torch.set_num_threads`; until
+    then the model is decoded plainly.
+
+    On a GPU all products are made of 64 rows each, prompts included: of a long prompt they take longer than before. The
+    model's own passes then run kernel by kernel, and `lade.generate` captures them. Adapters and hooks that are added
+    to its layers later are not called.
 
     Combined with `lade.pack`, pack first. No thread may call the model meanwhile.
 
     Args:
-        model: a decoder-only transformers model in evaluation mode, on the CPU; PEFT wrappers are looked through.
+        model: a decoder-only transformers model in evaluation mode, on one device; PEFT wrappers are looked through.
 
     Returns:
         The model itself.
@@ -87,6 +93,20 @@ def invariant(model: _Model) -> _Model:
     start, inner = perf_counter(), unwrap(model)
     _check_model(inner, compiled=hasattr(model, "_orig_mod"))
     variant(inner)
+    if inner.device.type == "cuda":
+        _make_on_gpu(inner)
+    else:
+        _make_on_cpu(inner)
+    logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
+    return model
+
+
+def _make_on_gpu(inner: PreTrainedModel) -> None:
+    if problem := joint.load("cuda_graphs").make_invariant(inner):
+        raise UnsupportedModelError(_refusal_text(inner, problem), REMEDY)
+
+
+def _make_on_cpu(inner: PreTrainedModel) -> None:
     decoder = inner.get_decoder()
     note = Invariance(
         threads=torch.get_num_threads(),
@@ -107,8 +127,6 @@ def invariant(model: _Model) -> _Model:
         raise
     if key is not None and known is None:
         keep_paddings(key, paddings)
-    logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
-    return model
 
 
 def variant(model: _Model) -> _Model:
@@ -203,6 +221,10 @@ def _check_model(model: Any, *, compiled: bool) -> None:
         raise UnsupportedModelError(
             _refusal_text(model, "it is compiled, and compilers choose their own kernels"), REMEDY
         )
+    if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPES:
+        if reason := joint.load("cuda_graphs").invariant_refusal(model):
+            raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
+        return
     elsewhere = sorted({str(tensor.device) for tensor in model.parameters() if tensor.device.type != "cpu"})
     if elsewhere:
         reason = f"it is on {', '.join(elsewhere)}, and only kernels for the CPU keep a fixed order"

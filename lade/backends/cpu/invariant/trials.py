@@ -206,8 +206,10 @@ def distinct_layers(model: PreTrainedModel) -> Iterator[None]:
     ((name, layers),) = stacks
     kinds = [tuple((inner, *kind_of(module)) for inner, module in layer.named_modules()) for layer in layers]
     needed = 1 + max(index for index, kind in enumerate(kinds) if kind not in kinds[:index])
+    few = layers[:needed]
+    few.training = layers.training  # a new list is in training mode
     try:
-        decoder._modules[name] = layers[:needed]
+        decoder._modules[name] = few
         yield
     finally:
         decoder._modules[name] = layers
