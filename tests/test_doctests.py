@@ -20,7 +20,10 @@ from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 
 ROOT = Path(__file__).parent.parent
-NEEDS_TRITON = {f"lade.backends.tree_attention.{module}" for module in ("kernel", "launch")}
+NEEDS_TRITON = {f"lade.backends.tree_attention.{module}" for module in ("kernel", "launch")} | {
+    f"lade.backends.cuda_graphs.{module}"
+    for module in ("fused_kernels", "invariant.attention", "invariant.kernel", "invariant.layers")
+}
 NEEDS_SGLANG = "lade.engines.sglang"
 SMALLER = {
     "500e6": "5e6",

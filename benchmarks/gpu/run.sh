@@ -6,7 +6,7 @@
 #
 # OUT       folder for everything; not given: benchmarks/gpu/results
 # --minutes all parts end within them; not given: 6
-# --parts   of tests, steps, text, sampled, batches, attention, quantised; not given: tests, steps and text
+# --parts   of tests, steps, bits, text, sampled, batches, attention, quantised; not given: the first four
 # --model   folder of a Llama model, padded to --size parameters; not given: the embedded model
 # --prompts JSON lines, as `lade bench` reads them; not given: its own
 # --size    not given: 7e9; 0: as it is
@@ -19,16 +19,16 @@
 # Exit code 0: done. 1: a test failed, an output differs, or time was over too early. 2: something is missing.
 set -euo pipefail
 
-TESTS_S=90 ATTENTION_S=60 STEPS_S=60 QUANTISED_S=45 GRACE_S=20 LEAST_S=20
+TESTS_S=90 ATTENTION_S=60 STEPS_S=60 BITS_S=75 QUANTISED_S=45 GRACE_S=20 LEAST_S=20
 METHODS=hf,hf-prompt-lookup,plain,lookahead=15,5,15,adaptive,adaptive-warm
 SAMPLED_METHODS=hf,plain,adaptive,adaptive-warm TEMPERATURE=0.7 BATCHES=8,16
-PARTS=tests,steps,text,sampled,batches,attention,quantised
+PARTS=tests,steps,bits,text,sampled,batches,attention,quantised
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 root=$PWD called_from=$OLDPWD
 out=benchmarks/gpu/results wheels='' python=python3 device=cuda model='' prompts='' size=7e9 shapes=llama-3-8b minutes=6
-parts=tests,steps,text dtype=bfloat16 failed=0
-answers=(--limit 3 --max-new-tokens 128) tests=() attention=() steps=() quantised=()
+parts=tests,steps,bits,text dtype=bfloat16 failed=0
+answers=(--limit 3 --max-new-tokens 128) tests=() attention=() steps=() bits=() quantised=()
 
 absolute() { case $1 in /*) echo "$1" ;; *) echo "$called_from/$1" ;; esac; }
 
@@ -41,6 +41,7 @@ while (($#)); do
     case $1 in
         --quick)
             answers=(--limit 2 --max-new-tokens 6) tests=(-k 'greedy and llama') steps=(--rounds 2) quantised=(--rounds 1)
+            bits=(--rounds 2 --cached 40 --answers 1 --tokens 8)
             attention=(--shapes 4x2x32 --lengths 16,64 --steps 1,8 --rounds 2 --no-flex)
             ;;
         --minutes | --parts | --model | --prompts | --size | --shapes | --wheels | --python | --device)
@@ -135,6 +136,10 @@ if wanted steps; then
             --device "$device" "${steps[@]}" --out "$out/steps-$shape.json"
     done
 fi
+
+[[ -z $model ]] || bits+=(--model "$(absolute "$model")")
+! wanted bits || stage "bits of model.generate" $BITS_S "$python" benchmarks/gpu/bits.py --shape "${shapes%%,*}" \
+    --device "$device" --limit-s $((BITS_S - 25)) "${bits[@]}" --out "$out/bits.json"
 
 ! wanted attention || stage attention $ATTENTION_S "$python" benchmarks/gpu/attention.py --out "$out" \
     --device "$device" --limit-s $((ATTENTION_S - 15)) "${attention[@]}"

@@ -300,7 +300,7 @@ def gpu(*words):
         (["--frob"], "no option --frob"),
         (["--size"], "--size needs a value"),
         (["--minutes", "soon"], "--minutes is 'soon': give a whole number"),
-        (["--parts", "tests,frob"], "no part frob: give some of tests,steps,text"),
+        (["--parts", "tests,frob"], "no part frob: give some of tests,steps,bits"),
         (["--wheels", "/none/such"], "no .whl files in /none/such"),
     ],
 )
