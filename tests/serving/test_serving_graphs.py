@@ -323,9 +323,9 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
             wanted.append(rows * slots)
             make(buffers, layers, rows, slots)
 
-        def prepared(self, fed, cache):
+        def prepared(self, fed, cache, **options):
             before = cache.buffers
-            step = prepare(self, fed, cache)
+            step = prepare(self, fed, cache, **options)
             trees.extend(map(len, fed))
             assert cache.buffers is before, "a pass finds room"
             return step
