@@ -13,14 +13,14 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 264,  # raised by 7: fused passes on CUDA, and `lade.invariant` there
-    "lines": 51_278,  # raised by 1,150: fused passes on CUDA, and `lade.invariant` there
+    "lines": 51_282,  # raised by 1,154: fused passes on CUDA, and `lade.invariant` there
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.8,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 64,
-    "lines that generate imports": 14_246,  # raised by 36: bfloat16 read as it is, `Support.fused`
+    "lines that generate imports": 14_250,  # raised by 40: bfloat16 read as it is, `Support.fused`
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,

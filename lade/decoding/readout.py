@@ -91,7 +91,7 @@ def _read_on_host(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDA
 
 def _read_on_device(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_entries: bool) -> Readout:
     """Reduce logits on their device, and copy the result to the host at once."""
-    parts = [packed(logits.reshape(-1, logits.shape[-1]), wants_entries=wants_entries)]
+    parts = [reduced(logits.reshape(-1, logits.shape[-1]), wants_entries=wants_entries)]
     if choices is not None:
         parts.append(choices[:, None].int())
     found = torch.cat(parts, dim=1).cpu().numpy()  # [M, 1 + WIDTH + 1]
@@ -111,24 +111,28 @@ def reduced(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
     tokens = logits.shape[1]
     if logits.dtype == torch.float64:
         logits = logits.float()
+    padded = logits
     if tokens % BLOCK:
-        logits = torch.nn.functional.pad(logits, (0, -tokens % BLOCK), value=-torch.inf)
-    blocks = logits.unflatten(1, (-1, BLOCK))  # [M, V / BLOCK, BLOCK]
+        padded = torch.nn.functional.pad(logits, (0, -tokens % BLOCK), value=-torch.inf)
+    blocks = padded.unflatten(1, (-1, BLOCK))  # [M, V / BLOCK, BLOCK]
     maxima = blocks.amax(2)
     first = maxima.argmax(1, keepdim=True)  # of equal ones the first, as within a block
     inside = _blocks_at(blocks, first).argmax(1, keepdim=True)
     ids: torch.Tensor = (first * BLOCK + inside).int()
     if not wants_entries:
         return ids
-    places = maxima.topk(min(WIDTH, maxima.shape[1])).indices  # [M, K]
-    scores, found = _blocks_at(blocks, places).float().topk(min(WIDTH, tokens))  # [M, K], descending
-    found = places.gather(1, found // BLOCK) * BLOCK + found % BLOCK
+    if tokens % BLOCK:  # padding would tie with logits of -inf
+        scores, found = logits.float().topk(min(WIDTH, tokens))
+    else:
+        places = maxima.topk(min(WIDTH, maxima.shape[1])).indices  # [M, K]
+        scores, found = _blocks_at(blocks, places).float().topk(WIDTH)  # [M, K], descending
+        found = places.gather(1, found // BLOCK) * BLOCK + found % BLOCK
     best = scores[:, :1]
     total = (maxima.float() - best).exp().sum(dim=-1, keepdim=True)
     weights = (scores - best).exp()
     odds = (weights.clamp(min=TINY) / (total - weights).clamp(min=TINY)).log()
     values = ((odds - FLOOR) / SCALE + 0.5).nan_to_num(0.0).clamp(0.0, 255.0)
-    entries = (values.int() << BITS | found.int()).masked_fill(found >= min(TOKEN, tokens), TOKEN)
+    entries = (values.int() << BITS | found.int()).masked_fill(found >= TOKEN, TOKEN)
     return torch.cat([ids, torch.nn.functional.pad(entries, (0, WIDTH - entries.shape[1]), value=TOKEN)], dim=1)
 
 
