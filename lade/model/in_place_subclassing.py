@@ -83,7 +83,8 @@ def own_class(layer: nn.Module) -> Any:
 
 @cache
 def _mixed(mixed_in: Any, kind: Any) -> Any:
-    return type(kind.__name__, (mixed_in, kind), {"original": kind, "__module__": mixed_in.__module__})
+    # By name and module transformers knows what a class's `output_hidden_states` are.
+    return type(kind.__name__, (mixed_in, kind), {"original": kind, "__module__": kind.__module__})
 
 
 def _unpickled(mixed_in: Any, kind: Any) -> Any:

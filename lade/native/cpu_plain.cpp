@@ -71,24 +71,81 @@ static int64_t clock_ns() {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Addresses of a call, and the places among the fields of later stages that hold them.
+struct Addresses {
+    int64_t* fields;          // of all stages
+    const int64_t* places;    // [count, 3]: a field, the index of an address, and bytes after it
+    const int64_t* addresses;
+    int64_t count;
+};
+
+static void fill_addresses(int64_t* fields) {
+    const auto call = arguments_of<Addresses>(fields);
+    while (next_part(fields) < fields[1])
+        for (const int64_t* place = call.places; place < call.places + 3 * call.count; place += 3)
+            call.fields[place[0]] = call.addresses[place[1]] + place[2];
+}
+
+// New keys and values of a layer, and where they go in its cache.
+struct NewStates {
+    const char *keys, *values;          // [B, S, heads, bytes]
+    char *to_keys, *to_values;          // the cache, [B, heads, slots, bytes]
+    int64_t row, head, step;            // strides of both
+    int64_t first;                      // slot of the first token
+    int64_t rows, tokens, heads, size;  // B, S, heads, bytes
+};
+
+static void store_states(int64_t* fields) {
+    const auto call = arguments_of<NewStates>(fields);
+    for (int64_t part; (part = next_part(fields)) < fields[1];) {
+        const int64_t count = call.rows * call.tokens, last = count * (part + 1) / fields[1];
+        for (int64_t token = count * part / fields[1]; token < last; token++) {
+            const int64_t to = token / call.tokens * call.row + (call.first + token % call.tokens) * call.step;
+            for (int64_t head = 0; head < call.heads; head++) {
+                const int64_t from = call.size * (token * call.heads + head);
+                memcpy(call.to_keys + to + head * call.head, call.keys + from, call.size);
+                memcpy(call.to_values + to + head * call.head, call.values + from, call.size);
+            }
+        }
+    }
+}
+
+// Kernels that one thread runs one after the other: how many, and for each of them its address, the number of its fields,
+// and these.
+static void run_sequence(int64_t* fields) {
+    while (next_part(fields) < fields[1]) {
+        int64_t* kernel = fields + 3;
+        for (int64_t left = fields[2]; left > 0; left--, kernel += 2 + kernel[1]) ((Kernel)kernel[0])(kernel + 2);
+    }
+}
+
 // Runs kernels one after the other. A thread that finds no part of a kernel's work left waits for those that others have
-// begun. The fields are: nanoseconds that all threads together have waited longer than a moment; the clock when the
-// first thread left; the number of kernels, and for each of them how many threads are in it, its address, the number of
-// its fields, and these.
+// begun, unless the next kernel is joined to this one: then it waits behind that. The fields are: nanoseconds that all
+// threads together have waited in waits longer than those for a thread that runs; the clock when the first thread left;
+// the number of kernels, and for each of them how many threads are in it, its address, the number of its fields, whether
+// it is joined to the one before, and its fields.
 static void run_stages(int64_t* fields) {
     const int turns_of_a_moment = 1000;
-    int64_t* stage = fields + 3;
-    for (int64_t left = fields[2]; left > 0; left--, stage += 3 + stage[2]) {
+    const int64_t time_slice_ns = 200'000;  // a thread that does not run is waited for longer
+    int64_t *stage = fields + 3, *first = stage;
+    for (int64_t left = fields[2]; left > 0; left--) {
+        int64_t* next = stage + 4 + stage[2];
         __atomic_fetch_add(stage, 1, __ATOMIC_ACQ_REL);
-        ((Kernel)stage[1])(stage + 3);
+        ((Kernel)stage[1])(stage + 4);
         __atomic_fetch_sub(stage, 1, __ATOMIC_ACQ_REL);
+        stage = next;
+        if (left == 1 || next[3]) continue;
         int64_t since = 0;
-        for (int turns = 0; left > 1 && __atomic_load_n(stage, __ATOMIC_ACQUIRE) > 0; turns++) {
-            if (turns < turns_of_a_moment) continue;
-            if (!since) since = clock_ns();
-            std::this_thread::yield();  // more threads than processors
+        int turns = 0;
+        for (; first < next; first += 4 + first[2]) {
+            for (; __atomic_load_n(first, __ATOMIC_ACQUIRE) > 0; turns++) {
+                if (turns < turns_of_a_moment) continue;
+                if (!since) since = clock_ns();
+                std::this_thread::yield();  // more threads than processors
+            }
         }
-        if (since) __atomic_fetch_add(fields, clock_ns() - since, __ATOMIC_RELAXED);
+        const int64_t waited = since ? clock_ns() - since : 0;
+        if (waited > time_slice_ns) __atomic_fetch_add(fields, waited, __ATOMIC_RELAXED);
     }
     int64_t nobody = 0;
     __atomic_compare_exchange_n(fields + 1, &nobody, clock_ns(), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
@@ -142,6 +199,9 @@ const Entry plain_kernels[] = {
     {"block_rows", "plain", block_rows},
     LADE_BLOCK_KERNELS(, "plain"),
     {"run_stages", "plain", run_stages},
+    {"run_sequence", "plain", run_sequence},
+    {"fill_addresses", "plain", fill_addresses},
+    {"store_states", "plain", store_states},
     {"multiply_few", REFERENCE, multiply_by_dots},
     {"multiply_many", REFERENCE, multiply_by_dots},
     {"multiply_few_by_tiles", REFERENCE, multiply_few},

@@ -17,10 +17,15 @@ static void block_rows(int64_t* fields) {
     }
 }
 
-// The conversion truncates, so adding one half rounds; the offset of 128 is removed by flipping the sign bit.
-INLINE void store_codes(char* address, Floats numbers, Floats steps) {
-    const Ints codes = __builtin_convertvector(numbers / steps + 128.5f, Ints) ^ 128;
-    write(address, __builtin_convertvector(codes, Bytes));
+// Stores codes, and returns their sum. The conversion truncates, so adding one half rounds; the offset of 128 is removed by
+// flipping the sign bit.
+INLINE int32_t store_codes(char* address, Floats numbers, Floats steps) {
+    const Ints found = __builtin_convertvector(numbers / steps + 128.5f, Ints) ^ 128;
+    write(address, __builtin_convertvector(found, Bytes));
+    Ints signed_codes = (Ints)((Bits)found << 24) >> 24;
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += signed_codes[lane];
+    return sum;
 }
 
 // Magnitudes are compared as bits without the sign, among which NaN is the largest.
@@ -39,14 +44,13 @@ INLINE float largest_magnitude(const char* x, int64_t kind, int64_t inputs) {
 INLINE void quantise(const char* x, int64_t kind, int64_t inputs, char* to, char* facts) {
     const float size = largest_magnitude(x, kind, inputs);
     const float step = (size < 1e-30f ? 1e-30f : size) / 127.0f;  // not 0 for zeros
+    int32_t sums[2] = {};  // of the first 16 codes, and of the others
     for (int64_t at = 0; at < 32; at += LANES)
-        store_codes(to + at, load_padded(x + item_size(kind) * at, kind, inputs - at), broadcast(step));
-    int32_t first = 0, second = 0;
-    for (int at = 0; at < 16; at++) first += (int8_t)to[at], second += (int8_t)to[16 + at];
-    write(facts, -(first + second));
-    write(facts + 4, -first);
+        sums[at / 16] += store_codes(to + at, load_padded(x + item_size(kind) * at, kind, inputs - at), broadcast(step));
+    write(facts, -(sums[0] + sums[1]));
+    write(facts + 4, -sums[0]);
     store_one(facts + 8, step);
-    store_one(facts + 12, step * (float)(first + second));
+    store_one(facts + 12, step * (float)(sums[0] + sums[1]));
 }
 
 static void quantise_rows(int64_t* fields) {

@@ -74,16 +74,21 @@ void run_codes(const std::string& instructions, const Floats& x, int64_t rows, i
     run("quantise_rows", instructions, rounded, 9);
     for (const char* name : {"int8", "int4", "q8_0", "q4_0", "q4_1", "q5_1", "q4_k", "q5_k", "q6_k"})
         run(std::string("multiply_") + name, instructions, product, parts);
-    Fields stages{2};  // the same in one call
-    auto add = [&](const char* name, const Fields& arguments, int64_t count) {
-        stages.insert(stages.end(), {0, (int64_t)lade_cpu_kernel(name, ""), 2 + (int64_t)arguments.size(), 0, count});
+    Fields stages{4};  // the same in one call, and two products that do not wait for each other
+    auto add = [&](const char* name, const Fields& arguments, int64_t count, bool joined) {
+        const int64_t address = (int64_t)lade_cpu_kernel(name, "");
+        stages.insert(stages.end(), {0, address, 2 + (int64_t)arguments.size(), joined, 0, count});
         stages.insert(stages.end(), arguments.begin(), arguments.end());
     };
+    Floats more(rows * outputs), sums(rows * outputs);
     if (!lade_cpu_kernel("run_stages", instructions.c_str())) return;
     const int64_t together = lade_cpu_kernel("multiply_int4", "avx512") ? 16 : 4;
     product[10] = product[12] = together;
-    add("quantise_rows", {at(x), at(codes), at(facts), 0, rows, inputs, together}, 9);
-    add("multiply_int4", product, parts);
+    add("quantise_rows", {at(x), at(codes), at(facts), 0, rows, inputs, together}, 9, false);
+    add("multiply_int4", product, parts, false);
+    product[4] = at(more);
+    add("multiply_int4", product, parts, true);
+    add("add", {at(out), at(more), at(sums), 0, rows * outputs}, 5, false);
     run("run_stages", instructions, stages, 1);
 }
 

@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
 from lade.backends.cpu.invariant.fused import Fused, FusedLayer, FusedProjections, GatedBlock
+from lade.backends.cpu.invariant.fused_decoder import FusedDecoder
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import panel_products
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
@@ -84,7 +85,7 @@ def apart(model):
     """A copy whose modules make all their calls."""
     other = copy.deepcopy(model)
     for module in other.modules():
-        if isinstance(module, Fused):
+        if isinstance(module, Fused | FusedDecoder):
             module.__class__ = module.original
     return other
 
@@ -360,7 +361,7 @@ def test_copies_have_weights_of_their_own(copied):
     expected = outputs(model, IDS).logits
     again = copied(model)
     calls = [module._calls for module in again.modules() if isinstance(module, Fused)]
-    assert len(calls) == 6 and not any(each.known or each.parts for each in calls)
+    assert len(calls) == 6 and not any(each.known or each.survey for each in calls)
     del model
     assert torch.equal(outputs(again, IDS).logits, expected)
     lade.variant(again)

@@ -79,6 +79,35 @@ def test_stages_come_one_after_the_other(monkeypatch, times, openmp):
         assert torch.equal(found, numbers * (times + 2))
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_kernels_that_are_joined_wait_for_each_other_behind_the_last(parts):
+    """Both halves are added up by joined kernels, in one part or in several, and what comes then needs both."""
+    numbers, half, stages, room = torch.arange(10_000.0), 20_000, Stages(), Room(2)
+    doubled = room.take(numbers.nbytes)
+    for number, start in enumerate((0, half)):
+        place = doubled._replace(offset=doubled.offset + start)
+        fields = At(0, start), At(0, start), place, 0, len(numbers) // 2
+        stages.add(kernel("add"), parts, fields, joined=number > 0)
+    stages.add(kernel("add"), 3, (doubled, doubled, At(1), 0, len(numbers)))
+    for _ in range(200):
+        found, memory = torch.empty_like(numbers), torch.full((room.size,), 7, dtype=torch.int8)
+        stages.run((numbers.data_ptr(), found.data_ptr(), memory.data_ptr()))
+        assert torch.equal(found, 4 * numbers)
+
+
+def test_kernels_of_one_part_are_run_by_one_thread_and_others_by_all():
+    numbers, stages, room = torch.arange(1000.0), Stages(), Room(2)
+    a, b, c, d = (room.take(numbers.nbytes) for _ in range(4))
+    for parts, x, found in ((1, At(0), a), (1, a, b), (5, b, c), (1, c, d), (1, d, At(1))):
+        stages.add(kernel("add"), parts, (x, x, found, 0, len(numbers)))
+    fields, _ = stages.described
+    assert fields[2] == 4  # addresses, a sequence of two, one, a sequence of two
+    for _ in range(50):
+        found, memory = torch.empty_like(numbers), torch.empty(room.size, dtype=torch.int8)
+        stages.run((numbers.data_ptr(), found.data_ptr(), memory.data_ptr()))
+        assert torch.equal(found, 32 * numbers)
+
+
 def test_memory_of_a_call_is_handed_out_piece_by_piece():
     room = Room(5)
     assert [room.take(size) for size in (64, 1, 65)] == [At(5, 0), At(5, 64), At(5, 128)] and room.size == 256
@@ -148,7 +177,7 @@ def slow_first_part(address):
 
 def test_stages_tell_how_long_threads_have_waited_and_when_the_first_one_left():
     address = ctypes.cast(slow_first_part, ctypes.c_void_p).value
-    work = array("q", (0, 0, 2, *(0, address, 2, 0, 2), *(0, address, 2, 1, 1)))
+    work = array("q", (0, 0, 2, *(0, address, 2, 0, 0, 2), *(0, address, 2, 0, 1, 1)))
     place, began = work.buffer_info()[0], time.monotonic_ns()
     threads = [threading.Thread(target=kernel("run_stages"), args=(place,)) for _ in range(2)]
     for thread in threads:

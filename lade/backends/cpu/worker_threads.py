@@ -24,7 +24,7 @@ import torch
 from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
-_MANY = 2**14  # least numbers per thread, of work that is no product
+_MANY, _MANY_OF_TEAM = 2**14, 2**12  # least numbers per thread, of work that is no product; and if a team is there
 
 
 def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
@@ -38,7 +38,7 @@ def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
         fields: arguments of the kernel, as integers; the caller keeps alive what they point to.
         parts: number of parts, at least one; no more threads are used than parts, or than torch has.
     """
-    stage = 0, kernel.address, 2 + len(fields), 0, parts, *fields
+    stage = 0, kernel.address, 2 + len(fields), 0, 0, parts, *fields
     TEAM.run(array("q", (0, 0, 1, *stage)), min(torch.get_num_threads(), parts))
 
 
@@ -70,22 +70,51 @@ class Room:
 
 
 class Stages:
-    """Kernels that one team of threads runs one after the other: the work of several calls in one."""
+    """Kernels that one team of threads runs one after the other: the work of several calls in one.
+
+    Threads wait for each other between two kernels, which takes as long as small kernels do. They need not where one
+    thread does both, as they have one part each, nor where a kernel needs nothing of the one before it.
+    """
 
     def __init__(self) -> None:
-        self._fields, self._threads = array("q", (0, 0, 0)), 1
-        self._places: list[tuple[int, int, int]] = []
+        self._places, self._threads = array("q"), 1
+        fill = kernels.kernel("fill_addresses").address
+        self._fields = array("q", (0, 0, 1, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0))  # the first stage fills in the addresses
+        self._sequence = 0  # index of the last stage's number of fields, if that is a sequence; else 0
 
-    def add(self, kernel: CpuKernel, parts: int, fields: Sequence[int | At]) -> None:
-        """Add a kernel, see `run_on_team`; fields that are `At` become addresses in each call."""
-        first = len(self._fields) + 5
-        for place, field in enumerate(fields, start=first):
-            if isinstance(field, At):
-                self._places.append((place, *field))
-        known = (0 if isinstance(field, At) else field for field in fields)
-        self._fields.extend((0, kernel.address, 2 + len(fields), 0, parts, *known))
+    def add(self, kernel: CpuKernel, parts: int | At, fields: Sequence[int | At], *, joined: bool = False) -> None:
+        """Add a kernel, see `run_on_team`.
+
+        Args:
+            kernel: the kernel.
+            parts: number of parts of its work.
+            fields: its arguments; those that are `At` become addresses, or other numbers, in each call.
+            joined: whether it needs nothing of the kernel before it.
+        """
+        if parts == 1 and not joined:
+            self._add_to_sequence((kernel.address, 2 + len(fields), 0, 1, *fields))
+            return
+        self._sequence = 0
+        self._extend((0, kernel.address, 2 + len(fields), int(joined), 0, parts, *fields))
         self._fields[2] += 1
-        self._threads = max(self._threads, min(torch.get_num_threads(), parts))
+        most = torch.get_num_threads()
+        self._threads = max(self._threads, most if isinstance(parts, At) else min(most, parts))
+
+    def _add_to_sequence(self, member: Sequence[int | At]) -> None:
+        """Add a kernel of one part, with its address and the number of its fields, to the last sequence or to a new one."""
+        if not self._sequence:
+            self._sequence = len(self._fields) + 2
+            self._fields.extend((0, kernels.kernel("run_sequence").address, 3, 0, 0, 1, 0))
+            self._fields[2] += 1
+        self._fields[self._sequence] += len(member)
+        self._fields[self._sequence + 4] += 1
+        self._extend(member)
+
+    def _extend(self, fields: Sequence[int | At]) -> None:
+        for place, field in enumerate(fields, start=len(self._fields)):
+            if isinstance(field, At):
+                self._places.extend((place, *field))
+        self._fields.extend(0 if isinstance(field, At) else field for field in fields)
 
     @property
     def described(self) -> tuple[Any, ...]:
@@ -94,9 +123,9 @@ class Stages:
 
     def run(self, addresses: Sequence[int]) -> None:
         """Run the kernels with these addresses, 0 for none; the caller keeps alive what they point to."""
-        fields = self._fields[:]
-        for place, address, offset in self._places:
-            fields[place] = addresses[address] + offset
+        fields, given = self._fields[:], array("q", addresses)
+        (own, _), (places, count) = fields.buffer_info(), self._places.buffer_info()
+        fields[9:13] = array("q", (own, places, given.buffer_info()[0], count // 3))
         TEAM.run(fields, self._threads)
 
 
@@ -137,9 +166,14 @@ TEAM = ThreadTeam()
 """There is one pool of threads in a process."""
 
 
-def parts_of(numbers: int) -> int:
-    """Return the parts for work on so many numbers, one after the other: a norm, an activation, a sum."""
-    return max(1, min(torch.get_num_threads(), numbers // _MANY))
+def parts_of(numbers: int, *, in_stages: bool = False) -> int:
+    """Return the parts for work on so many numbers, one after the other: a norm, an activation, a sum.
+
+    Args:
+        numbers: how many there are.
+        in_stages: whether it is a stage among others, so that no team has to be called for it.
+    """
+    return max(1, min(torch.get_num_threads(), numbers // (_MANY_OF_TEAM if in_stages else _MANY)))
 
 
 def float_bits(number: float) -> int:

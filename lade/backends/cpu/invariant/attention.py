@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,7 +27,7 @@ _OUT = {torch.bfloat16: torch.bfloat16}
 _QUAD, _CHUNK = 4, 64  # queries that pass through the keys together, and keys converted to float32 at a time
 _ROWS = 64  # queries that share the converted keys and values
 _SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
-_MANY = 2**18  # least multiplications per thread
+_MANY, _MANY_OF_TEAM = 2**18, 2**15  # least multiplications per thread; and if a team is there
 
 
 class PlacedMask(torch.Tensor):
@@ -164,7 +164,7 @@ def invariant_attention(
     if query.dtype not in DTYPES:
         raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
     if attention_mask is None:
-        attention_mask = _mask_of(query, key, causal=_is_causal(module, kwargs))
+        attention_mask = mask_of_all(*query.shape[::2], key.shape[2], causal=_is_causal(module, kwargs))
     if not isinstance(attention_mask, PlacedMask):
         raise ValueError(
             f"{NAME!r} was given a mask {list(attention_mask.shape)} without the positions of keys: "
@@ -179,12 +179,11 @@ def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _mask_of(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> PlacedMask:
-    """Return the mask of a pass without one: all keys, or only those up to the query."""
-    rows, step, slots = len(query), query.shape[2], key.shape[2]
-    allowed = torch.ones(step, slots, dtype=torch.bool, device=query.device)
+def mask_of_all(rows: int, step: int, slots: int, *, causal: bool) -> PlacedMask:
+    """Return the mask of the last `step` tokens of `slots`, which see all of them, or all up to themselves."""
+    allowed = torch.ones(step, slots, dtype=torch.bool, device="cpu")
     allowed = allowed.tril(slots - step) if causal else allowed
-    positions = torch.arange(slots, device=query.device, dtype=torch.int64).expand(rows, -1)
+    positions = torch.arange(slots, device="cpu", dtype=torch.int64).expand(rows, -1)
     return PlacedMask.of(allowed.expand(rows, 1, -1, -1), positions)
 
 
@@ -222,29 +221,66 @@ def attention_of(
     if not out.numel():
         return out
     group = heads // kv_heads
-    slots = -(-keys // _CHUNK) * _CHUNK
-    block = min(_ROWS, -(-group * step // _QUAD) * _QUAD, max(_QUAD, _SCORES // slots // _QUAD * _QUAD))
-    blocks = -(-group * step // block)
-    parts = max(1, min(torch.get_num_threads(), rows * kv_heads * blocks, query.numel() * slots // _MANY))
-    room = _scratch_size(size, value_size, block, slots)
-    scratch = torch.empty(parts * room, dtype=torch.float32, device="cpu")
+    split = AttentionSplit.of(rows, kv_heads, group, step, size, value_size, keys)
+    scratch = split.scratch()
     fields = (  # an AttentionCall, see cpu_attention.h
-        *(scratch.data_ptr(), room, float_bits(scale), float_bits(softcap or 0.0)),
+        *(scratch.data_ptr(), split.room, float_bits(scale), float_bits(softcap or 0.0)),
         *_addresses(query),
         *_addresses(key),
         *_addresses(value),
         *mask.addresses(rows, step, keys),
         *(address_of(sinks), out.data_ptr(), dtype_code(out.dtype)),
-        *(rows, kv_heads, group, step, size, value_size, block, blocks, slots),
+        *(rows, kv_heads, group, step, size, value_size, split.block, split.blocks, split.slots),
     )
-    run_on_team(kernel("attend"), fields, parts)
+    run_on_team(kernel("attend"), fields, split.parts)
     return out
 
 
-def _scratch_size(size: int, value_size: int, block: int, slots: int) -> int:
-    """Return the float32 numbers of scratch memory per thread; an upper bound for every vector width."""
-    wide, wide_values = (-(-each // WIDEST) * WIDEST for each in (size, value_size))
-    return _CHUNK * (max(wide, wide_values) + wide) + block * (size + slots + wide_values + 1)
+class AttentionSplit(NamedTuple):
+    """How the work of an attention call is split.
+
+    Attributes:
+        block: queries of one KV head that make a work item.
+        blocks: work items of each row and KV head.
+        slots: keys, padded to whole chunks.
+        parts: parts that the work is shared out in.
+        room: float32 numbers of scratch memory per part; an upper bound for every vector width.
+    """
+
+    block: int
+    blocks: int
+    slots: int
+    parts: int
+    room: int
+
+    @classmethod
+    def of(
+        cls,
+        rows: int,
+        kv_heads: int,
+        group: int,
+        step: int,
+        size: int,
+        value_size: int,
+        keys: int,
+        *,
+        in_stages: bool = False,
+    ) -> AttentionSplit:
+        """Return the split for `rows * step` tokens with `kv_heads * group` heads, which see `keys` keys each.
+
+        If it is a stage among others, no team has to be called for it.
+        """
+        slots, queries, many = -(-keys // _CHUNK) * _CHUNK, group * step, _MANY_OF_TEAM if in_stages else _MANY
+        block = min(_ROWS, -(-queries // _QUAD) * _QUAD, max(_QUAD, _SCORES // slots // _QUAD * _QUAD))
+        blocks, numbers = -(-queries // block), rows * kv_heads * queries * size
+        parts = max(1, min(torch.get_num_threads(), rows * kv_heads * blocks, numbers * slots // many))
+        wide, wide_values = (-(-each // WIDEST) * WIDEST for each in (size, value_size))
+        room = _CHUNK * (max(wide, wide_values) + wide) + block * (size + slots + wide_values + 1)
+        return cls(block, blocks, slots, parts, room)
+
+    def scratch(self) -> torch.Tensor:
+        """Return scratch memory for all parts."""
+        return torch.empty(self.parts * self.room, dtype=torch.float32, device="cpu")
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> bool:

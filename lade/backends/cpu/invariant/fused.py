@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from threading import local
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,10 +41,43 @@ _KINDS = (PackedLinear, Int8Linear, Int4Linear, GgufLinear)
 _DTYPES = (torch.float32, torch.bfloat16)
 _GATED, _PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS, _LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
-_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", CACHE)
-_FORMER_NAMES = frozenset(CACHE_NAMES) - {CACHE}
+ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", CACHE)
+FORMER_NAMES = frozenset(CACHE_NAMES) - {CACHE}
 _TRIAL = (2, 5)  # rows and tokens
 _MEMORY, _X, _OUT, _MORE = range(4)  # indices among the addresses of a call
+
+
+class Survey:
+    """The modules in a module, as they were when stages were prepared for them.
+
+    Its methods are called in each pass, so they make few calls for each of the modules.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [(each._modules, name) for each in module.modules() for name in each._modules]
+        self._parts = [modules[name] for modules, name in self._places]
+        self._own = [vars(part) for part in self._parts]
+        self._parameters = [part._parameters for part in self._parts if part is not None]
+        self._weights = [each.get("weight") for each in self._parameters]
+        self._ids = list(map(id, self._weights))
+        self._norms = [part for part in self._parts if isinstance(part, InvariantNorm)]
+        self._fixed = list(map(_fixed, self._norms))
+
+    def holds(self) -> bool:
+        """Return True if all modules are still there, with their weights and with what stages have of the norms."""
+        if [modules.get(name) for modules, name in self._places] != self._parts:
+            return False
+        same = [id(each.get("weight")) for each in self._parameters] == self._ids
+        return same and list(map(_fixed, self._norms)) == self._fixed
+
+    def is_free(self) -> bool:
+        """Return True if nobody would notice that the modules are not called: none has hooks or a `forward` of its own."""
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return False
+        for own in self._own:
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                return False
+        return True
 
 
 class _Calls:
@@ -51,13 +85,12 @@ class _Calls:
 
     Attributes:
         known: stages and bytes of memory by rows, threads and what else they depend on; shared by modules of one shape.
-        parts: the modules that stages were prepared for, each with its name, the children of the module it is in, its
-            weight, and what stages have of it, see `_fixed`.
+        survey: what stages were prepared for; None if not yet, or if there are none.
     """
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], tuple[Stages, int]] = {}
-        self.parts: list[tuple[Any, str, Any, Any, Any]] = []
+        self.survey: Survey | None = None
 
     def __reduce__(self) -> Any:
         return _Calls, ()
@@ -73,6 +106,15 @@ class _Calls:
         return prepared
 
 
+class _Ahead(local):
+    """What this thread's pass has computed ahead, see `fused_decoder.DecoderPass`; None for nothing."""
+
+    now: Any = None
+
+
+AHEAD = _Ahead()
+
+
 class Fused(Changed):
     """Base of the mixins."""
 
@@ -80,16 +122,11 @@ class Fused(Changed):
 
     def _is_fit(self) -> bool:
         """Return True if fewer calls give what the parts do; they may have been replaced, edited, or have got hooks."""
-        free = not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-        for modules, name, part, weight, fixed in self._calls.parts:
-            same = modules.get(name) is part and part._parameters.get("weight") is weight
-            if not same or _fixed(part) != fixed:
-                self._calls = _Calls()  # not those that others share
-                break
-            free = free and _is_free(part)
-        if not self._calls.parts and _can_be_fused(self):
-            self._calls.parts = _parts_of(self)
-        return free and bool(self._calls.parts)
+        if self._calls.survey is not None and not self._calls.survey.holds():
+            self._calls = _Calls()  # not those that others share
+        if self._calls.survey is None and can_be_fused(self):
+            self._calls.survey = Survey(self)
+        return self._calls.survey is not None and self._calls.survey.is_free()
 
 
 class GatedBlock(Fused):
@@ -100,7 +137,7 @@ class GatedBlock(Fused):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the block."""
-        rows = _few_rows(x)
+        rows = few_rows(x)
         if not rows or not self._is_fit():
             own: torch.Tensor = self.original.forward(self, x)
             return own
@@ -119,9 +156,9 @@ def _add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At
     of_gate, of_up, product = (room.take(numbers * gate.dtype.itemsize) for _ in range(3))
     blocks = gate._panel_weight.add_rows(stages, room, rows, x, kind)
     gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
-    up._panel_weight.add_product(stages, rows, blocks, own + 2, of_up, kind, kind)
+    up._panel_weight.add_product(stages, rows, blocks, own + 2, of_up, kind, kind, joined=True)
     slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
-    stages.add(kernel("logistic_product"), parts_of(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
+    stages.add(kernel("logistic_product"), parts_of(numbers, in_stages=True), (of_gate, of_up, product, kind, *slopes, numbers))
     _add_linear(stages, room, rows, down, product, out, own + 4)
 
 
@@ -149,8 +186,8 @@ class FusedProjections(Fused):
         **kwargs: Any,
     ) -> Any:
         """Compute attention; arguments are those of transformers' attention layers."""
-        unusual = args or not _FORMER_NAMES.isdisjoint(kwargs)
-        if unusual or not _fits(self, hidden_states, position_embeddings) or not self._is_fit():
+        unusual = args or not FORMER_NAMES.isdisjoint(kwargs)
+        if unusual or not fits(self, hidden_states, position_embeddings) or not self._is_fit():
             return self.original.forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
         states = _projected(self._calls, self, hidden_states, position_embeddings, None)
         rest = {name: each for name, each in kwargs.items() if name != CACHE}
@@ -158,9 +195,9 @@ class FusedProjections(Fused):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-def _fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
+def fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
     """Return True if one call may give the projections of these rows."""
-    if not _few_rows(x) or attention.training or attention.config._attn_implementation != ATTENTION:
+    if not few_rows(x) or attention.training or attention.config._attn_implementation != ATTENTION:
         return False
     same = getattr(attention._modules["q_proj"], "dtype", None) == x.dtype  # autocast might cast them
     return same and _turns(positions, x, attention.head_dim)
@@ -168,38 +205,64 @@ def _fits(attention: Any, x: torch.Tensor, positions: Any) -> bool:
 
 def _projected(calls: _Calls, attention: Any, x: torch.Tensor, positions: Any, norm: Any) -> list[torch.Tensor]:
     """Return turned queries and keys, and values, `[B, S, heads, D]`, of rows `[B, S, in]`; the norm may be None."""
-    (batch, step, _), layers, (cos, sin) = x.shape, _layers_of(attention, _PROJECTED), positions
+    (batch, step, _), layers, (cos, sin) = x.shape, projections_of(attention), positions
     x, rows, size, turns = _checked(layers, x), batch * step, attention.head_dim, cos.shape[0] * step
     states = [x.new_empty(batch, step, each.out_features // size, size) for each in layers]
     norms = [norm, *(attention._modules.get(name) for name in _HEAD_NORMS)]
     weights = [0 if each is None else each.weight.data_ptr() for each in norms]
     more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states), *weights]
-    _run(*calls.of(_add_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
+    _run(*calls.of(_add_own_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
     return states
 
 
-def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
-    cos, sin, *states = map(At, range(_MORE, _MORE + 5))
-    norm_weights, own = [At(_MORE + 5 + each) for each in range(3)], _MORE + 8
-    layers, size = _layers_of(attention, _PROJECTED), attention.head_dim
-    kind, x = dtype_code(layers[0].dtype), At(_X)
+class Places(NamedTuple):
+    """Where the projections of attention have what they need.
+
+    Attributes:
+        x: rows `[B, S, in]`.
+        turns: cosines and sines.
+        norms: weights of the norm before them, and of those of queries and keys; not read if there is none.
+        own: index of the first address of the layers' weights.
+        states: queries, keys and values to be, `[B, S, heads, D]`.
+    """
+
+    x: At
+    turns: Sequence[At]
+    norms: Sequence[At]
+    own: int
+    states: Sequence[At]
+
+
+def _add_own_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
+    places = [At(_MORE + each) for each in range(8)]
+    add_projections(stages, room, rows, turns, attention, norm, Places(At(_X), places[:2], places[5:], _MORE + 8, places[2:5]))
+
+
+def add_projections(
+    stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any, places: Places
+) -> None:
+    """Add the stages of the projections of attention, of a norm before them, or None, and of what turns them."""
+    x, (cos, sin), norm_weights, own, states = places
+    layers, size = projections_of(attention), attention.head_dim
+    kind = dtype_code(layers[0].dtype)
     if norm is not None:
-        x = room.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
-        _add_norm(stages, rows, norm, At(_X), norm_weights[0], x)
+        normed = room.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
+        _add_norm(stages, rows, norm, x, norm_weights[0], normed)
+        x = normed
     blocks = layers[0]._panel_weight.add_rows(stages, room, rows, x, kind)
     for number, (layer, found) in enumerate(zip(layers, states, strict=True)):
-        layer._panel_weight.add_product(stages, rows, blocks, own + 2 * number, found, kind, kind)
+        layer._panel_weight.add_product(stages, rows, blocks, own + 2 * number, found, kind, kind, joined=number > 0)
     for name, layer, found, weight in zip(_HEAD_NORMS, layers, states, norm_weights[1:], strict=False):
         heads, head_norm = layer.out_features // size, attention._modules.get(name)
         if head_norm is not None:
             _add_norm(stages, rows * heads, head_norm, found, weight, found)
         turn = found, cos, sin, kind, rows, turns, heads, size  # a Rotation, see cpu_elementwise.h
-        stages.add(kernel("rotate"), parts_of(rows * layer.out_features), turn)
+        stages.add(kernel("rotate"), parts_of(rows * layer.out_features, in_stages=True), turn)
 
 
 def _add_norm(stages: Stages, rows: int, norm: Any, x: At, weight: At, out: At) -> None:
     kind, columns = dtype_code(norm.weight.dtype), norm.weight.numel()
-    stages.add(kernel("normalise"), parts_of(rows * columns), (x, weight, out, kind, *norm.fields(rows)))
+    stages.add(kernel("normalise"), parts_of(rows * columns, in_stages=True), (x, weight, out, kind, *norm.fields(rows)))
 
 
 def _attended(
@@ -221,38 +284,46 @@ class FusedLayer(Fused):
         """Compute the layer; arguments are those of transformers' decoder layers."""
         attention: Any = self._modules["self_attn"]
         x, positions = hidden_states, kwargs.get("position_embeddings")
-        unusual = args or not _FORMER_NAMES.isdisjoint(kwargs)
-        if unusual or not _fits(attention, x, positions) or not self._is_fit():
+        if AHEAD.now is not None and (ready := AHEAD.now.output(self, x, kwargs)) is not None and not args:
+            return ready
+        unusual = args or not FORMER_NAMES.isdisjoint(kwargs)
+        if unusual or not fits(attention, x, positions) or not self._is_fit():
             return self.original.forward(self, x, *args, **kwargs)
         begin, norm = _layers_of(self, _LAYER_NORMS)
         mask, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
-        rest = {name: each for name, each in kwargs.items() if name not in _ARGUMENTS}
+        rest = {name: each for name, each in kwargs.items() if name not in ARGUMENTS}
         states = _projected(self._calls, attention, x, positions, begin)
         found = _attended(attention, states, mask, cache, rest)
-        rows, layers = x.numel() // x.shape[-1], _layers_behind(self)
+        rows, layers = x.numel() // x.shape[-1], layers_behind(self)
         for each in layers:
             each.follow_parameters()
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
         more = [found.data_ptr(), norm.weight.data_ptr()]
-        _run(*self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
+        _run(*self._calls.of(_add_own_layer, rows, given=(self,)), x, out, more, layers)
         return out
 
 
-def _layers_behind(layer: Any) -> list[Any]:
+def layers_behind(layer: Any) -> list[Any]:
     """Return the linear layers of a decoder layer that come after attention."""
     return [layer._modules["self_attn"]._modules["o_proj"], *_layers_of(layer._modules["mlp"], _GATED)]
 
 
-def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
-    attended, norm_weight, own, norm = At(_MORE), At(_MORE + 1), _MORE + 2, layer.post_attention_layernorm
-    output, kind = layer.self_attn.o_proj, dtype_code(layer.self_attn.o_proj.dtype)
-    numbers = rows * output.out_features
+def _add_own_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
+    add_layer(stages, room, rows, layer, At(_X), At(_MORE), At(_MORE + 1), _MORE + 2, At(_OUT))
+
+
+def add_layer(
+    stages: Stages, room: Room, rows: int, layer: Any, x: At, attended: At, norm_weight: At, own: int, out: At
+) -> None:
+    """Add the stages of a decoder layer behind attention; `own` is the index of the first address of its weights."""
+    output, norm = layer.self_attn.o_proj, layer.post_attention_layernorm
+    kind, numbers = dtype_code(output.dtype), rows * output.out_features
     of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
     _add_linear(stages, room, rows, output, attended, of_attention, own)
-    stages.add(kernel("add"), parts_of(numbers), (At(_X), of_attention, hidden, kind, numbers))
+    stages.add(kernel("add"), parts_of(numbers, in_stages=True), (x, of_attention, hidden, kind, numbers))
     _add_norm(stages, rows, norm, hidden, norm_weight, normed)
     _add_block(stages, room, rows, layer.mlp, normed, of_block, own + 2)
-    stages.add(kernel("add"), parts_of(numbers), (hidden, of_block, At(_OUT), kind, numbers))
+    stages.add(kernel("add"), parts_of(numbers, in_stages=True), (hidden, of_block, out, kind, numbers))
 
 
 def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
@@ -272,7 +343,7 @@ def _checked(layers: Any, x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def _few_rows(x: Any) -> int:
+def few_rows(x: Any) -> int:
     """Return the number of rows of `[..., in]` that one call takes; 0 for none, too many, or gradients."""
     rows = x.numel() // x.shape[-1] if is_plain(x) and x.numel() and not torch.is_grad_enabled() else 0
     return rows if rows <= PREPARED_ROWS else 0
@@ -281,6 +352,16 @@ def _few_rows(x: Any) -> int:
 def _layers_of(module: Any, names: Iterable[str]) -> Any:
     modules = module._modules
     return [modules[name] for name in names]
+
+
+def projections_of(attention: Any) -> Any:
+    """Return the layers of queries, keys and values."""
+    return _layers_of(attention, _PROJECTED)
+
+
+def norms_of(layer: Any) -> Any:
+    """Return the norms of a decoder layer, before attention and behind it."""
+    return _layers_of(layer, _LAYER_NORMS)
 
 
 # What is recognised
@@ -309,30 +390,22 @@ def _shape_of(module: Any) -> Any:
         _add_block(stages, room, 2, module, At(_X), At(_OUT), _MORE)
     else:
         attention = getattr(module, "self_attn", module)
-        _add_projections(stages, room, 2, 2, attention, module._modules.get(_LAYER_NORMS[0]))
+        _add_own_projections(stages, room, 2, 2, attention, module._modules.get(_LAYER_NORMS[0]))
     if isinstance(module, FusedLayer):
-        _add_layer(stages, room, 2, module)
+        _add_own_layer(stages, room, 2, module)
     return type(module), stages.described
 
 
-def _can_be_fused(module: Fused) -> bool:
+def can_be_fused(module: Fused) -> bool:
     if isinstance(module, FusedLayer):
         return _is_layer(module)
     return _is_gated(module) if isinstance(module, GatedBlock) else _is_projected(module)
 
 
-def _parts_of(module: nn.Module) -> list[tuple[Any, str, Any, Any, Any]]:
-    """Return all modules in a module, see `_Calls`."""
-    parts: Any = [(each._modules, name, part) for each in module.modules() for name, part in each._modules.items()]
-    return [(*each, each[-1]._parameters.get("weight"), _fixed(each[-1])) for each in parts]
-
-
-def _fixed(part: Any) -> Any:
-    """Return what stages have of a norm, besides the address of its weight; None for other modules."""
-    if not isinstance(part, InvariantNorm):
-        return None
-    weight: Any = part._parameters["weight"]
-    return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, part.epsilon
+def _fixed(norm: Any) -> Any:
+    """Return what stages have of a norm, besides the address of its weight."""
+    weight: Any = norm._parameters["weight"]
+    return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, norm.epsilon
 
 
 def _is_free(layer: Any) -> bool:
@@ -364,7 +437,7 @@ def _is_gated(block: Any) -> bool:
 
 def _is_projected(attention: Any) -> bool:
     """Return True if one call gives what the projections, and the norms behind them, of an attention layer do."""
-    layers, size = _layers_of(attention, _PROJECTED), getattr(attention, "head_dim", 0)
+    layers, size = projections_of(attention), getattr(attention, "head_dim", 0)
     if not _are_in_panels(layers) or not size or size % 2:
         return False
     for each in layers:
@@ -385,7 +458,7 @@ def _is_layer(layer: Any) -> bool:
         return False
     if not (_is_free(attention) and _is_free(block) and _is_projected(attention) and _is_gated(block)):
         return False
-    if not _are_in_panels(_layers_behind(layer)):
+    if not _are_in_panels(layers_behind(layer)):
         return False
     first, last = _layers_of(attention, ("q_proj", "o_proj"))
     width, dtype = first.in_features, first.dtype
@@ -398,7 +471,7 @@ def _takes_arguments(module: nn.Module) -> bool:
     """Return True if a forward has the arguments of transformers' layers, and needs no other."""
     parameters = inspect.signature(module.forward).parameters.values()
     needed = {each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD}
-    return needed <= set(_ARGUMENTS) <= {each.name for each in parameters}
+    return needed <= set(ARGUMENTS) <= {each.name for each in parameters}
 
 
 def _turns(positions: Any, x: torch.Tensor, size: int) -> bool:
@@ -441,10 +514,10 @@ def _is_same(module: Any) -> bool:
     if not isinstance(module, GatedBlock):
         size = getattr(module, "self_attn", module).head_dim
         given = {
-            "position_embeddings": _drawn(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind(),
+            "position_embeddings": seeded(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind(),
             "attention_mask": None,
         }
-    x, seen = _drawn(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
+    x, seen = seeded(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
     for forward, cache in zip((module.original.forward.__get__(module), module), caches, strict=True):
         found = forward(x, **given, **({CACHE: cache} if given else {}))
         seen.append([found[0] if isinstance(found, tuple) else found, type(found), *cache.given])
@@ -459,5 +532,5 @@ def _first_layer(module: Any) -> Any:
     return next(each for each in module.modules() if isinstance(each, PackedLinear))
 
 
-def _drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def seeded(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(dtype)

@@ -172,10 +172,13 @@ class PanelWeight:
         kind: int,
         bias_kind: int,
         instructions: str = "",
+        *,
+        joined: bool = False,
     ) -> None:
         """Add the stage that multiplies rows by this weight; `own` is the index of the first of its `addresses`.
 
-        The rows may be laid out for another weight of the same kind and number of inputs.
+        The rows may be laid out for another weight of the same kind and number of inputs. If that was multiplied in the
+        stage before, this one may be `joined` to it.
         """
         split, (count, wide, *_) = self._split(rows, instructions), self.panels.shape
         fields = (  # a PanelProduct, see cpu.h
@@ -183,7 +186,7 @@ class PanelWeight:
             *(rows, wide, self.outputs, split.row_group, split.panel_group, split.together),
         )
         parts = -(-rows // split.row_group) * -(-count // split.panel_group)
-        stages.add(kernel(split.kernel, instructions), parts, fields)
+        stages.add(kernel(split.kernel, instructions), parts, fields, joined=joined)
 
     def _split(self, rows: int, instructions: str) -> _Split:
         count, blocks, *_ = self.panels.shape

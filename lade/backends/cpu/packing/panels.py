@@ -18,7 +18,7 @@ TILE_ROWS = 16
 _WORD = 4  # bytes of the inputs of an output that an instruction adds up
 _COLUMNS = BLOCK // _WORD  # outputs of a tile, or of a line of a panel
 _NEAR, _GROUP = 2**19, 2**18  # bytes of rows and of weights that stay in a core's cache
-_MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**15  # least bytes of weights, and least inputs, per thread
+_MANY_WEIGHTS, _MANY_INPUTS = 2**16, 2**12  # least bytes of weights, and least inputs, per thread
 _SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
 
 
