@@ -15,8 +15,8 @@ This is checked when a generation begins, or a request of an engine: hooks that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils import dlpack
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.model import joint, thread_patches
-from lade.model.facts import ModelFacts
+from lade.model.facts import SURVEYED, ModelFacts
 from lade.model.masks import MaskPlan
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_patches.__name__})
@@ -61,7 +61,7 @@ _KNOWN = frozenset({"torch", "transformers", "lade"})
 
 
 class PassMode:
-    """The context in which a model makes its passes: inference mode where it is safe.
+    """The context in which a model makes its passes: its facts are known, and inference mode is on where it is safe.
 
     Args:
         facts: facts about the model.
@@ -69,13 +69,20 @@ class PassMode:
     """
 
     def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:
+        self._facts = facts
         self._mode: Callable[[], AbstractContextManager[object]] = _inference_mode
         if plan.compact or plan.placed or inference_mode_blocker(facts):
             self._mode = nullcontext
 
-    def __call__(self, *patches: object) -> AbstractContextManager[object]:
+    @contextmanager
+    def __call__(self, *patches: object) -> Iterator[None]:
         """Return the context for one pass; any active patches (true values) rule inference mode out."""
-        return nullcontext() if any(patches) else self._mode()
+        outer, SURVEYED.now = SURVEYED.now, self._facts
+        try:
+            with nullcontext() if any(patches) else self._mode():
+                yield
+        finally:
+            SURVEYED.now = outer
 
 
 def _inference_mode() -> AbstractContextManager[object]:

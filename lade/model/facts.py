@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
+from threading import local
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -47,6 +48,15 @@ CACHE = (
 CACHE_NAMES = tuple(dict.fromkeys((CACHE, *_FORMER_CACHE_NAMES)))
 """Names of the cache argument of `forward`, of which a model has one; code of a checkpoint may have a former one."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class _Surveyed(local):
+    """The model's facts that a pass of this thread may rely on, those of its call; None for passes of others."""
+
+    now: ModelFacts | None = None
+
+
+SURVEYED = _Surveyed()
 
 
 class _Arguments(NamedTuple):

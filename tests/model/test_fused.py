@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,16 +22,22 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 import lade
+from lade.backends.cpu.invariant import chained_decoder
+from lade.backends.cpu.invariant.chained_decoder import ChainedDecoder
 from lade.backends.cpu.invariant.fused import Fused, FusedLayer, FusedProjections, GatedBlock
-from lade.backends.cpu.invariant.fused_decoder import FusedDecoder
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import panel_products
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
 from lade.backends.cpu.packing.panels import has_dots
+from lade.model.facts import CACHE
+from lade.model.kv_cache import TreeCache
 
 HALF = torch.bfloat16
 pytestmark = pytest.mark.skipif(not kernel("attend").available, reason="the compiled kernels are missing")
@@ -85,7 +92,7 @@ def apart(model):
     """A copy whose modules make all their calls."""
     other = copy.deepcopy(model)
     for module in other.modules():
-        if isinstance(module, Fused | FusedDecoder):
+        if isinstance(module, Fused | ChainedDecoder):
             module.__class__ = module.original
     return other
 
@@ -250,24 +257,25 @@ EDITS = {
     "part", ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
 )
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_of_a_norm_is_followed_in_passes_of_every_size(edit, part, dtype):
+@pytest.mark.parametrize("cache", [DynamicCache, TreeCache])
+def test_an_edit_of_a_norm_is_followed_in_passes_of_every_size(edit, part, dtype, cache):
     model = made("qwen3", "int8", dtype)
     ids = torch.randint(1, 40, (1, PREPARED_ROWS + 20), generator=torch.Generator().manual_seed(0))
-    outputs(model, ids[:, :9])  # calls are prepared
+    outcome(model, ids[:, :9], [4, 5], cache)  # calls are prepared
     norm = model.model.layers[0].get_submodule(part)
     if edit == "tied" and "self_attn" in part:
         pytest.skip("norms of heads have another size")
     object.__setattr__(norm, "root", model)
     EDITS[edit](norm)
-    expected = outcome(model, ids, [ids.shape[1]])
+    expected = outcome(model, ids, [ids.shape[1]], cache)
     for sizes in ([1] * 3 + [ids.shape[1] - 3], [8, 60, ids.shape[1] - 68]):
-        found = outcome(model, ids, sizes)
+        found = outcome(model, ids, sizes, cache)
         assert type(found) is type(expected) and (isinstance(found, str) or torch.equal(found, expected)), sizes
 
 
-def outcome(model, ids, sizes):
+def outcome(model, ids, sizes, kind):
     """The logits of a text that is fed in pieces, or the kind of error."""
-    cache, found = DynamicCache(config=model.config), []
+    cache, found = kind(), []
     try:
         for piece in ids.split(sizes, 1):
             found.append(outputs(model, piece, cache).logits)
@@ -366,3 +374,169 @@ def test_copies_have_weights_of_their_own(copied):
     assert torch.equal(outputs(again, IDS).logits, expected)
     lade.variant(again)
     assert count(again, Fused) == 0
+
+
+# All layers in one call
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """For each pass whose first layer was asked to compute all: whether it did."""
+    passes, make = [], chained_decoder._Stack.made
+    monkeypatch.setattr(
+        chained_decoder._Stack, "made", lambda *args: [passes.append((out := make(*args)) is not None), out][1]
+    )
+    return passes
+
+
+def fed(model, ids, sizes, cache=None, **more):
+    """Logits of a text that is fed in pieces, and keys and values of all layers."""
+    cache = TreeCache() if cache is None else cache
+    found = [outputs(model, piece, cache, **more).logits for piece in ids.split(sizes, 1)]
+    used = cache.get_seq_length()
+    return [*found, *(states[:, :, :used] for layer in cache.layers for states in (layer.keys, layer.values))]
+
+
+def same(found, expected):
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@with_each
+@pytest.mark.parametrize("family", WITH_LAYERS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_decoder_has_the_bits_of_its_layers(weights, dtype, family, threads, monkeypatch, ahead):
+    model = made(family, weights, dtype, num_hidden_layers=3)
+    assert count(model, ChainedDecoder) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    other = apart(model)
+    for rows, sizes in ((1, [4, 1, 1, 9, 1]), (3, [2, 5, 1, 20]), (2, [3, PREPARED_ROWS // 2, 1])):
+        ids, done = torch.randint(1, 48, (rows, sum(sizes))), len(ahead)
+        assert same(fed(model, ids, sizes), fed(other, ids, sizes)), (rows, sizes)
+        assert ahead[done:] == [False, *[True] * (len(sizes) - 1)], "the first pass allocates the cache"
+
+
+def test_trees_and_texts_are_fed_in_one_call(ahead):
+    """A pass over a tree has a mask of its own, and a generation grows its cache now and then."""
+    for family in ("llama", "mistral"):
+        model = made(family, max_position_embeddings=2048)
+        del ahead[:]
+        given = {"input_ids": IDS, "max_new_tokens": 400, "do_sample": False}
+        expected = apart(model).generate(**given)
+        for lookahead in (lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
+            stats = lade.Stats()
+            assert torch.equal(lade.generate(model, lookahead=lookahead, stats=stats, **given), expected)
+            assert stats.tokens_per_step > 1.1
+        assert sum(ahead) > 0.9 * len(ahead) > 100 and not all(ahead)
+
+
+def test_requests_of_an_engine_are_fed_in_one_call(ahead):
+    model = made()
+    prompts = torch.randint(1, 48, (5, 9), generator=torch.Generator().manual_seed(0))
+    expected = [model.generate(prompt[None], max_new_tokens=40, do_sample=False)[0, 9:].tolist() for prompt in prompts]
+    with lade.Engine(model, max_rows=3) as engine:
+        handles = [engine.add(prompt.tolist(), max_new_tokens=40, do_sample=False) for prompt in prompts]
+        assert [handle.result()[0, 9:].tolist() for handle in handles] == expected
+    assert sum(ahead) > 20
+
+
+def test_hooks_in_the_middle_of_a_call_are_heard(ahead):
+    """Passes of one call rely on its first one, but for hooks."""
+    model, heard, done = made(), [], 5
+    ahead.clear()
+
+    class Criterion(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            if ids.shape[1] == IDS.shape[1] + done:
+                model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *args: heard.append(1))
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    lade.generate(
+        model, input_ids=IDS, max_new_tokens=20, do_sample=False, lookahead=lade.LookaheadConfig(budget=1),
+        stopping_criteria=StoppingCriteriaList([Criterion()]),
+    )  # fmt: skip
+    assert len(heard) == 20 - done and ahead == [False] + [True] * (done - 1)
+
+
+@pytest.mark.parametrize("what", ["hook", "norm", "layer", "list"])
+def test_what_changes_between_two_passes_is_followed(what, ahead):
+    model = made(num_hidden_layers=3)
+    ids, cache = torch.randint(1, 48, (1, 12), generator=torch.Generator().manual_seed(0)), TreeCache()
+    donor = made("llama", initializer_range=0.5).model.layers[0].mlp
+    ahead.clear()
+    fed(model, ids[:, :6], [4, 2], cache)
+    first, layer, last = model.model.layers
+    if what == "hook":
+        layer.mlp.act_fn.register_forward_hook(lambda module, given, out: out * 2)
+    elif what == "norm":
+        layer.input_layernorm.weight = nn.Parameter(layer.input_layernorm.weight.detach() * 2)
+    elif what == "layer":
+        layer.mlp = donor
+    else:
+        model.model.layers = nn.ModuleList([layer, first, last])
+    other, more = apart(model), copy.deepcopy(cache)
+    assert same(fed(model, ids[:, 6:], [1, 5], cache), fed(other, ids[:, 6:], [1, 5], more))
+    assert ahead == [False, True] + [True, True] * (what != "hook")
+
+
+def test_other_caches_and_passes_without_one_are_no_different(ahead):
+    model = made()
+    other = apart(model)
+    ahead.clear()
+    for kind in (DynamicCache, TreeCache):
+        assert same(fed(model, IDS, [2, 1, 2], kind()), fed(other, IDS, [2, 1, 2], kind()))
+    assert ahead == [False] * 3 + [False, True, True]
+    assert torch.equal(outputs(model, IDS, use_cache=False).logits, outputs(other, IDS, use_cache=False).logits)
+    assert not ahead[-1]
+
+
+def test_a_decoder_that_changes_states_between_layers_has_them_computed_one_by_one(monkeypatch, ahead):
+    """As those that add features of images to the states of some layers."""
+    model = made(num_hidden_layers=3)
+    other = apart(model)
+
+    def adding(self, input_ids=None, cache=None, **more):
+        x = self.embed_tokens(input_ids)
+        first = cache.get_seq_length()
+        positions = self.rotary_emb(x, torch.arange(first, first + x.shape[1])[None])
+        for number, layer in enumerate(self.layers):
+            x = layer(x + 0.5 * (number == 1), position_embeddings=positions, attention_mask=None, **{CACHE: cache})
+        return BaseModelOutputWithPast(self.norm(x))
+
+    monkeypatch.setattr(LlamaModel, "forward", adding)
+    caches = TreeCache(), TreeCache()
+    ahead.clear()
+    for piece in IDS.split([2, 1, 2], 1):
+        with torch.no_grad():
+            found, expected = (each.model(piece, cache)[0] for each, cache in zip((model, other), caches, strict=True))
+        assert torch.equal(found, expected) and caches[0].lengths == caches[1].lengths
+    assert ahead == [False, True], "it is not tried again"
+
+
+def test_layers_that_are_given_different_masks_are_not_computed_together():
+    config = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
+    assert count(made("qwen2", **config), ChainedDecoder) == 0
+    kept = lade.invariant(lade.pack(built(), weights="int4", keep_original=True, min_weights=1))
+    assert count(kept, FusedLayer) == 2 and count(kept, ChainedDecoder) == 0
+
+
+def test_a_decoder_whose_trial_fails_is_left_alone(monkeypatch):
+    monkeypatch.setattr(chained_decoder, "float_bits", lambda number: 0)  # scores are all zero
+    model = made()
+    assert count(model, FusedLayer) == 2 and count(model, ChainedDecoder) == 0
+
+
+def test_threads_may_call_a_model_at_once():
+    model = made(num_hidden_layers=3)
+    prompts = torch.randint(1, 48, (4, 1, 7), generator=torch.Generator().manual_seed(0))
+    given = {"max_new_tokens": 60, "do_sample": False, "lookahead": lade.LookaheadConfig(budget=8)}
+    expected = [lade.generate(model, input_ids=prompt, **given) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: lade.generate(model, input_ids=prompt, **given), prompts))
+    assert same(found, expected)
+
+
+def test_weights_that_are_moved_are_found(ahead):
+    model = made()
+    expected = fed(model, IDS, [2, 1, 2])
+    model.share_memory()
+    assert same(fed(model, IDS, [2, 1, 2]), expected) and ahead[-1]

@@ -79,18 +79,20 @@ def test_stages_come_one_after_the_other(monkeypatch, times, openmp):
         assert torch.equal(found, numbers * (times + 2))
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", list(itertools.product([1, 4], repeat=4)))
 def test_kernels_that_are_joined_wait_for_each_other_behind_the_last(parts):
-    """Both halves are added up by joined kernels, in one part or in several, and what comes then needs both."""
+    """Halves of what the first kernel finds are added up by joined kernels, and what comes then needs both."""
     numbers, half, stages, room = torch.arange(10_000.0), 20_000, Stages(), Room(2)
-    doubled = room.take(numbers.nbytes)
+    once, doubled = (room.take(numbers.nbytes) for _ in range(2))
+    zeros = room.take(numbers.nbytes)
+    stages.add(kernel("add"), parts[0], (At(0), zeros, once, 0, len(numbers)))
     for number, start in enumerate((0, half)):
-        place = doubled._replace(offset=doubled.offset + start)
-        fields = At(0, start), At(0, start), place, 0, len(numbers) // 2
-        stages.add(kernel("add"), parts, fields, joined=number > 0)
-    stages.add(kernel("add"), 3, (doubled, doubled, At(1), 0, len(numbers)))
+        place, x = (each._replace(offset=each.offset + start) for each in (doubled, once))
+        stages.add(kernel("add"), parts[1 + number], (x, x, place, 0, len(numbers) // 2), joined=number > 0)
+    stages.add(kernel("add"), parts[3], (doubled, doubled, At(1), 0, len(numbers)))
     for _ in range(200):
         found, memory = torch.empty_like(numbers), torch.full((room.size,), 7, dtype=torch.int8)
+        memory[zeros.offset :] = 0
         stages.run((numbers.data_ptr(), found.data_ptr(), memory.data_ptr()))
         assert torch.equal(found, 4 * numbers)
 

@@ -24,7 +24,9 @@ import torch
 from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
-_MANY, _MANY_OF_TEAM = 2**14, 2**12  # least numbers per thread, of work that is no product; and if a team is there
+_MANY = 2**12  # least numbers per thread, of work that is no product
+CALLED = 4
+"""How many times as much work per thread pays where a team has to be called for it, which takes some microseconds."""
 
 
 def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
@@ -91,6 +93,7 @@ class Stages:
             fields: its arguments; those that are `At` become addresses, or other numbers, in each call.
             joined: whether it needs nothing of the kernel before it.
         """
+        joined = joined and not self._sequence  # to a sequence it would be joined as a whole
         if parts == 1 and not joined:
             self._add_to_sequence((kernel.address, 2 + len(fields), 0, 1, *fields))
             return
@@ -101,7 +104,7 @@ class Stages:
         self._threads = max(self._threads, most if isinstance(parts, At) else min(most, parts))
 
     def _add_to_sequence(self, member: Sequence[int | At]) -> None:
-        """Add a kernel of one part, with its address and the number of its fields, to the last sequence or to a new one."""
+        """Add a kernel of one part, its address and number of fields first, to the last sequence or to a new one."""
         if not self._sequence:
             self._sequence = len(self._fields) + 2
             self._fields.extend((0, kernels.kernel("run_sequence").address, 3, 0, 0, 1, 0))
@@ -166,14 +169,9 @@ TEAM = ThreadTeam()
 """There is one pool of threads in a process."""
 
 
-def parts_of(numbers: int, *, in_stages: bool = False) -> int:
-    """Return the parts for work on so many numbers, one after the other: a norm, an activation, a sum.
-
-    Args:
-        numbers: how many there are.
-        in_stages: whether it is a stage among others, so that no team has to be called for it.
-    """
-    return max(1, min(torch.get_num_threads(), numbers // (_MANY_OF_TEAM if in_stages else _MANY)))
+def parts_of(numbers: int) -> int:
+    """Return the parts of a stage that works on so many numbers: a norm, an activation, a sum."""
+    return max(1, min(torch.get_num_threads(), numbers // _MANY))
 
 
 def float_bits(number: float) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import activations
 
 from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.worker_threads import float_bits, parts_of, run_on_team
+from lade.backends.cpu.worker_threads import CALLED, float_bits, parts_of, run_on_team
 from lade.model.in_place_subclassing import Changed, change
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -126,5 +126,5 @@ def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> t
     found = torch.empty_like(x)
     bits = float_bits(-slope), float_bits(-cubic)
     fields = x.data_ptr(), 0, found.data_ptr(), dtype_code(x.dtype), *bits, numbers
-    run_on_team(kernel("logistic_product"), fields, parts_of(numbers))
+    run_on_team(kernel("logistic_product"), fields, parts_of(numbers // CALLED))
     return found

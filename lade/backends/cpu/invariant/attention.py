@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from lade.backends.cpu.kernels import WIDEST, address_of, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.worker_threads import float_bits, run_on_team
+from lade.backends.cpu.worker_threads import CALLED, float_bits, run_on_team
 from lade.model.masks import INVARIANT_ATTENTION
 
 NAME = INVARIANT_ATTENTION
@@ -27,7 +27,7 @@ _OUT = {torch.bfloat16: torch.bfloat16}
 _QUAD, _CHUNK = 4, 64  # queries that pass through the keys together, and keys converted to float32 at a time
 _ROWS = 64  # queries that share the converted keys and values
 _SCORES = 2**18  # most scores per block, a megabyte, if that leaves at least a quad
-_MANY, _MANY_OF_TEAM = 2**18, 2**15  # least multiplications per thread; and if a team is there
+_MANY = 2**15  # least multiplications per thread of a stage
 
 
 class PlacedMask(torch.Tensor):
@@ -164,7 +164,7 @@ def invariant_attention(
     if query.dtype not in DTYPES:
         raise ValueError(f"{NAME!r} was given {query.dtype}, but is for 16 and 32 bits: call lade.variant(model)")
     if attention_mask is None:
-        attention_mask = mask_of_all(*query.shape[::2], key.shape[2], causal=_is_causal(module, kwargs))
+        attention_mask = mask_of_all(len(query), query.shape[2], key.shape[2], causal=_is_causal(module, kwargs))
     if not isinstance(attention_mask, PlacedMask):
         raise ValueError(
             f"{NAME!r} was given a mask {list(attention_mask.shape)} without the positions of keys: "
@@ -221,7 +221,7 @@ def attention_of(
     if not out.numel():
         return out
     group = heads // kv_heads
-    split = AttentionSplit.of(rows, kv_heads, group, step, size, value_size, keys)
+    split = AttentionSplit.of(rows, kv_heads, group, step, size, value_size, keys, called=2 * CALLED)
     scratch = split.scratch()
     fields = (  # an AttentionCall, see cpu_attention.h
         *(scratch.data_ptr(), split.room, float_bits(scale), float_bits(softcap or 0.0)),
@@ -264,13 +264,13 @@ class AttentionSplit(NamedTuple):
         value_size: int,
         keys: int,
         *,
-        in_stages: bool = False,
+        called: int = 1,
     ) -> AttentionSplit:
         """Return the split for `rows * step` tokens with `kv_heads * group` heads, which see `keys` keys each.
 
-        If it is a stage among others, no team has to be called for it.
+        It is that of a stage; `CALLED` if a team has to be called for it.
         """
-        slots, queries, many = -(-keys // _CHUNK) * _CHUNK, group * step, _MANY_OF_TEAM if in_stages else _MANY
+        slots, queries, many = -(-keys // _CHUNK) * _CHUNK, group * step, called * _MANY
         block = min(_ROWS, -(-queries // _QUAD) * _QUAD, max(_QUAD, _SCORES // slots // _QUAD * _QUAD))
         blocks, numbers = -(-queries // block), rows * kv_heads * queries * size
         parts = max(1, min(torch.get_num_threads(), rows * kv_heads * blocks, numbers * slots // many))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from threading import local
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,20 +27,31 @@ from torch.nn.modules import module as torch_module
 from lade.backends.cpu.invariant.activations import logistic_of
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
+from lade.backends.cpu.invariant.layer_stages import (
+    GATED,
+    HEAD_NORMS,
+    LAYER_NORMS,
+    PROJECTED,
+    StagePlaces,
+    add_block,
+    add_layer,
+    add_projections,
+    layers_behind,
+    layers_of,
+    projections_of,
+)
 from lade.backends.cpu.invariant.norms import InvariantNorm
-from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel
+from lade.backends.cpu.kernels import WIDEST, is_plain
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
 from lade.backends.cpu.packing.panels import TILE_PANEL
-from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
+from lade.backends.cpu.worker_threads import At, Room, Stages
 from lade.model.facts import CACHE, CACHE_NAMES
 from lade.model.in_place_subclassing import Changed, change
 
 _KINDS = (PackedLinear, Int8Linear, Int4Linear, GgufLinear)
 _DTYPES = (torch.float32, torch.bfloat16)
-_GATED, _PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
-_HEAD_NORMS, _LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
 ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", CACHE)
 FORMER_NAMES = frozenset(CACHE_NAMES) - {CACHE}
 _TRIAL = (2, 5)  # rows and tokens
@@ -56,8 +67,8 @@ class Survey:
     def __init__(self, module: nn.Module) -> None:
         self._places = [(each._modules, name) for each in module.modules() for name in each._modules]
         self._parts = [modules[name] for modules, name in self._places]
-        self._own = [vars(part) for part in self._parts]
-        self._parameters = [part._parameters for part in self._parts if part is not None]
+        present = [part for part in self._parts if part is not None]
+        self._own, self._parameters = list(map(vars, present)), [part._parameters for part in present]
         self._weights = [each.get("weight") for each in self._parameters]
         self._ids = list(map(id, self._weights))
         self._norms = [part for part in self._parts if isinstance(part, InvariantNorm)]
@@ -71,13 +82,10 @@ class Survey:
         return same and list(map(_fixed, self._norms)) == self._fixed
 
     def is_free(self) -> bool:
-        """Return True if nobody would notice that the modules are not called: none has hooks or a `forward` of its own."""
+        """Return True if none has hooks or a `forward` of its own, which would notice that it is not called."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return False
-        for own in self._own:
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-                return False
-        return True
+        return not any(own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own for own in self._own)
 
 
 class _Calls:
@@ -107,7 +115,7 @@ class _Calls:
 
 
 class _Ahead(local):
-    """What this thread's pass has computed ahead, see `fused_decoder.DecoderPass`; None for nothing."""
+    """Results that this thread's pass has ready, see `chained_decoder.DecoderPass`; None for none."""
 
     now: Any = None
 
@@ -141,31 +149,11 @@ class GatedBlock(Fused):
         if not rows or not self._is_fit():
             own: torch.Tensor = self.original.forward(self, x)
             return own
-        layers = _layers_of(self, _GATED)
+        layers = layers_of(self, GATED)
         x = _checked(layers, x)
         out = x.new_empty(*x.shape[:-1], layers[2].out_features)
-        _run(*self._calls.of(_add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], layers)
+        _run(*self._calls.of(add_block, rows, given=(self, At(_X), At(_OUT), _MORE)), x, out, [], layers)
         return out
-
-
-def _add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At, own: int) -> None:
-    """Add the stages of a gated block; `own` is the index of the first address of its weights."""
-    (gate, up, down), logistic = _layers_of(block, _GATED), logistic_of(block.act_fn)
-    assert logistic is not None
-    numbers, kind = rows * up.out_features, dtype_code(gate.dtype)
-    of_gate, of_up, product = (room.take(numbers * gate.dtype.itemsize) for _ in range(3))
-    blocks = gate._panel_weight.add_rows(stages, room, rows, x, kind)
-    gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
-    up._panel_weight.add_product(stages, rows, blocks, own + 2, of_up, kind, kind, joined=True)
-    slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
-    stages.add(kernel("logistic_product"), parts_of(numbers, in_stages=True), (of_gate, of_up, product, kind, *slopes, numbers))
-    _add_linear(stages, room, rows, down, product, out, own + 4)
-
-
-def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: At, own: int) -> None:
-    kind = dtype_code(layer.dtype)
-    blocks = layer._panel_weight.add_rows(stages, room, rows, x, kind)
-    layer._panel_weight.add_product(stages, rows, blocks, own, out, kind, kind)
 
 
 class FusedProjections(Fused):
@@ -208,61 +196,18 @@ def _projected(calls: _Calls, attention: Any, x: torch.Tensor, positions: Any, n
     (batch, step, _), layers, (cos, sin) = x.shape, projections_of(attention), positions
     x, rows, size, turns = _checked(layers, x), batch * step, attention.head_dim, cos.shape[0] * step
     states = [x.new_empty(batch, step, each.out_features // size, size) for each in layers]
-    norms = [norm, *(attention._modules.get(name) for name in _HEAD_NORMS)]
+    norms = [norm, *(attention._modules.get(name) for name in HEAD_NORMS)]
     weights = [0 if each is None else each.weight.data_ptr() for each in norms]
     more = [cos.data_ptr(), sin.data_ptr(), *(each.data_ptr() for each in states), *weights]
-    _run(*calls.of(_add_own_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
+    _run(*calls.of(_add_projections, rows, turns, given=(attention, norm)), x, x, more, layers)
     return states
 
 
-class Places(NamedTuple):
-    """Where the projections of attention have what they need.
-
-    Attributes:
-        x: rows `[B, S, in]`.
-        turns: cosines and sines.
-        norms: weights of the norm before them, and of those of queries and keys; not read if there is none.
-        own: index of the first address of the layers' weights.
-        states: queries, keys and values to be, `[B, S, heads, D]`.
-    """
-
-    x: At
-    turns: Sequence[At]
-    norms: Sequence[At]
-    own: int
-    states: Sequence[At]
-
-
-def _add_own_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
+def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
     places = [At(_MORE + each) for each in range(8)]
-    add_projections(stages, room, rows, turns, attention, norm, Places(At(_X), places[:2], places[5:], _MORE + 8, places[2:5]))
-
-
-def add_projections(
-    stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any, places: Places
-) -> None:
-    """Add the stages of the projections of attention, of a norm before them, or None, and of what turns them."""
-    x, (cos, sin), norm_weights, own, states = places
-    layers, size = projections_of(attention), attention.head_dim
-    kind = dtype_code(layers[0].dtype)
-    if norm is not None:
-        normed = room.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
-        _add_norm(stages, rows, norm, x, norm_weights[0], normed)
-        x = normed
-    blocks = layers[0]._panel_weight.add_rows(stages, room, rows, x, kind)
-    for number, (layer, found) in enumerate(zip(layers, states, strict=True)):
-        layer._panel_weight.add_product(stages, rows, blocks, own + 2 * number, found, kind, kind, joined=number > 0)
-    for name, layer, found, weight in zip(_HEAD_NORMS, layers, states, norm_weights[1:], strict=False):
-        heads, head_norm = layer.out_features // size, attention._modules.get(name)
-        if head_norm is not None:
-            _add_norm(stages, rows * heads, head_norm, found, weight, found)
-        turn = found, cos, sin, kind, rows, turns, heads, size  # a Rotation, see cpu_elementwise.h
-        stages.add(kernel("rotate"), parts_of(rows * layer.out_features, in_stages=True), turn)
-
-
-def _add_norm(stages: Stages, rows: int, norm: Any, x: At, weight: At, out: At) -> None:
-    kind, columns = dtype_code(norm.weight.dtype), norm.weight.numel()
-    stages.add(kernel("normalise"), parts_of(rows * columns, in_stages=True), (x, weight, out, kind, *norm.fields(rows)))
+    add_projections(
+        stages, room, rows, turns, attention, norm, StagePlaces(At(_X), places[:2], places[5:], _MORE + 8, places[2:5])
+    )
 
 
 def _attended(
@@ -289,7 +234,7 @@ class FusedLayer(Fused):
         unusual = args or not FORMER_NAMES.isdisjoint(kwargs)
         if unusual or not fits(attention, x, positions) or not self._is_fit():
             return self.original.forward(self, x, *args, **kwargs)
-        begin, norm = _layers_of(self, _LAYER_NORMS)
+        begin, norm = layers_of(self, LAYER_NORMS)
         mask, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
         rest = {name: each for name, each in kwargs.items() if name not in ARGUMENTS}
         states = _projected(self._calls, attention, x, positions, begin)
@@ -299,31 +244,12 @@ class FusedLayer(Fused):
             each.follow_parameters()
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
         more = [found.data_ptr(), norm.weight.data_ptr()]
-        _run(*self._calls.of(_add_own_layer, rows, given=(self,)), x, out, more, layers)
+        _run(*self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
         return out
 
 
-def layers_behind(layer: Any) -> list[Any]:
-    """Return the linear layers of a decoder layer that come after attention."""
-    return [layer._modules["self_attn"]._modules["o_proj"], *_layers_of(layer._modules["mlp"], _GATED)]
-
-
-def _add_own_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
+def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
     add_layer(stages, room, rows, layer, At(_X), At(_MORE), At(_MORE + 1), _MORE + 2, At(_OUT))
-
-
-def add_layer(
-    stages: Stages, room: Room, rows: int, layer: Any, x: At, attended: At, norm_weight: At, own: int, out: At
-) -> None:
-    """Add the stages of a decoder layer behind attention; `own` is the index of the first address of its weights."""
-    output, norm = layer.self_attn.o_proj, layer.post_attention_layernorm
-    kind, numbers = dtype_code(output.dtype), rows * output.out_features
-    of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
-    _add_linear(stages, room, rows, output, attended, of_attention, own)
-    stages.add(kernel("add"), parts_of(numbers, in_stages=True), (x, of_attention, hidden, kind, numbers))
-    _add_norm(stages, rows, norm, hidden, norm_weight, normed)
-    _add_block(stages, room, rows, layer.mlp, normed, of_block, own + 2)
-    stages.add(kernel("add"), parts_of(numbers, in_stages=True), (hidden, of_block, out, kind, numbers))
 
 
 def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
@@ -349,21 +275,6 @@ def few_rows(x: Any) -> int:
     return rows if rows <= PREPARED_ROWS else 0
 
 
-def _layers_of(module: Any, names: Iterable[str]) -> Any:
-    modules = module._modules
-    return [modules[name] for name in names]
-
-
-def projections_of(attention: Any) -> Any:
-    """Return the layers of queries, keys and values."""
-    return _layers_of(attention, _PROJECTED)
-
-
-def norms_of(layer: Any) -> Any:
-    """Return the norms of a decoder layer, before attention and behind it."""
-    return _layers_of(layer, _LAYER_NORMS)
-
-
 # What is recognised
 
 
@@ -373,11 +284,11 @@ def fuse(model: nn.Module) -> None:
     shared = dict[Any, Any]()
     for module in reversed(list(model.modules())):  # a layer after its parts
         names = set(module._modules)
-        if names == {*_GATED, "act_fn"} and not module._parameters and _is_gated(module):
+        if names == {*GATED, "act_fn"} and not module._parameters and _is_gated(module):
             _change(module, GatedBlock)
-        elif {*_PROJECTED, "o_proj"} <= names and _takes_arguments(module) and _is_projected(module):
+        elif {*PROJECTED, "o_proj"} <= names and _takes_arguments(module) and _is_projected(module):
             _change(module, FusedProjections)
-        elif names == {"self_attn", "mlp", *_LAYER_NORMS} and _takes_arguments(module) and _is_layer(module):
+        elif names == {"self_attn", "mlp", *LAYER_NORMS} and _takes_arguments(module) and _is_layer(module):
             _change(module, FusedLayer)
         if isinstance(module, Fused):
             module._calls.known = shared.setdefault(_shape_of(module), module._calls.known)
@@ -387,16 +298,17 @@ def _shape_of(module: Any) -> Any:
     """Return what the stages of a module are made of but for the number of rows: those of two rows."""
     stages, room = Stages(), Room(_MEMORY)
     if isinstance(module, GatedBlock):
-        _add_block(stages, room, 2, module, At(_X), At(_OUT), _MORE)
+        add_block(stages, room, 2, module, At(_X), At(_OUT), _MORE)
     else:
         attention = getattr(module, "self_attn", module)
-        _add_own_projections(stages, room, 2, 2, attention, module._modules.get(_LAYER_NORMS[0]))
+        _add_projections(stages, room, 2, 2, attention, module._modules.get(LAYER_NORMS[0]))
     if isinstance(module, FusedLayer):
-        _add_own_layer(stages, room, 2, module)
+        _add_layer(stages, room, 2, module)
     return type(module), stages.described
 
 
 def can_be_fused(module: Fused) -> bool:
+    """Return True if stages give what a module with a mixin computes."""
     if isinstance(module, FusedLayer):
         return _is_layer(module)
     return _is_gated(module) if isinstance(module, GatedBlock) else _is_projected(module)
@@ -427,7 +339,7 @@ def _are_in_panels(layers: Any) -> bool:
 
 def _is_gated(block: Any) -> bool:
     """Return True if one call gives what the layers of a block do."""
-    layers, activation = _layers_of(block, _GATED), block._modules["act_fn"]
+    layers, activation = layers_of(block, GATED), block._modules["act_fn"]
     if not _are_in_panels(layers) or not _is_free(activation) or logistic_of(activation) is None:
         return False
     gate, up, down = layers
@@ -443,7 +355,7 @@ def _is_projected(attention: Any) -> bool:
     for each in layers:
         if each.out_features % size or each.in_features != layers[0].in_features:
             return False
-    norms = [attention._modules.get(name) for name in _HEAD_NORMS]
+    norms = [attention._modules.get(name) for name in HEAD_NORMS]
     return all(norm is None or _is_norm(norm, layers[0].dtype, size) for norm in norms)
 
 
@@ -453,18 +365,18 @@ def _is_norm(norm: Any, dtype: torch.dtype, columns: int) -> bool:
 
 def _is_layer(layer: Any) -> bool:
     """Return True if two calls give what the parts of a decoder layer do, but for attention itself."""
-    attention, block = _layers_of(layer, ("self_attn", "mlp"))
+    attention, block = layers_of(layer, ("self_attn", "mlp"))
     if not (isinstance(attention, FusedProjections) and isinstance(block, GatedBlock)):
         return False
     if not (_is_free(attention) and _is_free(block) and _is_projected(attention) and _is_gated(block)):
         return False
     if not _are_in_panels(layers_behind(layer)):
         return False
-    first, last = _layers_of(attention, ("q_proj", "o_proj"))
+    first, last = layers_of(attention, ("q_proj", "o_proj"))
     width, dtype = first.in_features, first.dtype
     if not width == last.out_features == block.gate_proj.in_features == block.down_proj.out_features:
         return False
-    return all(_is_norm(norm, dtype, width) for norm in _layers_of(layer, _LAYER_NORMS))
+    return all(_is_norm(norm, dtype, width) for norm in layers_of(layer, LAYER_NORMS))
 
 
 def _takes_arguments(module: nn.Module) -> bool:
@@ -533,4 +445,5 @@ def _first_layer(module: Any) -> Any:
 
 
 def seeded(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return random numbers, the same in each call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(dtype)

@@ -27,8 +27,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.backends.cpu.invariant.activations import replace_activations
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
+from lade.backends.cpu.invariant.chained_decoder import fuse_decoder
 from lade.backends.cpu.invariant.fused import fuse
-from lade.backends.cpu.invariant.fused_decoder import fuse_decoder
 from lade.backends.cpu.invariant.norms import replace_norms
 from lade.backends.cpu.invariant.padded_rows import RowPadding, forget_padding
 from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keeps_order, distinct_layers

@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel
-from lade.backends.cpu.worker_threads import float_bits, parts_of, run_on_team
+from lade.backends.cpu.worker_threads import CALLED, float_bits, parts_of, run_on_team
 from lade.model.in_place_subclassing import Changed, change, own_class
 
 _ROWS = 16  # rows of the trial
@@ -56,7 +56,7 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: 
         *(x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype)),
         *_sizes(weight.numel(), numbers // weight.numel(), epsilon, formula),
     )
-    run_on_team(kernel("normalise"), fields, parts_of(numbers))
+    run_on_team(kernel("normalise"), fields, parts_of(numbers // CALLED))
     return found
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lade.backends.cpu.invariant.attention import AttentionSplit, PlacedMask, mask_of_all
 from lade.backends.cpu.invariant.fused import (
@@ -28,22 +29,25 @@ from lade.backends.cpu.invariant.fused import (
     ARGUMENTS,
     FORMER_NAMES,
     FusedLayer,
-    Places,
     Survey,
-    add_layer,
-    add_projections,
     can_be_fused,
     few_rows,
     fits,
+    seeded,
+)
+from lade.backends.cpu.invariant.layer_stages import (
+    HEAD_NORMS,
+    StagePlaces,
+    add_layer,
+    add_projections,
     layers_behind,
     norms_of,
     projections_of,
-    seeded,
 )
 from lade.backends.cpu.kernels import address_of, dtype_code, kernel
 from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
 from lade.model.cache_layers import TreeLayer
-from lade.model.facts import CACHE
+from lade.model.facts import CACHE, SURVEYED
 from lade.model.in_place_subclassing import Changed, change, has_own_forward
 from lade.model.kv_cache import TreeCache
 
@@ -60,7 +64,7 @@ _NORM, _PROJECTIONS, _NORM_BEHIND, _BEHIND = 2, 5, 11, 12
 
 
 class _Made(NamedTuple):
-    """What one call has computed.
+    """Results of one call.
 
     Attributes:
         given: rotary positions, mask and cache, as all layers must be given them.
@@ -90,21 +94,32 @@ class _Stack:
         self._layers: list[Any] = []
         self._known: dict[tuple[int, ...], tuple[Stages, int]] = {}
         self._survey: Survey | None = None
-        self._tensors: list[torch.Tensor] = []
-        self._places: list[int] = []  # those of the tensors among the numbers of all layers
+        self._looked_up = False
+        self._storages: list[Any] = []  # of weights
         self._addresses, self._numbers = list[int](), array("q")
+        self._relied_on: tuple[Any, int] = None, 0  # facts of a call, and hooks registered before
 
     def __reduce__(self) -> Any:
         return _Stack, ()
 
     def is_fit(self, modules: Any) -> bool:
-        """Return True if these are layers that one call may compute; it prepares for them if they are new."""
-        if self._modules is not modules or (self._survey is not None and not self._survey.holds()):
-            self.__init__()  # type: ignore[misc]
-            self._modules = modules
-            if is_stack(modules):
-                self._layers, self._survey = list(modules), Survey(modules)
-        return self._survey is not None and not self.refused and self._survey.is_free()
+        """Return True if these are layers that one call may compute; it prepares for them if they are new.
+
+        To look at hundreds of modules takes a tenth of a pass, so passes of one call rely on its first one, unless a
+        hook was added somewhere since.
+        """
+        facts, hooks, (relied_on, before) = SURVEYED.now, RemovableHandle.next_id, self._relied_on
+        if facts is None or relied_on is not facts or hooks != before or self._modules is not modules:
+            if self._modules is not modules or (self._survey is not None and not self._survey.holds()):
+                self.__init__()  # type: ignore[misc]
+                self._modules = modules
+                if is_stack(modules):
+                    self._layers, self._survey = list(modules), Survey(modules)
+            if self._survey is None or not self._survey.is_free():
+                self._relied_on = None, 0
+                return False
+            self._relied_on, self._looked_up = (facts, hooks), False
+        return not self.refused
 
     def made(self, x: torch.Tensor, given: tuple[Any, Any, Any]) -> _Made | None:
         """Compute all layers; None where they have to compute themselves.
@@ -130,7 +145,7 @@ class _Stack:
         outs = torch.empty(len(self._layers), *x.shape, dtype=x.dtype, device="cpu")
         heads, size = keys.shape[1], keys.shape[3]
         group = projections_of(attention)[0].out_features // (heads * size)
-        split = AttentionSplit.of(batch, heads, group, step, size, size, first + step, in_stages=True)
+        split = AttentionSplit.of(batch, heads, group, step, size, size, first + step)
         (cos, sin), scratch, (row, head, each, _) = positions, split.scratch(), keys.stride()
         stages, room = self._stages(batch, step, cos.shape[0] * step)
         memory = torch.empty(room, dtype=torch.int8, device="cpu")
@@ -168,9 +183,8 @@ class _Stack:
 
     def _numbers_of(self, cached: Sequence[TreeLayer]) -> array[int]:
         """Return the numbers of a call, with those of each layer filled in."""
-        addresses = [each.data_ptr() for each in self._tensors]
-        if not addresses or addresses != self._addresses:  # torch moves tensors that it sends to another process
-            self._look_up()
+        if not self._looked_up or [each.data_ptr() for each in self._storages] != self._addresses:
+            self._look_up()  # torch moves what it sends to another process
         numbers = self._numbers[:]
         for number, each in enumerate(cached):
             place = _SHARED + _OWN * number
@@ -179,9 +193,12 @@ class _Stack:
 
     def _look_up(self) -> None:
         """Look up the addresses of all weights; see `PackedLinear.checked` for the errors raised."""
-        given = [each for layer in self._layers for each in _weights_of(layer)]
-        self._tensors = [each for each in given if each is not None]
-        self._addresses = [each.data_ptr() for each in self._tensors]
+        given, storages = [each for layer in self._layers for each in _weights_of(layer)], dict[int, Any]()
+        for each in given:
+            if each is not None:
+                storages[each.untyped_storage()._cdata] = each.untyped_storage()
+        self._storages = list(storages.values())
+        self._addresses, self._looked_up = [each.data_ptr() for each in self._storages], True
         per_layer, found = _OWN - _WEIGHTS, array("q", map(address_of, given))
         self._numbers = array("q", bytes(8 * _SHARED))
         for first in range(0, len(found), per_layer):
@@ -210,7 +227,7 @@ def _bytes_of(layer: Any, rows: int) -> int:
 def _weights_of(layer: Any) -> list[torch.Tensor | None]:
     """Return the weights of a layer in the order of their addresses."""
     attention, (before, behind) = layer.self_attn, norms_of(layer)
-    norms = [before, *(attention._modules.get(name) for name in ("q_norm", "k_norm")), behind]
+    norms = [before, *(attention._modules.get(name) for name in HEAD_NORMS), behind]
     of_norms = [None if norm is None else norm._parameters["weight"] for norm in norms]
     pairs = []
     for linear in (*projections_of(attention), *layers_behind(layer)):
@@ -227,12 +244,12 @@ def _add(stages: Stages, room: Room, tokens: tuple[int, int, int], layer: Any, o
     states = [room.take(rows * each.out_features * item) for each in linear]
     heads, kv_heads, _ = (each.out_features // size for each in linear)
     norms = [At(own + _NORM + each) for each in range(3)]
-    places = Places(x, (At(_COS), At(_SIN)), norms, own + _PROJECTIONS, states)
+    places = StagePlaces(x, (At(_COS), At(_SIN)), norms, own + _PROJECTIONS, states)
     add_projections(stages, room, rows, turns, attention, norms_of(layer)[0], places)
     query, key, value = states
     strides, buffers = [At(_ROW), At(_HEAD), At(_STEP)], [At(own + _KEYS), At(own + _VALUES)]
     stored = key, value, *buffers, *strides, At(_FIRST), batch, step, kv_heads, size * item  # NewStates
-    stages.add(kernel("store_states"), parts_of(rows * kv_heads * size, in_stages=True), stored)
+    stages.add(kernel("store_states"), parts_of(rows * kv_heads * size), stored)
     attended, softcap = room.take(rows * heads * size * item), getattr(attention, "attn_logit_softcapping", None)
     fields = (  # an AttentionCall, see cpu_attention.h
         *(At(_SCRATCH), At(_ROOM), float_bits(attention.scaling), float_bits(softcap or 0.0)),
@@ -249,7 +266,7 @@ def _add(stages: Stages, room: Room, tokens: tuple[int, int, int], layer: Any, o
 class DecoderPass:
     """One pass of a decoder, in which the first layer computes for all; see `FusedLayer.forward`."""
 
-    def __init__(self, decoder: FusedDecoder) -> None:
+    def __init__(self, decoder: ChainedDecoder) -> None:
         self._decoder = decoder
         self._number = 0
         self.made: _Made | None = None
@@ -263,7 +280,9 @@ class DecoderPass:
         made = self.made
         if made is None:
             return None
-        expected = number < len(made.layers) and layer is made.layers[number] and (x is made.states[number] or not number)
+        expected = (
+            number < len(made.layers) and layer is made.layers[number] and (x is made.states[number] or not number)
+        )
         if not expected or not all(map(is_, given, made.given)) or not _UNUSUAL.isdisjoint(arguments):
             self.made, self._decoder._stack.refused = None, True
             return None
@@ -271,7 +290,7 @@ class DecoderPass:
         return made.states[number + 1]
 
 
-class FusedDecoder(Changed):
+class ChainedDecoder(Changed):
     """Mixin for the class of a decoder whose layers one call can compute."""
 
     _stack: _Stack
@@ -284,14 +303,12 @@ class FusedDecoder(Changed):
         finally:
             AHEAD.now = outer
 
-    def made(
-        self, layer: Any, x: torch.Tensor, given: tuple[Any, ...], arguments: dict[str, Any]
-    ) -> _Made | None:
+    def made(self, layer: Any, x: torch.Tensor, given: tuple[Any, ...], arguments: dict[str, Any]) -> _Made | None:
         """Compute all layers if this is the first one, and nothing is unusual; see `_Stack.made`."""
         stack, modules = self._stack, self._modules.get("layers")
         if not few_rows(x) or not _UNUSUAL.isdisjoint(arguments) or not stack.is_fit(modules):
             return None
-        return stack.made(x, given) if layer is modules[0] else None  # type: ignore[index, arg-type]
+        return stack.made(x, given) if layer is modules[0] else None  # type: ignore[index]
 
 
 def is_stack(modules: Any) -> bool:
@@ -300,9 +317,9 @@ def is_stack(modules: Any) -> bool:
         return False
     if not all(isinstance(layer, FusedLayer) and can_be_fused(layer) for layer in modules):
         return False
-    if len({getattr(layer, "attention_type", None) for layer in modules}) > 1:
-        return False
     layers: Any = modules
+    if len(set(getattr(layers[0].self_attn.config, "layer_types", None) or ())) > 1:
+        return False
     linear = [each for layer in layers for each in (*projections_of(layer.self_attn), *layers_behind(layer))]
     return not any(each.keeps_original for each in linear)
 
@@ -312,7 +329,7 @@ def fuse_decoder(decoder: Any) -> None:
     """Have the first layer of a decoder compute for all, in place, if a trial finds the same bits."""
     if has_own_forward(decoder) or not is_stack(decoder._modules.get("layers")):
         return
-    change(decoder, FusedDecoder)
+    change(decoder, ChainedDecoder)
     decoder._stack = _Stack()
     if not _is_same(decoder):
         decoder.__class__ = decoder.original
@@ -337,6 +354,7 @@ def _is_same(decoder: Any) -> bool:
             finally:
                 AHEAD.now = None
         used = cached + step
-        found.append([*seen, *(b[:, :, :used] for each in cache.attending for b in (each.keys, each.values))])
+        buffers = (buffer for each in cache.attending for buffer in each.buffers.values())
+        found.append([*seen, *(buffer[:, :, :used] for buffer in buffers)])
     made: bool = ahead is not None and ahead.made is not None
     return made and all(map(torch.equal, *found))

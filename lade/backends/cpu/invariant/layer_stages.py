@@ -1,0 +1,121 @@
+"""The stages of a decoder layer: what its parts compute, one kernel after the other; see `fused` and `chained_decoder`.
+
+    q, k, v = turned(norm(q(x))), turned(norm(k(x))), v(x)     projections; the norms are optional
+    down(activation(gate(x)) * up(x))                          a gated block
+    h = x + o(attention(projections(norm(x))))                 a decoder layer
+    h + block(norm(h))
+
+What is rounded to the model's dtype is rounded after the same operations as in the modules themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from lade.backends.cpu.invariant.activations import logistic_of
+from lade.backends.cpu.kernels import dtype_code, kernel
+from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
+
+GATED, PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
+HEAD_NORMS, LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
+
+
+def layers_of(module: Any, names: Iterable[str]) -> Any:
+    """Return the children of these names, without `nn.Module.__getattr__`."""
+    modules = module._modules
+    return [modules[name] for name in names]
+
+
+def projections_of(attention: Any) -> Any:
+    """Return the layers of queries, keys and values."""
+    return layers_of(attention, PROJECTED)
+
+
+def norms_of(layer: Any) -> Any:
+    """Return the norms of a decoder layer, before attention and behind it."""
+    return layers_of(layer, LAYER_NORMS)
+
+
+def layers_behind(layer: Any) -> list[Any]:
+    """Return the linear layers of a decoder layer that come after attention."""
+    return [layer._modules["self_attn"]._modules["o_proj"], *layers_of(layer._modules["mlp"], GATED)]
+
+
+class StagePlaces(NamedTuple):
+    """Where the projections of attention have what they need.
+
+    Attributes:
+        x: rows `[B, S, in]`.
+        turns: cosines and sines.
+        norms: weights of the norm before them, and of those of queries and keys; not read if there is none.
+        own: index of the first address of the layers' weights.
+        states: queries, keys and values to be, `[B, S, heads, D]`.
+    """
+
+    x: At
+    turns: Sequence[At]
+    norms: Sequence[At]
+    own: int
+    states: Sequence[At]
+
+
+def add_projections(
+    stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any, places: StagePlaces
+) -> None:
+    """Add the stages of the projections of attention, of a norm before them, or None, and of what turns them."""
+    x, (cos, sin), norm_weights, own, states = places
+    layers, size = projections_of(attention), attention.head_dim
+    kind = dtype_code(layers[0].dtype)
+    if norm is not None:
+        normed = room.take(rows * layers[0].in_features * layers[0].dtype.itemsize)
+        _add_norm(stages, rows, norm, x, norm_weights[0], normed)
+        x = normed
+    blocks = layers[0]._panel_weight.add_rows(stages, room, rows, x, kind)
+    for number, (layer, found) in enumerate(zip(layers, states, strict=True)):
+        layer._panel_weight.add_product(stages, rows, blocks, own + 2 * number, found, kind, kind, joined=number > 0)
+    for name, layer, found, weight in zip(HEAD_NORMS, layers, states, norm_weights[1:], strict=False):
+        heads, head_norm = layer.out_features // size, attention._modules.get(name)
+        if head_norm is not None:
+            _add_norm(stages, rows * heads, head_norm, found, weight, found)
+        turn = found, cos, sin, kind, rows, turns, heads, size  # a Rotation, see cpu_elementwise.h
+        stages.add(kernel("rotate"), parts_of(rows * layer.out_features), turn)
+
+
+def _add_norm(stages: Stages, rows: int, norm: Any, x: At, weight: At, out: At) -> None:
+    kind, columns = dtype_code(norm.weight.dtype), norm.weight.numel()
+    stages.add(kernel("normalise"), parts_of(rows * columns), (x, weight, out, kind, *norm.fields(rows)))
+
+
+def add_block(stages: Stages, room: Room, rows: int, block: Any, x: At, out: At, own: int) -> None:
+    """Add the stages of a gated block; `own` is the index of the first address of its weights."""
+    (gate, up, down), logistic = layers_of(block, GATED), logistic_of(block.act_fn)
+    assert logistic is not None
+    numbers, kind = rows * up.out_features, dtype_code(gate.dtype)
+    of_gate, of_up, product = (room.take(numbers * gate.dtype.itemsize) for _ in range(3))
+    blocks = gate._panel_weight.add_rows(stages, room, rows, x, kind)
+    gate._panel_weight.add_product(stages, rows, blocks, own, of_gate, kind, kind)
+    up._panel_weight.add_product(stages, rows, blocks, own + 2, of_up, kind, kind, joined=True)
+    slopes = float_bits(-logistic.slope), float_bits(-logistic.cubic)
+    stages.add(kernel("logistic_product"), parts_of(numbers), (of_gate, of_up, product, kind, *slopes, numbers))
+    _add_linear(stages, room, rows, down, product, out, own + 4)
+
+
+def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: At, own: int) -> None:
+    kind = dtype_code(layer.dtype)
+    blocks = layer._panel_weight.add_rows(stages, room, rows, x, kind)
+    layer._panel_weight.add_product(stages, rows, blocks, own, out, kind, kind)
+
+
+def add_layer(
+    stages: Stages, room: Room, rows: int, layer: Any, x: At, attended: At, norm_weight: At, own: int, out: At
+) -> None:
+    """Add the stages of a decoder layer behind attention; `own` is the index of the first address of its weights."""
+    output, norm = layer.self_attn.o_proj, layer.post_attention_layernorm
+    kind, numbers = dtype_code(output.dtype), rows * output.out_features
+    of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
+    _add_linear(stages, room, rows, output, attended, of_attention, own)
+    stages.add(kernel("add"), parts_of(numbers), (x, of_attention, hidden, kind, numbers))
+    _add_norm(stages, rows, norm, hidden, norm_weight, normed)
+    add_block(stages, room, rows, layer.mlp, normed, of_block, own + 2)
+    stages.add(kernel("add"), parts_of(numbers), (hidden, of_block, out, kind, numbers))
