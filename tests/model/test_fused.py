@@ -12,6 +12,8 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -52,9 +54,10 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 7, "head_dim": 12}),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 8, "sliding_window": 7}),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {"head_dim": 32, "sliding_window": 7}),
     "granite": (GraniteConfig, GraniteForCausalLM, {"residual_multiplier": 0.5, "attention_multiplier": 0.7}),
 }
-WITH_LAYERS = ("llama", "biases", "qwen2", "qwen3", "mistral")  # others have more norms, or scale what they add up
+WITH_LAYERS = ("llama", "biases", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")  # others scale what they add up
 
 
 @pytest.fixture(autouse=True)
@@ -382,9 +385,9 @@ def test_copies_have_weights_of_their_own(copied):
 @pytest.fixture
 def ahead(monkeypatch):
     """For each pass whose first layer was asked to compute all: whether it did."""
-    passes, make = [], chained_decoder._Stack.made
+    passes, make = [], chained_decoder._Run.made
     monkeypatch.setattr(
-        chained_decoder._Stack, "made", lambda *args: [passes.append((out := make(*args)) is not None), out][1]
+        chained_decoder._Run, "made", lambda *args: [passes.append((out := make(*args)) is not None), out][1]
     )
     return passes
 
@@ -408,11 +411,13 @@ def test_a_decoder_has_the_bits_of_its_layers(weights, dtype, family, threads, m
     model = made(family, weights, dtype, num_hidden_layers=3)
     assert count(model, ChainedDecoder) == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    other = apart(model)
+    other, fits = apart(model), model.model.is_fit()
+    runs = len(model.model._stack.runs)
+    assert fits and runs == (3 if family == "gemma2" else 1)
     for rows, sizes in ((1, [4, 1, 1, 9, 1]), (3, [2, 5, 1, 20]), (2, [3, PREPARED_ROWS // 2, 1])):
         ids, done = torch.randint(1, 48, (rows, sum(sizes))), len(ahead)
         assert same(fed(model, ids, sizes), fed(other, ids, sizes)), (rows, sizes)
-        assert ahead[done:] == [False, *[True] * (len(sizes) - 1)], "the first pass allocates the cache"
+        assert ahead[done:] == [False] * runs + [True] * runs * (len(sizes) - 1), "the first pass allocates the cache"
 
 
 def test_trees_and_texts_are_fed_in_one_call(ahead):
@@ -512,9 +517,22 @@ def test_a_decoder_that_changes_states_between_layers_has_them_computed_one_by_o
     assert ahead == [False, True], "it is not tried again"
 
 
-def test_layers_that_are_given_different_masks_are_not_computed_together():
-    config = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
-    assert count(made("qwen2", **config), ChainedDecoder) == 0
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_layers_of_several_types_are_computed_in_runs(family, ahead):
+    types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    more = {"layer_types": types, "sliding_window": 4, "num_hidden_layers": 4, "use_sliding_window": True}
+    model = made(family, **{name: value for name, value in more.items() if family == "qwen2" or name[:4] != "use_"})
+    ahead.clear()
+    ids, other = torch.randint(1, 48, (2, 17), generator=torch.Generator().manual_seed(0)), apart(model)
+    assert same(fed(model, ids, [4, 1, 9, 3]), fed(other, ids, [4, 1, 9, 3]))
+    assert ahead == [False] * 3 + [True] * 9
+    given = {"input_ids": ids[:1], "max_new_tokens": 60, "do_sample": False}
+    expected = model.generate(**given)
+    for lookahead in (lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
+        assert torch.equal(lade.generate(model, lookahead=lookahead, **given), expected)
+
+
+def test_layers_with_weights_that_were_kept_are_not_computed_together():
     kept = lade.invariant(lade.pack(built(), weights="int4", keep_original=True, min_weights=1))
     assert count(kept, FusedLayer) == 2 and count(kept, ChainedDecoder) == 0
 

@@ -14,16 +14,18 @@ import ctypes
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
+_BEGINNING = 13  # fields of stages before those of the first kernel that is added
 _MANY = 2**12  # least numbers per thread, of work that is no product
 CALLED = 4
 """How many times as much work per thread pays where a team has to be called for it, which takes some microseconds."""
@@ -102,6 +104,25 @@ class Stages:
         self._fields[2] += 1
         most = torch.get_num_threads()
         self._threads = max(self._threads, most if isinstance(parts, At) else min(most, parts))
+
+    def extend(self, other: Stages, later: int, since: int, offsets: Mapping[int, int]) -> None:
+        """Add the kernels of other stages, for another of several alike things that are worked on one after the other.
+
+        Args:
+            other: the stages.
+            later: by how much the indices of addresses are higher here.
+            since: the lowest index of which that holds.
+            offsets: bytes that are added to some of the other addresses, by their index.
+        """
+        places = np.frombuffer(other._places, dtype=np.int64).reshape(-1, 3).copy()
+        places[:, 0] += len(self._fields) - _BEGINNING
+        for index, more in offsets.items():
+            places[places[:, 1] == index, 2] += more
+        places[places[:, 1] >= since, 1] += later
+        self._places.frombytes(places.tobytes())
+        self._fields.extend(other._fields[_BEGINNING:])
+        self._fields[2] += other._fields[2] - 1
+        self._threads, self._sequence = max(self._threads, other._threads), 0
 
     def _add_to_sequence(self, member: Sequence[int | At]) -> None:
         """Add a kernel of one part, its address and number of fields first, to the last sequence or to a new one."""

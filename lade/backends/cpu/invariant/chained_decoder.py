@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import is_
+from itertools import groupby
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +55,15 @@ from lade.model.kv_cache import TreeCache
 _UNUSUAL = FORMER_NAMES | {"dropout", "scaling", "softcap", "s_aux", "is_causal", "position_bias"}
 """Arguments of layers that change what attention computes."""
 _TRIAL = (2, 3, 5)  # rows, cached tokens and tokens
+MOST_SHAPES = 64
+"""Shapes of passes whose calls are kept, some 0.1 MB each for 30 layers."""
 
 # Indices among the numbers that a call is given. Those of all layers:
 _MEMORY, _X, _OUTS, _COS, _SIN, _SCRATCH, _ROOM, _ROW, _HEAD, _STEP, _FIRST = range(11)
 _MASK, _BLOCK, _BLOCKS, _SLOTS, _PARTS, _SHARED = 11, 15, 16, 17, 18, 19
 # Those of each layer: its cache, then its weights.
-_KEYS, _VALUES, _WEIGHTS, _OWN = 0, 1, 2, 20
-_NORM, _PROJECTIONS, _NORM_BEHIND, _BEHIND = 2, 5, 11, 12
+_KEYS, _VALUES, _WEIGHTS, _OWN = 0, 1, 2, 22
+_NORMS, _PROJECTIONS, _NORMS_BEHIND, _BEHIND = 2, 5, 11, 14
 
 
 class _Made(NamedTuple):
@@ -81,54 +84,24 @@ class _Made(NamedTuple):
     lengths: list[int]
 
 
-class _Stack:
-    """The layers of a decoder, and the calls that were prepared for them; copies start empty.
+class _Run:
+    """Layers that follow each other and are given the same, and the calls that were prepared for them."""
 
-    Attributes:
-        refused: true if the modelling code gives layers something else than the first one.
-    """
-
-    def __init__(self) -> None:
-        self.refused = False
-        self._modules: Any = None
-        self._layers: list[Any] = []
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = layers
+        self._shapes = list(map(_shape_of, layers))
         self._known: dict[tuple[int, ...], tuple[Stages, int]] = {}
-        self._survey: Survey | None = None
-        self._looked_up = False
         self._storages: list[Any] = []  # of weights
         self._addresses, self._numbers = list[int](), array("q")
-        self._relied_on: tuple[Any, int] = None, 0  # facts of a call, and hooks registered before
-
-    def __reduce__(self) -> Any:
-        return _Stack, ()
-
-    def is_fit(self, modules: Any) -> bool:
-        """Return True if these are layers that one call may compute; it prepares for them if they are new.
-
-        To look at hundreds of modules takes a tenth of a pass, so passes of one call rely on its first one, unless a
-        hook was added somewhere since.
-        """
-        facts, hooks, (relied_on, before) = SURVEYED.now, RemovableHandle.next_id, self._relied_on
-        if facts is None or relied_on is not facts or hooks != before or self._modules is not modules:
-            if self._modules is not modules or (self._survey is not None and not self._survey.holds()):
-                self.__init__()  # type: ignore[misc]
-                self._modules = modules
-                if is_stack(modules):
-                    self._layers, self._survey = list(modules), Survey(modules)
-            if self._survey is None or not self._survey.is_free():
-                self._relied_on = None, 0
-                return False
-            self._relied_on, self._looked_up = (facts, hooks), False
-        return not self.refused
 
     def made(self, x: torch.Tensor, given: tuple[Any, Any, Any]) -> _Made | None:
-        """Compute all layers; None where they have to compute themselves.
+        """Compute the layers; None where they have to compute themselves.
 
         Args:
             x: `[B, S, H]`, input of the first layer.
             given: rotary positions, mask and cache.
         """
-        (positions, mask, cache), attention = given, self._layers[0].self_attn
+        (positions, mask, cache), attention = given, self.layers[0].self_attn
         if type(cache) is not TreeCache or not fits(attention, x, positions):
             return None
         x = projections_of(attention)[0].checked(x).contiguous()
@@ -142,7 +115,7 @@ class _Stack:
             mask = mask_of_all(batch, step, first + step, causal=attention.is_causal)
         if not isinstance(mask, PlacedMask) or mask.shape != (batch, 1, step, first + step):
             return None
-        outs = torch.empty(len(self._layers), *x.shape, dtype=x.dtype, device="cpu")
+        outs = torch.empty(len(self.layers), *x.shape, dtype=x.dtype, device="cpu")
         heads, size = keys.shape[1], keys.shape[3]
         group = projections_of(attention)[0].out_features // (heads * size)
         split = AttentionSplit.of(batch, heads, group, step, size, size, first + step)
@@ -161,11 +134,11 @@ class _Stack:
             ),
         )
         stages.run(numbers)
-        return _Made(given, self._layers, [x, *outs.unbind()], cached, [length + step for length in lengths])
+        return _Made(given, self.layers, [x, *outs.unbind()], cached, [length + step for length in lengths])
 
     def _cached(self, cache: TreeCache, x: torch.Tensor) -> list[TreeLayer]:
         """Return the layers' caches; empty if they are no alike buffers with room for the tokens of `[B, S, H]`."""
-        held, indices = cache.layers, [layer.self_attn.layer_idx for layer in self._layers]
+        held, indices = cache.layers, [layer.self_attn.layer_idx for layer in self.layers]
         if max(indices) >= len(held):
             return []
         (batch, step, _), cached = x.shape, [held[index] for index in indices]
@@ -183,7 +156,7 @@ class _Stack:
 
     def _numbers_of(self, cached: Sequence[TreeLayer]) -> array[int]:
         """Return the numbers of a call, with those of each layer filled in."""
-        if not self._looked_up or [each.data_ptr() for each in self._storages] != self._addresses:
+        if not self._storages or [each.data_ptr() for each in self._storages] != self._addresses:
             self._look_up()  # torch moves what it sends to another process
         numbers = self._numbers[:]
         for number, each in enumerate(cached):
@@ -191,14 +164,18 @@ class _Stack:
             numbers[place + _KEYS], numbers[place + _VALUES] = address_of(each.keys), address_of(each.values)
         return numbers
 
+    def forget_addresses(self) -> None:
+        """Look up the addresses of all weights in the next pass."""
+        self._storages = []
+
     def _look_up(self) -> None:
         """Look up the addresses of all weights; see `PackedLinear.checked` for the errors raised."""
-        given, storages = [each for layer in self._layers for each in _weights_of(layer)], dict[int, Any]()
+        given, storages = [each for layer in self.layers for each in _weights_of(layer)], dict[int, Any]()
         for each in given:
             if each is not None:
                 storages[each.untyped_storage()._cdata] = each.untyped_storage()
         self._storages = list(storages.values())
-        self._addresses, self._looked_up = [each.data_ptr() for each in self._storages], True
+        self._addresses = [each.data_ptr() for each in self._storages]
         per_layer, found = _OWN - _WEIGHTS, array("q", map(address_of, given))
         self._numbers = array("q", bytes(8 * _SHARED))
         for first in range(0, len(found), per_layer):
@@ -209,14 +186,29 @@ class _Stack:
         """Return the stages of a pass over `[B, S]` tokens, and the bytes of memory that they need."""
         key = batch, step, turns, torch.get_num_threads()
         if key not in self._known:
-            stages, most, out = Stages(), 0, At(_X)
-            for number, layer in enumerate(self._layers):
-                room, before = Room(_MEMORY), out  # layers use the same memory one after the other
-                out = At(_OUTS, number * _bytes_of(layer, batch * step))
-                _add(stages, room, (batch, step, turns), layer, _SHARED + _OWN * number, before, out)
-                most = max(most, room.size)
+            if len(self._known) == MOST_SHAPES:
+                del self._known[next(iter(self._known))]
+            stages, most, known = Stages(), 0, dict[Any, tuple[int, Stages]]()
+            for number, (layer, shape) in enumerate(zip(self.layers, self._shapes, strict=True)):
+                size, room = _bytes_of(layer, batch * step), Room(_MEMORY)  # layers use the same memory in turn
+                if number == 0 or shape not in known:
+                    own, of_layer = _SHARED + _OWN * number, Stages()
+                    x = At(_OUTS, (number - 1) * size) if number else At(_X)
+                    _add(of_layer, room, (batch, step, turns), layer, own, x, At(_OUTS, number * size))
+                    most = max(most, room.size)
+                    if number:
+                        known[shape] = number, of_layer
+                first, of_layer = known[shape] if number else (0, of_layer)
+                stages.extend(of_layer, _OWN * (number - first), _SHARED, {_OUTS: (number - first) * size})
             self._known[key] = stages, most
         return self._known[key]
+
+
+def _shape_of(layer: Any) -> Any:
+    """Return what the stages of a layer are made of, but for the number of rows and its place among the others."""
+    stages, room = Stages(), Room(_MEMORY)
+    _add(stages, room, (1, 2, 2), layer, _SHARED, At(_X), At(_OUTS))
+    return stages.described
 
 
 def _bytes_of(layer: Any, rows: int) -> int:
@@ -226,14 +218,14 @@ def _bytes_of(layer: Any, rows: int) -> int:
 
 def _weights_of(layer: Any) -> list[torch.Tensor | None]:
     """Return the weights of a layer in the order of their addresses."""
-    attention, (before, behind) = layer.self_attn, norms_of(layer)
-    norms = [before, *(attention._modules.get(name) for name in HEAD_NORMS), behind]
+    attention, (before, *behind) = layer.self_attn, norms_of(layer)
+    norms = [before, *(attention._modules.get(name) for name in HEAD_NORMS), *behind]
     of_norms = [None if norm is None else norm._parameters["weight"] for norm in norms]
     pairs = []
     for linear in (*projections_of(attention), *layers_behind(layer)):
         linear.follow_parameters()
         pairs += [linear._panel_weight.panels, linear._parameters["bias"]]
-    return [*of_norms[:3], *pairs[:6], of_norms[3], *pairs[6:]]
+    return [*of_norms[:3], *pairs[:6], *of_norms[3:], *pairs[6:]]
 
 
 def _add(stages: Stages, room: Room, tokens: tuple[int, int, int], layer: Any, own: int, x: At, out: At) -> None:
@@ -243,7 +235,7 @@ def _add(stages: Stages, room: Room, tokens: tuple[int, int, int], layer: Any, o
     kind, item = dtype_code(linear[0].dtype), linear[0].dtype.itemsize
     states = [room.take(rows * each.out_features * item) for each in linear]
     heads, kv_heads, _ = (each.out_features // size for each in linear)
-    norms = [At(own + _NORM + each) for each in range(3)]
+    norms = [At(own + _NORMS + each) for each in range(3)]
     places = StagePlaces(x, (At(_COS), At(_SIN)), norms, own + _PROJECTIONS, states)
     add_projections(stages, room, rows, turns, attention, norms_of(layer)[0], places)
     query, key, value = states
@@ -260,34 +252,87 @@ def _add(stages: Stages, room: Room, tokens: tuple[int, int, int], layer: Any, o
         *(batch, kv_heads, heads // kv_heads, step, size, size, At(_BLOCK), At(_BLOCKS), At(_SLOTS)),
     )
     stages.add(kernel("attend"), At(_PARTS), fields)
-    add_layer(stages, room, rows, layer, x, attended, At(own + _NORM_BEHIND), own + _BEHIND, out)
+    behind = [At(own + _NORMS_BEHIND + each) for each in range(3)]
+    add_layer(stages, room, rows, layer, x, attended, behind, own + _BEHIND, out)
+
+
+class _Stack:
+    """All layers of a decoder, in runs; copies start empty.
+
+    Attributes:
+        runs: the runs, by the number of their first layer.
+        refused: true if the modelling code gives layers something else than the first one of their run.
+    """
+
+    def __init__(self, modules: Any = None) -> None:
+        self.refused, self.runs = False, dict[int, _Run]()
+        self._modules, self._survey = modules, None
+        self._relied_on: tuple[Any, int] = None, 0  # facts of a call, and hooks registered before
+        if is_stack(modules):
+            self._survey = Survey(modules)
+            self.runs = {layers[0][0]: _Run([layer for _, layer in layers]) for layers in _runs_of(modules)}
+
+    def __reduce__(self) -> Any:
+        return _Stack, ()
+
+    def follows(self, modules: Any) -> bool:
+        """Return True if these are still the layers, with the parts that calls were prepared for."""
+        return self._modules is modules and (self._is_relied_on or self._survey is None or self._survey.holds())
+
+    def is_free(self) -> bool:
+        """Return True if calls may compute the layers; only right if it `follows` them.
+
+        To look at hundreds of modules takes a tenth of a pass, so passes of one call rely on its first one, unless a
+        hook was added somewhere since.
+        """
+        if self._is_relied_on:
+            return not self.refused
+        free = self._survey is not None and self._survey.is_free()
+        self._relied_on = (SURVEYED.now, RemovableHandle.next_id) if free else (None, 0)
+        for run in self.runs.values():
+            run.forget_addresses()
+        return free and not self.refused
+
+    @property
+    def _is_relied_on(self) -> bool:
+        facts, hooks = self._relied_on
+        return facts is not None and facts is SURVEYED.now and hooks == RemovableHandle.next_id
 
 
 class DecoderPass:
-    """One pass of a decoder, in which the first layer computes for all; see `FusedLayer.forward`."""
+    """One pass of a decoder, in which the first layer of a run computes for all; see `FusedLayer.forward`."""
 
     def __init__(self, decoder: ChainedDecoder) -> None:
         self._decoder = decoder
-        self._number = 0
+        self._number = self._start = 0
         self.made: _Made | None = None
 
     def output(self, layer: Any, x: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Return the output of the next layer, `[B, S, H]`; None if it has to compute itself."""
         number, self._number = self._number, self._number + 1
-        given = tuple(map(arguments.get, ARGUMENTS[1:]))
-        if number == 0:
-            self.made = self._decoder.made(layer, x, given, arguments)
-        made = self.made
+        given: Any = tuple(map(arguments.get, ARGUMENTS[1:]))
+        run = self._run(number, layer, x, arguments)
+        if run is not None:
+            self._start, self.made = number, run.made(x, given)
+        made, place = self.made, number - self._start
         if made is None:
             return None
-        expected = (
-            number < len(made.layers) and layer is made.layers[number] and (x is made.states[number] or not number)
-        )
-        if not expected or not all(map(is_, given, made.given)) or not _UNUSUAL.isdisjoint(arguments):
+        expected = place < len(made.layers) and layer is made.layers[place] and all(map(is_, given, made.given))
+        if not expected or not (x is made.states[place] or place == 0) or not _UNUSUAL.isdisjoint(arguments):
             self.made, self._decoder._stack.refused = None, True
             return None
-        made.cached[number].lengths = made.lengths
-        return made.states[number + 1]
+        made.cached[place].lengths = made.lengths
+        return made.states[place + 1]
+
+    def _run(self, number: int, layer: Any, x: torch.Tensor, arguments: dict[str, Any]) -> _Run | None:
+        """Return the run that this layer is to compute; None if there is none."""
+        if number == 0 and not self._decoder.is_fit():
+            return None
+        run = self._decoder._stack.runs.get(number)
+        fits = run is not None and run.layers[0] is layer and few_rows(x) and _UNUSUAL.isdisjoint(arguments)
+        if not fits or self._decoder._stack.refused:
+            return None
+        return run
 
 
 class ChainedDecoder(Changed):
@@ -303,25 +348,30 @@ class ChainedDecoder(Changed):
         finally:
             AHEAD.now = outer
 
-    def made(self, layer: Any, x: torch.Tensor, given: tuple[Any, ...], arguments: dict[str, Any]) -> _Made | None:
-        """Compute all layers if this is the first one, and nothing is unusual; see `_Stack.made`."""
-        stack, modules = self._stack, self._modules.get("layers")
-        if not few_rows(x) or not _UNUSUAL.isdisjoint(arguments) or not stack.is_fit(modules):
-            return None
-        return stack.made(x, given) if layer is modules[0] else None  # type: ignore[index]
+    def is_fit(self) -> bool:
+        """Return True if one call may compute layers; it prepares for them if they are new."""
+        modules = self._modules.get("layers")
+        if not self._stack.follows(modules):
+            self._stack = _Stack(modules)
+        return self._stack.is_free()
 
 
 def is_stack(modules: Any) -> bool:
-    """Return True if these are layers that one call can compute, all given the same mask."""
+    """Return True if these are layers that calls can compute."""
     if not isinstance(modules, nn.ModuleList) or len(modules) < 2:
         return False
     if not all(isinstance(layer, FusedLayer) and can_be_fused(layer) for layer in modules):
         return False
     layers: Any = modules
-    if len(set(getattr(layers[0].self_attn.config, "layer_types", None) or ())) > 1:
-        return False
     linear = [each for layer in layers for each in (*projections_of(layer.self_attn), *layers_behind(layer))]
     return not any(each.keeps_original for each in linear)
+
+
+def _runs_of(modules: Any) -> list[list[tuple[int, Any]]]:
+    """Return the layers and their numbers, in runs of one type each: layers of a type get the same mask."""
+    types = getattr(modules[0].self_attn.config, "layer_types", None) or [""] * len(modules)
+    typed = zip(types, enumerate(modules), strict=False)
+    return [[layer for _, layer in run] for _, run in groupby(typed, key=itemgetter(0))]
 
 
 @torch.no_grad()
@@ -330,7 +380,7 @@ def fuse_decoder(decoder: Any) -> None:
     if has_own_forward(decoder) or not is_stack(decoder._modules.get("layers")):
         return
     change(decoder, ChainedDecoder)
-    decoder._stack = _Stack()
+    decoder._stack = _Stack(decoder.layers)
     if not _is_same(decoder):
         decoder.__class__ = decoder.original
 

@@ -38,6 +38,7 @@ from lade.backends.cpu.invariant.layer_stages import (
     add_projections,
     layers_behind,
     layers_of,
+    norms_of,
     projections_of,
 )
 from lade.backends.cpu.invariant.norms import InvariantNorm
@@ -55,6 +56,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", CACHE)
 FORMER_NAMES = frozenset(CACHE_NAMES) - {CACHE}
 _TRIAL = (2, 5)  # rows and tokens
+_LAYERS = [{"self_attn", "mlp", *filter(None, names)} for names in LAYER_NORMS]  # children of a decoder layer
 _MEMORY, _X, _OUT, _MORE = range(4)  # indices among the addresses of a call
 
 
@@ -234,7 +236,7 @@ class FusedLayer(Fused):
         unusual = args or not FORMER_NAMES.isdisjoint(kwargs)
         if unusual or not fits(attention, x, positions) or not self._is_fit():
             return self.original.forward(self, x, *args, **kwargs)
-        begin, norm = layers_of(self, LAYER_NORMS)
+        begin, *norms = norms_of(self)
         mask, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
         rest = {name: each for name, each in kwargs.items() if name not in ARGUMENTS}
         states = _projected(self._calls, attention, x, positions, begin)
@@ -243,13 +245,14 @@ class FusedLayer(Fused):
         for each in layers:
             each.follow_parameters()
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
-        more = [found.data_ptr(), norm.weight.data_ptr()]
+        more = [found.data_ptr(), *(0 if norm is None else norm.weight.data_ptr() for norm in norms)]
         _run(*self._calls.of(_add_layer, rows, given=(self,)), x, out, more, layers)
         return out
 
 
 def _add_layer(stages: Stages, room: Room, rows: int, layer: Any) -> None:
-    add_layer(stages, room, rows, layer, At(_X), At(_MORE), At(_MORE + 1), _MORE + 2, At(_OUT))
+    attended, *norms = (At(_MORE + each) for each in range(4))
+    add_layer(stages, room, rows, layer, At(_X), attended, norms, _MORE + 4, At(_OUT))
 
 
 def _run(stages: Stages, size: int, x: torch.Tensor, out: torch.Tensor, more: list[int], layers: Iterable[Any]) -> None:
@@ -288,7 +291,7 @@ def fuse(model: nn.Module) -> None:
             _change(module, GatedBlock)
         elif {*PROJECTED, "o_proj"} <= names and _takes_arguments(module) and _is_projected(module):
             _change(module, FusedProjections)
-        elif names == {"self_attn", "mlp", *LAYER_NORMS} and _takes_arguments(module) and _is_layer(module):
+        elif names in _LAYERS and _takes_arguments(module) and _is_layer(module):
             _change(module, FusedLayer)
         if isinstance(module, Fused):
             module._calls.known = shared.setdefault(_shape_of(module), module._calls.known)
@@ -301,7 +304,8 @@ def _shape_of(module: Any) -> Any:
         add_block(stages, room, 2, module, At(_X), At(_OUT), _MORE)
     else:
         attention = getattr(module, "self_attn", module)
-        _add_projections(stages, room, 2, 2, attention, module._modules.get(LAYER_NORMS[0]))
+        before = norms_of(module)[0] if isinstance(module, FusedLayer) else None
+        _add_projections(stages, room, 2, 2, attention, before)
     if isinstance(module, FusedLayer):
         _add_layer(stages, room, 2, module)
     return type(module), stages.described
@@ -376,7 +380,7 @@ def _is_layer(layer: Any) -> bool:
     width, dtype = first.in_features, first.dtype
     if not width == last.out_features == block.gate_proj.in_features == block.down_proj.out_features:
         return False
-    return all(_is_norm(norm, dtype, width) for norm in layers_of(layer, LAYER_NORMS))
+    return all(norm is None or _is_norm(norm, dtype, width) for norm in norms_of(layer))
 
 
 def _takes_arguments(module: nn.Module) -> bool:

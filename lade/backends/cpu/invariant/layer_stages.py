@@ -2,8 +2,8 @@
 
     q, k, v = turned(norm(q(x))), turned(norm(k(x))), v(x)     projections; the norms are optional
     down(activation(gate(x)) * up(x))                          a gated block
-    h = x + o(attention(projections(norm(x))))                 a decoder layer
-    h + block(norm(h))
+    h = x + norm(o(attention(projections(norm(x)))))           a decoder layer; the outer norms are optional
+    h + norm(block(norm(h)))
 
 What is rounded to the model's dtype is rounded after the same operations as in the modules themselves.
 """
@@ -18,7 +18,17 @@ from lade.backends.cpu.kernels import dtype_code, kernel
 from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
 
 GATED, PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
-HEAD_NORMS, LAYER_NORMS = ("q_norm", "k_norm"), ("input_layernorm", "post_attention_layernorm")
+HEAD_NORMS = ("q_norm", "k_norm")
+LAYER_NORMS: tuple[tuple[str | None, ...], ...] = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+)
+"""Names of a layer's norms before attention and behind its output, before the block and behind that."""
 
 
 def layers_of(module: Any, names: Iterable[str]) -> Any:
@@ -33,8 +43,10 @@ def projections_of(attention: Any) -> Any:
 
 
 def norms_of(layer: Any) -> Any:
-    """Return the norms of a decoder layer, before attention and behind it."""
-    return layers_of(layer, LAYER_NORMS)
+    """Return the four norms of a decoder layer, see `LAYER_NORMS`; None for one that it lacks."""
+    modules = layer._modules
+    names = next(names for names in LAYER_NORMS if len([*filter(None, names)]) == len(modules) - 2)
+    return [None if name is None else modules[name] for name in names]
 
 
 def layers_behind(layer: Any) -> list[Any]:
@@ -108,14 +120,38 @@ def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: A
 
 
 def add_layer(
-    stages: Stages, room: Room, rows: int, layer: Any, x: At, attended: At, norm_weight: At, own: int, out: At
+    stages: Stages,
+    room: Room,
+    rows: int,
+    layer: Any,
+    x: At,
+    attended: At,
+    norm_weights: Sequence[At],
+    own: int,
+    out: At,
 ) -> None:
-    """Add the stages of a decoder layer behind attention; `own` is the index of the first address of its weights."""
-    output, norm = layer.self_attn.o_proj, layer.post_attention_layernorm
+    """Add the stages of a decoder layer behind attention.
+
+    Args:
+        stages: where they are added.
+        room: memory for what is in between.
+        rows: number of rows.
+        layer: the decoder layer.
+        x: its input.
+        attended: the result of attention.
+        norm_weights: weights of the last three of its norms; not read if there is none.
+        own: index of the first address of its linear layers' weights.
+        out: its output to be.
+    """
+    output, (_, behind_attention, before_block, behind_block) = layer.self_attn.o_proj, norms_of(layer)
     kind, numbers = dtype_code(output.dtype), rows * output.out_features
     of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))
     _add_linear(stages, room, rows, output, attended, of_attention, own)
+    if behind_attention is not None:
+        _add_norm(stages, rows, behind_attention, of_attention, norm_weights[0], of_attention)
     stages.add(kernel("add"), parts_of(numbers), (x, of_attention, hidden, kind, numbers))
-    _add_norm(stages, rows, norm, hidden, norm_weight, normed)
+    _add_norm(stages, rows, before_block, hidden, norm_weights[1], normed)
     add_block(stages, room, rows, layer.mlp, normed, of_block, own + 2)
+    if behind_block is not None:
+        _add_norm(stages, rows, behind_block, of_block, norm_weights[2], of_block)
     stages.add(kernel("add"), parts_of(numbers), (hidden, of_block, out, kind, numbers))
