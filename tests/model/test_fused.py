@@ -553,6 +553,16 @@ def test_threads_may_call_a_model_at_once():
     assert same(found, expected)
 
 
+def test_passes_with_gradients_are_followed_by_others(ahead):
+    model = made()
+    expected = fed(model, IDS, [2, 1, 2])
+    model.model.layers = model.model.layers[:]  # a new list, seen first by a pass with gradients enabled
+    with pytest.raises(lade.UnsupportedModelError, match="no gradients"):
+        model(IDS)
+    done = len(ahead)
+    assert same(fed(model, IDS, [2, 1, 2]), expected) and ahead[done:] == [False, True, True]
+
+
 def test_weights_that_are_moved_are_found(ahead):
     model = made()
     expected = fed(model, IDS, [2, 1, 2])

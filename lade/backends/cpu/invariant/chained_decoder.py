@@ -326,13 +326,10 @@ class DecoderPass:
 
     def _run(self, number: int, layer: Any, x: torch.Tensor, arguments: dict[str, Any]) -> _Run | None:
         """Return the run that this layer is to compute; None if there is none."""
-        if number == 0 and not self._decoder.is_fit():
+        if not few_rows(x) or not _UNUSUAL.isdisjoint(arguments) or (number == 0 and not self._decoder.is_fit()):
             return None
         run = self._decoder._stack.runs.get(number)
-        fits = run is not None and run.layers[0] is layer and few_rows(x) and _UNUSUAL.isdisjoint(arguments)
-        if not fits or self._decoder._stack.refused:
-            return None
-        return run
+        return run if run is not None and run.layers[0] is layer and not self._decoder._stack.refused else None
 
 
 class ChainedDecoder(Changed):
@@ -352,7 +349,8 @@ class ChainedDecoder(Changed):
         """Return True if one call may compute layers; it prepares for them if they are new."""
         modules = self._modules.get("layers")
         if not self._stack.follows(modules):
-            self._stack = _Stack(modules)
+            with torch.no_grad():  # with gradients nothing is fused, and passes to come may have none
+                self._stack = _Stack(modules)
         return self._stack.is_free()
 
 
