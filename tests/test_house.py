@@ -12,15 +12,15 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 264,  # raised by 7: fused passes on CUDA, and `lade.invariant` there
-    "lines": 51_282,  # raised by 1,154: fused passes on CUDA, and `lade.invariant` there
+    "files": 266,  # raised by 9: fused passes and `lade.invariant` on CUDA, a CPU pass in one call
+    "lines": 51_950,  # raised by 1,822: the same
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.8,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 64,
-    "lines that generate imports": 14_250,  # raised by 40: bfloat16 read as it is, `Support.fused`
+    "lines that generate imports": 14_270,  # raised by 60: bfloat16 read as it is, `Support.fused`, `SURVEYED`
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,

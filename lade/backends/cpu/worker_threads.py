@@ -90,8 +90,8 @@ class Stages:
         """Add a kernel, see `run_on_team`.
 
         Args:
-            kernel: the kernel.
-            parts: number of parts of its work.
+            kernel: a kernel of `lade/native`, which takes parts until all are taken.
+            parts: number of parts of its work, at least one.
             fields: its arguments; those that are `At` become addresses, or other numbers, in each call.
             joined: whether it needs nothing of the kernel before it.
         """
@@ -109,7 +109,7 @@ class Stages:
         """Add the kernels of other stages, for another of several alike things that are worked on one after the other.
 
         Args:
-            other: the stages.
+            other: the stages of one of them.
             later: by how much the indices of addresses are higher here.
             since: the lowest index of which that holds.
             offsets: bytes that are added to some of the other addresses, by their index.

@@ -304,7 +304,7 @@ class DecoderPass:
 
     def __init__(self, decoder: ChainedDecoder) -> None:
         self._decoder = decoder
-        self._number = self._start = 0
+        self._number, self._start, self._fits = 0, 0, False
         self.made: _Made | None = None
 
     def output(self, layer: Any, x: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor | None:
@@ -326,7 +326,11 @@ class DecoderPass:
 
     def _run(self, number: int, layer: Any, x: torch.Tensor, arguments: dict[str, Any]) -> _Run | None:
         """Return the run that this layer is to compute; None if there is none."""
-        if not few_rows(x) or not _UNUSUAL.isdisjoint(arguments) or (number == 0 and not self._decoder.is_fit()):
+        if not few_rows(x) or not _UNUSUAL.isdisjoint(arguments):
+            return None
+        if number == 0:
+            self._fits = self._decoder.is_fit()
+        if not self._fits:
             return None
         run = self._decoder._stack.runs.get(number)
         return run if run is not None and run.layers[0] is layer and not self._decoder._stack.refused else None

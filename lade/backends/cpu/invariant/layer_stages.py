@@ -133,15 +133,15 @@ def add_layer(
     """Add the stages of a decoder layer behind attention.
 
     Args:
-        stages: where they are added.
-        room: memory for what is in between.
-        rows: number of rows.
-        layer: the decoder layer.
-        x: its input.
-        attended: the result of attention.
+        stages: the stages of the call, to which they are added.
+        room: memory of the call for what is in between.
+        rows: number of rows, all tokens of all texts.
+        layer: the decoder layer, of one of the kinds in `LAYER_NORMS`.
+        x: its input, rows `[rows, in]`.
+        attended: the result of attention, `[rows, H * D]`.
         norm_weights: weights of the last three of its norms; not read if there is none.
         own: index of the first address of its linear layers' weights.
-        out: its output to be.
+        out: its output to be, `[rows, in]`.
     """
     output, (_, behind_attention, before_block, behind_block) = layer.self_attn.o_proj, norms_of(layer)
     kind, numbers = dtype_code(output.dtype), rows * output.out_features
