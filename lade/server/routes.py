@@ -223,6 +223,7 @@ def _described(service: Service, name: str) -> dict[str, Any]:
             "context": service.context,
             "images": service.model.encode_images is not None,
             "defaults": {**sampling_defaults(service.model), "max_tokens": service.settings.answer_tokens},
+            "page": {} if service.model.sampling else {"temperature": 0.0},  # sent by the page: as `lade chat`, greedy
         },
     }
 

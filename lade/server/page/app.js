@@ -252,9 +252,9 @@ class App {
 
   /** More is known of the server. */
   learned() {
-    const { model, plain, defaults } = this.server;
+    const { model, plain, defaults, page } = this.server;
     byId("model").textContent = model;
-    this.settings.suggest(defaults);
+    this.settings.suggest(defaults, page);
     if (document.body.classList.contains("plain") === plain || this.broken !== null) return this.furnish();
     document.body.classList.toggle("plain", plain);
     return this.show();

@@ -13,6 +13,7 @@ export class Server {
   images = false; // whether it reads pictures
   context = null; // how many tokens it reads and writes at most; null: unknown
   defaults = {}; // what it does where a request does not say
+  page = {}; // what the page says where nobody has set it: no sampling where the checkpoint asks for none
   #asking = null;
   #connecting = false;
 
@@ -38,8 +39,8 @@ export class Server {
   async learn() {
     try {
       const { data: [{ id, lade = {} }] } = await models();
-      const { chat = true, context = null, images = false, defaults = {} } = lade;
-      Object.assign(this, { model: id, plain: this.plain || !chat, context, images, defaults });
+      const { chat = true, context = null, images = false, defaults = {}, page = {} } = lade;
+      Object.assign(this, { model: id, plain: this.plain || !chat, context, images, defaults, page });
       this.changed();
     } catch (problem) {
       if (problem.kind === undefined) throw problem;

@@ -26,6 +26,7 @@ const UNSET = { presence_penalty: 0, frequency_penalty: 0, min_p: 0, repetition_
 export class Settings {
   constructor() {
     this.values = setting("settings", {});
+    this.page = {};
     byId("sampling").append(...SAMPLING.map((field) => this.#number(field)));
     byId("answering").append(this.#number(LENGTH), this.#text(STOP), this.#choice(FORM), this.#text(SCHEMA));
     byId("decoding").append(this.#choice(LOOKAHEAD), this.#number(BUDGET), this.#choice(THINKING));
@@ -34,11 +35,12 @@ export class Settings {
     this.#hide();
   }
 
-  /** What goes into a request: only what was set. */
+  /** What goes into a request: what was set, and what the page says itself. */
   get fields() {
     const { lookahead, budget, thinking, stop, form, schema, ...numbers } = this.values;
     const format = formOf(form, schema);
     return {
+      ...this.page,
       ...numbers,
       ...(stop && { stop: stop.split("\n").filter(Boolean) }),
       ...(format && { response_format: format }),
@@ -48,9 +50,10 @@ export class Settings {
     };
   }
 
-  /** Show what holds where nothing is set. */
-  suggest(defaults) {
-    for (const [name, value] of Object.entries({ ...UNSET, ...defaults })) {
+  /** Show what holds where nothing is set, of which the page says a part itself. */
+  suggest(defaults, page) {
+    this.page = page;
+    for (const [name, value] of Object.entries({ ...UNSET, ...defaults, ...page })) {
       const input = byId(`set-${name}`);
       if (input) input.placeholder = value;
     }

@@ -69,6 +69,7 @@ class Script:
         told: whether `/v1/models` says so.
         images: whether the model takes images.
         defaults: what the server does where a request does not say.
+        page: what the page is to say then.
         prompt_tokens: that each prompt is said to have.
         guessed: sources of tokens that are guessed; none: each pass yields one token.
         pause_s: between two steps.
@@ -85,6 +86,7 @@ class Script:
     told: bool = True
     images: bool = False
     defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.7, "max_tokens": 512})
+    page: dict[str, Any] = field(default_factory=dict)
     prompt_tokens: int = 21
     guessed: tuple[str, ...] = SOURCES
     thinks: str = ""
@@ -146,6 +148,7 @@ class ScriptedServer:
     async def models(self, request: Request) -> Response:
         script = self.script
         own = {"chat": script.templated, "context": 1024, "images": script.images, "defaults": script.defaults}
+        own["page"] = script.page
         model = {"id": "tiny-story-model", "object": "model", "lade": own if script.told else {}}
         return self.refusal(request) or JSONResponse({"object": "list", "data": [model]})
 

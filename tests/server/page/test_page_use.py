@@ -53,6 +53,19 @@ def test_the_defaults_of_the_server_are_shown_where_nothing_is_set(seen):
     expect(seen.page.get_by_label("Seed")).to_have_attribute("placeholder", "random")
 
 
+def test_a_checkpoint_that_asks_for_no_sampling_is_asked_greedily(seen):
+    seen.script.page = {"temperature": 0}
+    seen.page.reload()
+    seen.button("Settings").click()
+    expect(seen.page.get_by_label("Temperature")).to_have_attribute("placeholder", "0")
+    seen.say("merge them")
+    seen.answered()
+    seen.page.get_by_label("Temperature").fill("0.5")
+    seen.say("again")
+    seen.until(lambda: len(seen.script.asked) == 2)
+    assert [body["temperature"] for body in seen.script.asked] == [0, 0.5]
+
+
 def test_the_form_of_the_answer_goes_into_the_request(seen):
     seen.button("Settings").click()
     form, schema = seen.page.get_by_label("Form of the answer"), seen.page.get_by_label("JSON schema")
