@@ -566,6 +566,24 @@ def test_passes_with_gradients_are_followed_by_others(ahead):
     assert same(fed(model, IDS, [2, 1, 2]), expected) and ahead[done:] == [False, True, True]
 
 
+def test_a_cache_of_another_model_is_refused_as_torch_does(ahead):
+    cache = TreeCache()
+    fed(made("llama", num_attention_heads=8, num_key_value_heads=8), IDS, [3, 2], cache)
+    for model in (made(), made("qwen3")):
+        ahead.clear()
+        with pytest.raises(RuntimeError, match="size"):
+            outputs(model, IDS[:, :1], copy.deepcopy(cache))
+        assert ahead == [False]
+
+
+def test_few_shapes_are_kept(monkeypatch):
+    monkeypatch.setattr(chained_decoder, "MOST_SHAPES", 3)
+    model = made()
+    other, ids = apart(model), torch.randint(1, 48, (1, 40), generator=torch.Generator().manual_seed(0))
+    assert same(fed(model, ids, [4, 1, 2, 3, 4, 5, 1, 20]), fed(other, ids, [4, 1, 2, 3, 4, 5, 1, 20]))
+    assert len(model.model._stack.runs[0]._known) == 3
+
+
 def test_weights_that_are_moved_are_found(ahead):
     model = made()
     expected = fed(model, IDS, [2, 1, 2])

@@ -112,7 +112,7 @@ class _Run:
         (batch, step, _), first = x.shape, max(lengths)
         assert keys is not None
         if mask is None:
-            mask = mask_of_all(batch, step, first + step, causal=attention.is_causal)
+            mask = mask_of_all(batch, step, first + step, causal=getattr(attention, "is_causal", True))
         if not isinstance(mask, PlacedMask) or mask.shape != (batch, 1, step, first + step):
             return None
         outs = torch.empty(len(self.layers), *x.shape, dtype=x.dtype, device="cpu")
@@ -145,6 +145,12 @@ class _Run:
         keys, lengths = getattr(cached[0], "keys", None), getattr(cached[0], "lengths", ())
         if keys is None or len(lengths) != batch or max(lengths) + step > keys.shape[2]:
             return []
+        attention = self.layers[0].self_attn
+        if (keys.shape[3], keys.shape[1] * keys.shape[3]) != (
+            attention.head_dim,
+            projections_of(attention)[1].out_features,
+        ):
+            return []  # another model's
         layout = keys.shape, keys.stride(), x.dtype
         for each in cached:
             if type(each) is not TreeLayer or each.lengths != lengths or each.indexer_keys is not None:
@@ -174,20 +180,20 @@ class _Run:
         for each in given:
             if each is not None:
                 storages[each.untyped_storage()._cdata] = each.untyped_storage()
-        self._storages = list(storages.values())
-        self._addresses = [each.data_ptr() for each in self._storages]
-        per_layer, found = _OWN - _WEIGHTS, array("q", map(address_of, given))
-        self._numbers = array("q", bytes(8 * _SHARED))
+        per_layer, found, numbers = _OWN - _WEIGHTS, array("q", map(address_of, given)), array("q", bytes(8 * _SHARED))
         for first in range(0, len(found), per_layer):
-            self._numbers.extend((0, 0))
-            self._numbers.extend(found[first : first + per_layer])
+            numbers.extend((0, 0))
+            numbers.extend(found[first : first + per_layer])
+        self._numbers = numbers  # first: another thread may read them as soon as there are storages
+        self._addresses = [each.data_ptr() for each in storages.values()]
+        self._storages = list(storages.values())
 
     def _stages(self, batch: int, step: int, turns: int) -> tuple[Stages, int]:
         """Return the stages of a pass over `[B, S]` tokens, and the bytes of memory that they need."""
         key = batch, step, turns, torch.get_num_threads()
         if key not in self._known:
             if len(self._known) == MOST_SHAPES:
-                del self._known[next(iter(self._known))]
+                self._known.pop(next(iter(self._known)), None)
             stages, most, known = Stages(), 0, dict[Any, tuple[int, Stages]]()
             for number, (layer, shape) in enumerate(zip(self.layers, self._shapes, strict=True)):
                 size, room = _bytes_of(layer, batch * step), Room(_MEMORY)  # layers use the same memory in turn
