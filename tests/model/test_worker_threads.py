@@ -179,7 +179,7 @@ def slow_first_part(address):
 
 def test_stages_tell_how_long_threads_have_waited_and_when_the_first_one_left():
     address = ctypes.cast(slow_first_part, ctypes.c_void_p).value
-    work = array("q", (0, 0, 2, *(0, address, 2, 0, 0, 2), *(0, address, 2, 0, 1, 1)))
+    work = array("q", (0, 0, 2, 0, *(0, address, 2, 0, 0, 2), *(0, address, 2, 0, 1, 1)))
     place, began = work.buffer_info()[0], time.monotonic_ns()
     threads = [threading.Thread(target=kernel("run_stages"), args=(place,)) for _ in range(2)]
     for thread in threads:
@@ -187,3 +187,34 @@ def test_stages_tell_how_long_threads_have_waited_and_when_the_first_one_left():
     for thread in threads:
         thread.join()
     assert 5e7 < work[0] < time.monotonic_ns() - began and began < work[1] < time.monotonic_ns()
+
+
+TAKERS: list[int] = []
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def noted(address):
+    """Take part by part, and note which thread does."""
+    fields = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
+    while True:
+        with LOCK:
+            part = fields[0]
+            fields[0] += 1
+        if part >= fields[1]:
+            return
+        TAKERS.append(threading.get_ident())
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("first", [slow_first_part, noted])
+def test_one_thread_does_the_rest_once_another_was_waited_for(first):
+    addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (first, noted)]
+    work = array("q", (0, 0, 3, 0, *(0, addresses[0], 2, 0, 0, 2), *(0, addresses[1], 2, 0, 0, 9) * 2))
+    TAKERS.clear()
+    threads = [threading.Thread(target=kernel("run_stages"), args=(work.buffer_info()[0],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert len(TAKERS) == 18 + 2 * (first is noted)
+    assert first is noted or len(set(TAKERS[-9:])) == 1, "the thread that was late may have begun the second"

@@ -25,7 +25,7 @@ import torch
 from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
-_BEGINNING = 13  # fields of stages before those of the first kernel that is added
+_BEGINNING = 14  # fields of stages before those of the first kernel that is added
 _MANY = 2**12  # least numbers per thread, of work that is no product
 CALLED = 4
 """How many times as much work per thread pays where a team has to be called for it, which takes some microseconds."""
@@ -43,7 +43,7 @@ def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
         parts: number of parts, at least one; no more threads are used than parts, or than torch has.
     """
     stage = 0, kernel.address, 2 + len(fields), 0, 0, parts, *fields
-    TEAM.run(array("q", (0, 0, 1, *stage)), min(torch.get_num_threads(), parts))
+    TEAM.run(array("q", (0, 0, 1, 0, *stage)), min(torch.get_num_threads(), parts))
 
 
 class At(NamedTuple):
@@ -83,7 +83,9 @@ class Stages:
     def __init__(self) -> None:
         self._places, self._threads = array("q"), 1
         fill = kernels.kernel("fill_addresses").address
-        self._fields = array("q", (0, 0, 1, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0))  # the first stage fills in the addresses
+        self._fields = array(
+            "q", (0, 0, 1, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0)
+        )  # the first stage fills in the addresses
         self._sequence = 0  # index of the last stage's number of fields, if that is a sequence; else 0
 
     def add(self, kernel: CpuKernel, parts: int | At, fields: Sequence[int | At], *, joined: bool = False) -> None:
@@ -149,7 +151,7 @@ class Stages:
         """Run the kernels with these addresses, 0 for none; the caller keeps alive what they point to."""
         fields, given = self._fields[:], array("q", addresses)
         (own, _), (places, count) = fields.buffer_info(), self._places.buffer_info()
-        fields[9:13] = array("q", (own, places, given.buffer_info()[0], count // 3))
+        fields[10:14] = array("q", (own, places, given.buffer_info()[0], count // 3))
         TEAM.run(fields, self._threads)
 
 
