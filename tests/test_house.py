@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 266,  # raised by 9: fused passes and `lade.invariant` on CUDA, a CPU pass in one call
-    "lines": 51_960,  # raised by 1,822: the same
+    "lines": 51_980,  # raised by 1,822: the same
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.8,
