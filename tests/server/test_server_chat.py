@@ -1,11 +1,10 @@
 """Chats and completions: the tokens of `model.generate`, whole and streamed."""
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from served import MODEL, SERVED, TOKENIZER, plain, running, templated, text_of
+from served import MODEL, TOKENIZER, plain, running, templated, text_of
 
 from lade.server import app
 from lade.server.serialization import encoded
@@ -333,10 +332,3 @@ def test_a_streamed_request_is_followed_in_few_files():
         threading.setprofile(None)
     assert events[-1] == "[DONE]" and {"routes.py", "answer.py", "chat.py", "choice.py"} < files
     assert len(files) <= 18, sorted(files)
-
-
-@pytest.mark.parametrize(("sampling", "page"), [({}, {"temperature": 0.0}), ({"temperature": 0.6}, {})])
-def test_the_page_asks_greedily_where_the_checkpoint_asks_for_no_sampling(sampling, page):
-    with running(replace(SERVED, sampling=sampling)) as server:
-        told = server.http.get("/v1/models/toy").json()["lade"]
-    assert told["page"] == page and told["defaults"]["temperature"] == sampling.get("temperature", 1.0)

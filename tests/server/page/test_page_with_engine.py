@@ -42,11 +42,12 @@ def test_the_page_is_told_what_the_model_takes_and_what_holds_where_nothing_is_a
     told = {"chat": True, "context": server.service.context, "images": False}
     (model, _) = server.http.get("/v1/models").json()["data"]
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": server.service.settings.answer_tokens}
-    assert model["lade"] == {**told, "defaults": defaults}
+    assert model["lade"] == {**told, "defaults": defaults, "page": {"temperature": 0.0}}, "greedy, as `lade chat`"
     seeing = replace(SERVED, sampling={"temperature": 0.6, "top_k": 20}, encode_images=lambda messages, arguments: None)
     with running(served=seeing) as other:
         described = other.http.get("/v1/models/toy").json()["lade"]
     assert described["images"] and described["defaults"] == {**defaults, "temperature": 0.6, "top_k": 20}
+    assert described["page"] == {}, "the checkpoint asks for sampling"
 
 
 @pytest.mark.slow
