@@ -24,17 +24,35 @@ def three_threads(monkeypatch):
 LOCK = threading.Lock()
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def count(address):
-    """Count each part up, in the numbers that the only field points to."""
-    fields = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
-    done = ctypes.cast(fields[2], ctypes.POINTER(ctypes.c_int64))
+def parts_taken(fields):
+    """The parts that this thread takes, as kernels do, until none is left."""
     while True:
         with LOCK:
             part = fields[0]
             fields[0] += 1
         if part >= fields[1]:
             return
+        yield part
+
+
+def fields_at(address):
+    return ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
+
+
+def run_by_two(work):
+    threads = [threading.Thread(target=kernel("run_stages"), args=(work.buffer_info()[0],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def count(address):
+    """Count each part up, in the numbers that the only field points to."""
+    fields = fields_at(address)
+    done = fields_at(fields[2])
+    for part in parts_taken(fields):
         with LOCK:
             done[part] += 1
 
@@ -125,7 +143,7 @@ class Machine:
 
     def enter(self, address, place, threads, flags):
         """Run as OpenMP's pool would: the first thread leaves at once, the last one after the stall."""
-        fields = ctypes.cast(place, ctypes.POINTER(ctypes.c_int64))
+        fields = fields_at(place)
         self.entered += 1
         fields[0], fields[1] = 0, self.now
         self.now += int(1e6 * self.stall_ms)
@@ -167,25 +185,15 @@ def test_stalls_take_little_of_the_time_on_a_busy_machine(monkeypatch):
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def slow_first_part(address):
     """Take the parts, and sleep in the first one."""
-    fields = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
-    while True:
-        with LOCK:
-            part = fields[0]
-            fields[0] += 1
-        if part >= fields[1]:
-            return
+    for part in parts_taken(fields_at(address)):
         time.sleep(0.0 if part else 0.1)
 
 
 def test_stages_tell_how_long_threads_have_waited_and_when_the_first_one_left():
     address = ctypes.cast(slow_first_part, ctypes.c_void_p).value
     work = array("q", (0, 0, 2, 0, *(0, address, 2, 0, 0, 2), *(0, address, 2, 0, 1, 1)))
-    place, began = work.buffer_info()[0], time.monotonic_ns()
-    threads = [threading.Thread(target=kernel("run_stages"), args=(place,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    began = time.monotonic_ns()
+    run_by_two(work)
     assert 5e7 < work[0] < time.monotonic_ns() - began and began < work[1] < time.monotonic_ns()
 
 
@@ -195,13 +203,7 @@ TAKERS: list[int] = []
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def noted(address):
     """Take part by part, and note which thread does."""
-    fields = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
-    while True:
-        with LOCK:
-            part = fields[0]
-            fields[0] += 1
-        if part >= fields[1]:
-            return
+    for _ in parts_taken(fields_at(address)):
         TAKERS.append(threading.get_ident())
         time.sleep(0.001)
 
@@ -211,10 +213,6 @@ def test_one_thread_does_the_rest_once_another_was_waited_for(first):
     addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (first, noted)]
     work = array("q", (0, 0, 3, 0, *(0, addresses[0], 2, 0, 0, 2), *(0, addresses[1], 2, 0, 0, 9) * 2))
     TAKERS.clear()
-    threads = [threading.Thread(target=kernel("run_stages"), args=(work.buffer_info()[0],)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
+    run_by_two(work)
     assert len(TAKERS) == 18 + 2 * (first is noted)
     assert first is noted or len(set(TAKERS[-9:])) == 1, "the thread that was late may have begun the second"

@@ -3,7 +3,7 @@
 Two calls a layer, its cache and its attention take as long as the products of a small model. Here the first layer of a
 pass has one team of threads compute all of them, behind each other in one call:
 
-    for each layer: projections, new keys and values into the cache, attention, what is behind it (`fused.py`)
+    for each layer: projections, new keys and values into the cache, attention, what is behind it (`layer_stages`)
 
 The layers after it find their results ready: each checks that it was called with what was foreseen, and only then are
 its keys and values counted as cached. So modelling code runs as it is, and sees the same hidden states in between.
