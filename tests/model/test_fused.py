@@ -411,7 +411,9 @@ def test_a_decoder_has_the_bits_of_its_layers(weights, dtype, family, threads, m
     model = made(family, weights, dtype, num_hidden_layers=3)
     assert count(model, ChainedDecoder) == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    other, fits = apart(model), model.model.is_fit()
+    other = apart(model)
+    with torch.no_grad():
+        fits = model.model.is_fit()
     runs = len(model.model._stack.runs)
     assert fits and runs == (3 if family == "gemma2" else 1)
     for rows, sizes in ((1, [4, 1, 1, 9, 1]), (3, [2, 5, 1, 20]), (2, [3, PREPARED_ROWS // 2, 1])):
@@ -444,20 +446,29 @@ def test_requests_of_an_engine_are_fed_in_one_call(ahead):
     assert sum(ahead) > 20
 
 
+class Interrupting(StoppingCriteria):
+    """Does something once, amid a call."""
+
+    def __init__(self, do, after):
+        self.do, self.after = do, after
+
+    def __call__(self, ids, scores, **kwargs):
+        if ids.shape[1] == self.after:
+            self.do()
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
 def test_hooks_in_the_middle_of_a_call_are_heard(ahead):
     """Passes of one call rely on its first one, but for hooks."""
     model, heard, done = made(), [], 5
     ahead.clear()
 
-    class Criterion(StoppingCriteria):
-        def __call__(self, ids, scores, **kwargs):
-            if ids.shape[1] == IDS.shape[1] + done:
-                model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *args: heard.append(1))
-            return torch.zeros(len(ids), dtype=torch.bool)
+    def hook():
+        model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *args: heard.append(1))
 
     lade.generate(
         model, input_ids=IDS, max_new_tokens=20, do_sample=False, lookahead=lade.LookaheadConfig(budget=1),
-        stopping_criteria=StoppingCriteriaList([Criterion()]),
+        stopping_criteria=StoppingCriteriaList([Interrupting(hook, IDS.shape[1] + done)]),
     )  # fmt: skip
     assert len(heard) == 20 - done and ahead == [False] + [True] * (done - 1)
 
@@ -584,8 +595,12 @@ def test_few_shapes_are_kept(monkeypatch):
     assert len(model.model._stack.runs[0]._known) == 3
 
 
-def test_weights_that_are_moved_are_found(ahead):
+def test_weights_that_are_moved_are_found():
+    """Amid a call, whose passes rely on its first one, as well."""
     model = made()
-    expected = fed(model, IDS, [2, 1, 2])
-    model.share_memory()
-    assert same(fed(model, IDS, [2, 1, 2]), expected) and ahead[-1]
+    given = {"max_new_tokens": 20, "do_sample": False, "lookahead": lade.LookaheadConfig(budget=1)}
+    expected = lade.generate(model, input_ids=IDS, **given)
+    criteria = StoppingCriteriaList([Interrupting(model.share_memory, IDS.shape[1] + 5)])
+    assert torch.equal(lade.generate(model, input_ids=IDS, stopping_criteria=criteria, **given), expected)
+    (run,) = model.model._stack.runs.values()
+    assert run._addresses == [each.data_ptr() for each in run._storages]

@@ -356,11 +356,13 @@ class ChainedDecoder(Changed):
             AHEAD.now = outer
 
     def is_fit(self) -> bool:
-        """Return True if one call may compute layers; it prepares for them if they are new."""
+        """Return True if one call may compute layers; it prepares for them if they are new.
+
+        It is for passes without gradients: with them nothing can be fused.
+        """
         modules = self._modules.get("layers")
         if not self._stack.follows(modules):
-            with torch.no_grad():  # with gradients nothing is fused, and passes to come may have none
-                self._stack = _Stack(modules)
+            self._stack = _Stack(modules)
         return self._stack.is_free()
 
 
