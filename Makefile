@@ -8,7 +8,7 @@ NEWEST_TESTS := tests/decoding tests/hf tests/parity tests/serving tests/server
 NEWEST_SET ?= constraints-newest.txt
 KERNEL := .venv-kernel
 KERNEL_TESTS := tests/model/test_tree_kernel.py tests/model/test_gpu_invariance.py tests/parity/test_attention_families.py \
-	tests/parity/test_invariant_passes.py
+	tests/parity/test_invariant_passes.py tests/parity/test_fused_passes.py
 QUANTISED := .venv-quantised
 QUANTISED_TESTS := tests/parity/test_quantised_libraries.py
 DOCS := .venv-docs

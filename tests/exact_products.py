@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import gelu, silu
 
 
 def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,29 +29,33 @@ def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, add: torch.Tensor | None = None
+    x: torch.Tensor, by: Any, add: torch.Tensor | None = None, add_norm: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the kernel of that name, which an interpreter runs row by row."""
-    total = x if add is None else x + add
+    total = x if add is None else x + (add if add_norm is None else norm(add, add_norm)[1])
     wide = total.double()
-    return total, weight * (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype)
+    normed = wide / (wide.square().mean(-1, keepdim=True) + by.eps).sqrt()
+    if by.from_one:
+        return total, (normed * (1 + by.weight.double())).to(x.dtype)
+    return total, by.weight * normed.to(x.dtype)
 
 
-def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
+def gated_product(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """As the kernel of that name."""
     gate, up = gate_up.double().chunk(2, -1)
-    return (gate / (1 + (-gate).exp())).to(gate_up.dtype) * up.to(gate_up.dtype)
+    active = gelu(gate, approximate="tanh") if activation == "gelu_pytorch_tanh" else silu(gate)
+    return active.to(gate_up.dtype) * up.to(gate_up.dtype)
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, turns: Any, norms: Any, eps: float, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    qkv: torch.Tensor, turns: Any, norms: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """As the kernel of that name."""
     kv_heads, dim = keys.shape[1], keys.shape[-1]
     heads = qkv.unflatten(-1, (-1, dim))  # [B, S, H + 2 * Hkv, D]
     query, key, value = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
     if norms:
-        query, key = norm(query, norms[0], eps)[1], norm(key, norms[1], eps)[1]
+        query, key = norm(query, norms[0])[1], norm(key, norms[1])[1]
     cos, sin = (turn[:, :, None].double() for turn in turns)
     turned = []
     for each in (query, key):
@@ -89,6 +94,6 @@ def quick_kernels(monkeypatch: pytest.MonkeyPatch, *, attends: bool) -> None:
 
     exact_dots(monkeypatch)
     monkeypatch.setattr(layers, "linear", exact_linear)
-    for function in (norm, silu_product, rotate_and_store):
+    for function in (norm, gated_product, rotate_and_store):
         monkeypatch.setattr(fused_kernels, function.__name__, function)
         monkeypatch.setattr(layers, function.__name__, function, raising=False)

@@ -210,9 +210,9 @@ def test_it_compiles_into_what_a_small_gpu_has(shape, capability, tmp_path, monk
 
 
 FUSED = {
-    "_norm": ({"ADD": True, "BLOCK": 4096}, {"columns": "i32", "eps": "fp32"}, 8),
+    "_norm": ({"ADD": True, "ADD_NORM": True, "FROM_ONE": True, "BLOCK": 4096}, {"columns": "i32", "eps": "fp32"}, 8),
     "_rotate_and_store": (
-        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128, "NORMS": True},
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128, "NORMS": True, "FROM_ONE": False},
         {
             "slots": "*i64",
             "step": "i32",
@@ -223,7 +223,7 @@ FUSED = {
         },
         1,
     ),
-    "_silu_product": ({"BLOCK": 1024}, {"columns": "i32"}, 4),
+    "_gated_product": ({"TANH": True, "BLOCK": 1024}, {"columns": "i32"}, 4),
 }
 
 

@@ -26,7 +26,8 @@ from lade.hf import job
 from lade.model import joint
 from lade.model.facts import ModelFacts
 
-NAMES = ["llama", "mistral-window", "qwen2", "qwen3"]
+NAMES = ["llama", "mistral-window", "qwen2", "qwen3", "gemma3_text"]
+OF_TWO_LAYERS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]}}
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
 
 
@@ -60,12 +61,12 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
 
 
 def built(name: str, device: torch.device, **overrides: Any) -> Any:
-    overrides = {"dtype": torch.float32, "num_hidden_layers": 2, **overrides}
+    overrides = {"dtype": torch.float32, "num_hidden_layers": 2, **OF_TWO_LAYERS.get(name, {}), **overrides}
     model: Any = family(name).build("sdpa", **overrides)
     torch.manual_seed(1)
     for weight_name, weight in model.named_parameters():
-        if weight_name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(weight, 1.0 if "norm" in weight_name else 0.0, 0.3)
+        if weight_name.endswith(("bias", "norm.weight", "layernorm.weight")):
+            torch.nn.init.normal_(weight, 1.0 if "norm" in weight_name and "gemma" not in name else 0.0, 0.3)
     return model.to(device)
 
 
@@ -188,12 +189,13 @@ REFUSED = {
     "attention": lambda model: model.set_attn_implementation("eager"),
     "all in one": lambda model: model.model.norm.double(),
     "activation": lambda model: setattr(model.config, "hidden_act", "gelu"),
+    "caps": lambda model: setattr(model.config, "final_logit_softcapping", 30.0),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_models_that_are_not_fused(why: str) -> None:
-    model: Any = family("gemma3_text" if why == "family" else "llama").build("sdpa", dtype=torch.float32)
+    model: Any = family("gpt2" if why == "family" else "llama").build("sdpa", dtype=torch.float32)
     plan = lade.supports(model).require()
     REFUSED[why](model)
     if why == "attention":

@@ -6,7 +6,9 @@ forty kernels, takes nearly as long again. Here it is five:
     x, y = norm(x, before)                          residual and norm
     q, cache = rotate(y @ [q | k | v])              one product, rotary positions, keys and values into the cache
     x, y = norm(x, attention(q, cache) @ o)
-    before = silu_product(y @ [gate | up]) @ down
+    before = gated_product(y @ [gate | up]) @ down
+
+Where a family norms what is added to the residual as well, that is a part of the same kernels.
 
 The weights that one product takes are laid out side by side once, and the model's parameters become views of them: the
 model computes as before, and takes no more memory.
@@ -37,9 +39,9 @@ from lade.model.masks import TREE_ATTENTION, MaskPlan
 logger = logging.getLogger(__name__)
 _laying_out = ForkSafeLock()
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Their layers differ in biases, in norms of heads and in windows alone."""
-_HERE = "lade.backends.cuda_graphs."  # invariant layers
+FAMILIES = {name: name.removesuffix("_text") for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")}
+"""Names of their modules by model type. Layers differ in biases, norms, windows and the activation alone."""
+ACTIVATIONS = "silu", "swish", "gelu_pytorch_tanh"
 _OF_TORCH, _LINEAR = frozenset({nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU}), 7
 """Torch's own kinds of layers in them, and linear ones in each decoder layer."""
 ATTENTION = frozenset({"sdpa", TREE_ATTENTION})
@@ -51,11 +53,11 @@ kinds of attention differ by 0.04; in float32 products may be rounded to TF32. A
 def fusion_refusal(facts: ModelFacts, plan: MaskPlan) -> str:
     """Return why passes of a model are not fused; empty if a trial decides."""
     config = facts.text_config
-    family = config.model_type
-    if family not in FAMILIES or type(facts.model).__name__.lower() != f"{family}forcausallm":
-        return f"its family is none of {', '.join(sorted(FAMILIES))}"
-    own, layers = (f"transformers.models.{family}.", "transformers.activations", _HERE), len(facts.model.model.layers)
-    strange = [kind.__name__ for kind in facts.kinds if kind not in _OF_TORCH and not kind.__module__.startswith(own)]
+    family = FAMILIES.get(config.model_type)
+    if family is None or type(facts.model).__name__.lower() != f"{family}forcausallm":
+        return f"its family is none of {', '.join(FAMILIES.values())}"
+    own, layers = (f"transformers.models.{family}.", "transformers.activations"), len(facts.model.model.layers)
+    strange = [kind.__name__ for kind in facts.kinds if not (kind in _OF_TORCH or _is_invariant_or_of(kind, own))]
     linear = sum(len(modules) for kind, modules in facts.kinds.items() if issubclass(kind, nn.Linear))
     if linear != 1 + _LINEAR * layers:
         strange.append(f"{linear} linear ones in {layers}")
@@ -63,14 +65,29 @@ def fusion_refusal(facts: ModelFacts, plan: MaskPlan) -> str:
         return f"it has other layers than its family: {', '.join(sorted(strange))}"
     if facts.replaced or facts.compiled or facts.training:
         return "parts of it were replaced, compiled or are in training mode"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, not SiLU"
+    if (activation := activation_of(config)) not in ACTIVATIONS:
+        return f"its activation is {activation}, none of {', '.join(ACTIVATIONS)}"
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        return "it caps its logits"
     if config._attn_implementation not in ATTENTION or plan.additive:
         return f"its attention is {config._attn_implementation}: choose sdpa or {TREE_ATTENTION}"
     dtypes = {weight.dtype for weight in facts.weights}
     if len(dtypes) > 1 or not dtypes <= set(WORST) or {type(weight) for weight in facts.weights} != {nn.Parameter}:
         return "its weights are not all in one of float32, bfloat16 and float16"
     return "" if HAS_TRITON else "Triton is not installed"
+
+
+def _is_invariant_or_of(kind: type, modules: tuple[str, ...]) -> bool:
+    """Return True for a class from these modules, and for one that `lade.invariant` made of any other."""
+    return (
+        kind.__module__.startswith(modules)
+        or kind.__mro__[1].__module__ == "lade.backends.cuda_graphs.invariant.layers"
+    )
+
+
+def activation_of(config: Any) -> str:
+    """Return the name of the activation of a configuration's gated blocks."""
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
 def decoder_of(facts: ModelFacts, plan: MaskPlan, *, in_use: bool) -> FusedDecoder | None:
@@ -92,40 +109,62 @@ def decoder_of(facts: ModelFacts, plan: MaskPlan, *, in_use: bool) -> FusedDecod
         return None
 
 
+Added = tuple[torch.Tensor, Any]
+"""What is to be added to a residual, `[B, S, H]`, and its `fused_kernels.Norm`; None for none."""
+
+
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of a decoder layer, those of one product side by side, and the reach of its attention."""
+    """The weights of a decoder layer, those of one product side by side, and the reach of its attention.
+
+    Attributes:
+        norms: norms before attention and before the gated block; see `fused_kernels.Norm`.
+        added_norms: norms of what attention and the block add to the residual; None for none.
+        head_norms: norms of queries' and keys' heads; None for none.
+        activation: one of `ACTIVATIONS`.
+    """
 
     qkv: tuple[torch.Tensor, torch.Tensor | None]
     output: tuple[torch.Tensor, torch.Tensor | None]
     gate_up: tuple[torch.Tensor, torch.Tensor | None]
     down: tuple[torch.Tensor, torch.Tensor | None]
-    norms: tuple[torch.Tensor, torch.Tensor]
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    eps: float
+    norms: tuple[Any, Any]
+    added_norms: tuple[Any, Any]
+    head_norms: tuple[Any, Any] | None
+    activation: str
     scaling: float
     span: AttentionSpan
 
     @classmethod
     def of(cls, layer: Any, span: AttentionSpan) -> LayerWeights:
         """Return a layer of transformers, whose parameters become views of what is side by side."""
+        from lade.backends.cuda_graphs.fused_kernels import Norm
+
         attention, block = layer.self_attn, layer.mlp
+        before, after = layer.input_layernorm, layer.post_attention_layernorm
+        added_norms: tuple[Norm | None, Norm | None] = None, None
+        if hasattr(layer, "pre_feedforward_layernorm"):  # `after` norms what attention adds
+            norms = before, layer.pre_feedforward_layernorm
+            added_norms = Norm.of(after), Norm.of(layer.post_feedforward_layernorm)
+        else:
+            norms = before, after
         has_norms = hasattr(attention, "q_norm")
         return cls(
             qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
             output=(attention.o_proj.weight.detach(), _detached(attention.o_proj.bias)),
             gate_up=side_by_side([block.gate_proj, block.up_proj]),
             down=(block.down_proj.weight.detach(), _detached(block.down_proj.bias)),
-            norms=(layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()),
-            head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
-            eps=layer.input_layernorm.variance_epsilon,
+            norms=(Norm.of(norms[0]), Norm.of(norms[1])),
+            added_norms=added_norms,
+            head_norms=(Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if has_norms else None,
+            activation=activation_of(attention.config),
             scaling=attention.scaling,
             span=span,
         )
 
     def run(
-        self, x: torch.Tensor, before: torch.Tensor | None, attended: Callable[..., torch.Tensor], product: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, before: Added | None, attended: Callable[..., torch.Tensor], product: Any
+    ) -> tuple[torch.Tensor, Added]:
         """Return the residual `[B, S, H]`, and what the next layer has to add to it, like this one `before`.
 
         Args:
@@ -134,12 +173,12 @@ class LayerWeights:
             attended: returns the result of attention, `[B, S, H, D]`, given queries, keys and values side by side.
             product: `torch.nn.functional.linear` or like it.
         """
-        from lade.backends.cuda_graphs.fused_kernels import norm, silu_product
+        from lade.backends.cuda_graphs.fused_kernels import gated_product, norm
 
-        x, y = norm(x, self.norms[0], self.eps, before)
+        x, y = norm(x, self.norms[0], *(before or ()))
         found = attended(product(y, *self.qkv))
-        x, y = norm(x, self.norms[1], self.eps, product(found.flatten(2), *self.output))
-        return x, product(silu_product(product(y, *self.gate_up)), *self.down)
+        x, y = norm(x, self.norms[1], product(found.flatten(2), *self.output), self.added_norms[0])
+        return x, (product(gated_product(product(y, *self.gate_up), self.activation), *self.down), self.added_norms[1])
 
 
 class FusedDecoder:
@@ -166,7 +205,9 @@ class FusedDecoder:
         spans = [plan.spans[kind] or FULL for kind in kinds[:count]]
         self._layers = [LayerWeights.of(*each) for each in zip(decoder.layers, spans, strict=False)]  # a trial has few
         self._embed, self._rotary, self._head = decoder.embed_tokens, decoder.rotary_emb, facts.model.lm_head
-        self._norm, self._eps = decoder.norm.weight.detach(), config.rms_norm_eps
+        self._norm = fused_kernels.Norm.of(decoder.norm)
+        by_type = hasattr(self._rotary, "layer_types")
+        self._rotary_types = (config.layer_types if by_type else [None] * count)[: len(self._layers)]
 
     def states(self, inputs: StaticInputs, buffers: Buffers, shape: StepShape) -> torch.Tensor:
         """Make a pass, whose keys and values go to the buffers; return the states after the last norm, `[B, S, H]`."""
@@ -174,17 +215,24 @@ class FusedDecoder:
         product, attention = self._parts(inputs, shape)
         positions = inputs.positions if inputs.offsets is None else inputs.positions + inputs.offsets[0]
         x = self._embed(inputs.ids).detach()
-        cos, sin = (each.expand(*positions.shape, -1).contiguous() for each in self._rotary(x, positions))
-        before: torch.Tensor | None = None  # what the layer before adds to its residual
-        for layer, keys, values in zip(self._layers, buffers.keys, buffers.values, strict=True):
+        turns = {kind: self._turns(x, positions, kind) for kind in set(self._rotary_types)}
+        before: Added | None = None
+        for layer, kind, *cached in zip(self._layers, self._rotary_types, buffers.keys, buffers.values, strict=True):
+            keys, values = (each[: shape.rows] for each in cached)
 
-            def attended(qkv: torch.Tensor, layer: Any = layer, keys: Any = keys, values: Any = values) -> torch.Tensor:
-                keys, values = keys[: shape.rows], values[: shape.rows]  # qkv: [B, S, (H + 2 * Hkv) * D]
-                query = rotate(qkv, (cos, sin), layer.head_norms, layer.eps, keys, values, slots)
+            def attended(
+                qkv: torch.Tensor, layer: Any = layer, turns: Any = turns[kind], keys: Any = keys, values: Any = values
+            ) -> torch.Tensor:
+                query = rotate(qkv, turns, layer.head_norms, keys, values, slots)  # qkv: [B, S, (H + 2 * Hkv) * D]
                 return attention(layer, query, keys[:, :, : shape.keys], values[:, :, : shape.keys])
 
             x, before = layer.run(x, before, attended, product)
-        return norm(x, self._norm, self._eps, before)[1]
+        return norm(x, self._norm, *(before or ()))[1]
+
+    def _turns(self, x: torch.Tensor, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, ...]:
+        """Return cosines and sines of positions `[B, S]`, `[B, S, D]` each, in layers of a kind."""
+        found = self._rotary(x, positions, *([] if kind is None else [kind]))
+        return tuple(each.expand(*positions.shape, -1).contiguous() for each in found)
 
     def _parts(self, inputs: StaticInputs, shape: StepShape) -> tuple[Any, Callable[..., torch.Tensor]]:
         """Return the function of a linear layer, and that of a layer's attention over queries, keys and values."""

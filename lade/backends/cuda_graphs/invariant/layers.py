@@ -15,7 +15,7 @@ from torch.nn.functional import linear, pad
 
 from lade.backends.cuda_graphs.buffers import StepShape
 from lade.backends.cuda_graphs.fused import LayerWeights
-from lade.backends.cuda_graphs.fused_kernels import ROWS, norm, rotate_and_store
+from lade.backends.cuda_graphs.fused_kernels import ROWS, Norm, norm, rotate_and_store
 from lade.backends.cuda_graphs.invariant.attention import Places, attend
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.model.facts import CACHE_NAMES
@@ -77,14 +77,14 @@ class InvariantLayer(Changed):
             kv_heads = attention.k_proj.out_features // attention.head_dim
             keys, values = qkv.new_empty(2, rows, kv_heads, step, attention.head_dim)
             slots = torch.arange(step, device=qkv.device).expand(rows, -1).contiguous()
-            query = rotate_and_store(qkv, (cos, sin), layer.head_norms, layer.eps, keys, values, slots)
+            query = rotate_and_store(qkv, (cos, sin), layer.head_norms, keys, values, slots)
             if cache is not None:
                 keys, values = cache.update(keys, values, attention.layer_idx)
             places = _places(position_embeddings[0], attention_mask, position_ids.expand(rows, -1), keys.shape[2])
             return attend(query, keys, values, places, scale=layer.scaling)
 
-        x, before = layer.run(hidden_states.contiguous(), None, attended, product)
-        return x + before
+        x, (added, added_norm) = layer.run(hidden_states.contiguous(), None, attended, product)
+        return x + added if added_norm is None else norm(x, layer.norms[0], added, added_norm)[0]
 
     @staticmethod
     def parts_of_tree_pass(inputs: StaticInputs, shape: StepShape) -> tuple[Any, Callable[..., torch.Tensor]]:
@@ -105,12 +105,9 @@ class InvariantLayer(Changed):
 class LastNorm(Changed):
     """Mixin for the class of the last norm."""
 
-    weight: torch.Tensor
-    variance_epsilon: float
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of `[..., H]`."""
-        return norm(x.contiguous(), self.weight.detach(), self.variance_epsilon)[1]
+        return norm(x.contiguous(), Norm.of(self))[1]
 
 
 class InvariantHead(Changed):
