@@ -3,7 +3,7 @@
     python lab/experiments/host_time.py step --model FOLDER [--method 7,5,7 | --method budget=16 | ...] [--no-parts]
     python lab/experiments/host_time.py pass --model FOLDER --inflate 500e6 [--weights int8 | dense] [--invariant]
     python lab/experiments/host_time.py call --model FOLDER [--prompt-tokens 20 --prompt-tokens 300]
-    python lab/experiments/host_time.py replay --model FOLDER --prompts FILE.jsonl [--budget 16 --budget 64]
+    python lab/experiments/host_time.py replay --model FOLDER --prompts FILE.jsonl [--budget 64] [--pass-ms 5]
 
 "step" times all but the model's forward pass, by part. Each part is timed by wrapping its function, which counts as the
 library's time, so this shows shares; with `--no-parts` the total is right.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import Annotated, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding import loop
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.copy_drafting import OwnText
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.readout import Readout
@@ -250,12 +251,13 @@ def written(model: Any, prompts: list[torch.Tensor], budget: int, new_tokens: in
         loop.read = read
 
 
-def replayed(model: Any, texts: list[Written], budget: int) -> list[list[float]]:
-    """Write the texts again; seconds of growing, inputs, walk and learning of each step."""
+def replayed(model: Any, texts: list[Written], budget: int, pass_s: float) -> list[list[float]]:
+    """Write the texts again, with a pause of `pass_s` for each pass; seconds of growing, inputs, walk and learning."""
     memory, taken = lade.Memory(), []
     for text in texts:
         excluded, vocabulary = special_ids(model.generation_config), vocabulary_of(model)
-        drafter = AdaptiveDrafter(memory, FixedBudget(budget), excluded, vocabulary=vocabulary)
+        sources = [OwnText((), excluded)]
+        drafter = AdaptiveDrafter(memory, FixedBudget(budget), excluded, vocabulary=vocabulary, sources=sources)
         end, first = len(text.tokens), text.said[0]
         row = Row(text.prompt, drafter, Greedy(), lambda tokens, end=end: len(tokens) >= end)  # type: ignore[misc]
         assert first.entries is not None
@@ -269,11 +271,12 @@ def replayed(model: Any, texts: list[Written], budget: int) -> list[list[float]]
             clock.append(perf_counter())
             inputs.fill([draft.tree], [len(row.tokens) - 1])
             clock.append(perf_counter())
+            sleep(pass_s)
+            back = perf_counter()
             verdict = walk(draft.tree, row.chooser.bind(torch.empty(0), said.argmax_ids, row.tokens), row.emit)
-            clock.append(perf_counter())
+            walked = perf_counter()
             drafter.learn(row.tokens, draft, said, verdict)
-            clock.append(perf_counter())
-            taken.append(np.diff(clock).tolist())
+            taken.append([*np.diff(clock).tolist(), walked - back, perf_counter() - walked])
         if row.tokens != text.tokens:
             raise SystemExit("the text came out otherwise: what was timed is not what happens")
     return taken
@@ -287,6 +290,7 @@ def replay(
     limit: Annotated[int, typer.Option(help="prompts")] = 12,
     new_tokens: Annotated[int, typer.Option(help="tokens to write for each")] = 150,
     rounds: Annotated[int, typer.Option(help="times that all is written again")] = 5,
+    pass_ms: Annotated[float, typer.Option(help="time to sleep in place of each pass")] = 0.0,
 ) -> None:
     """Host time of a step during which a GPU would wait."""
     torch.set_num_threads(1)
@@ -295,7 +299,7 @@ def replay(
     ids = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids for line in lines]
     for size in budget or [16, 64]:
         texts = list(written(loaded, ids, size, new_tokens))
-        taken = 1e6 * np.array([each for _ in range(rounds) for each in replayed(loaded, texts, size)])
+        taken = 1e6 * np.array([each for _ in range(rounds) for each in replayed(loaded, texts, size, 1e-3 * pass_ms)])
         growing, inputs, walking, learning = np.median(taken, axis=0)
         low, middle, high = np.percentile(taken.sum(axis=1), [25, 50, 75])
         parts = f"growing {growing:.0f}, inputs {inputs:.0f}, walk {walking:.0f}, learning {learning:.0f}"
