@@ -1,7 +1,7 @@
 """Build of the compiled kernels: one shared library with a C interface, loaded by `lade.native`.
 
 The library is independent of Python's version, so there is one wheel per platform. Without a C++17 compiler the build
-passes without it, and the scalar reference implementations run instead. All other metadata is in pyproject.toml.
+passes without it, and drafts are those of the paper's n-gram pool alone. All other metadata is in pyproject.toml.
 """
 
 import runpy

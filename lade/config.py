@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lade.errors import ConfigError
+from lade.native import COMPILER_REMEDY, library
 
 if TYPE_CHECKING:
     from lade.drafter import Drafter
@@ -15,6 +16,8 @@ MOST_COLUMNS, MOST_NGRAM, MOST_BUDGET = 256, 32, 1024
 """Upper bounds: several times the sizes that pay on any hardware, yet small enough for a step to finish."""
 WINDOW, NGRAM, GUESSES = 7, 5, 7
 """Defaults of the paper for models of about 7B parameters."""
+POOL_ALONE = {"window": 0, "ngram": NGRAM, "guesses": 3}
+"""Defaults where the compiled kernels are missing: a step of few tokens, which pays on a CPU, too."""
 
 
 class BaseMemory:
@@ -26,7 +29,8 @@ class LookaheadConfig:
     """How to draft. Without arguments: the adaptive method, which needs no tuning.
 
     Explicit `window`, `ngram` or `guesses` select the fixed method of the paper (arXiv 2402.02057) at exactly these
-    sizes.
+    sizes. Where the compiled kernels are missing, the
+    default is the paper's n-gram pool alone, with three guesses a step.
 
     Args:
         window: W, columns of the lookahead window; 0 disables the lookahead branch. At most 256; default 7.
@@ -69,9 +73,12 @@ class LookaheadConfig:
     def __post_init__(self) -> None:
         sizes = {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
         given = {name: size for name, size in sizes.items() if size is not None}
+        defaults = {"window": WINDOW, "ngram": NGRAM, "guesses": GUESSES}
         if self.adaptive is None:
-            object.__setattr__(self, "adaptive", not given)
-        for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
+            compiled = bool(given) or library() is not None
+            object.__setattr__(self, "adaptive", compiled and not given)
+            defaults = defaults if compiled else POOL_ALONE
+        for name, default in defaults.items():
             object.__setattr__(self, name, given.get(name, default))
         object.__setattr__(self, "sources", _drafters(self.sources))
         self._check_types()
@@ -96,9 +103,13 @@ class LookaheadConfig:
         if not self.adaptive:
             for field in ("budget", "memory", "mtp"):
                 if getattr(self, field) not in (None, False):
-                    remedy = "it belongs to the adaptive method: leave it out, or leave out window, ngram and guesses"
-                    raise ConfigError(field, getattr(self, field), remedy)
+                    remedy = ": leave it out, or leave out window, ngram and guesses"
+                    if library() is None:
+                        remedy = f", which needs the compiled kernels: {COMPILER_REMEDY}"
+                    raise ConfigError(field, getattr(self, field), f"it belongs to the adaptive method{remedy}")
             return
+        if library() is None:
+            raise ConfigError("adaptive", True, f"the compiled kernels are missing: {COMPILER_REMEDY}")
         for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
             if given.get(name, default) != default:
                 raise ConfigError(name, given[name], "the adaptive method has no sizes: leave it out, or adaptive=True")

@@ -43,7 +43,7 @@ def test_without_a_library_that_fits_one_line_says_so(stale, tmp_path, monkeypat
     with caplog.at_level("WARNING"):
         assert native.library.__wrapped__() is None
     assert len(caplog.records) == 1
-    assert ("older than their sources" if stale else "install a C++ compiler") in caplog.text
+    assert ("older than their sources" if stale else "install a C++17 compiler") in caplog.text
 
 
 def test_the_library_is_no_module_to_those_who_walk_the_package():

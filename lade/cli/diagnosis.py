@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from lade.announcements import contention_now
-from lade.backends.cpu.kernels import COMPILER_REMEDY, kernel
+from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
@@ -34,7 +34,7 @@ from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports, unwrap
-from lade.native import library, library_path, processor_name
+from lade.native import COMPILER_REMEDY, WITHOUT, library, library_path, processor_name
 from lade.tuning import cost_cache, cost_file, measure
 from lade.tuning.cost_key import key_of
 from lade.version import TESTED_TRANSFORMERS, __version__, minor_version
@@ -211,8 +211,9 @@ def advice(found: Mapping[str, Any]) -> list[str]:
         found: the parts that `lade doctor --json` prints, by their names.
     """
     here, used, model = found["machine"], found["versions"], found["model"]
+    lacks_kernels = here["kernels"] != "compiled"
     return [
-        *([f"The compiled kernels are {here['kernels']}: {COMPILER_REMEDY}."] if here["kernels"] != "compiled" else []),
+        *([f"The compiled kernels are {here['kernels']}, so {WITHOUT}: {COMPILER_REMEDY}."] if lacks_kernels else []),
         *([model["contention"]] if model["contention"] else []),
         *(
             [f"transformers {used['transformers']} is newer than was tested: install {used['tested_transformers']}."]

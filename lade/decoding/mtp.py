@@ -9,7 +9,7 @@ applied again, deeper in a tree:
     look      further passes: feed the likeliest nodes of each tree, given the layer's outputs at their parents
     forget    drop the nodes from the layer's cache; only accepted text stays there
 
-Predictions only draft: they are mixed with all other evidence (`kernels.mixing`), and verified like any draft.
+Predictions only draft: they are mixed with all other evidence (`lade/native/mixing.cpp`), and verified like any draft.
 """
 
 from __future__ import annotations

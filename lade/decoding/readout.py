@@ -9,13 +9,17 @@ This is the only place where a step waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lade.decoding.kernels import reading
-from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Ints
+from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Floats, Ints
+from lade.native import library
+from lade.native.kernel import FLOATS, HALVES, LONGS, SCORES, TABLE, kernel
+
+Halves = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,44 @@ def unpacked(found: torch.Tensor) -> Readout:
 
 def _read_on_host(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDArray[np.int64], Ints | None]:
     """Return argmax and entries of logits in host memory."""
+    if library() is None:
+        found = reduced(logits.reshape(-1, logits.shape[-1]), wants_entries=wants_entries).numpy()
+        return found[:, 0].astype(np.int64), found[:, 1:].copy() if wants_entries else None
     if logits.dtype == torch.bfloat16:  # torch would convert them on all its threads, and wait for busy ones
-        picks, entries = reading.entries_of(
-            logits.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1, logits.shape[-1])
-        )
+        halves = logits.contiguous().view(torch.int16).numpy().view(np.uint16)
+        picks, entries = entries_of(halves.reshape(-1, logits.shape[-1]))
         return picks, entries if wants_entries else None
     rows = logits.float().numpy().reshape(-1, logits.shape[-1])  # numpy: each torch operation has 5 us of overhead
     if not wants_entries:  # numpy's argmax is ten times as fast as torch's, and returns the first of ties too
         return rows.argmax(axis=-1), None
-    return reading.entries_of(np.ascontiguousarray(rows))
+    return entries_of(np.ascontiguousarray(rows))
+
+
+def entries_of(logits: Floats | Halves) -> tuple[npt.NDArray[np.int64], Ints]:
+    """Return the argmax of each row, and its `WIDTH` likeliest tokens as entries.
+
+    The `WIDTH` likeliest tokens lie in the `WIDTH` blocks with the highest maxima. The normaliser is the sum over the
+    block maxima alone, which is close enough for ranking drafts.
+
+    Args:
+        logits: `[M, V]`, float32, or uint16 with the bits of bfloat16.
+
+    Returns:
+        `[M]` ids, and `[M, WIDTH]` entries in descending order.
+    """
+    rows, vocabulary = logits.shape
+    picks, entries = np.empty(rows, np.int64), np.empty((rows, WIDTH), np.int32)
+    read: Any = _entries_of if logits.dtype == np.float32 else _entries_of_bfloat16
+    read(logits, np.empty((vocabulary + BLOCK - 1) // BLOCK, np.float32), picks, entries)
+    return picks, entries
+
+
+@kernel(SCORES, FLOATS, LONGS, TABLE, keeps_lock=False)
+def _entries_of(logits: Floats, maxima: Floats, picks: npt.NDArray[np.int64], entries: Ints) -> None: ...
+
+
+@kernel(HALVES, FLOATS, LONGS, TABLE, keeps_lock=False)
+def _entries_of_bfloat16(logits: Halves, maxima: Floats, picks: npt.NDArray[np.int64], entries: Ints) -> None: ...
 
 
 def _read_on_device(logits: torch.Tensor, choices: torch.Tensor | None, *, wants_entries: bool) -> Readout:
@@ -103,7 +136,7 @@ def _read_on_device(logits: torch.Tensor, choices: torch.Tensor | None, *, wants
 
 
 def reduced(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
-    """Return argmax and entries of logits `[M, V]`, int32 `[M, 1 + WIDTH]`: the counterpart of `reading.entries_of`.
+    """Return argmax and entries of logits `[M, V]`, int32 `[M, 1 + WIDTH]`: the counterpart of `entries_of`.
 
     The likeliest K tokens are in the K blocks with the highest maxima, so logits are read once, and only these blocks
     are searched: a search of all takes ten times as long at a vocabulary of 128k.

@@ -26,8 +26,8 @@ from lade.decoding import readout
 from lade.decoding.drafting.best_first import OPTIMISM, TreeGrower
 from lade.decoding.drafting.memory import RATE, ContextMemory
 from lade.decoding.kernels import growth, tables
+from lade.decoding.kernels.growth import Requests, learn_requests, propose
 from lade.decoding.kernels.layout import LONGEST, WIDTH, Ints
-from lade.decoding.kernels.requests import Requests, learn_requests, propose
 from lade.engines.price import FIRST, NEWS, TokenPrice
 from lade.errors import ConfigError, InputError
 from lade.memory import Memory
@@ -134,6 +134,7 @@ class EngineDrafter:
 
     Raises:
         ConfigError: an argument is out of range.
+        UnsupportedError: the compiled kernels are missing.
     """
 
     def __init__(

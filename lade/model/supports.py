@@ -31,6 +31,7 @@ from lade.model.masks import (
     MaskPlan,
     plan_for,
 )
+from lade.native import COMPILER_REMEDY, WITHOUT, library
 
 MASK_PER_LAYER_TYPE = frozenset(
     """
@@ -129,11 +130,17 @@ class Support:
     mtp: MtpSupport = _NOT_SEARCHED
     fused: str = "passes are fused on CUDA devices only"
 
+    @property
+    def method(self) -> str:
+        """Method of `lookahead="auto"`: "adaptive", or "lookahead" where the compiled kernels are missing."""
+        return "lookahead" if library() is None else "adaptive"
+
     def __bool__(self) -> bool:
         return not self.reason
 
     def __str__(self) -> str:
-        return f"{self.model}: " + (self.reason or "supported")
+        lack = "" if self.method == "adaptive" else f"; the compiled kernels are missing, so {WITHOUT}"
+        return f"{self.model}: {self.reason or 'supported' + lack}"
 
     def __repr__(self) -> str:
         return f"Support({self})"
@@ -179,6 +186,8 @@ def supports(model: Any) -> Support:
 def mtp_search_refusal(facts: ModelFacts) -> str:
     """Return why a model's files are not searched for MTP layers; empty if they are. Nothing is imported or read."""
     model: Any = facts.model
+    if library() is None:
+        return f"the compiled kernels are missing: {COMPILER_REMEDY}"
     if model.config.is_encoder_decoder:
         return "MTP layers are supported for decoders only, and the model has an encoder"
     if getattr(model, "_tp_size", None) or getattr(model, "_pp_stage", None) is not None:

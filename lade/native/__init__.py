@@ -1,7 +1,7 @@
 """Compiled kernels: one shared library with a C interface, built from the C++17 files of this folder.
 
     sources.py     name of the library, and a digest of its sources
-    kernel.py      calls from Python: checked arrays, structs of arrays, reference implementations
+    kernel.py      calls from Python: checked arrays, structs of arrays
     kernels.h      `LADE_KERNEL`, the export of a function; arrays as Python passes them
     library.cpp    identity of the library
     drafting.h     constants and structs of the drafting kernels, see `lade.decoding.kernels`
@@ -28,9 +28,14 @@ from functools import cache
 from pathlib import Path
 
 from lade.announcements import announce_once
+from lade.errors import UnsupportedError
 from lade.native.sources import digest_of, library_name
 
 logger = logging.getLogger(__name__)
+COMPILER_REMEDY = "install a C++17 compiler (g++ or clang), and install this package again (in a checkout: make native)"
+"""What to do without the library; after a colon."""
+WITHOUT = "drafts are those of the paper's n-gram pool alone, without budgets, memories and MTP layers"
+"""What drafting does without the library."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -62,22 +67,27 @@ def library(*, keeps_lock: bool = False) -> ctypes.CDLL | None:
     """
     path = library_path()
     if not path.exists():
-        announce_once(
-            logger,
-            "the compiled kernels are missing, and slow reference implementations run instead: install a C++ compiler "
-            "(g++ or clang), and install this package again (in a checkout: make native)",
-            logging.WARNING,
-        )
+        announce_once(logger, f"the compiled kernels are missing: {WITHOUT}; {COMPILER_REMEDY}", logging.WARNING)
         return None
     loaded: ctypes.CDLL = (ctypes.PyDLL if keeps_lock else ctypes.CDLL)(str(path))
     loaded.lade_sources.restype = ctypes.c_char_p
     sources = digest_of(path.parent)
     if sources and loaded.lade_sources() != sources.encode():
         announce_once(
-            logger,
-            "the compiled kernels are older than their sources, and slow reference implementations run instead: "
-            "run  make native",
-            logging.WARNING,
+            logger, f"the compiled kernels are older than their sources: {WITHOUT}; run  make native", logging.WARNING
         )
         return None
+    return loaded
+
+
+@cache
+def require_library(*, keeps_lock: bool = False) -> ctypes.CDLL:
+    """Return the compiled library, see `library`.
+
+    Raises:
+        UnsupportedError: there is none to use.
+    """
+    loaded = library(keeps_lock=keeps_lock)
+    if loaded is None:
+        raise UnsupportedError("the compiled kernels are missing", COMPILER_REMEDY)
     return loaded

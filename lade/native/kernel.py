@@ -1,4 +1,4 @@
-"""Calls of compiled kernels: arrays are checked and passed by address; without the library a Python function runs.
+"""Calls of compiled kernels: arrays are checked and passed by address.
 
 A C function takes an array as `const Array<T>*`, see kernels.h. Arrays that are used in many calls are bound once, as a
 `Struct` of addresses; a call then passes one pointer, without a conversion.
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from lade.native import library
+from lade.native import require_library
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -80,40 +80,40 @@ class Struct:
 
 
 class NativeKernel:
-    """A C function of the library; its Python counterpart where there is none.
+    """A C function of the library.
 
     Args:
-        reference: the counterpart; the C function is `lade_` and its name without leading underscores.
+        declared: its declaration; the C function is `lade_` and this name without leading underscores.
         types: types of all arguments in their order.
         result: type of the result; None if it returns nothing.
         keeps_lock: hold the interpreter's lock during a call, so that no thread sees shared arrays half written. For
             calls of some microseconds: another thread that took the lock might keep it for milliseconds.
     """
 
-    def __init__(self, reference: Callable[..., Any], types: Sequence[Any], result: Any, *, keeps_lock: bool) -> None:
-        self.__wrapped__, self.__doc__ = reference, reference.__doc__
+    def __init__(self, declared: Callable[..., Any], types: Sequence[Any], result: Any, *, keeps_lock: bool) -> None:
+        self.__name__, self.__doc__ = declared.__name__, declared.__doc__
         self.types, self._result, self._keeps_lock = types, result, keeps_lock
         self._run: Callable[..., Any] = self._first_call
 
     def __call__(self, *args: Any) -> Any:
-        """Call the C function, or the reference."""
+        """Call the C function.
+
+        Raises:
+            UnsupportedError: there is no library.
+        """
         return self._run(*args)
 
     def _first_call(self, *args: Any) -> Any:
-        found = library(keeps_lock=self._keeps_lock)
-        if found is None:
-            self._run = self.__wrapped__
-        else:
-            function = found["lade_" + self.__wrapped__.__name__.lstrip("_")]
-            function.argtypes, function.restype = self.types, self._result
-            self._run = function
-        return self._run(*args)
+        function = require_library(keeps_lock=self._keeps_lock)["lade_" + self.__name__.lstrip("_")]
+        function.argtypes, function.restype = self.types, self._result
+        self._run = function  # last: other threads call it from now on
+        return function(*args)
 
 
 def kernel(*types: Any, result: Any = None, keeps_lock: bool = True) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that runs the C function of a name in place of the Python one; see `NativeKernel`."""
+    """Return a decorator that makes a declaration, a function without a body, call the C function of its name."""
 
-    def decorate(function: FunctionT) -> FunctionT:
-        return cast(FunctionT, NativeKernel(function, types, result, keeps_lock=keeps_lock))
+    def decorate(declared: FunctionT) -> FunctionT:
+        return cast(FunctionT, NativeKernel(declared, types, result, keeps_lock=keeps_lock))
 
     return decorate

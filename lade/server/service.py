@@ -15,7 +15,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Literal, TypeVar
 
-from lade.config import Lookahead, LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.errors import InputError, LadeError
 from lade.hf.refusals import precision_note
 from lade.memory import Memory
@@ -464,9 +464,10 @@ def _expire(request: InFlightRequest, seconds: float) -> None:
 
 
 def _method(lookahead: Lookahead) -> str:
-    if lookahead is None:
+    config, _ = resolve(lookahead)
+    if config is None:
         return "plain"
-    return "adaptive" if isinstance(lookahead, str) or lookahead.adaptive else "lookahead"
+    return "adaptive" if config.adaptive else "lookahead"
 
 
 def _digest(settings: Settings, model: ServedModel) -> str:

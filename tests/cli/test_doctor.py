@@ -195,7 +195,7 @@ WELL = {
 @pytest.mark.parametrize(
     ("part", "changed", "words"),
     [
-        ("machine", {"kernels": "missing"}, "install a C++ compiler"),
+        ("machine", {"kernels": "missing"}, "install a C++17 compiler"),
         ("machine", {"kernels": "older than their sources"}, "make native"),
         ("machine", {"gpu": "H100"}, "--device cuda"),
         ("model", {"threads": 1}, "1 of 4 cores"),

@@ -9,20 +9,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from memories import rows_of, tails_of
+from reference import mixing
 
 import lade
 from lade import native
+from lade.decoding import readout
 from lade.decoding.drafting import suffix_index
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
-from lade.decoding.kernels import growth, layout, mixing, reading, tables
+from lade.decoding.kernels import growth, layout, tables
+from lade.decoding.kernels.growth import Requests
 from lade.decoding.kernels.layout import BLOCK, END, LENGTHS, MTP_WIDTH, PREDICTED, TEXT, WIDTH
-from lade.decoding.kernels.requests import Requests
-from lade.decoding.kernels.work import Held, IndexedText, Tables
+from lade.decoding.kernels.tables import Tables
+from lade.decoding.kernels.work import Held, IndexedText
 from lade.decoding.tree import TokenTree
 from lade.engines import drafter
 from lade.native.kernel import NativeKernel
@@ -72,12 +76,12 @@ class Both:
     calls = 0
 
     def __init__(self, kernel: NativeKernel) -> None:
-        self._kernel = kernel
+        self._kernel, self._reference = kernel, reference.of(kernel.__name__)
 
     def __call__(self, *args):
         copies = [clone(argument) for argument in args]
-        result, name = self._kernel(*args), self._kernel.__wrapped__.__name__
-        assert self._kernel.__wrapped__(*copies) == result, name
+        result, name = self._kernel(*args), self._kernel.__name__
+        assert self._reference(*copies) == result, name
         for own, other in zip(args, copies, strict=True):
             others = arrays_of(other)
             for field, array in arrays_of(own).items():
@@ -89,7 +93,7 @@ class Both:
 @contextlib.contextmanager
 def both():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (growth, tables, reading, drafter, suffix_index):
+        for module in (growth, tables, readout, drafter, suffix_index):
             for name, thing in list(vars(module).items()):
                 if isinstance(thing, NativeKernel):
                     patch.setattr(module, name, Both(thing))
@@ -183,8 +187,8 @@ def test_entries_are_the_same(rows, vocabulary, spread, seed):
         odd = rng.choice([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0], (rows, vocabulary))
         logits = np.where(rng.random((rows, vocabulary)) < rng.random(), odd, logits).astype(np.float32)
     with both():
-        reading.entries_of(logits)
-        reading.entries_of((logits.view(np.uint32) >> 16).astype(np.uint16))  # the bits of bfloat16
+        readout.entries_of(logits)
+        readout.entries_of((logits.view(np.uint32) >> 16).astype(np.uint16))  # the bits of bfloat16
 
 
 @compiled
@@ -231,37 +235,48 @@ def test_constants_are_the_same_in_both_languages():
     assert [getattr(layout, name.strip()) for name in counters.split(",")] == list(range(7))
 
 
-GENERATE = """
-import sys
+WITHOUT = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 import lade.native
 from lade.embedded.files import model_path, prompts
-if {hidden}:
-    lade.native.library_name = lambda: "missing"
+lade.native.library_name = lambda: "missing"
 torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
-inputs = AutoTokenizer.from_pretrained(model_path())(prompts()[0], return_tensors="pt", return_token_type_ids=False)
-stats = lade.Stats()
-config = lade.LookaheadConfig(budget=12)
-ours = lade.generate(model, **inputs, max_new_tokens=40, do_sample=False, lookahead=config, stats=stats)
-assert torch.equal(ours, model.generate(**inputs, max_new_tokens=40, do_sample=False))
-assert not {{"numba", "llvmlite"}} & sys.modules.keys()
-print(ours.tolist(), stats.steps)
+for dtype in torch.float32, torch.bfloat16:
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=dtype).eval()
+    ids = AutoTokenizer.from_pretrained(model_path())(prompts()[0], return_tensors="pt", return_token_type_ids=False)
+    stats = lade.Stats()
+    config = lade.LookaheadConfig()
+    assert (config.adaptive, config.window, config.ngram, config.guesses) == (False, 0, 5, 3)
+    ours = lade.generate(model, **ids, max_new_tokens=40, do_sample=False, stats=stats)
+    assert stats.fallback is None and stats.steps < stats.new_tokens - 1 and max(stats.step_tokens) > 4
+    assert dtype == torch.bfloat16 or torch.equal(ours, model.generate(**ids, max_new_tokens=40, do_sample=False))
+    with lade.Engine(model) as engine:
+        assert engine.add(ids["input_ids"], max_new_tokens=9, do_sample=False).result().shape[1] > 9
+supported = lade.supports(model)
+assert supported.method == "lookahead" and "kernels are missing, so drafts are" in str(supported), str(supported)
+assert not supported.mtp and "install a C++17 compiler" in supported.mtp.reason
+for fields in {"budget": 8}, {"mtp": True}, {"adaptive": True}:
+    try:
+        lade.LookaheadConfig(**fields)
+    except lade.ConfigError as error:
+        assert "install a C++17 compiler" in str(error), str(error)
+    else:
+        raise AssertionError(fields)
+for refused in lade.Memory, lambda: lade.EngineDrafter(50):
+    try:
+        refused()
+    except lade.UnsupportedError as error:
+        assert "compiled kernels are missing; install a C++17 compiler" in str(error), str(error)
+    else:
+        raise AssertionError(refused)
 """
 
 
-def test_without_the_library_the_same_is_drafted_and_numba_is_needed_by_neither():
-    """The first call of a new process; with `lade` alone, nothing is compiled."""
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", GENERATE.format(hidden=hidden)],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(lade.__file__).parents[1],
-        ).stdout
-        for hidden in (True, False)
-    ]
-    assert outputs[0] == outputs[1]
+def test_without_the_library_drafts_come_from_the_pool_and_what_needs_it_is_refused_with_the_remedy():
+    """In a new process, which says once what is missing."""
+    folder = Path(lade.__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False, cwd=folder)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("the compiled kernels are missing: drafts are") == 1, run.stderr

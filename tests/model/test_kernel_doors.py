@@ -28,8 +28,9 @@ from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels
 from lade.backends.cpu.packing.panels import in_panels
 from lade.backends.cpu.packing.weight import HugePages
+from lade.decoding import readout
 from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.kernels import growth, reading, tables
+from lade.decoding.kernels import growth, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
 from lade.native.kernel import ArrayType
@@ -377,12 +378,12 @@ def test_logits_of_any_dtype_and_layout_are_read(logits):
     assert np.array_equal(found.entries, read(rows).entries)
 
 
-READERS = [reading._entries_of, reading._entries_of_bfloat16]
+READERS = [readout._entries_of, readout._entries_of_bfloat16]
 KERNELS = [tables._learn, tables._look_up, tables._certain, *READERS, growth.learn_tree]
 
 
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__wrapped__.__name__)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_kernels_that_draft_take_arrays_of_one_dtype_that_lie_in_one_piece(kernel):
     sizes = {place: kind.dimensions for place, kind in enumerate(kernel.types) if isinstance(kind, ArrayType)}
     assert sizes

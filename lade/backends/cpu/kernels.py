@@ -9,13 +9,12 @@ from typing import Any, NoReturn
 import torch
 
 from lade.errors import UnsupportedModelError
-from lade.native import library
+from lade.native import COMPILER_REMEDY, library
 
 BFLOAT16, FLOAT16 = 1, 2
 """Dtype codes of two-byte dtypes; float32 is 0."""
 WIDEST = 32
 """Least numbers that a norm or an activation takes at once, whatever the width of vectors."""
-COMPILER_REMEDY = "install a C++ compiler (g++ or clang), and install this package again (in a checkout: make native)"
 _KINDS = {torch.float32: 0, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -127,7 +127,7 @@ class Speed:
             return None
         if sizes or method == "lookahead":
             return LookaheadConfig(**sizes, adaptive=False)
-        return LookaheadConfig(budget=self.budget) if extras or method == "adaptive" else "auto"
+        return LookaheadConfig(budget=self.budget, adaptive=True) if extras or method == "adaptive" else "auto"
 
     def _check_together(self, sizes: dict[str, Any], extras: dict[str, Any]) -> None:
         if self.method == "plain" and (sizes or extras):

@@ -26,9 +26,10 @@ import numpy.typing as npt
 from lade.config import BaseMemory
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LENGTHS, LOGITS, LONGEST, TEXT, WEIGHT_SETS, WIDTH, Doubles, Ints
-from lade.decoding.kernels.work import Tables
+from lade.decoding.kernels.tables import Tables
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
+from lade.native import require_library
 
 _OF_LOGITS = (
     (-2.5,),
@@ -94,11 +95,13 @@ class ContextMemory(BaseMemory):
 
     Raises:
         ConfigError: `max_bytes` is no whole number, or too small.
+        UnsupportedError: the compiled kernels are missing.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < LEAST_BYTES:
             raise ConfigError("max_bytes", max_bytes, f"give a whole number of bytes >= {LEAST_BYTES}")
+        require_library()
         self.max_bytes = max_bytes
         self.weights = prior_weights()
         self._most_slots = max_bytes // (2 * SLOT_BYTES)

@@ -1,160 +1,32 @@
-"""Best-first growth of token trees, earlier occurrences of a suffix, and notes by position.
+"""Best-first growth of token trees, and what trees learn: one at a time, and for many requests of an engine at once.
 
-These functions run where the library is missing; `lade/native/growth.cpp` has the same ones.
+`propose` and `learn_requests` go through requests in their order, until one needs more room or another way: the caller
+sees to that one, and calls again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.kernels.layout import (
-    AT_TOKEN,
-    COPY,
-    HEAP,
-    LONGEST,
-    MOST_MATCHES,
-    NODES,
-    NOTE_KINDS,
-    PREDICTED,
-    READ,
-    ROOT,
-    Doubles,
-    Ints,
-)
-from lade.decoding.kernels.mixing import bring_forward, expand, learn_weights, led_by_mtp, note_slot, probability
-from lade.decoding.kernels.tables import average
-from lade.decoding.kernels.work import Held, IndexedText, Tables, Work
-from lade.native.kernel import DOUBLE, INT, LONGS, MATRIX, STRUCT, TABLE, kernel
+from lade.decoding.kernels.layout import Doubles, Ints
+from lade.decoding.kernels.tables import Tables
+from lade.decoding.kernels.work import Held, IndexedText
+from lade.native.kernel import DOUBLE, DOUBLES, INT, INTS, LONGS, MATRIX, STRUCT, TABLE, Struct, kernel
 
 Longs = npt.NDArray[np.int64]
-
-_LOOKED_AT = 128  # earlier occurrences of the last token that are examined
-_LONGEST_END = 32  # longest match that is measured
-_COPIED = 16  # length of a match that counts as a copy
-
-
-def _push(work: Work, key: float, node: int, rank: int) -> None:
-    """Push an entry onto the heap."""
-    keys, nodes, ranks, at = work.keys, work.nodes, work.ranks, int(work.used[HEAP])
-    work.used[HEAP] += 1
-    while at > 0 and keys[(at - 1) >> 1] < key:
-        above = (at - 1) >> 1
-        keys[at], nodes[at], ranks[at] = keys[above], nodes[above], ranks[above]
-        at = above
-    keys[at], nodes[at], ranks[at] = key, node, rank
-
-
-def _pop(work: Work) -> tuple[float, int, int]:
-    """Remove the entry with the highest key, and return it."""
-    keys, nodes, ranks = work.keys, work.nodes, work.ranks
-    first = float(keys[0]), int(nodes[0]), int(ranks[0])
-    work.used[HEAP] -= 1
-    count = int(work.used[HEAP])
-    key, node, rank = keys[count], nodes[count], ranks[count]
-    at, below = 0, 1
-    while below < count:
-        if below + 1 < count and keys[below + 1] > keys[below]:
-            below += 1
-        if keys[below] <= key:
-            break
-        keys[at], nodes[at], ranks[at] = keys[below], nodes[below], ranks[below]
-        at, below = below, 2 * below + 1
-    keys[at], nodes[at], ranks[at] = key, node, rank
-    return first
-
-
-def _prediction_of(work: Work, parent: int, token: int) -> int:
-    """Return the index of the prediction after a child, given that of its parent; -1 for none."""
-    if parent >= 0:
-        for number in range(1, int(work.used[PREDICTED])):
-            if work.mtp_parents[number] == parent and work.mtp_ids[number] == token:
-                return number
-    return -1
-
-
-def _add(work: Work, parent: int, token: int) -> int:
-    """Add a child with its context and matches; return its node."""
-    node = int(work.used[NODES])
-    work.used[NODES] += 1
-    work.ids[node], work.parents[node], work.depths[node] = token, parent, work.depths[parent] + 1
-    work.logit_hits[node], work.by_mtp[node] = -1, 0
-    work.predicted[node] = _prediction_of(work, int(work.predicted[parent]), token)
-    work.tails[node, 1:], work.tails[node, 0] = work.tails[parent, :-1], token
-    count = 0
-    for at in range(work.match_counts[parent]):
-        match = int(work.matches[parent, at])
-        if work.text[match] == token and match + 1 < work.used[READ]:
-            work.matches[node, count], work.match_lengths[node, count] = match + 1, work.match_lengths[parent, at] + 1
-            count += 1
-    work.match_counts[node] = count
-    return node
-
-
-def _occurrences(work: Work, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the earlier occurrences of the token at index `last`, later ones first, with the length of each match."""
-    number = int(work.links[last])
-    for _ in range(_LOOKED_AT):
-        if number < 0:
-            return
-        end, before = work.text[last - min(_LONGEST_END, last + 1) + 1 : last + 1][::-1], work.text[: number + 1][::-1]
-        size = min(len(end), len(before), _LONGEST_END)
-        different = np.flatnonzero(end[:size] != before[:size])
-        yield number, int(different[0]) if len(different) else size
-        number = int(work.links[number])
-
-
-def _find_matches(work: Work, last: int) -> int:
-    """Find the earlier occurrences with the longest matching suffix, later ones first; return their number.
-
-    Args:
-        work: the tree; its root gets `matches` and `match_lengths`.
-        last: index of the last token.
-    """
-    found = sorted(_occurrences(work, last), key=lambda match: -match[1])[:MOST_MATCHES]
-    for place, (number, length) in enumerate(found):
-        work.matches[0, place], work.match_lengths[0, place] = number + 1, length
-    return len(found)
-
-
-def _note(work: Work, entries: Ints) -> None:
-    """Note the logits at all nodes of a tree by position; rows for the same slot are averaged."""
-    for node in range(len(entries) - 1, -1, -1):  # the last one weighs most: the likeliest node
-        place, row = int(work.used[ROOT] + work.depths[node]), entries[node].tolist()
-        for kind in range(NOTE_KINDS):
-            token = int(work.ids[node]) if kind == AT_TOKEN else -1
-            note = work.notes[note_slot(work, place, token)]
-            known = note[0] == place and note[1] == token
-            note[2:] = average(note[2:].tolist(), row) if known else row
-            note[:2] = place, token
 
 
 @kernel(STRUCT, LONGS, INT)
 def index_text(indexed: IndexedText, tokens: Longs, start: int) -> None:
     """Write tokens into a text from index `start` on, each with its previous occurrence; see `EarlierText`."""
-    for at, token in enumerate(tokens.tolist(), start=start):
-        latest = _latest_of(indexed, token)
-        indexed.text[at], indexed.links[at] = token, max(int(latest[1]), -1)
-        latest[:] = token, at
 
 
 @kernel(STRUCT, INT, INT)
 def take_back(indexed: IndexedText, kept: int, known: int) -> None:
     """Forget all tokens of a text but the first `kept` of `known` ones."""
-    for at in range(known - 1, kept - 1, -1):
-        _latest_of(indexed, int(indexed.text[at]))[1] = indexed.links[at]
-
-
-def _latest_of(indexed: IndexedText, token: int) -> Ints:
-    """Return where the last occurrence of a token is kept, a pair; a slot that is free has the index -2."""
-    latest = indexed.latest
-    slot = ((token & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF) * len(latest) >> 32
-    while latest[slot, 1] != -2 and latest[slot, 0] != token:
-        slot = (slot + 1) % len(latest)
-    pair: Ints = latest[slot]
-    return pair
 
 
 @kernel(STRUCT, STRUCT, TABLE, LONGS, LONGS, DOUBLE)
@@ -169,8 +41,6 @@ def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: L
         chosen: `[A]` tokens that the model chose there.
         rate: learning rate of the gradient steps.
     """
-    learn_weights(held.work, tables, path, chosen, rate)
-    _note(held.work, entries)
 
 
 @kernel(STRUCT, INT, LONGS, DOUBLE)
@@ -179,17 +49,6 @@ def plant(held: Held, root: int, tail: Longs, promise: float) -> None:
 
     Matches are found only if the text has been read up to the root. The root's heap key is `promise`.
     """
-    work = held.work
-    work.ids[0], work.parents[0], work.depths[0] = tail[-1], -1, 0
-    work.scores[0], work.logit_hits[0], work.by_mtp[0] = 1.0, -1, 0
-    work.predicted[0] = 0 if work.used[PREDICTED] > 0 else -1
-    last = tail[::-1][:LONGEST]
-    work.tails[0], work.tails[0, : len(last)] = -1, last
-    work.used[NODES], work.used[HEAP], work.used[ROOT] = 1, 0, root
-    work.match_counts[0] = _find_matches(work, root) if work.used[READ] == root + 1 else 0
-    if work.match_counts[0] > 0 and work.match_lengths[0, 0] >= _COPIED:
-        work.used[COPY] = root
-    _push(work, promise, 0, -1)
 
 
 @kernel(STRUCT, STRUCT, MATRIX, LONGS, INT, INT, DOUBLE, result=INT)
@@ -211,26 +70,6 @@ def grow(
     Returns:
         The number of nodes.
     """
-    work = held.work
-    for size, least in stages.tolist():
-        while work.used[HEAP] > 0 and work.used[NODES] < size and work.keys[0] > least:
-            score, parent, rank = _pop(work)
-            if rank < 0:
-                expand(work, parent, tables)
-            if rank + 1 < work.candidates[parent] and work.depths[parent] < max_depth:
-                bring_forward(work, parent, rank + 1)
-                key = float(work.scores[parent]) * probability(float(work.odds[parent, rank + 1]))
-                _push(work, key, parent, rank + 1)
-            token = int(work.tokens[parent, rank]) if rank >= 0 else vocabulary
-            if token < vocabulary and token not in excluded:
-                node = _add(work, parent, token)
-                work.scores[node] = score
-                if work.predicted[parent] >= 0:
-                    work.by_mtp[node] = led_by_mtp(work, parent, rank)
-                _push(work, promise * score, node, -1)
-        if work.used[NODES] < size:
-            break
-    return int(work.used[NODES])
 
 
 @kernel(STRUCT, STRUCT, LONGS, INT, INT, DOUBLE, DOUBLE, DOUBLE, result=INT)
@@ -262,41 +101,86 @@ def grow_chain(
     Returns:
         The number of nodes.
     """
-    work, node = held.work, 0
-    while work.used[NODES] < most:
-        expand(work, node, tables)
-        rank = _first_offer(work, node, excluded, vocabulary)
-        if rank == work.candidates[node]:
-            break
-        score = float(work.scores[node]) * probability(float(work.odds[node, rank]))
-        if score + news / (first + int(work.used[NODES])) <= price:
-            break
-        node = _add(work, node, int(work.tokens[node, rank]))
-        work.scores[node] = score
-    return int(work.used[NODES])
-
-
-def _first_offer(work: Work, node: int, excluded: Longs, vocabulary: int) -> int:
-    """Move the likeliest child that may be added to the front; return its rank, or the number of candidates."""
-    for rank in range(work.candidates[node]):
-        bring_forward(work, node, rank)
-        token = work.tokens[node, rank]
-        if token < vocabulary and token not in excluded:
-            return rank
-    return int(work.candidates[node])
 
 
 @kernel(STRUCT, INT, LONGS, LONGS)
 def follow(held: Held, kept: int, ids: Longs, parents: Longs) -> None:
     """Keep the first `kept` nodes, and append nodes that were added elsewhere, given their tokens and parents."""
-    work = held.work
-    work.used[NODES] = kept
-    for token, parent in zip(ids.tolist(), parents.tolist(), strict=True):
-        _add(work, parent, token)
 
 
 @kernel(STRUCT, STRUCT, INT, result=INT)
 def candidates(held: Held, tables: Tables, node: int) -> int:
     """Expand a node; return the number of its candidates, which are not sorted."""
-    expand(held.work, node, tables)
-    return int(held.work.candidates[node])
+
+
+class Requests(Struct):
+    """Trees of requests, each with the tables that it grows from."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: Sequence[tuple[Held, Tables]]) -> None:
+        self.pairs = pairs
+        super().__init__([each.address for pair in pairs for each in pair], ())
+
+
+@kernel(STRUCT, LONGS, INT, DOUBLES, LONGS, INT, INT, INTS, INTS, DOUBLES, LONGS, result=INT)
+def propose(
+    requests: Requests,
+    budgets: Longs,
+    start: int,
+    prices: Doubles,
+    excluded: Longs,
+    vocabulary: int,
+    trees: bool,
+    ids: Ints,
+    parents: Ints,
+    scores: Doubles,
+    ends: Longs,
+) -> int:
+    """Draft what may follow the texts of requests.
+
+    Args:
+        requests: B trees, whose texts have been read.
+        budgets: `[B]`, the most tokens to draft for each.
+        start: index of the first request to draft for.
+        prices: `[4]`, tokens that one more node costs, `news` and `first` of `grow_chain`, and `promise` of `grow`.
+        excluded: ids that are not added.
+        vocabulary: V; ids from here on are not added.
+        trees: draft trees; chains if False.
+        ids: int32 `[sum of budgets]`, written: the drafts one after the other.
+        parents: likewise, the index of each token's parent in its draft; -1 for the text's last token.
+        scores: float64, likewise, the probability that each token is accepted.
+        ends: `[B]`, written: end of each draft in these.
+
+    Returns:
+        Index of the first request whose tree has no room for its draft; B if all have.
+    """
+
+
+@kernel(STRUCT, LONGS, INT, LONGS, LONGS, TABLE, LONGS, DOUBLE, result=INT)
+def learn_requests(
+    requests: Requests,
+    drafted: Longs,
+    start: int,
+    tokens: Longs,
+    token_ends: Longs,
+    rows: Ints,
+    row_ends: Longs,
+    rate: float,
+) -> int:
+    """Learn from a pass that verified drafts.
+
+    Args:
+        requests: B trees, whose tables have been given their limits.
+        drafted: `[B]`, number of tokens of each draft; -1 for a tree that was not grown for this pass.
+        start: index of the first request to learn from.
+        tokens: the tokens that requests got, one request after the other.
+        token_ends: `[B]`, end of each request's tokens.
+        rows: `[F, WIDTH]` entries of the logits at the tokens that were fed, likewise.
+        row_ends: `[B]`, end of each request's rows.
+        rate: learning rate of the gradient steps.
+
+    Returns:
+        Index of the first request that was not learned from: its rows do not fit its draft and tokens, or a table or
+        text has no room. B if all were.
+    """

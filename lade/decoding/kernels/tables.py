@@ -1,97 +1,43 @@
-"""Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one.
-
-The functions below run where the library is missing; `lade/native/tables.cpp` has the same ones.
-"""
+"""Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.kernels.layout import BITS, END, LENGTHS, LOGITS, LONGEST, TEXT, TOKEN, WIDTH, Ints
-from lade.decoding.kernels.work import Tables
-from lade.native.kernel import INT, INTS, LONGS, STRUCT, TABLE, kernel
-
-_MIX = 0x9E3779B97F4A7C15
-_WORD = (1 << 64) - 1
-SEED = 0x243F6A8885A308D3
-"""Hash of the empty context."""
-
-Key = tuple[int, int]
-Row = Sequence[int]
+from lade.decoding.kernels.layout import LONGEST, WIDTH, Doubles, Ints
+from lade.native.kernel import INT, INTS, LONGS, STRUCT, TABLE, Struct, kernel
 
 
-def lengthened(state: int, token: int) -> int:
-    """Return the hash of a context extended by one token towards the start of the text."""
-    state = ((state ^ (token + 2 & _WORD)) * _MIX) & _WORD
-    return state ^ (state >> 29)
+class Tables(Struct):
+    """Both tables of a context memory, and the weights of its mixer.
 
+    Args:
+        young: `[C, 2 + WIDTH]`, the table that is written.
+        old: `[C', 2 + WIDTH]`, the former one.
+        weights: `[WEIGHT_SETS, END + 1]`, see `memory.prior_weights`.
+    """
 
-def _signed(half: int) -> int:
-    """Return the int32 with these 32 bits."""
-    return half - (1 << 32) if half >> 31 else half
+    __slots__ = ("old", "weights", "young")
 
+    def __init__(self, young: Ints, old: Ints, weights: Doubles) -> None:
+        self.young, self.old, self.weights = young, old, weights
+        arrays = young, old, weights
+        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)] + [0, 0], arrays)
 
-def _keys(tail: Row, first: int, end: int) -> Iterator[Key]:
-    """Yield both halves of the keys of a context's suffixes, one for each kind of rows."""
-    state, number = SEED, first
-    for place in range(LENGTHS[end - 1]):
-        state = lengthened(state, tail[place])
-        if place + 1 == LENGTHS[number]:
-            yield _signed((state >> 3 << 3 | number + 1) & 0xFFFFFFFF), _signed(state >> 32)
-            number += 1
+    @property
+    def taken(self) -> int:
+        """Number of occupied slots of `young`, while one call learns from many requests."""
+        return self.fields[-2]
 
+    def limit(self, taken: int, most: int) -> None:
+        """Set the number of occupied slots of `young`, and the greatest that it may become."""
+        self.fields[-2], self.fields[-1] = taken, most
 
-def _slot(table: Ints, key: Key) -> int:
-    """Return the slot of a key; if it is missing, the bitwise complement of the free slot for it."""
-    low, high = key
-    slot = (high & 0xFFFFFFFF) * len(table) >> 32
-    while table[slot, 0] != 0:
-        if table[slot, 0] == low and table[slot, 1] == high:
-            return slot
-        slot += 1
-        if slot == len(table):
-            slot = 0
-    return ~slot
-
-
-def average(before: Row, row: Row) -> list[int]:
-    """Return the mean of a known row and a new one. A token missing from one of them counts 0 there."""
-    best = [TOKEN] * WIDTH
-    for entries, others, is_new in ((row, before, True), (before, row, False)):
-        for entry in entries:
-            token = entry & TOKEN
-            if token == TOKEN:
-                continue
-            same = [other >> BITS for other in others if other & TOKEN == token]
-            if is_new or not same:  # else it was counted already
-                _insert(best, (entry >> BITS) + sum(same[:1]) >> 1 << BITS | token)
-    return best
-
-
-def _insert(best: list[int], entry: int) -> None:
-    """Insert an entry into the best ones, in descending order; the last one drops out."""
-    place = WIDTH
-    while place > 0 and (entry > best[place - 1] or best[place - 1] == TOKEN):
-        place -= 1
-    best.insert(place, entry)
-    best.pop()
-
-
-def _take_in(young: Ints, old: Ints, tail: Row, row: Row, first: int, end: int) -> int:
-    """Store one row under several suffixes of a context; return the number of newly occupied slots."""
-    taken = 0
-    for key in _keys(tail, first, end):
-        slot = at = _slot(young, key)
-        before = young
-        if slot < 0:
-            slot, before, at = ~slot, old, _slot(old, key)
-            young[slot, :2] = key
-            taken += 1
-        young[slot, 2:] = average(before[at, 2:].tolist(), row) if at >= 0 else row
-    return taken
+    @property
+    def most(self) -> int:
+        """Greatest number of occupied slots that `young` may have, likewise."""
+        return self.fields[-1]
 
 
 def learn(
@@ -119,12 +65,7 @@ def learn(
 @kernel(TABLE, TABLE, TABLE, TABLE, INT, INT, INT, INT, INT, result=INT)
 def _learn(
     young: Ints, old: Ints, tails: Ints, rows: Ints, first: int, end: int, start: int, taken: int, most: int
-) -> int:
-    row = start
-    while row < len(tails) and taken + end - first <= most:
-        taken += _take_in(young, old, tails[row].tolist(), rows[row].tolist(), first, end)
-        row += 1
-    return row << 32 | taken
+) -> int: ...
 
 
 @kernel(STRUCT, TABLE, TABLE, LONGS, LONGS, result=INT)
@@ -143,58 +84,28 @@ def learn_step(
     Returns:
         The number of newly occupied slots.
     """
-    young, old, taken = tables.young, tables.old, 0
-    for tail, row in zip(tails.tolist(), rows.tolist(), strict=True):
-        taken += _take_in(young, old, tail, row, LOGITS, TEXT)
-    for node, token in zip(path.tolist(), chosen.tolist(), strict=True):
-        taken += _take_in(young, old, tails[node].tolist(), _certain_row(token), TEXT, END)
-    return taken
 
 
 @kernel(TABLE, TABLE)
 def rehash(table: Ints, into: Ints) -> None:
     """Copy all occupied slots of a table into a larger one that has none of their keys."""
-    for slot in table[table[:, 0] != 0].tolist():
-        into[~_slot(into, (slot[0], slot[1]))] = slot
 
 
 @kernel(TABLE, TABLE, result=INT)
 def count_missing(table: Ints, other: Ints) -> int:
     """Return the number of keys of a table that another one lacks."""
-    return sum(_slot(other, (low, high)) < 0 for low, high in table[table[:, 0] != 0, :2].tolist())
-
-
-def _found(young: Ints, old: Ints, tail: Row, first: int, end: int) -> Iterator[list[int]]:
-    """Yield the known rows of a context, shortest suffix first, up to the first one that is missing."""
-    for key in _keys(tail, first, end):
-        table, slot = young, _slot(young, key)
-        if slot < 0:
-            table, slot = old, _slot(old, key)
-        if slot < 0:
-            return
-        yield table[slot, 2:].tolist()
-
-
-def find_rows(young: Ints, old: Ints, tail: Row, rows: Ints) -> tuple[int, int]:
-    """Copy all known rows of a context; return the numbers of hits with logits and text. Hits are nested by length."""
-    hits = []
-    for first, end in ((LOGITS, TEXT), (TEXT, END)):
-        found = list(_found(young, old, tail, first, end))
-        if found:
-            rows[first : first + len(found)] = found
-        hits.append(len(found))
-    return hits[0], hits[1]
 
 
 def look_up(young: Ints, old: Ints, tail: Ints, rows: Ints) -> tuple[int, int]:
-    """Copy the known rows of a context to `rows`, `[END, WIDTH]`; return the numbers of hits with logits and text."""
+    """Copy the known rows of a context to `rows`, `[END, WIDTH]`; return the numbers of hits with logits and text.
+
+    Hits are nested by length: a suffix is looked up only if all shorter ones are known.
+    """
     return divmod(_look_up(young, old, tail, rows), 1 << 32)
 
 
 @kernel(TABLE, TABLE, INTS, TABLE, result=INT)
-def _look_up(young: Ints, old: Ints, tail: Ints, rows: Ints) -> int:
-    logit_hits, text_hits = find_rows(young, old, tail.tolist(), rows)
-    return logit_hits << 32 | text_hits
+def _look_up(young: Ints, old: Ints, tail: Ints, rows: Ints) -> int: ...
 
 
 def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
@@ -205,10 +116,7 @@ def tails_of(text: npt.NDArray[np.int64], start: int, count: int) -> Ints:
 
 
 @kernel(LONGS, INT, TABLE)
-def _tails_of(text: npt.NDArray[np.int64], start: int, tails: Ints) -> None:
-    before = np.concatenate([np.full(LONGEST, -1, np.int64), text])
-    for row in range(len(tails)):
-        tails[row] = before[start + row + 1 : start + row + 1 + LONGEST][::-1]
+def _tails_of(text: npt.NDArray[np.int64], start: int, tails: Ints) -> None: ...
 
 
 def certain(tokens: npt.NDArray[np.int64]) -> Ints:
@@ -219,10 +127,4 @@ def certain(tokens: npt.NDArray[np.int64]) -> Ints:
 
 
 @kernel(LONGS, TABLE)
-def _certain(tokens: npt.NDArray[np.int64], rows: Ints) -> None:
-    for row, token in zip(rows, tokens.tolist(), strict=True):
-        row[:] = _certain_row(token)
-
-
-def _certain_row(token: int) -> list[int]:
-    return [255 << BITS | token if token < TOKEN else TOKEN, *[TOKEN] * (WIDTH - 1)]
+def _certain(tokens: npt.NDArray[np.int64], rows: Ints) -> None: ...

@@ -1,4 +1,4 @@
-"""Structs of arrays that kernels take: a growing tree, the context memory; and the prior weights of copies."""
+"""Structs of arrays that kernels take: a growing tree and a text; and the prior weights of copies."""
 
 from __future__ import annotations
 
@@ -36,59 +36,26 @@ _NOTE_WEIGHTS = ((0.0, 0.0, 0.0), (0.05, 0.0, 0.15), (0.0, 0.1, 0.3), (0.05, 0.1
 
 Row = tuple[float, ...]
 
-# An eighth of the values learned where a text is quoted: text that a model writes by itself needs small weights.
-_CALM = (
-    (0.0, 0.05, 0.02),
-    (0.02, 0.04, 0.0),
-    (0.0, 0.03, 0.01),
-    (0.03, 0.03, 0.0),
-    (0.01, 0.04, 0.0),
-    (0.08, 0.02, 0.02),
-    (0.03, 0.04, 0.0),
-    (0.08, 0.02, 0.02),
-    (0.05, 0.03, 0.02),
-    (0.09, 0.03, 0.03),
-    (0.08, 0.04, 0.02),
-    (0.15, 0.04, 0.03),
-    (0.08, 0.03, 0.02),
-    (0.1, 0.05, 0.02),
+# By row of `copy_priors`: without a quote, an eighth of the values learned where a text is quoted, since text that a
+# model writes by itself needs small weights; while a text is being quoted, for matches in the prompt, and for matches
+# in the answer, three fifths of the learned values, as models repeat themselves loosely.
+_PRIORS = (
+    ((0.0, 0.05, 0.02), (0.07, 0.25, -0.01), (0.02, 0.33, 0.1)),
+    ((0.02, 0.04, 0.0), (0.14, 0.21, -0.03), (0.2, 0.18, 0.02)),
+    ((0.0, 0.03, 0.01), (0.07, 0.18, 0.02), (-0.02, 0.22, 0.02)),
+    ((0.03, 0.03, 0.0), (0.1, 0.15, -0.02), (0.07, 0.11, -0.01)),
+    ((0.01, 0.04, 0.0), (0.19, 0.12, 0.02), (0.02, 0.17, -0.01)),
+    ((0.08, 0.02, 0.02), (0.25, 0.12, 0.03), (0.14, 0.1, 0.01)),
+    ((0.03, 0.04, 0.0), (0.15, 0.11, 0.01), (-0.03, 0.19, -0.03)),
+    ((0.08, 0.02, 0.02), (0.26, 0.09, 0.05), (0.11, 0.09, 0.01)),
+    ((0.05, 0.03, 0.02), (0.22, 0.06, 0.03), (0.09, 0.11, 0.01)),
+    ((0.09, 0.03, 0.03), (0.33, 0.1, 0.06), (0.15, 0.1, 0.03)),
+    ((0.08, 0.04, 0.02), (0.34, 0.05, 0.04), (0.06, 0.16, -0.05)),
+    ((0.15, 0.04, 0.03), (0.5, 0.14, 0.09), (0.16, 0.17, 0.0)),
+    ((0.08, 0.03, 0.02), (0.83, -0.13, 0.13), (0.18, 0.09, 0.0)),
+    ((0.1, 0.05, 0.02), (0.56, 0.19, 0.08), (0.27, 0.14, 0.04)),
 )
-
-# Matches in the prompt, while a text is being quoted.
-_OF_PROMPT = (
-    (0.07, 0.25, -0.01),
-    (0.14, 0.21, -0.03),
-    (0.07, 0.18, 0.02),
-    (0.1, 0.15, -0.02),
-    (0.19, 0.12, 0.02),
-    (0.25, 0.12, 0.03),
-    (0.15, 0.11, 0.01),
-    (0.26, 0.09, 0.05),
-    (0.22, 0.06, 0.03),
-    (0.33, 0.1, 0.06),
-    (0.34, 0.05, 0.04),
-    (0.5, 0.14, 0.09),
-    (0.83, -0.13, 0.13),
-    (0.56, 0.19, 0.08),
-)
-
-# Matches in the answer, in the same state: three fifths of the learned values, as models repeat themselves loosely.
-_OF_ANSWER = (
-    (0.02, 0.33, 0.1),
-    (0.2, 0.18, 0.02),
-    (-0.02, 0.22, 0.02),
-    (0.07, 0.11, -0.01),
-    (0.02, 0.17, -0.01),
-    (0.14, 0.1, 0.01),
-    (-0.03, 0.19, -0.03),
-    (0.11, 0.09, 0.01),
-    (0.09, 0.11, 0.01),
-    (0.15, 0.1, 0.03),
-    (0.06, 0.16, -0.05),
-    (0.16, 0.17, 0.0),
-    (0.18, 0.09, 0.0),
-    (0.27, 0.14, 0.04),
-)
+_CALM, _OF_PROMPT, _OF_ANSWER = zip(*_PRIORS, strict=True)
 
 _SHORT = 4  # rows for matches of one or two tokens
 _CAUTION = 0.3  # factor of the learning rate: matches come in many lengths, few of them often
@@ -270,37 +237,6 @@ class IndexedText(Struct):
     def __init__(self, text: Ints, links: Ints, latest: Ints) -> None:
         self.text, self.links, self.latest = arrays = text, links, latest
         super().__init__([*(array.ctypes.data for array in arrays), len(text), len(latest)], arrays)
-
-
-class Tables(Struct):
-    """Both tables of a context memory, and the weights of its mixer.
-
-    Args:
-        young: `[C, 2 + WIDTH]`, the table that is written.
-        old: `[C', 2 + WIDTH]`, the former one.
-        weights: `[WEIGHT_SETS, END + 1]`, see `memory.prior_weights`.
-    """
-
-    __slots__ = ("old", "weights", "young")
-
-    def __init__(self, young: Ints, old: Ints, weights: Doubles) -> None:
-        self.young, self.old, self.weights = young, old, weights
-        arrays = young, old, weights
-        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)] + [0, 0], arrays)
-
-    @property
-    def taken(self) -> int:
-        """Number of occupied slots of `young`, while one call learns from many requests."""
-        return self.fields[-2]
-
-    def limit(self, taken: int, most: int) -> None:
-        """Set the number of occupied slots of `young`, and the greatest that it may become."""
-        self.fields[-2], self.fields[-1] = taken, most
-
-    @property
-    def most(self) -> int:
-        """Greatest number of occupied slots that `young` may have, likewise."""
-        return self.fields[-1]
 
 
 class Held(Struct):

@@ -36,7 +36,7 @@ from lade.backends.cpu.invariant.verdicts import keep_paddings, kept_paddings, k
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, set_invariance
-from lade.backends.cpu.kernels import COMPILER_REMEDY, kernel
+from lade.backends.cpu.kernels import kernel
 from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
 from lade.model import joint
@@ -45,6 +45,7 @@ from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
 from lade.model.in_place_subclassing import restore
 from lade.model.supports import supports, unwrap
+from lade.native import COMPILER_REMEDY
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,13 @@
-"""Top-k of logits as entries, see `layout`.
-
-The function below runs where the library is missing; `lade/native/reading.cpp` has the same one.
-"""
+"""Top-k of logits as entries: `reading.cpp`."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Floats, Ints
-from lade.native.kernel import FLOATS, HALVES, LONGS, SCORES, TABLE, kernel
 
 Halves = npt.NDArray[np.uint16]
 
@@ -69,26 +64,6 @@ def _entry(token: int, weight: float, total: float) -> int:
     return int(value) << BITS | token
 
 
-def entries_of(logits: Floats | Halves) -> tuple[npt.NDArray[np.int64], Ints]:
-    """Return the argmax of each row, and its `WIDTH` likeliest tokens as entries.
-
-    The `WIDTH` likeliest tokens lie in the `WIDTH` blocks with the highest maxima. The normaliser is the sum over the
-    block maxima alone, which is close enough for ranking drafts.
-
-    Args:
-        logits: `[M, V]`, float32, or uint16 with the bits of bfloat16.
-
-    Returns:
-        `[M]` ids, and `[M, WIDTH]` entries in descending order.
-    """
-    rows, vocabulary = logits.shape
-    picks, entries = np.empty(rows, np.int64), np.empty((rows, WIDTH), np.int32)
-    read: Any = _entries_of if logits.dtype == np.float32 else _entries_of_bfloat16
-    read(logits, np.empty((vocabulary + BLOCK - 1) // BLOCK, np.float32), picks, entries)
-    return picks, entries
-
-
-@kernel(SCORES, FLOATS, LONGS, TABLE, keeps_lock=False)
 def _entries_of(logits: Floats, maxima: Floats, picks: npt.NDArray[np.int64], entries: Ints) -> None:
     """See `entries_of`; `maxima`, `[ceil(V / BLOCK)]`, is written."""
     _read_rows(logits, maxima, picks, entries)
@@ -116,7 +91,6 @@ def _read_rows(logits: Floats, maxima: Floats, picks: npt.NDArray[np.int64], ent
             entries[row, place] = _entry(token, _exponential(score, best), total)
 
 
-@kernel(HALVES, FLOATS, LONGS, TABLE, keeps_lock=False)
 def _entries_of_bfloat16(logits: Halves, maxima: Floats, picks: npt.NDArray[np.int64], entries: Ints) -> None:
     """See `entries_of`; `maxima`, `[ceil(V / BLOCK)]`, is written."""
     _read_rows((logits.astype(np.uint32) << 16).view(np.float32), maxima, picks, entries)

@@ -1,8 +1,4 @@
-"""Mix rows of logits, position notes and earlier occurrences into probabilities, and learn the weights.
-
-These functions run where the library is missing; `lade/native/mixing.cpp` has the same ones, and gives the same numbers
-bit for bit.
-"""
+"""Mix rows of logits, notes and earlier occurrences into probabilities, and learn the weights: `mixing.cpp`."""
 
 from __future__ import annotations
 
@@ -36,8 +32,9 @@ from lade.decoding.kernels.layout import (
     WIDTH,
     Doubles,
 )
-from lade.decoding.kernels.tables import SEED, find_rows, lengthened
-from lade.decoding.kernels.work import Tables, Work
+from lade.decoding.kernels.tables import Tables
+from lade.decoding.kernels.work import Work
+from reference.tables import SEED, find_rows, lengthened
 
 _NEGLIGIBLE = -4.6  # log-odds of about 1 %; below it only the chosen token takes part in learning
 _MTP_RATE = 1.0  # factor of the learning rate for the final mixing, whose inputs are calibrated already
@@ -181,13 +178,7 @@ def _prediction(work: Work, node: int) -> dict[int, float]:
 
 
 def _mix_prediction(work: Work, node: int, base: float) -> None:
-    """Final mixing: combine the candidates' log-odds with the MTP layer's, and add tokens that only the layer suggests.
-
-    Args:
-        work: the tree.
-        node: a node with a prediction, whose candidates have been mixed.
-        base: log-odds before this mixing of tokens that only the layer suggests.
-    """
+    """Final mixing: combine log-odds with the MTP layer's, and add tokens that only the layer suggests."""
     known, layer = int(work.candidates[node]), _prediction(work, node)
     memory = dict(zip(work.tokens[node, :known].tolist(), work.odds[node, :known].tolist(), strict=True))
     for token in work.mtp_tokens[work.predicted[node]].tolist():

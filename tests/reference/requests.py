@@ -1,20 +1,15 @@
-"""Drafting for many requests of an engine in one call.
-
-Each function goes through the requests in their order, until one needs more room or another way: the caller sees to
-that one, and calls again. These functions run where the library is missing; `lade/native/requests.cpp` has the same.
-"""
+"""Drafting for many requests of an engine in one call: `requests.cpp`."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.kernels import growth, tables
+from lade.decoding.kernels.growth import Requests
 from lade.decoding.kernels.layout import END, LONGEST, READ, TEXT, Doubles, Ints
-from lade.decoding.kernels.work import Held, IndexedText, Tables
-from lade.native.kernel import DOUBLE, DOUBLES, INT, INTS, LONGS, STRUCT, TABLE, Struct, kernel
+from lade.decoding.kernels.tables import Tables
+from lade.decoding.kernels.work import Held, IndexedText
+from reference import growth, tables
 
 Longs = npt.NDArray[np.int64]
 
@@ -22,17 +17,6 @@ _LONGEST_PATH = 64  # tokens of a request that one call learns
 _NO_LIMIT = 2**31 - 1
 
 
-class Requests(Struct):
-    """Trees of requests, each with the tables that it grows from."""
-
-    __slots__ = ("pairs",)
-
-    def __init__(self, pairs: Sequence[tuple[Held, Tables]]) -> None:
-        self.pairs = pairs
-        super().__init__([each.address for pair in pairs for each in pair], ())
-
-
-@kernel(STRUCT, LONGS, INT, DOUBLES, LONGS, INT, INT, INTS, INTS, DOUBLES, LONGS, result=INT)
 def propose(
     requests: Requests,
     budgets: Longs,
@@ -46,24 +30,7 @@ def propose(
     scores: Doubles,
     ends: Longs,
 ) -> int:
-    """Draft what may follow the texts of requests, see `growth`.
-
-    Args:
-        requests: B trees, whose texts have been read.
-        budgets: `[B]`, the most tokens to draft for each.
-        start: index of the first request to draft for.
-        prices: `[4]`, tokens that one more node costs, `news` and `first` of `grow_chain`, and `promise` of `grow`.
-        excluded: ids that are not added.
-        vocabulary: V; ids from here on are not added.
-        trees: draft trees; chains if False.
-        ids: int32 `[sum of budgets]`, written: the drafts one after the other.
-        parents: likewise, the index of each token's parent in its draft; -1 for the text's last token.
-        scores: float64, likewise, the probability that each token is accepted.
-        ends: `[B]`, written: end of each draft in these.
-
-    Returns:
-        Index of the first request whose tree has no room for its draft; B if all have.
-    """
+    """Draft what may follow the texts of requests, see `growth`."""
     price, news, first, promise = prices.tolist()
     end = int(ends[start - 1]) if start else 0
     for at in range(start, len(budgets)):
@@ -86,7 +53,6 @@ def propose(
     return len(budgets)
 
 
-@kernel(STRUCT, LONGS, INT, LONGS, LONGS, TABLE, LONGS, DOUBLE, result=INT)
 def learn_requests(
     requests: Requests,
     drafted: Longs,
@@ -97,30 +63,15 @@ def learn_requests(
     row_ends: Longs,
     rate: float,
 ) -> int:
-    """Learn from a pass that verified drafts.
-
-    Args:
-        requests: B trees, whose tables have been given their limits.
-        drafted: `[B]`, number of tokens of each draft; -1 for a tree that was not grown for this pass.
-        start: index of the first request to learn from.
-        tokens: the tokens that requests got, one request after the other.
-        token_ends: `[B]`, end of each request's tokens.
-        rows: `[F, WIDTH]` entries of the logits at the tokens that were fed, likewise.
-        row_ends: `[B]`, end of each request's rows.
-        rate: learning rate of the gradient steps.
-
-    Returns:
-        Index of the first request that was not learned from: its rows do not fit its draft and tokens, or a table or
-        text has no room. B if all were.
-    """
+    """Learn from a pass that verified drafts."""
     splits = np.split(tokens, token_ends)[:-1], np.split(rows, row_ends)[:-1]
     for at, (emitted, entries) in enumerate(zip(*splits, strict=True)):
-        if at >= start and not _learn(*requests.pairs[at], int(drafted[at]), emitted, entries, rate):
+        if at >= start and not _learn_one(*requests.pairs[at], int(drafted[at]), emitted, entries, rate):
             return at
     return len(drafted)
 
 
-def _learn(held: Held, found: Tables, drafted: int, tokens: Longs, rows: Ints, rate: float) -> bool:
+def _learn_one(held: Held, found: Tables, drafted: int, tokens: Longs, rows: Ints, rate: float) -> bool:
     """Learn a pass of one request; return False, with nothing changed, where that needs more room or another way."""
     work, known = held.work, int(held.work.used[READ])
     if drafted < 0 or not 0 < len(tokens) <= _LONGEST_PATH or known + len(tokens) > len(work.text):
