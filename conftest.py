@@ -20,8 +20,9 @@ from lade import native
 from lade.errors import UnsupportedModelError
 from lade.hf import job, refusals
 from lade.model import supports as support
-from lade.testing import nearly_flat_cost, toy_model
+from lade.testing import toy_model
 from lade.tuning import cost_file as store
+from lade_lab.fakes import nearly_flat_cost
 
 pytest_plugins = ["shell_fixtures"]
 

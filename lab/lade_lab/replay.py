@@ -25,7 +25,7 @@ from lade.decoding.loop import DecodeLoop, PromptLogitsHook
 from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Greedy
-from lade.testing import ListCache
+from lade_lab.fakes import ListCache
 
 WINDOW = 512
 """Tokens that each token of `windowed` attends to."""

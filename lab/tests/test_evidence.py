@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lade.embedded.files import model_path
 from lade.hf import job
 from lade.server import service
-from lade.testing import nearly_flat_cost, toy_model
+from lade.testing import toy_model
+from lade_lab.fakes import nearly_flat_cost
 from lade_lab.served import Reply
 
 SCHEMAS = [

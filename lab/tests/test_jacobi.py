@@ -12,7 +12,7 @@ from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.verify import Greedy, Verdict
 from lade.errors import ConfigError
-from lade.testing import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner, ListCache
 from lade_lab.jacobi import JacobiDrafter
 
 VOCABULARY = 12

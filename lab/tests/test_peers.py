@@ -19,7 +19,7 @@ from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy, Verdict
 from lade.hf.session import Session
 from lade.model.prepared import custom_generate_for
-from lade.testing import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner, ListCache
 from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter, template
 
 VOCABULARY = 12

@@ -16,7 +16,7 @@ from lade.cli.batch.files import ResultFile
 from lade.errors import InputError
 from lade.hf import job
 from lade.server import service
-from lade.testing import nearly_flat_cost
+from lade_lab.fakes import nearly_flat_cost
 
 NEW = 8
 

@@ -23,7 +23,7 @@ from lade.hf import job
 from lade.serving import batch as serving_batch
 from lade.serving import engine as serving_engine
 from lade.serving.engine import Engine
-from lade.testing import nearly_flat_cost
+from lade_lab.fakes import nearly_flat_cost
 
 CONTEXT = 512  # of the model in conftest.py
 NEW = 12

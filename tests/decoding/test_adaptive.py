@@ -23,7 +23,8 @@ from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.decoding.readout import read
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict, walk
-from lade.testing import nearly_flat_cost, toy_model
+from lade.testing import toy_model
+from lade_lab.fakes import nearly_flat_cost
 
 VOCABULARY = 8
 Follow = Callable[[Sequence[int]], int]

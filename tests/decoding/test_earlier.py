@@ -33,7 +33,8 @@ from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Greedy
 from lade.memory import Memory
-from lade.testing import FunctionRunner, ListCache, nearly_flat_cost, toy_model
+from lade.testing import toy_model
+from lade_lab.fakes import FunctionRunner, ListCache, nearly_flat_cost
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

@@ -20,7 +20,7 @@ from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
-from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
+from lade_lab.fakes import FunctionRunner, ListCache, nearly_flat_cost
 
 VOCABULARY, PROMPT = 400, [1, 2, 3]
 CYCLE = list(range(10, 24))

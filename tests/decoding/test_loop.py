@@ -16,7 +16,7 @@ from lade.decoding.readout import Readout
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Choose, Greedy, Verdict
-from lade.testing import FunctionRunner, ListCache, nearly_flat_cost
+from lade_lab.fakes import FunctionRunner, ListCache, nearly_flat_cost
 
 VOCABULARY = 12
 Follow = Callable[[Sequence[int]], int]

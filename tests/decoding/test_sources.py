@@ -16,7 +16,7 @@ from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
-from lade.testing import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner, ListCache
 
 VOCABULARY, PROMPT, LENGTH = 40, [1, 2, 3], 43
 ADAPTIVE, BUDGET, PAPER = LookaheadConfig(), LookaheadConfig(budget=12), LookaheadConfig(0, 5, 3)

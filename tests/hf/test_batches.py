@@ -18,7 +18,8 @@ from lade.hf import job, session
 from lade.hf.sampling import Draws
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
-from lade.testing import nearly_flat_cost, toy_model
+from lade.testing import toy_model
+from lade_lab.fakes import nearly_flat_cost
 
 MODELS = {
     "llama": toy_model("llama"),

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import lade
 from lade import announcements, version
 from lade.hf import job
-from lade.testing import nearly_flat_cost
+from lade_lab.fakes import nearly_flat_cost
 
 CASES = [
     pytest.param(case, id=str(case))

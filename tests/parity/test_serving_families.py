@@ -13,7 +13,7 @@ from graphed import Graphs
 
 import lade
 from lade.hf import job
-from lade.testing import nearly_flat_cost
+from lade_lab.fakes import nearly_flat_cost
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 SOME = ["llama", "mistral-window", "gemma3_text", "gpt2", "opt", "bloom", "gpt_oss", "llama4_text", "deepseek_v3"]

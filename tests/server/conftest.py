@@ -8,7 +8,7 @@ from served import Running, running
 
 from lade.hf import job
 from lade.server import service
-from lade.testing import nearly_flat_cost
+from lade_lab.fakes import nearly_flat_cost
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,7 +10,7 @@ from serving_toys import engine_threads
 
 from lade.hf import job
 from lade.model.prefill import PromptPasses
-from lade.testing import nearly_flat_cost
+from lade_lab.fakes import nearly_flat_cost
 
 sys.path.append(str(Path(__file__).parent.parent / "parity"))  # where the tiny models of all families are
 

@@ -31,7 +31,8 @@ from lade.model.runner import EagerRunner
 from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.request import PLAIN
 from lade.serving.running import RunningSet
-from lade.testing import nearly_flat_cost, toy_model
+from lade.testing import toy_model
+from lade_lab.fakes import nearly_flat_cost
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 GREEDY = {"do_sample": False}

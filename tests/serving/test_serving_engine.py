@@ -43,7 +43,8 @@ from lade.hf import job
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
 from lade.serving.scheduler import Scheduler
-from lade.testing import nearly_flat_cost, toy_model
+from lade.testing import toy_model
+from lade_lab.fakes import nearly_flat_cost
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 

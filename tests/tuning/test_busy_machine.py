@@ -17,7 +17,7 @@ from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
-from lade.testing import FunctionRunner, ListCache
+from lade_lab.fakes import FunctionRunner, ListCache
 
 TURN_S, OTHERS_S = 3e-3, 15e-3
 """How long a thread may run until it is the others' turn, and how long they then run, on average."""

@@ -1,5 +1,6 @@
 """Drafts inside SGLang: an algorithm beside its NGRAM, whose worker verifies irregular trees. Not tried on a GPU.
 
+    pip install examples/sglang_plugin
     python -m sglang.launch_server --model-path MODEL --speculative-algorithm LADE --speculative-num-draft-tokens 16
 
 `register` is an entry point of `sglang.srt.plugins`, the group by which SGLang's processes learn of algorithms. The
@@ -19,13 +20,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import sglang
 
-from lade.errors import ConfigError, MissingExtraError, UnsupportedError
-
-try:
-    import sglang
-except ModuleNotFoundError as error:
-    raise MissingExtraError("SGLang", "sglang") from error
+from lade.errors import ConfigError, UnsupportedError
 
 VERSIONS = ("0.5.23",)
 """Versions of SGLang whose interfaces this was written against."""
@@ -251,7 +248,7 @@ def _validate(server_args: Any) -> None:
     """Raise unless SGLang is of a version that this was written for, and its settings are ones that it can serve."""
     if sglang.__version__ not in VERSIONS:
         raise UnsupportedError(
-            f"SGLang {sglang.__version__} is not one of the versions that lade.engines.sglang was written for "
+            f"SGLang {sglang.__version__} is not one of the versions that lade_sglang was written for "
             f"({', '.join(VERSIONS)})",
             f"install one of them: pip install 'sglang=={VERSIONS[-1]}'",
         )
