@@ -50,7 +50,7 @@ def described(choices: Choices, given: Choices, loaded: LoadedModel) -> str:
         loaded: model with the defaults of its checkpoint.
     """
     if choices.do_sample:
-        from lade.cli.loading.checkpoint import SAMPLING_FIELDS
+        from lade.cli.loading.load import SAMPLING_FIELDS
         from lade.cli.run import generate_arguments
 
         arguments = generate_arguments(loaded, choices)
@@ -75,14 +75,12 @@ HELP = """\
 /image FILE     attach an image to the next turn
 /retry          answer the last turn again
 /reset          forget the conversation; the system prompt stays
-/save FILE      write the conversation to a file
-/load FILE      continue the conversation of a file
 /stats          statistics of this session
 /quit           leave, as Ctrl-D does
 A line that ends with a backslash continues on the next one.
 \"\"\" opens a text of several lines, which ends with \"\"\"; in it, a / begins no command.
 Ctrl-C stops an answer; the text so far stays in the conversation."""
-_WITH_TEXT = ("/system", "/image", "/save", "/load")
+_WITH_TEXT = ("/system", "/image")
 _ALONE = ("/help", "/retry", "/reset", "/stats", "/quit", "/exit")
 
 
@@ -216,8 +214,6 @@ class Chat:
                 case "/reset":
                     self._conversation.reset()
                     self._term.say("conversation cleared", "dim")
-                case "/save" | "/load":
-                    self._save_or_load(name, rest)
                 case "/stats":
                     self._say_stats()
                 case _:
@@ -240,24 +236,6 @@ class Chat:
             raise InputError("/image needs a file: /image FILE")
         self._conversation.attach_image(Path(file).expanduser())
         self._term.say(f"{file!r} goes with the next turn", "dim")
-
-    def _save_or_load(self, name: str, file: str) -> None:
-        """Save the conversation to a file, or load one."""
-        from lade.cli import conversation
-
-        if not file:
-            raise InputError(f"{name} needs a file: {name} FILE")
-        path = Path(file).expanduser()
-        if name == "/save" and not self._conversation.turns:
-            raise InputError("nothing to save yet")
-        if name == "/save" and self._conversation.has_images:
-            raise InputError("a conversation with images cannot be saved: its file holds text only")
-        if name == "/load":
-            self._conversation.replace(conversation.load(path))
-            self._term.say(f"continuing after {self._length()}", "dim")
-        else:
-            conversation.save(path, self._conversation.messages, self._loaded.name)
-            self._term.say(f"{self._length()} saved to {str(path)!r}", "dim")
 
     def _length(self) -> str:
         """Return the length of the conversation as text."""

@@ -1,12 +1,8 @@
-"""Conversations: messages, file, KV cache.
-
-`{"model": "org/name", "messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}, ...]}`
-"""
+"""A conversation of `lade chat`: messages, token ids, KV cache."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,73 +16,6 @@ from lade.errors import ConfigError, InputError
 from lade.model.kv_cache import TreeCache
 from lade.model.prepared import placeholder_ids
 from lade.model.supports import supports
-
-_REMEDY = "give a file that /save wrote"
-
-
-def save(path: Path, messages: Sequence[dict[str, str]], model: str) -> None:
-    """Write a conversation to a file, atomically.
-
-    Args:
-        path: new file, or one of an earlier conversation.
-        messages: messages with at least one turn.
-        model: name of the model, for the record.
-
-    Raises:
-        InputError: the file is something else, or cannot be written.
-    """
-    if path.exists():
-        try:
-            load(path)
-        except InputError as problem:
-            raise InputError(f"{str(path)!r} exists and is not a conversation: give another name") from problem
-    text = json.dumps({"model": model, "messages": list(messages)}, ensure_ascii=False, indent=1) + "\n"
-    aside = path.with_name(path.name + ".part")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError as problem:
-        aside.unlink(missing_ok=True)
-        reason = problem.strerror or str(problem)
-        raise InputError(f"{str(path)!r} cannot be written: {reason}; give another name") from problem
-
-
-def load(path: Path) -> list[dict[str, str]]:
-    """Return the messages of a file: an optional system prompt, then pairs of user and assistant.
-
-    Raises:
-        InputError: the file cannot be read, or is not a conversation.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise InputError(f"{str(path)!r} cannot be read: {problem.strerror or problem}; check the path") from problem
-    except (ValueError, RecursionError) as problem:  # ValueError: also what is not UTF-8
-        raise InputError(f"{str(path)!r} is not JSON: {_REMEDY}") from problem
-    messages = found.get("messages") if isinstance(found, dict) else None
-    if not isinstance(messages, list):
-        raise InputError(f'{str(path)!r} has no list under "messages": {_REMEDY}')
-    return _checked(messages, str(path))
-
-
-def _checked(messages: list[Any], name: str) -> list[dict[str, str]]:
-    """Return the messages with role and content only."""
-    offset = 1 if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system" else 0
-    for number, message in enumerate(messages):
-        wanted = "system" if number < offset else ("user", "assistant")[(number - offset) % 2]
-        if not isinstance(message, dict) or message.get("role") != wanted:
-            raise InputError(f"{name!r}: message {number + 1} does not have the role {wanted}: {_REMEDY}")
-        text = message.get("content")
-        if not isinstance(text, str):
-            raise InputError(f"{name!r}: message {number + 1} has no text content: {_REMEDY}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as problem:
-            raise InputError(f"{name!r}: message {number + 1} is not Unicode: {_REMEDY}") from problem
-    if (len(messages) - offset) % 2:
-        raise InputError(f"{name!r} ends with an unanswered turn: {_REMEDY}")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
 
 Message = dict[str, str]
 """With the keys `role` ("system", "user" or "assistant") and `content`."""
@@ -157,11 +86,6 @@ class Conversation:
         self.cache: TreeCache | None = TreeCache() if self._caches else None
 
     @property
-    def messages(self) -> list[Message]:
-        """All messages, the system prompt first."""
-        return [*self._system(), *self._turns]
-
-    @property
     def turns(self) -> int:
         """Number of answered turns."""
         return len(self._turns) // 2
@@ -185,11 +109,6 @@ class Conversation:
         if system is not None:
             self._check_system(system)
         self.system = system
-
-    @property
-    def has_images(self) -> bool:
-        """True if any image was shown."""
-        return bool(self._images)
 
     def attach_image(self, path: Path) -> None:
         """Attach an image to the next turn.
@@ -236,26 +155,6 @@ class Conversation:
         self._fed_images = turn.images
         if answer.torn:
             self.drop_cache()  # an aborted pass may have updated some layers only
-
-    def replace(self, messages: Sequence[Message]) -> None:
-        """Replace this conversation by another one.
-
-        Args:
-            messages: an optional system prompt, then pairs of user and assistant.
-
-        Raises:
-            InputError: the conversation exceeds the model's context, or its system prompt is not supported; nothing
-                has changed.
-        """
-        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
-        if system is not None:
-            self._check_system(system)
-        turns = list(messages if system is None else messages[1:])
-        before, ids = (self._encoded(system, each) for each in (turns[:-2], turns))
-        self._check_length(ids, "the conversation", "load a shorter one")
-        self.system = system
-        self.reset()
-        self._turns, self._ids_before, self._ids = turns, before, ids
 
     def _turn(self, text: str, messages: list[Message], ids: list[int], shown: list[Any]) -> Turn:
         message = {"role": "user", "content": text}
@@ -309,25 +208,15 @@ class Conversation:
         if context and len(ids) >= context:
             raise InputError(f"{what} has {len(ids)} tokens, and the model's context is {context}: {remedy}")
 
-    def _templated(self, messages: list[Message], *, answer: bool = True) -> list[int]:
+    def _templated(self, messages: list[Message]) -> list[int]:
         try:
             ids: list[int] = self._loaded.tokenizer.apply_chat_template(
-                messages, **{"add_generation_prompt": answer, **self._arguments}, tokenize=True, return_dict=False
+                messages, **{"add_generation_prompt": True, **self._arguments}, tokenize=True, return_dict=False
             )
         except Exception as problem:
             system = any(message["role"] == "system" for message in messages)
             remedy = "try /reset, or /system without a text" if system else "try /reset"
             raise InputError(f"the model's chat template refuses this ({one_line(problem)}): {remedy}") from problem
-        return ids
-
-    def _encoded(self, system: str | None, turns: list[Message]) -> list[int]:
-        """Return the ids of turns loaded from a file."""
-        if not turns:
-            return []
-        if self.templated:
-            own = [] if system is None else [{"role": "system", "content": system}]
-            return self._templated([*own, *turns], answer=False)
-        ids: list[int] = self._loaded.tokenizer("".join(turn["content"] for turn in turns))["input_ids"]
         return ids
 
     def _continued(self, ids: list[int], text: str) -> list[int]:

@@ -14,9 +14,7 @@ from rich.text import Text
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 from lade.cli.encoder import Encoder
-from lade.cli.loading import checkpoint
-from lade.cli.loading.checkpoint import BEAM_FIELDS, SAMPLING_FIELDS
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading.load import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig, resolve
@@ -157,11 +155,10 @@ def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = G
 
     Raises:
         UnsupportedModelError: the method does not support the model.
-        ConfigError: the tokenizer cannot spell a stop text, or a value of the checkpoint is out of range.
+        ConfigError: the tokenizer cannot spell a stop text.
     """
     if isinstance(lookahead, LookaheadConfig):
         supports(loaded.model).require()
-    checkpoint.check_choices(generate_arguments(loaded, choices), loaded.name)
     for text in choices.stop or ():
         try:
             StopStringCriteria(loaded.tokenizer, [text])

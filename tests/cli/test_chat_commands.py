@@ -1,6 +1,5 @@
 """What one can say in a chat besides turns, and how a chat chooses tokens."""
 
-import json
 import shutil
 import signal
 
@@ -92,12 +91,6 @@ def test_greedy_and_sampling_options_contradict_each_other(lade, sampling):
         fails(lade("chat", "-m", sampling, "--temperature", 0, option, value), f"{option} {value}", "--temperature")
 
 
-def test_a_checkpoint_out_of_range_is_said_before_the_first_turn(lade, templated, tmp_path, edited):
-    copy = edited(templated, tmp_path / "m", generation_config={"do_sample": True, "temperature": 0.0})
-    fails(lade("chat", "-m", copy), "generation_config", "--temperature")
-    assert lade("chat", "-m", copy, "--temperature", 0, stdin="").exit_code == 0
-
-
 def test_a_system_prompt_holds_from_the_next_turn_on_and_can_be_taken_back(chat, plainly):
     result = chat("/system be brief", *TURNS[:2], "/reset", TURNS[0], "/system", "/reset", TURNS[0], "/system")
     with_it = plainly(TURNS[:2], before=WITH_SYSTEM)
@@ -158,59 +151,6 @@ def test_retry_draws_with_the_next_seed(chat, plainly, sampling):
     assert "error: " in chat("/retry").stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["templated", "folder"])
-def test_a_conversation_goes_on_from_a_file(chat, request, kind, tmp_path):
-    path, file = request.getfixturevalue(kind), tmp_path / "it is here.json"
-    system = ["/system be brief"] if kind == "templated" else []
-    whole = chat(*system, *TURNS, path=path).answers
-    saving = chat(*system, *TURNS[:2], f"/save {file}", path=path)
-    assert "2 turns, " in saving.stderr
-    record = json.loads(file.read_text())
-    assert record["model"] == str(path) and [each["content"] for each in record["messages"]][-4::2] == list(TURNS[:2])
-    result = chat("something else", f"/load {file}", TURNS[2], "/retry", f"/save {file}", path=path)
-    assert result.answers[1:] == [whole[2], whole[2]]
-    assert "continuing after 2 turns, " in result.stderr
-    assert len(json.loads(file.read_text())["messages"]) == len(record["messages"]) + 2
-    assert chat(f"/load {file}", "/retry", path=path).answers == [whole[2]]
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "cannot be read"),
-        ("{", "JSON"),
-        ("[" * 100_000, "JSON"),
-        ("[]", '"messages"'),
-        ('{"messages": 3}', '"messages"'),
-        ('{"messages": [3]}', "message 1"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "message 1"),
-        ('{"messages": [{"role": "user", "content": null}]}', "message 1 has no text"),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "message 1 is not Unicode"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "unanswered"),
-        (json.dumps({"messages": [{"role": role, "content": "x" * 300} for role in ("user", "assistant")]}), "512"),
-    ],
-)
-def test_what_cannot_be_loaded_changes_nothing(chat, tmp_path, text, words):
-    file = tmp_path / "c.json"
-    if text is not None:
-        file.write_text(text)
-    result = chat(TURNS[0], f"/load {file}", TURNS[1])
-    assert words in result.stderr
-    assert result.answers == chat(*TURNS[:2]).answers
-
-
-def test_what_cannot_be_saved(chat, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    result = chat(f"/save {tmp_path / 'c.json'}", TURNS[0], "/save", f"/save {tmp_path / 'notes.txt'}",
-                  f"/save {tmp_path / 'no' / 'c.json'}", f"/save {tmp_path}")  # fmt: skip
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    for line, words in zip(lines, ("nothing to save", "/save FILE", "not a conv", "No such", "is no"), strict=True):
-        assert words in line
-    assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
-
-
 def test_an_answer_that_was_cut_is_marked(chat, templated, tmp_path, edited, plainly, tokenizer):
     assert chat(TURNS[0]).stderr.count(f"[cut off after {NEW} tokens; --max-new-tokens allows more]") == 1
     (answer,) = plainly(TURNS[:1])
@@ -230,13 +170,13 @@ def test_text_of_several_lines_is_one_turn(chat, plainly):
 
 
 def test_commands_take_what_they_take(chat):
-    result = chat("/reset now", "/quit later", "/etc", "/load", "/exit")
+    result = chat("/reset now", "/quit later", "/etc", "/image", "/exit")
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error", "unknown"))]
     assert lines == [
         "error: /reset takes no argument",
         "error: /quit takes no argument",
         "unknown command /etc: /help lists the commands",
-        "error: /load needs a file: /load FILE",
+        "error: /image needs a file: /image FILE",
     ]
 
 

@@ -135,11 +135,11 @@ def test_what_is_not_given_comes_from_the_checkpoint(generate, expected, folder,
     assert generate(path=copy)["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], NEW)
 
 
-def test_a_checkpoint_out_of_range_is_said_with_the_remedy(lade, generate, folder, tmp_path, edited):
-    copy = edited(folder, tmp_path / "m", generation_config={"temperature": 0.0})
-    fails(lade("generate", "-m", copy, "-p", PROMPT, "--do-sample"), "generation_config", "--temperature")
-    assert generate("--do-sample", "--temperature", 1, path=copy)["new_tokens"] > 0
-    assert generate(path=copy)["new_tokens"] > 0
+def test_a_temperature_of_zero_in_a_checkpoint_is_one_where_sampled(generate, expected, folder, tmp_path, edited):
+    copy = edited(folder, tmp_path / "m", generation_config={"temperature": 0.0, "do_sample": True})
+    report = generate("--do-sample", "--seed", 1, path=copy)
+    assert report["token_ids"] == expected(seed=1, do_sample=True, temperature=1.0, top_k=50)
+    assert generate(path=copy)["token_ids"] == expected(do_sample=False)
 
 
 def test_a_penalty_works_for_greedy_and_overrides_the_checkpoint(generate, expected, folder, tmp_path, edited):

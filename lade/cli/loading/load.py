@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from transformers import GenerationConfig
 
 from lade.backends.cpu.backend import BACKEND
 from lade.backends.cpu.invariant import make_invariant
@@ -22,8 +23,6 @@ from lade.backends.cpu.packing.gguf_model import load_gguf
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
-from lade.cli.loading import checkpoint
-from lade.cli.loading.checkpoint import greedy, sampling_defaults
 from lade.cli.loading.from_pretrained import load_model, load_processor, load_tokenizer, put_adapter
 from lade.cli.loading.hub import ModelSource, downloading, find, quiet
 from lade.cli.options.model import Loading
@@ -36,6 +35,17 @@ from lade.model.config import LEARNED_POSITIONS, dtype_name
 from lade.model.prepared import placeholder_ids
 from lade.model.supports import supports, unwrap
 from lade.tuning.packing_choice import pack_if_it_pays
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAM_FIELDS = ("early_stopping", "length_penalty")
+_DECIDED_BY_THE_SHELL = frozenset(
+    """
+    num_beams num_beam_groups num_return_sequences diversity_penalty penalty_alpha dola_layers max_length max_new_tokens
+    max_time stop_strings prompt_lookup_num_tokens use_mtp use_cache cache_implementation cache_config
+    return_dict_in_generate output_scores output_logits output_attentions output_hidden_states
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""Fields of a checkpoint's generation_config that the shell's options replace, beside those above."""
 
 
 def _no_processor() -> Any:
@@ -178,16 +188,25 @@ def load(
             packed = is_packed
             model = _load_packed(source, loading) if packed else load_model(source, loading, target, images, processes)
         processor = functools.cache(functools.partial(load_processor, source, loading))
-        checkpoint.check(model, source.shown, source.name)
         if loading.adapter is not None:
             put_adapter(model, loading, source)
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
     undone = _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
-    defaults = sampling_defaults(model.generation_config)
-    model.generation_config = greedy(model.generation_config)
+    defaults = _make_greedy(model)
     variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
     return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
+
+
+def _make_greedy(model: Any) -> dict[str, Any]:
+    """Leave stop tokens and penalties in a model's generation_config; return its settings of sampling and beams."""
+    settings = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
+    if settings.get("temperature") == 0:  # as some checkpoints ask for greedy decoding
+        settings |= {"temperature": 1.0, "do_sample": False}
+    defaults = {name: settings[name] for name in ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS) if name in settings}
+    kept = {name: value for name, value in settings.items() if name not in {*defaults, *_DECIDED_BY_THE_SHELL}}
+    model.generation_config = GenerationConfig.from_dict({**kept, "do_sample": False, "num_beams": 1})
+    return defaults
 
 
 def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
