@@ -27,15 +27,7 @@ _BAR_WIDTH = 32
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Options of `lade doctor`.
-
-    Attributes:
-        model_argument: model, in place of `--model`.
-        cached: number of tokens in the cache while passes are measured.
-        seconds: time limit of that measurement.
-        out: path of a plot of the times, or None.
-        threads: number of CPU threads, or None for the usual one.
-    """
+    """Options of `lade doctor`."""
 
     model_argument: options.NamedModel = None
     cached: Annotated[int, _what(metavar="P", help="Tokens in the cache while passes are measured.")] = 256

@@ -25,15 +25,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Options of `lade pack`.
-
-    Attributes:
-        model_argument: model, in place of `--model`.
-        check: file of a text to compare on, or None.
-        tokens: most tokens of the text.
-        keep: patterns of layer names that keep their dtype.
-        save: folder to write, or None.
-    """
+    """Options of `lade pack`."""
 
     model_argument: options.NamedModel = None
     check: Annotated[

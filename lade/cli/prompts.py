@@ -36,14 +36,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Options for the prompts of a command.
-
-    Attributes:
-        text: positional argument; "-" is standard input, without one newline at its end.
-        prompt: `--prompt`.
-        prompts: file; lines of a `.jsonl` file have a text under the key `prompt` or a conversation under `messages`,
-            any other file is one prompt, verbatim.
-    """
+    """Options for the prompts of a command."""
 
     text: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Text of the prompt. Default, and for -: standard input.")

@@ -32,16 +32,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class WarmOptions:
-    """Options of `lade warm`.
-
-    Attributes:
-        prompts: prompt files.
-        out: file of the memory.
-        max_new_tokens: token limit of each answer.
-        max_mib: size limit of the memory in MiB; None for the saved one, or the default.
-        limit: largest number of prompts.
-        fresh: start with an empty memory even if the file exists.
-    """
+    """Options of `lade warm`."""
 
     prompts: Annotated[
         list[Path],

@@ -20,15 +20,7 @@ _MAX_BODY = 2**30
 
 @dataclass(frozen=True)
 class Files:
-    """Request and result files.
-
-    Attributes:
-        input: requests, one JSON object per line.
-        out: results, one JSON object per line.
-        resume: continue the result file.
-        shard: part of the request file to answer.
-        name: model names that requests may use.
-    """
+    """Request and result files."""
 
     input: Annotated[Path, typer.Option("--input", "-i", metavar="FILE", help="OpenAI batch file with the requests.")]
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Write the results to this file.")]

@@ -323,14 +323,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Options for prompt files.
-
-    Attributes:
-        batch_size: number of prompts decoded at a time; None decodes one after the other, without an engine.
-        out: result file.
-        resume: continue the result file.
-        shard: part of the prompt file to decode.
-    """
+    """Options for prompt files."""
 
     batch_size: Annotated[
         int | None, _option(metavar="B", help="Decode B prompts of a .jsonl file at a time; results are JSON lines.")

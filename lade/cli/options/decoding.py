@@ -193,17 +193,7 @@ _option = in_panel("Choosing tokens")
 
 @dataclass(frozen=True)
 class Choices:
-    """How tokens are chosen; None is "not given".
-
-    Attributes:
-        temperature: above 0 samples; 0 is greedy.
-        do_sample: sample, at the checkpoint's temperature unless one is given.
-        top_k, top_p, min_p: as in transformers; None for the checkpoint's generation_config.
-        seed: of torch's generator, set before each generation.
-        repetition_penalty: as in transformers.
-        num_beams: number of beams; 1 is no beam search.
-        stop: strings, each of which ends the text.
-    """
+    """How tokens are chosen; None is "not given"."""
 
     temperature: Annotated[
         float | None, _option(metavar="T", help="Sampling temperature; below 1 is less random. 0: greedy decoding.")
@@ -297,13 +287,7 @@ _grammar_option = in_panel("Structured output")
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """Structured output options, at most one of them.
-
-    Attributes:
-        json_schema: file of a JSON schema.
-        regex: pattern of the whole answer.
-        grammar: file of a Lark grammar.
-    """
+    """Structured output options, at most one of them."""
 
     json_schema: Annotated[
         Path | None, _grammar_option(metavar="FILE", help="Answer with JSON of the schema in this file.")

@@ -100,13 +100,7 @@ _flag = in_panel(PANEL)
 
 @dataclass(frozen=True)
 class Output:
-    """Verbosity options; see `terminal.Terminal`.
-
-    Attributes:
-        quiet: write only results, warnings and errors.
-        no_color: write no colours, even to a terminal.
-        debug: show tracebacks, all warnings, and what transformers logs.
-    """
+    """Verbosity options; see `terminal.Terminal`."""
 
     quiet: Annotated[
         bool,

@@ -48,13 +48,7 @@ NamedModel = Annotated[
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The model, its dtype and its device.
-
-    Attributes:
-        model: folder, hub id or GGUF file; None, or "embedded", for the embedded model.
-        dtype: one of `DTYPES`.
-        device: "auto", or any name torch knows.
-    """
+    """The model, its dtype and its device."""
 
     model: Annotated[
         str | None,
@@ -89,20 +83,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class Loading(ModelChoice):
-    """The model and all options of loading it; see `loading.load`.
-
-    Attributes:
-        revision: branch, tag or commit on the hub; None for the main branch.
-        adapter: folder or hub id of a PEFT adapter.
-        device_map: `device_map` of `from_pretrained`, a word or JSON; None loads everything on `device`.
-        quantization: name in `SCHEMES`; None for the checkpoint's own.
-        weights: one of `WEIGHTS`, for `lade.pack`; None for no rounding.
-        attn_implementation: `attn_implementation` of `from_pretrained`; None for transformers' default.
-        trust_remote_code: run Python code of the checkpoint.
-        token: token for the hub; None for that of `hf auth login` or HF_TOKEN.
-        cache_dir: folder for downloads; None for the hub's cache.
-        local_files_only: do not access the network.
-    """
+    """The model and all options of loading it; see `loading.load`."""
 
     revision: Annotated[str | None, _expert(metavar="REV", help="Branch, tag or commit on the hub.")] = None
     adapter: Annotated[str | None, _expert(metavar="PEFT", help="PEFT adapter: folder or hub id.")] = None
@@ -250,13 +231,7 @@ _template_option = in_panel(TEMPLATE_PANEL)
 
 @dataclass(frozen=True)
 class Template:
-    """Chat template options.
-
-    Attributes:
-        raw: continue the text without a chat template.
-        system: system message put before conversations that have none.
-        chat_template_kwargs: JSON object of template variables.
-    """
+    """Chat template options."""
 
     raw: Annotated[bool, _template_option("--raw", help="Continue the text without a chat template.")] = False
     system: Annotated[str | None, _template_option(metavar="TEXT", help="System message.")] = None

@@ -39,12 +39,7 @@ _template = in_panel("Chat template")
 
 @dataclass(frozen=True)
 class ServedTemplate:
-    """Chat template options of the server.
-
-    Attributes:
-        chat_template: file of a template in place of the model's; None keeps that.
-        chat_template_kwargs: JSON object of template variables, which a request may override.
-    """
+    """Chat template options of the server."""
 
     chat_template: Annotated[
         Path | None, _template(metavar="FILE", help="Chat template to use instead of the model's.")
@@ -69,19 +64,7 @@ class ServedTemplate:
 
 @dataclass(frozen=True)
 class Listening:
-    """Network options, and the names of the model.
-
-    Attributes:
-        host, port: address to listen on; port 0 is any free one.
-        name: names by which requests may call the model.
-        log_format: format of the log on standard error, "text" or "json".
-        metrics: serve `/metrics`.
-        acceptance: level of acceptance metrics in answers, one of `ACCEPTANCE`.
-        page: serve the chat page at `/`.
-        strict: refuse requests with unknown fields.
-        tensor_parallel: number of processes to split the model over; None for as many as torchrun has started.
-        torchrun: run id from torchrun's environment; None if torchrun has not started this process.
-    """
+    """Network options, and the names of the model."""
 
     host: Annotated[str, _server(metavar="ADDR", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, _server(metavar="PORT", help="Port to listen on; 0 for any free one.")] = 8000
@@ -137,15 +120,7 @@ def served_names(names: list[str] | None, loading: Loading) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Access:
-    """Authentication and access options.
-
-    Attributes:
-        api_key_file: file of API keys, one per line; None requires no key, unless there are `api_keys`.
-        api_keys: further API keys, separated by spaces.
-        allowed_host: host names accepted in requests besides IP addresses.
-        cors_origin: origins of web pages that may send requests.
-        share: scope of draft memories and prefix caches, one of `SHARES`.
-    """
+    """Authentication and access options."""
 
     api_key_file: Annotated[
         Path | None, _access(metavar="FILE", help="API keys, one per line, or name:key. Default: none required.")
@@ -191,12 +166,7 @@ class Access:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of the engine, of `lade batch` too.
-
-    Attributes:
-        max_rows, max_tokens: arguments of `lade.Engine`.
-        answer_tokens: most tokens of an answer, if the request sets no limit.
-    """
+    """Limits of the engine, of `lade batch` too."""
 
     max_rows: Annotated[int, _limits(metavar="N", help="Maximum number of requests decoded together.")] = 16
     max_tokens: Annotated[
@@ -219,16 +189,7 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class Limits(EngineLimits):
-    """Limits of the server.
-
-    Attributes:
-        max_waiting: argument of `lade.Engine`.
-        context: most tokens of prompt and answer together.
-        prefix_cache: size of the prefix cache, such as "2GiB"; None for the default.
-        max_body: largest request body, such as "4MiB"; None for 4 MiB, or 16 MiB if the model takes images.
-        queue_timeout: most seconds that a request waits in the queue.
-        shutdown_timeout: most seconds that answers in progress may take after SIGTERM.
-    """
+    """Limits of the server."""
 
     max_waiting: Annotated[
         int, _limits(metavar="N", help="Maximum number of queued requests; further ones get status 503.")
@@ -332,12 +293,7 @@ _option = in_panel("Replicas")
 
 @dataclass(frozen=True)
 class Scaling:
-    """Replica options.
-
-    Attributes:
-        replicas: number of Ray Serve replicas; None serves in this process.
-        max_replicas: upper limit for autoscaling.
-    """
+    """Replica options."""
 
     replicas: Annotated[
         int | None, _option(metavar="N", help="Number of replicas, each with a model and an engine (Ray Serve).")
