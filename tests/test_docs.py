@@ -158,7 +158,7 @@ def test_wrong_commands_would_be_noticed():
     text = f"{fenced}\n    python scripts/none.py \\\n        --x\n    make none\n"
     found = [misspelled(words) for words in commands(text)]
     assert found == ["no option --promt", "no command frobnicate", "no scripts/none.py", "no target none"]
-    assert misspelled(["lade", "doctor", "--model", "X", "--out", "y.svg"]) == ""
+    assert misspelled(["lade", "doctor", "--model", "X", "--cached", "64"]) == ""
     older = "    python scripts/measure.py --x 1 \\\n        --y 2   # (a), at 11782b5\n"
     assert commands(older) == [] and commands(older, past=True)[0][:2] == ["python", "scripts/measure.py"]
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.embedded.files import builtin_prompts
+from lade_lab import workloads
 
 BUDGETS = (4, 8, 16)
 TEMPERATURE = 0.7
@@ -95,7 +95,8 @@ def main(
     torch.set_num_threads(1)
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = builtin_prompts() if prompts is None else prompts.read_text("utf-8").splitlines()
+    builtin = [each.turns[0] for each in workloads.load(workloads.BUILTIN).items]
+    texts = builtin if prompts is None else prompts.read_text("utf-8").splitlines()
     ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
     typer.echo("\n".join(table(loaded, ids, tokens)))
 

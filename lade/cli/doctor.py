@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
@@ -12,14 +11,14 @@ from rich.text import Text
 
 from lade.cli.info import facts_of, show_facts
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import check_picture, in_panel
+from lade.cli.options.grouping import in_panel
 from lade.cli.terminal import Terminal, count, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.diagnosis import Curve
 
-EXAMPLE = "Example:  [bold]lade doctor --model gpt2 --out cost.svg[/bold]"
+EXAMPLE = "Example:  [bold]lade doctor --model gpt2[/bold]"
 LONGEST_S, MOST_CACHED = 86_400, 10**6
 _what = in_panel("What to measure")
 _BAR_WIDTH = 32
@@ -32,20 +31,15 @@ class DoctorOptions:
     model_argument: options.NamedModel = None
     cached: Annotated[int, _what(metavar="P", help="Tokens in the cache while passes are measured.")] = 256
     seconds: Annotated[float, _what(metavar="S", help="Time limit for measuring passes.")] = 5.0
-    out: Annotated[
-        Path | None, _what(metavar="FILE", help="Plot the times of passes to a .svg, .png or .pdf file.")
-    ] = None
     threads: options.Threads = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for a value out of range, `MissingExtraError` without matplotlib."""
+        """Raise `ConfigError` for a value out of range."""
         if not 1 <= self.cached <= MOST_CACHED:
             raise ConfigError("cached", self.cached, f"give a whole number >= 1 and <= {MOST_CACHED}")
         if not 0 < self.seconds <= LONGEST_S:
             raise ConfigError("seconds", self.seconds, f"give a number > 0 and <= {LONGEST_S}, a day")
         options.check_threads(self.threads)
-        if self.out is not None:
-            check_picture(self.out)
 
 
 @options.grouped
@@ -82,8 +76,6 @@ def doctor(
             curve = diagnosis.measured_curve(loaded, wanted.cached, wanted.seconds)
             found["curve"] = curve.as_dict()
             _show_curve(curve, term)
-            if wanted.out is not None:
-                draw(curve, f"{loaded.name}, {loaded.dtype}{loaded.layout}", wanted.out)
             term.say("answering three prompts with and without drafts", "dim")
             found["trial"] = diagnosis.trial(loaded, curve, term)
             _show("trial", found["trial"], term)
@@ -122,24 +114,3 @@ def _show_curve(curve: Curve, term: Terminal) -> None:
         table.add_row(str(size), f"{1e3 * middle:.2f}", f"{middle / curve.median(1):.2f}", Text(bar, style))
     term.out.print(table)
     term.say(f"saved to {curve.saved}" if curve.saved else "not saved", "dim")
-
-
-def draw(curve: Curve, title: str, out: Path) -> None:
-    """Plot the times of passes; the suffix of the file decides the format."""
-    from matplotlib.figure import Figure
-
-    from lade.cli.diagnosis import FREE
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    sizes, medians = list(curve.samples), [1e3 * curve.median(size) for size in curve.samples]
-    axes.plot(sizes, medians, marker="o", label=f"{curve.cached} cached tokens")
-    axes.axhline(FREE * medians[0], linewidth=0.8, linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, list(map(str, sizes)), fontsize=8)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"tokens fed by a forward pass (dotted: {FREE:g} times the time of one)")
-    axes.set_ylabel("milliseconds")
-    axes.set_title(title)
-    axes.legend(frameon=False)
-    figure.savefig(out)

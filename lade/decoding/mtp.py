@@ -213,14 +213,6 @@ class MtpPasses:
         """Recent tokens per second of all rows together; 0.0 before the first step."""
         return self._habits.tokens / self._habits.seconds if self._habits.seconds else 0.0
 
-    def expected_s(self, passes: int, nodes: int = NODES) -> float:
-        """Return the seconds that a number of passes will take: the first feeds a node per row, others at most `nodes`.
-
-        0.0 before passes were timed, or for no passes.
-        """
-        cost = self._cost
-        return cost.seconds(1) + (passes - 1) * cost.seconds(nodes) if passes else 0.0
-
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """See `MtpLayer`."""
         return self._layer.reading(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 from pathlib import Path
 
@@ -10,12 +9,6 @@ from pathlib import Path
 def model_path() -> Path:
     """Return the folder of the embedded model, for `from_pretrained`."""
     return Path(str(resources.files("lade.embedded") / "model"))
-
-
-def builtin_prompts() -> list[str]:
-    """Return the prompts of the built-in workload: functions of Python's standard library, cut after their head."""
-    path = resources.files("lade.embedded") / "builtin.jsonl"
-    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def prompts() -> list[str]:

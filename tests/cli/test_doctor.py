@@ -112,26 +112,10 @@ def test_ctrl_c_ends_it_after_the_parts_that_are_shown(lade, folder, steady, sav
     assert "machine" in result.stdout and not saved()
 
 
-@pytest.mark.parametrize("name", ["cost.svg", "cost.png"])
-def test_the_curve_is_drawn(name, lade, folder, tmp_path):
-    out = tmp_path / name
-    result = lade("doctor", "-m", folder, "--seconds", 3, "--out", out)
-    assert result.exit_code == 0, result.output
-    assert out.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
-
-
-def test_without_matplotlib_the_remedy_is_named_before_any_work(lade, folder, steady, monkeypatch, tmp_path):
-    monkeypatch.setattr("lade.cli.options.grouping.find_spec", lambda name: None)
-    result = lade("doctor", "-m", folder, "--out", tmp_path / "cost.svg")
-    assert result.exit_code == 2 and "pip install '.[bench]'" in result.stderr
-    assert steady["passes"] == 0
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--cached", "0"), ("--seconds", "0"), ("--seconds", "nan"), ("--threads", "0"), ("--out", "cost.txt"),
-        ("--out", "no/such/folder/cost.svg"),
+        ("--cached", "0"), ("--seconds", "0"), ("--seconds", "nan"), ("--threads", "0"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named_before_any_work(option, value, lade, folder, steady):

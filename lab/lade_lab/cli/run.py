@@ -9,11 +9,10 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lade.cli.options.model import command_line
 from lade.cli.terminal import Progress, Terminal, count
 from lade.errors import InputError
 from lade.files import differences
-from lade_lab.cli.job import Plan
+from lade_lab.cli.job import Plan, command_line
 from lade_lab.harness.arms import Models
 from lade_lab.harness.benchmark import RESULTS, prepare
 from lade_lab.harness.experiment import Experiment

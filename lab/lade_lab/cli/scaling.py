@@ -14,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import check_drawing, in_panel
-from lade.cli.options.model import command_line
+from lade.cli.options.grouping import in_panel
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError
-from lade_lab.cli.job import whole_numbers
+from lade_lab.cli.job import check_drawing, command_line, whole_numbers
 
 if TYPE_CHECKING:
     from lade.cli.loading.load import LoadedModel

@@ -250,7 +250,7 @@ def test_sampling(bench, out):
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(
     bench, out, drawn, monkeypatch
 ):
-    monkeypatch.setattr("lade.cli.options.grouping.find_spec", lambda name: None)
+    monkeypatch.setattr("lade_lab.cli.job.find_spec", lambda name: None)
     fails(bench("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install")
     assert not out.exists()
     result = bench()

@@ -117,7 +117,7 @@ def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
 
 
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(scaling, out, monkeypatch):
-    monkeypatch.setattr("lade.cli.options.grouping.find_spec", lambda name: None)
+    monkeypatch.setattr("lade_lab.cli.job.find_spec", lambda name: None)
     fails(scaling("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install '.[bench]'")
     assert not out.exists()
     result = scaling("--json")

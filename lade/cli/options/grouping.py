@@ -7,14 +7,13 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from lade.errors import ConfigError, MissingExtraError
+from lade.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -92,7 +91,6 @@ def _without_types(parameters: list[Any]) -> list[Any]:
 
 
 PANEL = "Output"
-PICTURES = (".svg", ".png", ".pdf")
 
 
 _flag = in_panel(PANEL)
@@ -122,22 +120,3 @@ def check_out(path: Path) -> None:
         raise ConfigError("out", str(path), "not a regular file: give the name of a file")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError("out", str(path), "not writable: check the permissions")
-
-
-def check_picture(file: Path) -> None:
-    """Check the path of a plot.
-
-    Raises:
-        ConfigError: the file name has another suffix, or the folder does not exist.
-        MissingExtraError: matplotlib is not installed.
-    """
-    if file.suffix.lower() not in PICTURES:
-        raise ConfigError("out", str(file), f"give a name that ends in {', '.join(PICTURES)}")
-    check_out(file)
-    check_drawing()
-
-
-def check_drawing() -> None:
-    """Raise `MissingExtraError` where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "bench")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -203,17 +202,6 @@ def folder_of(name: str) -> Path:
     with suppress(RuntimeError):  # unknown user
         return Path(name).expanduser()
     return Path(name)
-
-
-def command_line() -> list[str]:
-    """Return the command line of this process for a record, without the hub token."""
-    words = ["lade", *sys.argv[1:]]
-    for place, word in enumerate(words):
-        if word.startswith("--token="):
-            words[place] = "--token=..."
-        elif word == "--token" and place + 1 < len(words):
-            words[place + 1] = "..."
-    return words
 
 
 TEMPLATE_PANEL = "Chat template"
