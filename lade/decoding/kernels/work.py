@@ -82,89 +82,57 @@ def _at_once(rows: tuple[Row, ...]) -> list[Row]:
 
 
 class Work(NamedTuple):
-    """A growing tree, and the features of its nodes; N is the capacity in nodes.
+    """A growing tree, and the features of its nodes; N is the capacity in nodes. `drafting.h` has the same fields."""
 
-    Attributes:
-        ids, parents, depths: int32 `[N]`, as in `TokenTree`.
-        scores: float64 `[N]`, the probability that a node is accepted.
-        tails: int32 `[N, LONGEST]`, the context of each node.
-        logit_hits: int32 `[N]`, number of rows of logits that the memory has for the node; -1 before the lookup.
-        text_hits: int32 `[N]`, number of rows of text that it has.
-        rows: int32 `[N, END, WIDTH]`, these rows by kind.
-        note_kinds: int32 `[N]`, bit set of the kinds of notes present.
-        note_rows: int32 `[N, NOTE_KINDS, WIDTH]`, these notes.
-        notes: int32 `[M, 2 + WIDTH]`, logits seen at positions, whatever the text before them: position, token there or
-            -1, row.
-        note_weights: float64 `[2 ** NOTE_KINDS, NOTE_KINDS + 1]`, by bit set: the weight of each kind, and a bias.
-        candidates: int32 `[N]`, number of distinct tokens that rows, notes and copies suggest.
-        tokens, odds: int32 and float64 `[N, _MOST]`, these tokens and their log-odds. As many as were asked for are
-            sorted to the front, likeliest first.
-        keys: float64 `[2 N]`, heap keys: score of the next child of a node, or an optimistic estimate.
-        nodes, ranks: int32 `[2 N]`, node and rank of the child of each heap entry; rank -1 before the lookup.
-        used: int64 `[7]`, counters, indexed by `NODES`, `HEAP`, `ROOT`, `READ`, `PROMPT`, `COPY`, `PREDICTED`.
-        text, links, latest: the text, see `EarlierText`.
-        matches: int32 `[N, MOST_MATCHES]`, index of the token after each earlier occurrence of the node's suffix,
-            longest match first.
-        match_lengths: int32 `[N, MOST_MATCHES]`, number of matching tokens.
-        match_counts: int32 `[N]`, number of matches.
-        copy_line: int32 `[N]`, row of `copy_weights` in use; -1 without matches.
-        copy_rows: int32 `[N, COPY_KINDS, WIDTH]`, the tokens after the matches.
-        copy_weights: float64 `[8 * LENGTH_BUCKETS, COPY_KINDS + 2]`, weight of each row, a bias, and a factor of the
-            learning rate, see `copy_priors`.
-        predicted: int32 `[N]`, index of the MTP layer's prediction after each node; -1 without one.
-        memory_odds: float64 `[N, _MOST]`, at nodes with a prediction the log-odds before the final mixing; NaN for
-            tokens that only the layer suggests.
-        listed: int32 `[N]`, at nodes with a prediction the number of tokens, including those after the candidates,
-            which only the layer suggests and which are too unlikely to be drafted.
-        bases: float64 `[N]`, log-odds before the final mixing of tokens that only the layer suggests.
-        by_mtp: int32 `[N]`, 1 where the layer gives the node higher odds than the memory does, else 0.
-        mtp_parents, mtp_ids, mtp_depths: int32 `[E]`, the node that each prediction follows: index of its parent's
-            prediction, token, and depth, counted from 1 at the root. The root's prediction comes first.
-        mtp_tokens, mtp_odds: int32 and float64 `[E, MTP_WIDTH]`, predicted tokens, -1 for none, and their log-odds.
-        mtp_weights: float64 `[MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS]`, see `drafting.mtp_tree`; shared by texts.
-        mtp_trust: float64 `[1]`, log-odds of the share of the final mixing; shared by texts.
-    """
-
-    ids: Ints
+    ids: Ints  # [N], this and the next two as in `TokenTree`
     parents: Ints
     depths: Ints
-    scores: Doubles
-    tails: Ints
-    logit_hits: Ints
-    text_hits: Ints
-    rows: Ints
-    note_kinds: Ints
-    note_rows: Ints
+    scores: Doubles  # [N], the probability that a node is accepted
+    tails: Ints  # [N, LONGEST], the context of each node
+    logit_hits: Ints  # [N], number of rows of logits that the memory has for the node; -1 before the lookup
+    text_hits: Ints  # [N], number of rows of text that it has
+    rows: Ints  # [N, END, WIDTH], these rows by kind
+    note_kinds: Ints  # [N], bit set of the kinds of notes present
+    note_rows: Ints  # [N, NOTE_KINDS, WIDTH], these notes
+    # [M, 2 + WIDTH], logits seen at positions, whatever the text before them: position, token there or -1, row
     notes: Ints
-    note_weights: Doubles
-    candidates: Ints
+    note_weights: Doubles  # [2 ** NOTE_KINDS, NOTE_KINDS + 1], by bit set: the weight of each kind, and a bias
+    candidates: Ints  # [N], number of distinct tokens that rows, notes and copies suggest
+    # [N, _MOST], these tokens and their log-odds; as many as were asked for are sorted to the front, likeliest first
     tokens: Ints
     odds: Doubles
-    keys: Doubles
-    nodes: Ints
+    keys: Doubles  # [2 N], heap keys: score of the next child of a node, or an optimistic estimate
+    nodes: Ints  # [2 N], node of each heap entry, and the rank of its child; rank -1 before the lookup
     ranks: Ints
-    used: npt.NDArray[np.int64]
-    text: Ints
+    used: npt.NDArray[np.int64]  # [7], counters, indexed by `NODES` and the names after it
+    text: Ints  # this and the next two: the text, see `EarlierText`
     links: Ints
     latest: Ints
+    # [N, MOST_MATCHES], index of the token after each earlier occurrence of the node's suffix, longest match first
     matches: Ints
-    match_lengths: Ints
-    match_counts: Ints
-    copy_line: Ints
-    copy_rows: Ints
+    match_lengths: Ints  # [N, MOST_MATCHES], number of matching tokens
+    match_counts: Ints  # [N], number of matches
+    copy_line: Ints  # [N], row of `copy_weights` in use; -1 without matches
+    copy_rows: Ints  # [N, COPY_KINDS, WIDTH], the tokens after the matches
+    # [8 * LENGTH_BUCKETS, COPY_KINDS + 2], weight of each row, a bias, a factor of the learning rate: `copy_priors`
     copy_weights: Doubles
-    predicted: Ints
+    predicted: Ints  # [N], index of the MTP layer's prediction after each node; -1 without one
+    # [N, _MOST], at nodes with a prediction the log-odds before the final mixing; NaN for tokens of the layer alone
     memory_odds: Doubles
+    # [N], at nodes with a prediction the number of tokens, including those after the candidates, which only the layer
+    # suggests and which are too unlikely to be drafted
     listed: Ints
-    bases: Doubles
-    by_mtp: Ints
+    bases: Doubles  # [N], log-odds before the final mixing of tokens that only the layer suggests
+    by_mtp: Ints  # [N], 1 where the layer gives the node higher odds than the memory does, else 0
+    # [E], the node that each prediction follows: index of its parent's prediction, token, and depth, counted from 1 at
+    # the root; the root's prediction comes first
     mtp_parents: Ints
     mtp_ids: Ints
     mtp_depths: Ints
-    mtp_tokens: Ints
-    mtp_odds: Doubles
-    mtp_weights: Doubles
-    mtp_trust: Doubles
+    mtp_tokens: Ints  # [E, MTP_WIDTH], predicted tokens, -1 for none
+    mtp_odds: Doubles  # [E, MTP_WIDTH], their log-odds
+    mtp_weights: Doubles  # [MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS], see `drafting.mtp_tree`; shared by texts
+    mtp_trust: Doubles  # [1], log-odds of the share of the final mixing; shared by texts
 
     @classmethod
     def of(cls, room: int) -> Work:
