@@ -12,22 +12,22 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 263,
-    "lines": 51_160,
+    "files": 259,
+    "lines": 50_050,
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
-    "imports, per cent of code": 10.7,
+    "imports, per cent of code": 10.8,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 62,
-    "lines that generate imports": 13_650,
+    "lines that generate imports": 13_580,
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
-    "docstrings that begin with What, Whether or Of": 18,
-    "entries of Args that are fragments, per cent": 4.2,
+    "docstrings that begin with What, Whether or Of": 17,
+    "entries of Args that are fragments, per cent": 4.1,
 }
-LEAST = {"median lines of a file": 193}
+LEAST = {"median lines of a file": 195}
 
 
 @pytest.fixture(scope="module")
