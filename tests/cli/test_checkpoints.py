@@ -16,8 +16,9 @@ UNLOADABLE = [
     ("config", "use_cache", "x", "'use_cache'"),
     ("generation_config", "max_new_tokens", 0, "max_new_tokens"),
     ("generation_config", "early_stopping", "x", "early_stopping"),
+    ("generation_config", "eos_token_id", "x", "eos_token_id"),
 ]
-"""What transformers refuses by itself."""
+"""What transformers refuses by itself, all but the last, which it would fail with at the first token."""
 HARMLESS = {
     "eos_token_id": [99999, -1, 0],
     "pad_token_id": -1,

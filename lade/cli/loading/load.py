@@ -193,14 +193,18 @@ def load(
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
     undone = _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
-    defaults = _make_greedy(model)
+    defaults = _make_greedy(model, source.shown)
     variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
     return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
 
 
-def _make_greedy(model: Any) -> dict[str, Any]:
+def _make_greedy(model: Any, shown: str) -> dict[str, Any]:
     """Leave stop tokens and penalties in a model's generation_config; return its settings of sampling and beams."""
     settings = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = settings.get(name, [])
+        if not all(isinstance(each, int) for each in (ids if isinstance(ids, list) else [ids])):
+            raise InputError(f"{shown}: generation_config.json has {name}={ids!r}: give ids of tokens there")
     if settings.get("temperature") == 0:  # as some checkpoints ask for greedy decoding
         settings |= {"temperature": 1.0, "do_sample": False}
     defaults = {name: settings[name] for name in ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS) if name in settings}
