@@ -14,6 +14,7 @@ from lade.version import __version__, refuse_free_threading, warn_if_shadowed
 
 if TYPE_CHECKING:
     import lade_lab as bench
+    from lade import peers
     from lade.backends.cpu.invariant.make_invariant import invariant, variant
     from lade.backends.cpu.packing.folder import load_packed, save_packed
     from lade.backends.cpu.packing.gguf_model import load_gguf
@@ -95,6 +96,7 @@ __all__ = [
     "log_history",
     "pack",
     "parallel",
+    "peers",
     "release",
     "restore_all",
     "save_log",
@@ -143,16 +145,16 @@ _HOMES = {
     "lade.serving.handle": ("Handle",),
     "lade.stats": ("Stats", "Step"),
 }
-_LAB = "lade_lab"
-"""The package behind `lade.bench`."""
+_MODULES = {"bench": "lade_lab", "peers": "lade.peers"}
+"""Public modules by their names in this one."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name on first access, so that `lade --help` need not wait for torch."""
-        if name == "bench":
-            return importlib.import_module(_LAB)
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -45,8 +45,9 @@ class LookaheadConfig:
         memory: a `lade.Memory` that the adaptive method reads and fills; None for one that ends with the request.
         mtp: draft with the multi-token prediction (MTP) layers of the checkpoint, too: None where they are found and
             pay, which nothing tells with a `budget`; False nowhere; True to raise where they cannot be used.
-        sources: drafters of your own, see `lade.Drafter`. Their drafts are verified beside the method's; with the
-            paper's method they come before those of the pool.
+        sources: drafters of your own, or of others, see `lade.Drafter` and `lade.peers`. Their drafts are verified
+            beside the method's; with the paper's method they come before those of the pool.
+        only: draft with the `sources` alone, and feed what they propose: up to 128 tokens a step, the root included.
         seed: seeds the private generator of the window's first tokens. It changes the drafts, hence the speed, never
             the output; torch's global generator is not touched.
 
@@ -69,14 +70,17 @@ class LookaheadConfig:
     seed: int = 0
     mtp: bool | None = None
     sources: Sequence[Drafter] = ()
+    only: bool = False
 
     def __post_init__(self) -> None:
         sizes = {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
         given = {name: size for name, size in sizes.items() if size is not None}
         defaults = {"window": WINDOW, "ngram": NGRAM, "guesses": GUESSES}
         if self.adaptive is None:
-            compiled = bool(given) or library() is not None
-            object.__setattr__(self, "adaptive", compiled and not given)
+            if self.only is True and given:  # a copy by `replace` has them too, but not without `adaptive`
+                raise ConfigError(*next(iter(given.items())), _ALONE)
+            compiled = bool(given) or self.only is True or library() is not None
+            object.__setattr__(self, "adaptive", compiled and not given and self.only is not True)
             defaults = defaults if compiled else POOL_ALONE
         for name, default in defaults.items():
             object.__setattr__(self, name, given.get(name, default))
@@ -91,7 +95,7 @@ class LookaheadConfig:
         _require_int("seed", self.seed, 0)
         if self.budget is not None:
             _require_int("budget", self.budget, 1, MOST_BUDGET, " (1 decodes plainly), or None")
-        for field in ("prompt_ngrams", "adaptive"):
+        for field in ("prompt_ngrams", "adaptive", "only"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "give True or False")
         if self.mtp is not None and not isinstance(self.mtp, bool):
@@ -100,6 +104,8 @@ class LookaheadConfig:
             raise ConfigError("memory", self.memory, "give a lade.Memory, or None")
 
     def _check_method(self, given: dict[str, int]) -> None:
+        if self.only:
+            self._check_only(given)
         if not self.adaptive:
             for field in ("budget", "memory", "mtp"):
                 if getattr(self, field) not in (None, False):
@@ -113,6 +119,19 @@ class LookaheadConfig:
         for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
             if given.get(name, default) != default:
                 raise ConfigError(name, given[name], "the adaptive method has no sizes: leave it out, or adaptive=True")
+
+    def _check_only(self, given: dict[str, int]) -> None:
+        if not self.sources:
+            raise ConfigError("only", True, "only=True leaves nothing that drafts: give sources too, or leave it out")
+        values = {"window": WINDOW, "ngram": NGRAM, "guesses": GUESSES, "prompt_ngrams": True, "seed": 0}
+        for field, unused in {**values, "adaptive": False, "budget": None, "memory": None}.items():
+            if getattr(self, field) != unused:
+                raise ConfigError(field, getattr(self, field), _ALONE)
+        if self.mtp:
+            raise ConfigError("mtp", True, _ALONE)
+
+
+_ALONE = "with only=True the sources draft alone: leave it out, or leave out only=True"
 
 
 Lookahead = LookaheadConfig | Literal["auto"] | None
@@ -137,6 +156,7 @@ def _drafters(sources: object) -> tuple[Drafter, ...]:
         name = getattr(each, "name", None)
         if not isinstance(name, str) or not name or name in STEP_SOURCES:
             raise ConfigError("sources", sources, f"the name {name!r} is reserved: give the drafter another name")
+        _require_int("continuations", getattr(each, "continuations", 8), 1)
     return tuple(sources)
 
 

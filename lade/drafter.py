@@ -37,11 +37,16 @@ class Drafter(ABC):
     An exception raised by any method except `end`, or a proposal that is not made of token ids of the model, ends the
     text with a `DrafterError`; other texts of an engine go on. An exception raised by `end` is logged.
 
+    `lade.peers` has drafters to use or to start from.
+
     Attributes:
         name: name of the proposed tokens in `Step.sources`; by default that of the class.
+        continuations: how many continuations of a proposal are taken. A tree is proposed as its paths, one per leaf.
     """
 
     name: str = ""
+    continuations: int = 8
+    _draws = True  # may draw from the generators of the process, whose states are then kept apart
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Name the drafter after its class."""
@@ -69,13 +74,36 @@ class Drafter(ABC):
             most: maximum length of a continuation; longer ones are cut.
 
         Returns:
-            Up to 8 continuations, the likeliest first, each a sequence of token ids or a `Continuation`; more are
-            ignored. Empty or None if there is nothing to propose. Without probabilities, the tokens are rated by how
-            many of the earlier proposals were right.
+            Continuations, the likeliest first, each a sequence of token ids or a `Continuation`; more than
+            `continuations` are ignored. Empty or None if there is nothing to propose. Without probabilities, the tokens
+            are rated by how many of the earlier proposals were right.
         """
 
     def learn(self, request: Hashable, tokens: Sequence[int]) -> None:  # noqa: B027 - optional
         """Learn tokens of the answer, `[T]`, in order; each is passed once."""
+
+    def observe_prompt(  # noqa: B027 - optional
+        self, request: Hashable, tokens: Sequence[int], likely: Sequence[Sequence[int]]
+    ) -> None:
+        """Observe the model's predictions in the prompt. Where this is overridden, prefill computes them.
+
+        Args:
+            request: identifies the text.
+            tokens: `[T]` ids of the prompt, or of a part of it; what an engine's prefix cache skips is left out.
+            likely: `[T]`, ids that may follow each token, up to 6, the likeliest first.
+        """
+
+    def observe(  # noqa: B027 - optional
+        self, request: Hashable, tokens: Sequence[int], parents: Sequence[int], likely: Sequence[Sequence[int]]
+    ) -> None:
+        """Observe the model's predictions of one forward pass, after `learn` has got the accepted tokens.
+
+        Args:
+            request: identifies the text.
+            tokens: `[S]` ids of the fed tree, whoever proposed them; first the last token before it.
+            parents: `[S]`, index of each token's parent in the tree; -1 for the first.
+            likely: `[S]`, ids that may follow each token, up to 6, the likeliest first.
+        """
 
     def end(self, request: Hashable) -> None:  # noqa: B027 - optional
         """End a text, which was finished, stopped or cancelled. Called once for each `begin`."""

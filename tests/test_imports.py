@@ -16,7 +16,7 @@ PACKAGE = Path(lade.__file__).parent
 LAYERS = [
     "version config drafter announcements errors locks clock stats files native",
     "decoding",
-    "memory",
+    "memory peers",
     "engines",
     "model",
     "grammar",

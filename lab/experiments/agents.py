@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,6 @@ import lade
 from lade.embedded.files import model_path
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
-from lade_lab.peers import Part, PromptLookupDrafter, SuffixDrafter
 from lade_lab.replay import recorded, replay, table, windowed
 from lade_lab.served import ask, server
 
@@ -106,14 +106,13 @@ def swe_runs(folder: Path) -> list[list[dict[str, Any]]]:
 
 def by_peer(name: str, size: int, runs: Sequence[Sequence[Turn]], vocabulary: int) -> Iterator[Counts]:
     """Replay all runs by a method that does not read logits."""
-    earlier = Part()
-    makers: dict[str, Callable[[], Any]] = {
-        "prompt lookup": lambda: PromptLookupDrafter(size),
-        "suffix": lambda: SuffixDrafter(size),
-        "suffix, kept": lambda: SuffixDrafter(size, earlier),
+    drafters: dict[str, lade.Drafter] = {
+        "prompt lookup": lade.peers.PromptLookup(size),
+        "suffix": lade.peers.Suffix(size),
+        "suffix, kept": lade.peers.Suffix(size, keep_tokens=sys.maxsize),
     }
     for turn in (turn for run in runs for turn in run):
-        stats = replay(turn.prompt, turn.answer, makers[name](), vocabulary)
+        stats = replay(turn.prompt, turn.answer, drafters[name], vocabulary)
         yield Counts(turn.number, stats, len(turn.prompt), 0)
 
 

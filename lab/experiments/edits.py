@@ -22,9 +22,7 @@ import typer
 from transformers import AutoTokenizer
 
 import lade
-from lade.decoding.drafting.drafter import Drafter
 from lade.embedded.files import model_path
-from lade_lab.peers import PromptLookupDrafter, SuffixDrafter
 from lade_lab.replay import recorded, replay, table, windowed
 
 SIZES = (8, 16, 32)
@@ -66,7 +64,7 @@ FORMS: dict[str, Callable[[str, str], str]] = {"whole file": whole_file, "search
 Method = Callable[[Any, Edit, int], lade.Stats]
 
 
-def by_peer(drafter: Callable[[int], Drafter]) -> Method:
+def by_peer(drafter: Callable[[int], lade.Drafter]) -> Method:
     """Return a method that does not read logits."""
     return lambda model, edit, size: replay(edit.prompt, edit.answer, drafter(size), model.config.vocab_size)
 
@@ -84,8 +82,8 @@ def adaptive(model: Any, edit: Edit, size: int, prediction: list[int] | None = N
 
 
 METHODS: dict[str, Method] = {
-    "prompt lookup": by_peer(PromptLookupDrafter),
-    "suffix": by_peer(SuffixDrafter),
+    "prompt lookup": by_peer(lade.peers.PromptLookup),
+    "suffix": by_peer(lade.peers.Suffix),
     "adaptive": adaptive,
     "adaptive, prediction": lambda model, edit, size: adaptive(model, edit, size, edit.before),
 }

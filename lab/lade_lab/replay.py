@@ -19,8 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import lade
+from lade import LookaheadConfig
 from lade.clock import Clock, Duration, WallClock
 from lade.decoding.drafting.drafter import Drafter
+from lade.decoding.drafting.tree_size import LARGEST
+from lade.decoding.drafting.user_sources import LoneSources, SourcedDrafter, sources_of
 from lade.decoding.loop import DecodeLoop, PromptLogitsHook
 from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
@@ -78,20 +81,26 @@ class RecordedRunner:
         return logits
 
 
-def replay(prompt: Sequence[int], answer: Sequence[int], drafter: Drafter, vocabulary: int) -> lade.Stats:
+def alone(drafter: lade.Drafter, vocabulary: int) -> Drafter:
+    """Return the drafter of one row that feeds what another one proposes, of an id below `vocabulary`."""
+    own = sources_of(LookaheadConfig(sources=[drafter], only=True), vocabulary, (), LARGEST, apart=None)
+    return SourcedDrafter(LoneSources(own, LARGEST), own)
+
+
+def replay(prompt: Sequence[int], answer: Sequence[int], drafter: lade.Drafter, vocabulary: int) -> lade.Stats:
     """Return the figures of decoding a recorded answer by a method that does not read logits.
 
     Args:
         prompt: ids of the prompt.
         answer: ids of the answer, at least one.
-        drafter: the method, for one row.
+        drafter: the method, which drafts alone.
         vocabulary: V, the vocabulary size.
 
     Raises:
         AssertionError: the method wrote another text.
     """
     text = [*prompt, *answer]
-    row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
+    row = Row(prompt, alone(drafter, vocabulary), Greedy(), lambda tokens: len(tokens) >= len(text))
     stats = lade.Stats()
     for _ in DecodeLoop([row], RecordedRunner(text, vocabulary), ListCache(), stats).run():
         pass

@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lade
 from lade.testing import toy_model
-from lade_lab.peers import PromptLookupDrafter, SuffixDrafter
 from lade_lab.replay import recorded, replay, table, windowed
 
 VOCABULARY = 64
@@ -24,7 +23,7 @@ def edits(monkeypatch):
     return importlib.import_module("edits")
 
 
-@pytest.mark.parametrize("peer", [PromptLookupDrafter, SuffixDrafter])
+@pytest.mark.parametrize("peer", [lade.peers.PromptLookup, lade.peers.Suffix])
 def test_a_recorded_text_is_decoded_in_fewer_steps_where_it_copies(peer):
     stats = replay(PROMPT, ANSWER, peer(8), VOCABULARY)
     assert stats.new_tokens == len(ANSWER) and stats.tokens_per_step > 2

@@ -136,7 +136,9 @@ def config_dict(config: LookaheadConfig | None) -> dict[str, Any] | None:
     """Return the fields as a dictionary, a memory as a bool; None for plain decoding."""
     if config is None:
         return None
-    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "sources"}
+    values = {
+        field.name: getattr(config, field.name) for field in fields(config) if field.name not in ("sources", "only")
+    }
     return {**values, "memory": config.memory is not None}
 
 

@@ -360,6 +360,8 @@ def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -
         UnsupportedArgumentError: the method drafts from no text.
     """
     texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
+    if config.only:
+        refuse("prediction with only=True", "the sources draft alone then")
     if not config.adaptive and not config.guesses:
         refuse("prediction with guesses=0", "nothing but the window is drafted then")
     if len(texts) * repeated != rows:

@@ -280,16 +280,19 @@ class DecodeJob:
             sizing = {"cost": self._cost, "budget": self.budget, "state": self._state, "most": self._most}
         if self.mtp is not None and (spec.config.mtp or _chooses_mtp(spec.config)):
             sizing["mtp"] = self.mtp.weights
-        own: list[Any] = _user_sources(spec, apart=not self._engine) if config.sources else []
-        drafter = drafter_for(
-            config,
-            spec.excluded,
-            vocabulary=spec.vocabulary,
-            sources=[*self._sources(spec), *own],
-            constraint=spec.constraint,
-            read_logits=alone or reads_logits(spec.config, self.budget),
-            **sizing,
-        )
+        own: list[Any] = self._own_sources(spec) if config.sources else []
+        if config.only:
+            drafter: Drafter = _user_module().LoneSources(own, self._most, spec.constraint)
+        else:
+            drafter = drafter_for(
+                config,
+                spec.excluded,
+                vocabulary=spec.vocabulary,
+                sources=[*self._sources(spec), *own],
+                constraint=spec.constraint,
+                read_logits=alone or reads_logits(spec.config, self.budget),
+                **sizing,
+            )
         return _user_module().SourcedDrafter(drafter, own, len(spec.source_text)) if own else drafter
 
     def _sources(self, spec: DraftSpec) -> list[Source]:
@@ -300,6 +303,11 @@ class DecodeJob:
         if spec.config.adaptive and spec.config.prompt_ngrams:
             sources.append(OwnText(spec.source_text, spec.excluded))
         return sources
+
+    def _own_sources(self, spec: DraftSpec) -> list[Any]:
+        """Return a source per drafter of `LookaheadConfig.sources`, with random numbers of their own."""
+        apart = None if self._engine else DrawsApart()
+        return [*_user_module().sources_of(spec.config, spec.vocabulary, spec.excluded, self._most, apart=apart)]
 
     def resize(self, rows: int) -> None:
         """Set the number of rows, 0 when all have ended."""
@@ -318,19 +326,6 @@ class DecodeJob:
 def _user_module() -> Any:
     """Return the module for callers' own drafters, which few calls need."""
     return import_module("lade.decoding.drafting.user_sources")
-
-
-def _user_sources(spec: DraftSpec, *, apart: bool) -> list[Any]:
-    """Return a source per drafter of `LookaheadConfig.sources`; `apart`: with random numbers of its own."""
-    config = spec.config
-    sizes: dict[str, Any] = {"sized": True} if spec.sizes_trees else {}
-    if config.budget is not None:
-        sizes["longest"] = config.budget - 1
-    source = _user_module().UserSource
-    return [
-        source(drafter, spec.vocabulary, spec.excluded, draws=DrawsApart() if apart else None, **sizes)
-        for drafter in config.sources
-    ]
 
 
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:

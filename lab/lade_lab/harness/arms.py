@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.drafter import Drafter
+from lade.drafter import Drafter
 from lade.errors import UnsupportedModelError
 from lade.hf.arguments import original_generate
 from lade.hf.session import Session
@@ -29,9 +29,8 @@ from lade.model.supports import supports
 from lade.serving.request import PLAIN
 from lade.stats import Stats, Step
 from lade_lab import results
-from lade_lab.harness.methods import TRANSFORMERS, load_drafter
-from lade_lab.jacobi import JacobiDrafter
-from lade_lab.peers import MtpChainDrafter, PromptLookupDrafter, SuffixDrafter, TokenRecyclingDrafter
+from lade_lab.harness.methods import PEERS, TRANSFORMERS, load_drafter
+from lade_lab.mtp_chain import MtpChainDrafter
 from lade_lab.results import Method, Sample, Settings
 from lade_lab.workloads import distinct_ngrams
 
@@ -197,16 +196,6 @@ def _step(index: int, tokens: int, fed: int, seconds: float) -> Step:
     return Step(index, [-1] * tokens, sources, fed, seconds)
 
 
-_DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "jacobi": JacobiDrafter,
-    "prompt-lookup": PromptLookupDrafter,
-    "suffix": SuffixDrafter,
-    "token-recycling": TokenRecyclingDrafter,
-    "mtp": MtpChainDrafter,
-}
-"""Methods that no config describes."""
-
-
 @dataclass(frozen=True)
 class Models:
     """The models under test.
@@ -289,12 +278,17 @@ class OwnArm:
         self.method, self._arguments = method, arguments
         self._model: Any = model
         self.memory: Memory | None = Memory() if method.kind == "adaptive-warm" else None
-        self._sources = [load_drafter(method.config["drafter"])] if method.kind == "drafter" else []
+        self._sources: list[Drafter] = []
+        if method.kind == "drafter":
+            self._sources = [load_drafter(method.config["drafter"])]
+        elif method.kind in PEERS:
+            self._sources = [PEERS[method.kind](**method.config)]
 
     def complete(self, prompt: Sequence[int], seed: int, new_tokens: int) -> Completion:
         """See `Arm`."""
         stats = Stats()
-        make = functools.partial(Session, config=self._config(), stats=stats, drafter=self._drafter())
+        chain = MtpChainDrafter(**self.method.config) if self.method.kind == "mtp" else None
+        make = functools.partial(Session, config=self._config(), stats=stats, drafter=chain)
         inputs: Any = inputs_of(prompt, self._model)
         with seeded(seed, self._model):
             start = perf_counter()
@@ -314,11 +308,7 @@ class OwnArm:
                 return LookaheadConfig(**self.method.config, adaptive=True, memory=self.memory)
             case "drafter":
                 return LookaheadConfig(budget=self.method.config["budget"], sources=self._sources)
-        return PLAIN
-
-    def _drafter(self) -> Drafter | None:
-        make = _DRAFTERS.get(self.method.kind)
-        return None if make is None else make(**self.method.config)
+        return LookaheadConfig(sources=self._sources, only=True) if self._sources else PLAIN
 
 
 def arms_for(methods: Sequence[Method], models: Models, settings: Settings) -> list[Arm]:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lade.config import MOST_BUDGET, LookaheadConfig
+from lade import peers
+from lade.config import LookaheadConfig
 from lade.decoding.mtp import MOST_PASSES
 from lade.drafter import Drafter
 from lade.errors import ConfigError, InputError
-from lade_lab.jacobi import GUESSES
 from lade_lab.results import Method, Settings
 from lade_lab.workloads import Workload
 
@@ -67,7 +67,7 @@ KINDS = {
     "hf-assisted": "model.generate with a draft model",
     "plain": "this library's loop, one token a step",
     "jacobi": "plain Jacobi decoding; jacobi=K: with K guesses",
-    "prompt-lookup": "n-grams of the text as guesses, all places in one tree; prompt-lookup=B: B tokens fed in a step",
+    "prompt-lookup": "n-grams of the text as guesses, all places in one tree; prompt-lookup=B, lookup=B: B tokens fed",
     "suffix": "SuffixDecoding: what followed the ends of the text before; suffix=B: B tokens fed in a step",
     "token-recycling": "Token Recycling: what was likely after a token last time; token-recycling=B: likewise",
     "hf-mtp": "model.generate(use_mtp=True): a chain of the checkpoint's MTP layers",
@@ -86,19 +86,23 @@ DEFAULT = (
     *FIXED,
     *("adaptive", "adaptive-warm"),
 )
-PEERS = frozenset({"prompt-lookup", "suffix", "token-recycling", "mtp"})
-"""Methods of others, in this library's loop; see `lade_lab.peers`."""
+PEERS: dict[str, Callable[..., Drafter]] = {
+    "jacobi": peers.Jacobi,
+    "prompt-lookup": peers.PromptLookup,
+    "suffix": peers.Suffix,
+    "token-recycling": peers.TokenRecycling,
+}
+"""Methods of others, each of which drafts alone."""
+_SHORT = {"lookup": "prompt-lookup"}
 TRANSFORMERS = frozenset({"hf", "hf-prompt-lookup", "hf-assisted", "hf-mtp"})
 PROMPT_LOOKUP_TOKENS = 10
 MTP_DEPTH = 3
 """Tokens that a chain of the MTP layer has by default."""
-PEER_BUDGET = 16
-"""Tokens that a peer feeds in a step by default."""
 
 _SIZES = {
     "jacobi": {"K": "guesses"},
     "lookahead": {"W": "window", "N": "ngram", "G": "guesses"},
-    **{kind: {"B": "budget"} for kind in PEERS - {"mtp"}},
+    **{kind: {"B": "budget"} for kind in ("prompt-lookup", "suffix", "token-recycling")},
     "mtp": {"K": "depth"},
     "adaptive": {"B": "budget"},
     "adaptive-warm": {"B": "budget"},
@@ -118,6 +122,7 @@ def parse(text: str) -> Method:
         ConfigError: there is no such kind, or its sizes are not valid.
     """
     kind, given, sizes = (part.strip() for part in text.partition("="))
+    kind = _SHORT.get(kind, kind)
     if kind == "drafter":
         return _drafter_method(sizes)
     if kind not in KINDS:
@@ -224,13 +229,9 @@ def _settled(kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
             if not 1 <= depth <= MOST_PASSES:
                 raise ConfigError("depth", depth, f"give a whole number >= 1 and <= {MOST_PASSES}")
             return {"depth": depth}
-        case "jacobi":
-            guesses = sizes.get("guesses", GUESSES)
-            if not 1 <= guesses <= MOST_BUDGET:
-                raise ConfigError("guesses", guesses, f"give a whole number >= 1 and <= {MOST_BUDGET}")
-            return {"guesses": guesses}
-        case "prompt-lookup" | "suffix" | "token-recycling":
-            return {"budget": LookaheadConfig(budget=sizes.get("budget", PEER_BUDGET)).budget}
+        case _ if kind in PEERS:
+            made, field = PEERS[kind](**sizes), next(iter(_SIZES[kind].values()))
+            return {field: getattr(made, field)}
         case "lookahead":
             config = LookaheadConfig(**sizes, adaptive=False)
             return {"window": config.window, "ngram": config.ngram, "guesses": config.guesses}

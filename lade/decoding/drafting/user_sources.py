@@ -3,6 +3,8 @@
 A proposal is compared with the tokens that come, fed or not, so a drafter that is right is trusted within some twenty
 tokens, and one that is wrong costs nothing soon. Tokens with probabilities are calibrated by what became of tokens of
 about the same probability; tokens without by the number of tokens in a row that the drafter has got right.
+
+Where drafters draft alone, `LookaheadConfig(only=True)`, their proposals are fed as they are: `LoneSources`.
 """
 
 from __future__ import annotations
@@ -16,9 +18,21 @@ from operator import index
 from time import perf_counter
 from typing import Any
 
+from lade.config import LookaheadConfig
 from lade.decoding.drafting.copy_drafting import LONGEST_CHAIN, Agreement
-from lade.decoding.drafting.drafter import Draft, Drafter, ForwardingDrafter, Guess
+from lade.decoding.drafting.drafter import (
+    LEAD,
+    LONGEST_LEAD,
+    Candidates,
+    Constraint,
+    Draft,
+    Drafter,
+    ForwardingDrafter,
+    Guess,
+)
+from lade.decoding.kernels.layout import TOKEN, Ints
 from lade.decoding.readout import Readout
+from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
 from lade.drafter import Continuation
 from lade.drafter import Drafter as UserDrafter
@@ -26,8 +40,6 @@ from lade.errors import DrafterError
 
 logger = logging.getLogger(__name__)
 
-MOST_CONTINUATIONS = 8
-"""Continuations taken from one proposal."""
 _BINS = 10  # of claimed probabilities
 _PRIOR_WEIGHT = 4.0  # tokens that a claimed probability counts for
 _KEPT = 1 - 1 / 64  # decay per token
@@ -76,12 +88,14 @@ class UserSource:
         excluded: ids after which nothing is drafted; continuations end before them.
         longest: maximum length of a continuation.
         sized: whether to stop asking where that takes longer than it saves.
+        alone: whether proposals are fed as they are, without scores.
         draws: keeps random numbers of the drafter apart from those that choose tokens; None in a thread of an engine,
             whose requests choose by generators of their own.
         now: returns the time in seconds.
 
     Attributes:
         problem: the first error; nothing is proposed after it.
+        observes, observes_prompt: whether the drafter observes the predictions of passes, and those of the prompt.
     """
 
     def __init__(
@@ -92,6 +106,7 @@ class UserSource:
         *,
         longest: int = LONGEST_CHAIN,
         sized: bool = False,
+        alone: bool = False,
         draws: AbstractContextManager[object] | None = None,
         now: Callable[[], float] = perf_counter,
     ) -> None:
@@ -99,13 +114,15 @@ class UserSource:
         self.problem: Exception | None = None
         self._drafter, self._request = drafter, object()
         self._vocabulary, self._excluded, self._longest = vocabulary, frozenset(excluded), longest
-        self._ranks = [Agreement() for _ in range(MOST_CONTINUATIONS)]
+        self._most = getattr(drafter, "continuations", UserDrafter.continuations)
+        self._ranks = [Agreement() for _ in range(self._most)]
         self._claims = ClaimCalibration()
         self._asked: list[_Asked] = []
         self._length = 0  # of the text behind which they were proposed
         self._agreed = 0  # tokens in a row that came as the first continuation said
         self._begun = False
-        self._sized, self._now = sized, now
+        self._sized, self._alone, self._now = sized, alone, now
+        self.observes, self.observes_prompt = _overrides(drafter, "observe"), _overrides(drafter, "observe_prompt")
         self._proposals = self._skipped = 0
         self._asking_s = self._saved = 0.0  # per proposal: seconds, and accepted tokens
         self._token_s = 0.0  # recent seconds per token of the row
@@ -127,6 +144,21 @@ class UserSource:
         if sources and self._asked:
             self._saved += _RECENT * (sources.count(self.name) - self._saved)
 
+    def see_prompt(self, tokens: Sequence[int], entries: Ints) -> None:
+        """Pass on the predictions at tokens of the prompt, once the text has begun."""
+        if self.observes_prompt:
+            likely = [_ids(row) for row in (entries & TOKEN).tolist()]
+            self._call("observe_prompt", partial(self._drafter.observe_prompt, self._request, tokens, likely))
+
+    def see(self, tree: TokenTree, readout: Readout) -> None:
+        """Pass on the predictions of a pass."""
+        if self.observes:
+            assert readout.entries is not None
+            rows = zip(readout.argmax_ids, (readout.entries & TOKEN).tolist(), strict=True)
+            likely = [list(dict.fromkeys((first, *_ids(row)))) for first, row in rows]
+            seen = partial(self._drafter.observe, self._request, tuple(tree.ids), tuple(tree.parents), likely)
+            self._call("observe", seen)
+
     def observe(self, emitted: int, seconds: float) -> None:
         """Learn the duration of a step."""
         if emitted:
@@ -146,7 +178,8 @@ class UserSource:
 
     def guesses(self, context: Sequence[int]) -> list[Guess]:
         """See `drafter.Source`."""
-        self._calibrate(context)
+        if not self._alone:
+            self._calibrate(context)
         self._asked, self._length = [], len(context)
         if self.problem is not None or self._longest < 1 or not self._is_worth_asking():
             return []
@@ -155,6 +188,8 @@ class UserSource:
         self._proposals += 1
         took = self._now() - start
         self._asking_s += (_RECENT if self._proposals > 1 else 1.0) * (took - self._asking_s)
+        if self._alone:
+            return [Guess(asked.tokens, self.name) for asked in self._asked]
         return [guess for asked in self._asked if (guess := self._guess(asked)).tokens]
 
     def _is_worth_asking(self) -> bool:
@@ -184,7 +219,7 @@ class UserSource:
         if proposed is None:
             return []
         asked = []
-        for rank, each in enumerate(islice(proposed, MOST_CONTINUATIONS)):
+        for rank, each in enumerate(islice(proposed, self._most)):
             tokens, claimed = each if isinstance(each, Continuation) else (each, ())
             ids = list(self._checked(tokens))
             asked.append(_Asked(rank, ids, self._checked_claims(claimed, len(ids)), self._agreed))
@@ -250,8 +285,50 @@ class UserSource:
         return min(len(asked.tokens), len(new))
 
 
+def _overrides(drafter: UserDrafter, method: str) -> bool:
+    """Return whether a drafter has a method of its own that is optional."""
+    default = getattr(UserDrafter, method)
+    return getattr(type(drafter), method, default) is not default
+
+
+def _ids(row: Sequence[int]) -> list[int]:
+    """Return the ids of a row of entries, without padding."""
+    return [token for token in row if token != TOKEN]
+
+
+class LoneSources(Drafter):
+    """Feeds what the sources propose and nothing else, in their order.
+
+    Args:
+        sources: sources of one row.
+        most: maximum number of tokens fed in a step, the root included.
+        constraint: forced tokens come before all guesses, forbidden ones are cut off; None for none.
+    """
+
+    def __init__(self, sources: Sequence[UserSource], most: int, constraint: Constraint | None = None) -> None:
+        self._own, self._most, self._constraint = sources, most, constraint
+
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        """Return the tree of all proposals, as many as may be fed."""
+        tree, constraint = TokenTree(context[-1], max_depth), self._constraint
+        lead = [] if constraint is None else list(constraint.lead(context)[:LONGEST_LEAD])
+        self._plant(tree, lead, LEAD)
+        below = [*context, *lead] if lead else context
+        for guess in (guess for source in self._own for guess in source.guesses(below)):
+            path = [*lead, *guess.tokens]
+            self._plant(tree, path if constraint is None else path[: constraint.fits(path)], guess.source)
+        return Draft(tree, teaches=False)
+
+    def _plant(self, tree: TokenTree, path: Sequence[int], name: str) -> None:
+        node: int | None = ROOT
+        for token in path:
+            if node is None or (len(tree) >= self._most and tree.child(node, token) is None):
+                return
+            node = tree.add(node, token, name)
+
+
 class SourcedDrafter(ForwardingDrafter):
-    """A drafter that keeps the sources of its drafts informed about the text.
+    """A drafter that keeps the sources of its drafts informed about the text, and about predictions if they observe.
 
     Args:
         drafter: drafter that asks the sources.
@@ -262,6 +339,11 @@ class SourcedDrafter(ForwardingDrafter):
     def __init__(self, drafter: Drafter, sources: Sequence[UserSource], before: int = 0) -> None:
         super().__init__(drafter)
         self._own, self._before = sources, before
+        self._observed = any(source.observes for source in sources)
+        self._made: Draft | None = None  # the drafter's own, where a wider readout was asked for
+        self._prompt: list[tuple[Sequence[int], Ints]] = []  # predictions in the prompt, before the text begins
+        if any(source.observes_prompt for source in sources):
+            self.wants_prompt_entries = self.learns_prompts = True
 
     @property
     def problem(self) -> Exception | None:  # type: ignore[override]
@@ -273,12 +355,38 @@ class SourcedDrafter(ForwardingDrafter):
         super().begin(tokens, prompt_length)
         for source in self._own:
             source.begin(tokens[self._before : prompt_length], tokens[prompt_length:])
+            for part, entries in self._prompt:
+                source.see_prompt(part, entries)
+        self._prompt = []
+
+    def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
+        """See `Drafter`; what the sources observe is kept until the text begins."""
+        if self._drafter.learns_prompts:
+            super().learn_prompt(tokens, start, entries)
+        self._prompt.append((tuple(tokens[start : start + len(entries)]), entries.copy()))
+
+    def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
+        """See `Drafter`."""
+        return self._read(super().draft(context, max_depth))
+
+    def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
+        """See `Drafter`."""
+        found = super().candidates(context, max_depth)
+        return Candidates(found.scores, lambda: self._read(found.draft()))
+
+    def _read(self, draft: Draft) -> Draft:
+        """Ask for what the sources observe of the logits."""
+        if not self._observed:
+            return draft
+        self._made = draft
+        return draft._replace(wants_entries=True, teaches=True)
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """See `Drafter`."""
-        super().learn(context, draft, readout, verdict)
+        super().learn(context, self._made or draft, readout, verdict)
         for source in self._own:
             source.learn(verdict.tokens, verdict.sources)
+            source.see(draft.tree, readout)
 
     def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Drafter`."""
@@ -295,3 +403,29 @@ class SourcedDrafter(ForwardingDrafter):
         """See `Drafter`."""
         for source in self._own:
             source.end()
+
+
+def sources_of(
+    config: LookaheadConfig,
+    vocabulary: int,
+    excluded: Iterable[int],
+    most: int,
+    *,
+    apart: AbstractContextManager[object] | None,
+) -> list[UserSource]:
+    """Return a source per drafter of `LookaheadConfig.sources`, for one row.
+
+    Args:
+        config: the method and its drafters.
+        vocabulary: V; ids below it can be fed.
+        excluded: ids after which nothing is drafted.
+        most: maximum number of tokens fed in a step.
+        apart: see `draws` of `UserSource`.
+    """
+    longest = most - 1 if config.only else LONGEST_CHAIN if config.budget is None else config.budget - 1
+    sized = config.adaptive and config.budget is None
+    options: dict[str, Any] = {"longest": longest, "sized": sized, "alone": config.only}
+    return [
+        UserSource(each, vocabulary, excluded, draws=apart if getattr(each, "_draws", True) else None, **options)
+        for each in config.sources
+    ]
