@@ -6,6 +6,7 @@ import signal
 import pytest
 from test_cli_errors import fails
 
+from lade.backends.cpu.invariant_marker import invariance_of
 from lade_lab import scaling_law as scaling_figure
 from lade_lab import scaling_run as study
 from lade_lab.scaling_law import NAME, Scaling
@@ -155,3 +156,15 @@ def test_a_model_that_cannot_be_served_is_refused(lade, unsupported, prompts, ou
 def test_help_has_an_example(lade):
     out = " ".join(lade("bench", "scaling", "--help").stdout.split())
     assert "lade bench scaling --model gpt2" in out and "Exit code 1" in out
+
+
+def test_a_model_in_16_bits_is_made_invariant(scaling, monkeypatch):
+    """Otherwise texts differ at near ties, and those of integer weights are refused."""
+    seen, complete = [], study.OwnArm.complete
+    monkeypatch.setattr(
+        study.OwnArm,
+        "complete",
+        lambda self, *arguments: seen.append(invariance_of(self._model)) or complete(self, *arguments),
+    )
+    assert scaling("--dtype", "bf16").exit_code == 0
+    assert seen and None not in seen
