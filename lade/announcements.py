@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from threading import Timer
 
 _BUSY = 1.25
 """Runnable threads per core from which on a pass takes several times as long: its threads wait for each other."""
@@ -16,6 +19,18 @@ def announce(logger: logging.Logger, message: str, level: int = logging.INFO) ->
     logger.log(level, "%s", message)
     if not logger.isEnabledFor(level) and is_interactive():
         print(f"lade: {message}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+@contextmanager
+def announced_if_slow(logger: logging.Logger, message: str, after_s: float = 2.0) -> Iterator[None]:
+    """Announce the work of a `with` block once it has taken some time; what is logged already is announced nowhere."""
+    timer = Timer(after_s, lambda: logger.isEnabledFor(logging.INFO) or announce(logger, message))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_interactive() -> bool:

@@ -2,13 +2,14 @@
 
 import logging
 import random
+import time
 from collections import Counter
 
 import pytest
 import torch
 
 import lade
-from lade.announcements import announce, contention
+from lade.announcements import announce, announced_if_slow, contention
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.hf import job
 from lade.stats import KEPT_STEPS, Stats, Step, Surroundings
@@ -120,6 +121,20 @@ def test_an_announcement_is_one_line_where_nobody_sees_the_log(terminal, level, 
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
     announce(logger, "compiling")
     assert capsys.readouterr().err.count("lade: compiling\n") == shown
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "level", "shown"), [(0.5, logging.WARNING, 1), (0.0, logging.WARNING, 0), (0.5, 20, 0)]
+)
+def test_slow_work_is_announced_unless_it_is_logged(monkeypatch, capsys, takes_s, level, shown):
+    logger = logging.getLogger("lade.slow")
+    monkeypatch.setattr(logger, "level", level)
+    logger.manager._clear_cache()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with announced_if_slow(logger, "packing", after_s=0.1):
+        time.sleep(takes_s)
+    time.sleep(0.3)
+    assert capsys.readouterr().err.count("lade: packing\n") == shown
 
 
 def test_explain_says_when_drafting_rested():

@@ -190,7 +190,9 @@ def fill_memory(
                     run = decode(loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=_ignore)
                     result.runs.append(run.stats)
                     result.interrupted = run.interrupted
-                progress.update(task, completed=done, description=f"prompts · {result.rate:.2f} tokens per step")
+                rate = f"prompts · {result.rate:.2f} tokens per step"
+                progress.update(task, completed=done, description=rate)
+                term.tell_progress(f"{done} of {len(prompts)} {rate}")
                 if perf_counter() - saved_at > SAVE_EVERY_S:
                     save()
                     saved_at = perf_counter()

@@ -9,7 +9,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import RLock, Timer
+from threading import Event, RLock, Thread, Timer
+from time import monotonic
 from typing import Any, TextIO
 
 import typer
@@ -26,6 +27,10 @@ from lade.errors import ConfigError, FallbackWarning, LadeError, PrecisionWarnin
 
 DELAY_S = 0.3
 """Work that is done sooner shows no status line, which would only flicker."""
+LINE_S = 2.0
+"""Off a terminal, work that takes longer is named by a line."""
+LINE_EVERY_S = 30.0
+"""Off a terminal, long work gives a sign of life that often."""
 _OPTIONS = {
     "`generate`": "plain decoding",
     "`lade.invariant(model)`": "--invariant",
@@ -84,10 +89,68 @@ class Status:
                 progress.start()
 
 
+class StatusLog:
+    """Stands in for a `Status` off a terminal: work that takes longer than `LINE_S` is named by a line, once each.
+
+    Work that goes on is named again every `LINE_EVERY_S`, with the seconds it has taken.
+
+    Args:
+        console: console of the lines.
+        shown: write any lines.
+    """
+
+    def __init__(self, console: Console, *, shown: bool) -> None:
+        self._console, self._shown = console, shown
+        self._current = ("", 0.0)  # the work, and when it began; one tuple, as two threads use it
+        self._named, self._ended = set[str](), Event()
+        self._watch: Thread | None = None
+        self._told_at = monotonic()
+
+    def show(self, text: str) -> None:
+        """Begin some work, unless it is the current one."""
+        if not self._shown or text == self._current[0]:
+            return
+        self._current = (text, monotonic())
+        if self._watch is None:
+            self._watch = Thread(target=self._run, name="lade-status", daemon=True)
+            self._watch.start()
+
+    def hide(self) -> None:
+        """End the current work."""
+        self._current = ("", 0.0)
+
+    def hold(self, held: bool) -> None:
+        """See `Status`; lines are in nobody's way."""
+
+    def tell(self, text: str) -> None:
+        """Write how far the work is, every `LINE_EVERY_S`."""
+        if self._shown and monotonic() - self._told_at >= LINE_EVERY_S:
+            self._write(text)
+
+    def close(self) -> None:
+        """End the thread that waits for slow work."""
+        self._ended.set()
+        if self._watch is not None:
+            self._watch.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LINE_S / 8):
+            (text, begun), now = self._current, monotonic()
+            if text and text not in self._named and now - begun >= LINE_S:
+                self._named.add(text)
+                self._write(text)
+            elif text and now - max(begun, self._told_at) >= LINE_EVERY_S:
+                self._write(f"{text}: {now - begun:.0f} s so far")
+
+    def _write(self, text: str) -> None:
+        self._told_at = monotonic()
+        self._console.print(Text(text, "dim"), soft_wrap=True)
+
+
 class YieldingConsole(Console):
     """Console that hides a status line before it prints, and suspends it during live displays."""
 
-    def __init__(self, status: Status, **options: Any) -> None:
+    def __init__(self, status: Status | StatusLog, **options: Any) -> None:
         super().__init__(**options)
         self._status = status
 
@@ -154,7 +217,9 @@ class Terminal:
         colors: dict[str, Any] = {"no_color": True} if output.no_color else {}  # else rich decides, NO_COLOR included
         self.debug, self.quiet = output.debug, output.quiet
         own = Console(highlight=False, stderr=True, **colors)
-        self._status = Status(own, shown=own.is_interactive and not (self.quiet or self.debug))
+        self._log = StatusLog(own, shown=not (own.is_interactive or self.quiet or self.debug))
+        shown = own.is_interactive and not (self.quiet or self.debug)
+        self._status: Status | StatusLog = Status(own, shown=shown) if own.is_interactive else self._log
         self.out: Console = YieldingConsole(self._status, highlight=False, **colors)
         self.err: Console = YieldingConsole(self._status, highlight=False, stderr=True, **colors)
         self._within_line = False
@@ -172,7 +237,7 @@ class Terminal:
         return self.err.is_interactive and not self.quiet
 
     def show_status(self, text: str) -> None:
-        """Show the current work until something else is written; nothing off a terminal, or with --debug.
+        """Show the current work until something else is written; off a terminal as a line if it takes long.
 
         Also nothing in the middle of a line, such as after an echoed prompt, which the status would erase.
         """
@@ -181,9 +246,18 @@ class Terminal:
         elif not self._within_line:
             self._status.show(text)
 
+    def tell_progress(self, text: str) -> None:
+        """Tell how far long work is, off a terminal, where there are no bars: a line every half minute."""
+        self._log.tell(text)
+
     def hide_status(self) -> None:
         """Remove the status line."""
         self._status.hide()
+
+    def end_status(self) -> None:
+        """Remove the status line for good."""
+        self._status.hide()
+        self._log.close()
 
     def suspend_status(self, paused: bool) -> None:
         """Suspend the status line while others write to the terminal, such as the hub's progress bars."""
@@ -204,7 +278,7 @@ class Terminal:
 
     def mute(self) -> None:
         """Write only errors from now on: another process with the same command line writes the rest."""
-        self.hide_status()
+        self.end_status()
         self.quiet = self.out.quiet = True
 
     def write_json(self, value: dict[str, Any]) -> None:
@@ -244,10 +318,10 @@ class Terminal:
 def terminal(output: Output = SAYS_ALL) -> Iterator[Terminal]:
     """Yield a terminal for one command; errors of the user become one line on standard error and exit code 2."""
     term = Terminal(output)
-    term.show_status("starting")
+    term.show_status("starting: importing torch and transformers")
     try:
         with term.closing, _logging(term), warnings.catch_warnings():
-            term.closing.callback(term.hide_status)
+            term.closing.callback(term.end_status)
             warnings.simplefilter("default" if term.debug else "ignore")
             for category in (FallbackWarning, PrecisionWarning):
                 warnings.simplefilter("always", category)
@@ -298,7 +372,7 @@ def _logging(term: Terminal) -> Iterator[None]:
     logger, handler = logging.getLogger("lade"), LogHandler(term)
     before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if term.debug else logging.INFO if term.animated else logging.WARNING)
+    logger.setLevel(logging.DEBUG if term.debug else logging.WARNING if term.quiet else logging.INFO)
     try:
         yield
     finally:

@@ -263,7 +263,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._ends_at: float | None = None
-        self._aborted = False
+        self._aborted = self._told = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal, exit on the second."""
@@ -288,6 +288,10 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _is_over(self, ends_at: float) -> bool:
+        if not self._told:
+            self._told = True
+            left, limit = len(self._service.in_flight), max(0.0, ends_at - perf_counter())
+            logger.info("shutting down: %s", f"{left} answers have {limit:.0f} s to end" if left else "nothing is left")
         if not self._service.in_flight and not (self._service.phase == "dead" and perf_counter() < ends_at):
             return True
         if perf_counter() < ends_at:

@@ -298,6 +298,7 @@ class Service:
         return 0 if ModelFacts.of(inner).recurrent else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
 
     def _set_up(self, model: ServedModel) -> None:
+        self.grammars = GrammarCompiler(model)  # `close` ends it, if there is a model
         self._model = model
         self.encoder = TextEncoder(model.tokenizer, self.context)
         self.template = ChatTemplate(model, self.encoder, self.settings.template_arguments)
@@ -307,7 +308,6 @@ class Service:
             of = "--share none" if self.settings.share == "none" else "several keys"
             logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)
         self.token_text = TokenText(model.tokenizer)
-        self.grammars = GrammarCompiler(model)
 
     @property
     def model(self) -> ServedModel:

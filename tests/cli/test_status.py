@@ -1,8 +1,9 @@
-"""No silent second on a terminal, and not a word of it anywhere else."""
+"""No silent second on a terminal; elsewhere a line for what takes two."""
 
 import json
 import logging
 import re
+import time
 
 import pytest
 from rich.console import Console
@@ -63,7 +64,7 @@ def test_a_terminal_sees_each_stage(generate, folder):
     result = generate(**TERMINAL)
     assert result.exit_code == 0, result.output
     stages = [
-        "starting",
+        "starting: importing torch and transformers",
         f"looking for {folder.name}",
         f"loading {folder}",
         "packing the weights",
@@ -159,7 +160,10 @@ def test_what_the_library_logs_is_what_it_is_doing(monkeypatch, capsys):
     with terminal():
         logging.getLogger("lade.tuning.cost_cache").info("measuring the cost of a step")
         logging.getLogger("lade.tuning.cost_cache").debug("details")
-    assert texts(capsys.readouterr().err) == ["starting", "measuring the cost of a step"]
+    assert texts(capsys.readouterr().err) == [
+        "starting: importing torch and transformers",
+        "measuring the cost of a step",
+    ]
     with terminal(Output(debug=True)):
         logging.getLogger("lade.tuning.cost_cache").debug("details")
     assert "lade.tuning.cost_cache: details" in capsys.readouterr().err
@@ -240,3 +244,89 @@ def test_whatever_is_said_takes_its_place(monkeypatch, capfd, say):
     assert "working" in begun and GONE not in begun
     assert GONE in said.err and "said" in said.out + said.err.split(GONE)[1]
     assert "working" not in texts(said.err.split(GONE)[1])
+
+
+# Off a terminal
+
+
+@pytest.fixture
+def brisk(monkeypatch):
+    """Lines come after a fifth of a second."""
+    monkeypatch.setattr(module, "LINE_S", 0.2)
+
+
+def test_off_a_terminal_what_takes_long_is_a_line_once(brisk, capsys):
+    with terminal() as term:
+        for text in ("loading a model", "soon over", "loading a model"):
+            term.show_status(text)
+            if text != "soon over":
+                time.sleep(0.6)
+        logging.getLogger("lade.tuning.cost_cache").info("measuring the cost of a step")
+        time.sleep(0.6)
+    assert capsys.readouterr() == ("", "loading a model\nmeasuring the cost of a step\n")
+
+
+def test_work_that_goes_on_gives_signs_of_life(brisk, monkeypatch, capsys):
+    monkeypatch.setattr(module, "LINE_EVERY_S", 0.5)
+    with terminal() as term:
+        term.show_status("loading a model")
+        time.sleep(1.1)
+    assert re.match(r"loading a model\n(loading a model: [01] s so far\n)+$", capsys.readouterr().err)
+
+
+def test_what_is_written_ends_the_work(brisk, capsys):
+    with terminal() as term:
+        term.show_status("decoding")
+        term.write("a text\n")
+        time.sleep(0.5)
+    assert capsys.readouterr() == ("a text\n", "")
+
+
+@pytest.mark.parametrize("output", [Output(quiet=True), Output(debug=True)])
+def test_quiet_and_debug_have_no_such_lines(brisk, capsys, output):
+    with terminal(output) as term:
+        term.show_status("loading a model")
+        term.tell_progress("1 of 2 prompts")
+        time.sleep(0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_said_after_the_end(brisk, capsys):
+    with terminal() as term:
+        term.show_status("loading a model")
+        term.end_status()
+        time.sleep(0.5)
+        term.show_status("more")
+        time.sleep(0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_told_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
+    with terminal() as term:
+        term.tell_progress("1 of 3 prompts")
+        monkeypatch.setattr(module, "LINE_EVERY_S", 60.0)
+        term.tell_progress("2 of 3 prompts")
+    assert capsys.readouterr().err == "1 of 3 prompts\n"
+
+
+def test_on_a_terminal_bars_tell_it(monkeypatch, capsys):
+    monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+    with terminal() as term:
+        term.tell_progress("1 of 3 prompts")
+    assert "1 of 3" not in capsys.readouterr().err
+
+
+def test_many_prompts_tell_their_progress(monkeypatch, folder, tmp_path):
+    monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    for words in (
+        ["generate", "--prompts", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")],
+        ["warm", "--prompts", str(file), "--out", str(tmp_path / "w.lade")],
+    ):
+        result = CliRunner().invoke(app, [*words, "-m", str(folder), "-n", "4"])
+        assert result.exit_code == 0, result.output
+        assert "1 of 1 prompts" in result.stderr

@@ -14,6 +14,7 @@ from served import MODEL, SERVED, SETTINGS, SOON, Passes, Running, running, slow
 
 import lade
 from lade.errors import InputError
+from lade.server import service
 from lade.server.access_log import AccessLog
 from lade.server.service import warm_up
 
@@ -75,7 +76,25 @@ def test_a_model_that_cannot_be_loaded_ends_the_server():
     assert not made.thread.is_alive() and str(made.service.problem) == "there is no such model"
 
 
-def test_answers_end_before_the_server_does():
+def test_a_server_can_be_stopped_while_its_model_is_set_up(monkeypatch):
+    begun, gate = threading.Event(), threading.Event()
+
+    def template(*arguments):
+        begun.set()
+        gate.wait()
+        raise InputError("too late")
+
+    monkeypatch.setattr(service, "ChatTemplate", template)
+    with running(SERVED, ready=False) as server:
+        assert begun.wait(SOON)
+        server.server.handle_exit(15, None)
+        server.thread.join(SOON)
+        assert not server.thread.is_alive() and not server.server.lifespan.shutdown_failed
+        gate.set()
+
+
+def test_answers_end_before_the_server_does(caplog):
+    caplog.set_level("INFO", "lade.server")
     passes = Passes()
     with running(slow_served(wait=passes), shutdown_timeout=60.0) as server:
         results, threads = [], []
@@ -93,6 +112,8 @@ def test_answers_end_before_the_server_does():
         assert [raw.endswith(b"data: [DONE]\n\n") for raw in results] == [True] * 3
         server.thread.join(SOON)
         assert not server.thread.is_alive()
+    (line,) = [each for each in caplog.messages if each.startswith("shutting down")]
+    assert re.fullmatch(r"shutting down: 3 answers have (59|60) s to end", line)
 
 
 def test_answers_that_take_too_long_end_with_an_error():

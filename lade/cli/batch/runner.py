@@ -112,6 +112,7 @@ def run(job: Job[Item], term: Terminal, *, quiet: bool = False) -> None:
                         failed += not job.write(item, pending)
                         answered += 1
                         progress.update(progress.task_ids[0], completed=answered)
+                        term.tell_progress(f"{answered} of {job.total} {job.noun}")
         except KeyboardInterrupt:  # the second Ctrl-C
             interrupt.requested = True
     seconds = perf_counter() - start

@@ -168,7 +168,7 @@ def settings_of(
 def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:
     """Write the line on standard output that says where the server listens."""
     term.show_status("ready")
-    term.hide_status()
+    term.end_status()  # what is logged from now on is no work that somebody waits for
     if json:
         term.write_json({"url": url, "pid": os.getpid(), "model": settings.name})
     else:

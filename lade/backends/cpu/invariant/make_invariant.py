@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lade.announcements import announced_if_slow
 from lade.backends.cpu.invariant.activations import replace_activations
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.chained_decoder import fuse_decoder
@@ -95,10 +96,8 @@ def invariant(model: _Model) -> _Model:
     start, inner = perf_counter(), unwrap(model)
     _check_model(inner, compiled=hasattr(model, "_orig_mod"))
     variant(inner)
-    if inner.device.type == "cuda":
-        _make_on_gpu(inner)
-    else:
-        _make_on_cpu(inner)
+    with announced_if_slow(logger, f"trying passes of {type(inner).__name__} that are to be invariant"):
+        (_make_on_gpu if inner.device.type == "cuda" else _make_on_cpu)(inner)
     logger.info("%s is invariant, after %.1f s of trials", type(inner).__name__, perf_counter() - start)
     return model
 

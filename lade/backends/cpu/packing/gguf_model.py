@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.utils import logging as _logging
 
-from lade.announcements import announce
+from lade.announcements import announce, announced_if_slow
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.folder import EmptyOnMeta
 from lade.backends.cpu.packing.gguf_codes import codes_of, has_codes, values_of
@@ -74,7 +74,7 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     if minor_version(transformers.__version__) < _OLDEST:
         raise InputError(f"GGUF files need transformers 5.23, and {transformers.__version__} is installed: upgrade it")
     header = read_header(file, _size_of)
-    with _one_line(file), _quiet():
+    with _one_line(file), _quiet(), announced_if_slow(logger, f"loading {file.name}"):
         tokenizer = _tokenizer(header)
         model = _packed(header, dtype) if header.architecture in PACKED else _dequantised(header, dtype)
         model.generation_config = _generation(header)

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lade.announcements import announced_if_slow
 from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.integers import RELOAD_REMEDY, Int4Linear, Int8Linear
@@ -95,7 +96,7 @@ def pack(
         UnsupportedModelError: the model, a layer, its device or its dtype cannot be packed exactly, or this PyTorch
             lacks the kernel. The model is left unchanged.
     """
-    with _packing:
+    with _packing, announced_if_slow(logger, f"packing the weights of {type(model).__name__}"):
         start = perf_counter()
         kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
         try:
