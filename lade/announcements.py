@@ -24,7 +24,7 @@ def announce(logger: logging.Logger, message: str, level: int = logging.INFO) ->
 @contextmanager
 def announced_if_slow(logger: logging.Logger, message: str, after_s: float = 2.0) -> Iterator[None]:
     """Announce the work of a `with` block once it has taken some time; what is logged already is announced nowhere."""
-    timer = Timer(after_s, lambda: logger.isEnabledFor(logging.INFO) or announce(logger, message))
+    timer = Timer(after_s, lambda: None if logger.isEnabledFor(logging.INFO) else announce(logger, message))
     timer.daemon = True
     timer.start()
     try:
