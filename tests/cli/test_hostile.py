@@ -84,7 +84,7 @@ CASES = [
     ([*BENCH, "--repeats", "1000000000000"], ["--repeats 1000000000000", "<= 10000"]),
     ([*BENCH, "--seed", DIGITS, "--temperature", "1"], ["--seed 999"]),
     ([*BENCH, "--temperature", "1e-320"], ["--temperature 1e-320"]),
-    ([*BENCH, "--methods", "jacobi=999999"], ["K=999999", "<= 1024"]),
+    ([*BENCH, "--methods", "jacobi=999999"], ["K=999999", "<= 127"]),
     ([*BENCH, "--methods", f"jacobi={DIGITS}"], ["--methods jacobi=999"]),
     ([*BENCH, "--methods", "adaptive=99999"], ["B=99999", "<= 1024"]),
     ([*BENCH, "--prompts", "DEEP.jsonl"], ["line 1", "JSON"]),
