@@ -88,7 +88,7 @@ class Drafter(ABC):
         """Observe the model's predictions in the prompt. Where this is overridden, prefill computes them.
 
         Args:
-            request: identifies the text.
+            request: identifies the text, as in `begin`.
             tokens: `[T]` ids of the prompt, or of a part of it; what an engine's prefix cache skips is left out.
             likely: `[T]`, ids that may follow each token, up to 6, the likeliest first.
         """
@@ -99,7 +99,7 @@ class Drafter(ABC):
         """Observe the model's predictions of one forward pass, after `learn` has got the accepted tokens.
 
         Args:
-            request: identifies the text.
+            request: identifies the text, as in `begin`.
             tokens: `[S]` ids of the fed tree, whoever proposed them; first the last token before it.
             parents: `[S]`, index of each token's parent in the tree; -1 for the first.
             likely: `[S]`, ids that may follow each token, up to 6, the likeliest first.

@@ -12,15 +12,15 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 259,
-    "lines": 50_050,
+    "files": 260,  # raised by 1: `lade.peers`
+    "lines": 50_840,  # raised by 790: `lade.peers`, drafters alone or observing, lines for slow work; 87 were there
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.8,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 62,
-    "lines that generate imports": 13_580,
+    "lines that generate imports": 13_640,  # raised by 60: `only=`, what drafters may observe, `announced_if_slow`
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,

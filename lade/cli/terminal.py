@@ -96,7 +96,7 @@ class StatusLog:
 
     Args:
         console: console of the lines.
-        shown: write any lines.
+        shown: whether to write any lines.
     """
 
     def __init__(self, console: Console, *, shown: bool) -> None:
