@@ -13,7 +13,7 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 260,  # raised by 1: `lade.peers`
-    "lines": 50_840,  # raised by 790: `lade.peers`, drafters alone or observing, lines for slow work; 87 were there
+    "lines": 50_845,  # raised by 795: `lade.peers`, drafters alone or observing, lines for slow work; 91 were there
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.8,
