@@ -278,7 +278,8 @@ async def metrics(request: Request) -> Response:
     """Return Prometheus metrics."""
     service = _service(request)
     if not service.settings.metrics:
-        raise ApiError(404, NOT_FOUND, "metrics are disabled: start the server without --no-metrics")
+        why = "metrics are disabled: start the server without --no-metrics"
+        raise ApiError(404, NOT_FOUND, why, code="metrics_disabled")
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
 

@@ -1,12 +1,16 @@
 """What clients are told that ask for what cannot be done."""
 
+import ast
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import pytest
 from served import CONTEXT, SERVED, TOKENIZER, byte_tokenizer, running, templated
+
+from lade.server import errors
 
 HI = [{"role": "user", "content": "hi"}]
 INVALID = "invalid_request_error"
@@ -331,3 +335,28 @@ def test_values_are_strict_and_nulls_defaults_in_all_apis(server):
     nulls = {"stream": None, "n": None, "temperature": 0, "stop_sequences": None}
     assert server.http.post("/v1/responses", json={**responses, **nulls, "max_output_tokens": 2}).status_code == 200
     assert server.http.post("/v1/messages", json={**messages, **nulls}).status_code == 200
+
+
+CODE_ARGUMENTS = {"ApiError": None, "overloaded": 1, "invalid": 2}
+"""Functions that make errors, and the position of their `code`; None if it is named only."""
+
+
+def codes_raised():
+    """The codes of all errors in the server's code, with the line of each."""
+    for path in sorted(Path(errors.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(node, "func", None), "id", None)
+            if not isinstance(node, ast.Call) or name not in CODE_ARGUMENTS:
+                continue
+            at, named = CODE_ARGUMENTS[name], {each.arg: each.value for each in node.keywords}
+            code = named.get("code", node.args[at] if at is not None and len(node.args) > at else None)
+            if code is None:
+                assert name == "invalid", f"{path.name}:{node.lineno} has no code"
+            elif not (isinstance(code, ast.Name) and code.id == "code"):  # handed on
+                yield code.value if isinstance(code, ast.Constant) else getattr(errors, code.id)
+
+
+def test_every_code_is_documented():
+    page = Path(__file__).parents[2].joinpath("docs", "reference", "errors.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert documented == sorted({*codes_raised(), "invalid_value"})
