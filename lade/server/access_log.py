@@ -128,8 +128,8 @@ class _Records(logging.Handler):
 
 
 def _level(status: int) -> str:
-    """Return the level of an answer: overload is not an error of the server."""
-    return "warning" if status in (503, 529) else "error" if status >= 500 else "info"
+    """Return the level of an answer: neither overload nor a client's deadline is an error of the server."""
+    return "warning" if status in (503, 504, 529) else "error" if status >= 500 else "info"
 
 
 def _decoded(context: RequestContext) -> dict[str, Any]:

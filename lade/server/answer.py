@@ -6,6 +6,7 @@ A `Preprocessor` converts the request body to engine inputs, `Answer` submits th
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -20,9 +21,15 @@ from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
-from lade.server.errors import TOO_LONG, ApiError, error_for, invalid
+from lade.server.errors import TOO_LONG, ApiError, deadline_exceeded, error_for, invalid
 from lade.server.output_parser import MarkupParser, PlainParser
-from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
+from lade.server.request_context import (
+    CLIENT_CLOSED,
+    ClientDisconnectedError,
+    RequestContext,
+    timeout_of,
+    until_disconnect,
+)
 from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import EventStream, Json
@@ -257,14 +264,24 @@ class Answer:
     async def response(self, request: Request) -> Response:
         """Return the response: whole, a stream, or an error."""
         try:
-            await until_disconnect(request, self._submit())
-            if self._body.stream:
-                return EventStream(self._events(), self._headers)
-            return await until_disconnect(request, self._whole())
+            async with asyncio.timeout(self._time_left(request)):
+                await until_disconnect(request, self._submit())
+                if self._body.stream:
+                    return EventStream(self._events(), self._headers)
+                return await until_disconnect(request, self._whole())
         except ClientDisconnectedError:
             return Response(status_code=CLIENT_CLOSED)
         except Exception as problem:  # noqa: BLE001 - every problem is reported to the client
             return self._failed(problem).response()
+
+    def _time_left(self, request: Request) -> float | None:
+        """Return the seconds until the deadline, at which the request is aborted; None without one."""
+        seconds = timeout_of(request.headers, self._body.timeout, self._service.settings.request_timeout)
+        if seconds is None:
+            return None
+        left = max(0.0, seconds - self._context.seconds)
+        self._in_flight.call_later(left, self._in_flight.abort, deadline_exceeded(seconds))
+        return left
 
     def _failed(self, problem: Exception) -> ApiError:
         error = error_for(self._in_flight.aborted or problem, self._context.id)
@@ -398,6 +415,8 @@ class Answer:
             async with aclosing(self._deltas(self._service.settings.ping_s)) as deltas:
                 async for found in deltas:
                     if found is None:
+                        if self._in_flight.aborted is not None:  # and the engine does not end its row
+                            raise self._in_flight.aborted
                         yield formatter.ping()
                         continue
                     for event in () if begun else formatter.first():

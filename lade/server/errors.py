@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_error", "permission_error"
 NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
+TIMEOUT = "timeout_error"
 TOO_LONG = "context_length_exceeded"
 INVALID_SCHEMA = "invalid_schema"
 _MAX_SHOWN = 60
@@ -73,6 +74,12 @@ def overloaded(message: str, code: str, retry_after: int = 1, *, close: bool = F
     """Return the error for a request to be retried later or elsewhere."""
     headers = {"Retry-After": str(retry_after), **({"Connection": "close"} if close else {})}
     return ApiError(503, OVERLOADED, message, code=code, headers=headers)
+
+
+def deadline_exceeded(seconds: float) -> ApiError:
+    """Return the error for an answer that was not complete in time; clients would begin it again by themselves."""
+    why = f"the answer was not complete within {seconds:g} s: ask for fewer tokens, or give it a longer timeout"
+    return ApiError(504, TIMEOUT, why, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 
 def internal(request_id: str) -> ApiError:
@@ -173,6 +180,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: TIMEOUT,
     _ANTHROPIC_OVERLOADED: "overloaded_error",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,7 +16,8 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.server.errors import internal
+from lade.server.errors import internal, invalid
+from lade.server.settings import LONGEST_TIMEOUT_S
 from lade.serving.handle import Handle, QueueSlot
 
 T = TypeVar("T")
@@ -48,6 +50,32 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+TIMEOUT_HEADER = "x-request-timeout"
+
+
+def timeout_of(headers: Headers, given: float | None, limit: float | None) -> float | None:
+    """Return the time that a request has from its arrival to its last token, in seconds; None for no limit.
+
+    Args:
+        headers: headers of the request, which may have `TIMEOUT_HEADER`.
+        given: the body's `timeout`.
+        limit: the server's own limit in seconds, which no request may exceed; None for none.
+
+    Raises:
+        ApiError: the header is not a number of seconds.
+    """
+    sent, of_header = headers.get(TIMEOUT_HEADER), None
+    if sent is not None:
+        try:
+            of_header = float(sent)
+        except ValueError:
+            of_header = math.nan
+        if not 0 < of_header <= LONGEST_TIMEOUT_S:
+            why = f"{TIMEOUT_HEADER}: {sent[:20]!r} is not a time: give seconds above 0 and up to {LONGEST_TIMEOUT_S:g}"
+            raise invalid(TIMEOUT_HEADER, why)
+    return min((each for each in (of_header, given, limit) if each is not None), default=None)
+
+
 class InFlightRequest:
     """An in-flight request, from its queue slots to its last token.
 
@@ -69,6 +97,11 @@ class InFlightRequest:
         self.first_s: float | None = None
         self.predictions = (0, 0)
         self.began = perf_counter()
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def call_later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in this event loop after a time, unless the request has ended by then."""
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *arguments))
 
     @property
     def handles(self) -> list[Handle]:
@@ -94,6 +127,8 @@ class InFlightRequest:
         """Release slots and rows; without an outcome so far, the client has disconnected."""
         if self.outcome is None:
             self.outcome = "cancelled"
+        for timer in self._timers:  # a client's timeout may be days away
+            timer.cancel()
         self._cancel()
 
     def _cancel(self) -> None:

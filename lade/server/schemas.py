@@ -25,6 +25,7 @@ from lade.server.errors import NOT_FOUND, ApiError, invalid, unsupported, valida
 from lade.server.settings import (
     LONGEST_SCHEMA,
     LONGEST_STOP,
+    LONGEST_TIMEOUT_S,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_IDS,
@@ -176,6 +177,7 @@ class BaseRequest(Model):
     n: Annotated[Choices, _nullable(Choices)] = 1
     best_of: StrictInt | None = Field(None, ge=1)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
+    timeout: StrictFloat | None = Field(None, gt=0, le=LONGEST_TIMEOUT_S)
     temperature: StrictFloat | None = Field(None, ge=0, le=100)
     top_p: StrictFloat | None = Field(None, gt=0, le=1)
     top_k: StrictInt | None = Field(None, ge=-1, le=_ID_BITS)

@@ -423,7 +423,7 @@ class Service:
         self.in_flight[request] = context.id
         limit = self.settings.queue_timeout
         if limit is not None:
-            asyncio.get_running_loop().call_later(limit, _expire, request, limit)
+            request.call_later(limit, _expire, request, limit)
         return request
 
     def ended(self, context: RequestContext, known_path: str) -> None:

@@ -123,6 +123,8 @@ MAX_DETOKENIZED = 2**17
 """Token ids per request: tokenizers hold the interpreter lock while they convert them."""
 MAX_ECHOED = 2**18
 """Log-probabilities of prompts per request with `echo`."""
+LONGEST_TIMEOUT_S = 1e6
+"""Seconds that a request may give as its timeout."""
 PROBES = frozenset(["/live", "/ready", "/health", "/v1/health", "/metrics"])
 """Paths that monitoring polls every few seconds."""
 LONGEST_SCHEMA = 32 * 2**10  # characters of JSON without annotations
@@ -154,6 +156,7 @@ class Settings:
         template_arguments: default arguments of the chat template.
         max_body: maximum size of a request body in bytes; None: 4 MiB, or 16 MiB if the model takes images.
         queue_timeout: maximum time in the queue in seconds; None for no limit.
+        request_timeout: maximum time of a request from its arrival to its last token in seconds; None for no limit.
         shutdown_timeout: time that running answers have after SIGTERM, in seconds.
         ping_s: seconds of silence in a stream after which a ping is sent.
         metrics: True to serve `/metrics`.
@@ -179,6 +182,7 @@ class Settings:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     max_body: int | None = None
     queue_timeout: float | None = None
+    request_timeout: float | None = None
     shutdown_timeout: float = 30.0
     ping_s: float = 15.0
     metrics: bool = True

@@ -160,6 +160,7 @@ def settings_of(
         prefix_cache=limits.prefix_bytes,
         max_body=limits.body_bytes,
         queue_timeout=limits.queue_timeout,
+        request_timeout=limits.request_timeout,
         shutdown_timeout=limits.shutdown_timeout,
         template_arguments=template.arguments,
     )

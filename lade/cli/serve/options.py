@@ -209,6 +209,9 @@ class Limits(EngineLimits):
     queue_timeout: Annotated[
         float | None, _limits(metavar="S", help="Seconds a request may wait in the queue. Default: no limit.")
     ] = None
+    request_timeout: Annotated[
+        float | None, _limits(metavar="S", help="Seconds a request may take in all. Default: no limit.")
+    ] = None
     shutdown_timeout: Annotated[
         float, _limits(metavar="S", help="Seconds that running requests may take after SIGTERM.")
     ] = 30.0
@@ -221,6 +224,8 @@ class Limits(EngineLimits):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
                 raise ConfigError(name.replace("_", "-"), value, "give seconds >= 0")
+        if self.request_timeout is not None and not 0 < self.request_timeout < 1e6:
+            raise ConfigError("request-timeout", self.request_timeout, "give seconds > 0")
         assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises `ConfigError` for an invalid size
         if self.body_bytes is not None and not 1 <= self.body_bytes <= _MAX_BODY:
             raise ConfigError("max-body", self.max_body, "give 1 to 1GiB")
