@@ -75,10 +75,10 @@ class Replica:
         return build_app(self._service)
 
     def check_health(self) -> None:
-        """Raise if the engine has failed, so that Ray Serve replaces this replica."""
+        """Raise if the engine has failed or hangs, so that Ray Serve replaces this replica."""
         self._service.watch()
-        if self._service.phase == "dead":
-            raise RuntimeError(self._service.reason)
+        if "reason" in self._service.health:
+            raise RuntimeError(self._service.health["reason"])
 
 
 def application(settings: Settings, load: Callable[[], ServedModel], scale: Scale) -> Any:

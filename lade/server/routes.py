@@ -62,7 +62,7 @@ def _as_json(schema: dict[str, Any], what: str) -> dict[str, Any]:
 TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 _ERROR = _object(error=_object(message=TEXT, type=TEXT, param=_NULLABLE, code=_NULLABLE))
 _ANTHROPICS = _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT), request_id=TEXT)
-_STATUS = _object(status={"enum": ["ok", "loading", "draining", "dead"]})
+_STATUS = _object(status={"enum": ["ok", "loading", "draining", "dead", "stuck"]})
 _STREAM = {"schema": {"description": "Server-sent events, with JSON in their data"}}
 
 
@@ -159,8 +159,8 @@ async def text_of_ids(request: Request, body: DetokenizeRequest) -> Response:
 @router.get("/live", responses=HEALTH)
 async def live(request: Request) -> Response:
     """Liveness probe: fails if the process should be restarted."""
-    service = _service(request)
-    return _health(service) if service.phase == "dead" else Json({"status": "ok"})
+    health = _service(request).health
+    return Json(health, 503) if "reason" in health else Json({"status": "ok"})
 
 
 @router.get("/ready", responses=HEALTH)
@@ -168,14 +168,8 @@ async def live(request: Request) -> Response:
 @router.get("/v1/health", responses=HEALTH)
 async def ready(request: Request) -> Response:
     """Readiness probe: succeeds if requests are accepted."""
-    return _health(_service(request))
-
-
-def _health(service: Service) -> Response:
-    if service.phase == "ready":
-        return Json({"status": "ok"})
-    reason = {"reason": service.reason} if service.phase == "dead" else {}
-    return Json({"status": service.phase, **reason}, 503)
+    health = _service(request).health
+    return Json(health, 200 if health["status"] == "ok" else 503)
 
 
 @router.get("/v1", responses=whole(message=TEXT, routes=LIST))

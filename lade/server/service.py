@@ -30,6 +30,7 @@ from lade.server.request_context import InFlightRequest, RequestContext
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
+from lade.server.watchdog import Watchdog
 from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
@@ -252,6 +253,7 @@ class Service:
         self._trials = FairExecutor("lade.serve trial")
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
+        self._watchdog = Watchdog(settings.pass_timeout)
         self._warm: EngineSnapshot | None = None
         self._thread: threading.Thread | None = None
 
@@ -365,8 +367,17 @@ class Service:
             for each in request.handles
         ]
 
+    @property
+    def health(self) -> dict[str, str]:
+        """Body of the health probes: `status`, "ok" if requests are accepted, and `reason` if something is wrong."""
+        if self.phase == "dead":
+            return {"status": "dead", "reason": self.reason}
+        if self._watchdog.reason:
+            return {"status": "stuck", "reason": self._watchdog.reason}
+        return {"status": "ok" if self.phase == "ready" else self.phase}
+
     def watch(self) -> None:
-        """Do periodic work: detect engine failure, read keys, log, save."""
+        """Do periodic work: detect engine failure and hung passes, read keys, log, save. Call it ten times a second."""
         if self.keys_changed:
             self.keys_changed = False
             self._read_keys()
@@ -374,6 +385,8 @@ class Service:
             problem = self._engine.problem
             self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
             logger.error("the engine failed", exc_info=problem)
+        if self._engine is not None and self._warm is not None:
+            self._watchdog.look(self._engine.current_work())
         if self._log is not None:
             self._log.tick(self.snapshot())
         if perf_counter() - self._saved[0] > SAVE_S:

@@ -157,6 +157,7 @@ class Settings:
         max_body: maximum size of a request body in bytes; None: 4 MiB, or 16 MiB if the model takes images.
         queue_timeout: maximum time in the queue in seconds; None for no limit.
         request_timeout: maximum time of a request from its arrival to its last token in seconds; None for no limit.
+        pass_timeout: time in seconds after which a pass counts as hung, and the server as not alive; 0 for no limit.
         shutdown_timeout: time that running answers have after SIGTERM, in seconds.
         ping_s: seconds of silence in a stream after which a ping is sent.
         metrics: True to serve `/metrics`.
@@ -183,6 +184,7 @@ class Settings:
     max_body: int | None = None
     queue_timeout: float | None = None
     request_timeout: float | None = None
+    pass_timeout: float = 120.0
     shutdown_timeout: float = 30.0
     ping_s: float = 15.0
     metrics: bool = True

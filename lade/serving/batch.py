@@ -98,6 +98,7 @@ class EngineBatch:
         running: the running set, which decides on admission and preemption.
         tally: counters behind `Engine.snapshot`.
         prefix_cache: size of the prefix cache in bytes.
+        work: what `advance` does at the moment and since when, see `CurrentWork`; None between its calls.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class EngineBatch:
         self._allocator = KvAllocator(self._cache, self.running)
         self.prefix_cache = prefix_cache
         self.tally = Tally()
+        self.work: tuple[str, float] | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -175,6 +177,7 @@ class EngineBatch:
 
     def advance(self) -> None:
         """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""
+        self.work = "admission", perf_counter()
         before = self._allocator.checked
         for active in [each for each in self.running.active if each.cancelled]:
             self._end(active, None)
@@ -187,6 +190,7 @@ class EngineBatch:
             self._job.save()
         if self._allocator.checked is not before or not self._allocator.is_enough:
             self._report_use()  # otherwise rows have only grown, which `add_pass` counts
+        self.work = None
 
     def _report_use(self) -> None:
         rows, slots = self._cache.room
@@ -195,6 +199,7 @@ class EngineBatch:
 
     def close(self, problem: BaseException | None = None) -> None:
         """End all requests, cancelled or with an error, and free their memory."""
+        self.work = None
         self._loop.rows = []
         for active in self.running.clear():
             self._finish_handle(active, problem)
@@ -241,6 +246,7 @@ class EngineBatch:
         """
         with self._ending_on_error(active):
             start = perf_counter()
+            self.work = "prefill", start
             row, before = self._start(active), active.fed
             with self._reading([row]):
                 logits, resumed = feed_chunk(active, row, self._prefill_runner, max_tokens), bool(row.written)
@@ -258,6 +264,7 @@ class EngineBatch:
             Number of tokens fed, padding included.
         """
         start, rows = perf_counter(), {}
+        self.work = "prefill", start
         for active in group:
             with self._ending_on_error(active):
                 rows[active] = self._start(active)
@@ -339,6 +346,7 @@ class EngineBatch:
 
     def _step(self) -> None:
         rows = list(self._loop.rows)
+        self.work = "decode", perf_counter()
         try:
             self._allocator.reserve()
             self._job.resize(len(rows))

@@ -21,7 +21,7 @@ from lade.serving.batch import EngineBatch
 from lade.serving.handle import Handle, QueueSlot
 from lade.serving.request import RequestOptions, prepare
 from lade.serving.scheduler import Scheduler
-from lade.serving.snapshot import EngineSnapshot
+from lade.serving.snapshot import CurrentWork, EngineSnapshot
 from lade.stats import Stats, Step
 
 
@@ -199,6 +199,10 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """Return the engine's state and totals. Never waits for the decoding thread."""
         return self._scheduler.snapshot()
+
+    def current_work(self) -> CurrentWork | None:
+        """Return what the decoding thread does at the moment; None while it waits for requests. Never waits for it."""
+        return self._scheduler.current_work()
 
     @property
     def problem(self) -> BaseException | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from lade.serving.capacity import Capacity
 from lade.serving.handle import Handle, QueueSlot, Wakeups, check_process
 from lade.serving.request import EngineRequest
 from lade.serving.running import ActiveRequest
-from lade.serving.snapshot import EngineSnapshot
+from lade.serving.snapshot import CurrentWork, EngineSnapshot
 from lade.stats import Stats, Step
 
 Entry = tuple[EngineRequest, Handle]
@@ -122,6 +123,14 @@ class Scheduler:
             max_prefix_bytes=self._batch.prefix_cache,
             closed=self._closed,
         )
+
+    def current_work(self) -> CurrentWork | None:
+        """See `Engine.current_work`."""
+        work = self._batch.work
+        if work is None:
+            return None
+        rows = tuple((handle.prompt_tokens, handle.stats.new_tokens) for handle in list(self._running))
+        return CurrentWork(*work, rows, sys._current_frames().get(self._thread.ident or 0))
 
     def reserve(self) -> QueueSlot:
         """See `Engine.reserve`."""

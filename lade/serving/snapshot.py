@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any
 
 from lade.locks import ForkSafeLock
@@ -70,6 +71,23 @@ class EngineSnapshot:
     prefill_s: float
     decode_s: float
     forward_s: float
+
+
+@dataclass(frozen=True)
+class CurrentWork:
+    """The work of the decoding thread at the moment, see `Engine.current_work`.
+
+    Attributes:
+        phase: "admission", "prefill" or "decode".
+        began: when it began, on the `perf_counter` clock; no other work has the same value.
+        rows: numbers of prompt and answer tokens of each running request.
+        frame: innermost call of the thread; None if it has just ended.
+    """
+
+    phase: str
+    began: float
+    rows: tuple[tuple[int, int], ...]
+    frame: FrameType | None
 
 
 @dataclass

@@ -161,6 +161,7 @@ def settings_of(
         max_body=limits.body_bytes,
         queue_timeout=limits.queue_timeout,
         request_timeout=limits.request_timeout,
+        pass_timeout=limits.pass_timeout,
         shutdown_timeout=limits.shutdown_timeout,
         template_arguments=template.arguments,
     )

@@ -212,6 +212,9 @@ class Limits(EngineLimits):
     request_timeout: Annotated[
         float | None, _limits(metavar="S", help="Seconds a request may take in all. Default: no limit.")
     ] = None
+    pass_timeout: Annotated[
+        float, _limits(metavar="S", help="Seconds after which a pass counts as hung: /live is 503. 0: never.")
+    ] = 120.0
     shutdown_timeout: Annotated[
         float, _limits(metavar="S", help="Seconds that running requests may take after SIGTERM.")
     ] = 30.0
@@ -220,7 +223,7 @@ class Limits(EngineLimits):
         """Raise `ConfigError` for a limit out of range."""
         super().check()
         self._check_counts("max_waiting", "context")
-        for name in ("queue_timeout", "shutdown_timeout"):
+        for name in ("queue_timeout", "pass_timeout", "shutdown_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
                 raise ConfigError(name.replace("_", "-"), value, "give seconds >= 0")
