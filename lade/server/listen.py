@@ -277,7 +277,7 @@ class Server(uvicorn.Server):
         service = self._service
         try:
             await asyncio.to_thread(service.watch)
-        except OSError as problem:  # a full disk must not end the answers
+        except Exception as problem:  # noqa: BLE001 - a full disk or lack of memory must not end the answers
             logger.warning("a periodic task failed, and is tried again: %s", problem)
         if service.problem is not None:
             return True

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Literal, TypeVar
 
 from lade.config import Lookahead, LookaheadConfig, resolve
-from lade.errors import InputError, LadeError
+from lade.errors import InputError
 from lade.hf.refusals import precision_note
 from lade.memory import Memory
 from lade.model.facts import ModelFacts
@@ -241,7 +241,7 @@ class Service:
         self.phase: Phase = "loading"
         self.reason = ""
         self.problem: BaseException | None = None
-        self.unsaved: LadeError | None = None
+        self.unsaved: Exception | None = None
         self._saved = (perf_counter(), 0)  # time and token count of the last save
         self.created = int(time.time())
         self.keys, self.keys_changed = settings.keys, False
@@ -412,7 +412,7 @@ class Service:
         try:
             save()
             self.unsaved = None
-        except LadeError as problem:
+        except Exception as problem:  # noqa: BLE001 - tried again, and told of in the exit code
             self.unsaved = problem
             logger.error("the draft memory was not saved: %s", problem)
 
@@ -440,12 +440,15 @@ class Service:
         return request
 
     def ended(self, context: RequestContext, known_path: str) -> None:
-        """Count and log a response that has ended."""
+        """Count and log a response that has ended; a fault in this costs no answer."""
         if context.in_flight is not None:
             self.in_flight.pop(context.in_flight, None)
-        self.metrics.add(context, known_path)
-        if self._log is not None:
-            self._log.add(context)
+        try:
+            self.metrics.add(context, known_path)
+            if self._log is not None:
+                self._log.add(context)
+        except Exception:
+            logger.exception("%s was not counted", context.id)
 
     def drain(self) -> None:
         """Stop accepting requests; running ones continue."""

@@ -35,6 +35,8 @@ from lade.stats import Step
 
 logger = logging.getLogger(__name__)
 
+_MOST_FAILURES = 2
+"""Faults between passes that a request may be in while its prompt is fed."""
 _MAX_CHAIN = 64
 """Answer tokens per pass when an answer is fed again; memory of recurrent layers is quadratic in the tree size."""
 
@@ -81,9 +83,10 @@ def _feed_chain(active: ActiveRequest, ids: list[int], runner: EagerRunner) -> t
 class EngineBatch:
     """All running requests: chunked prefill and decode steps. Not thread-safe.
 
-    An exception in a request's drafts, processors, grammar, criteria or `on_step` ends that request only. If a joint
-    prefill pass fails, each of its prompts is fed alone. If a decode pass fails, its texts are fed again and decoded
-    without drafts; if that fails too, one after the other, and whoever fails alone is ended.
+    An exception in a request's drafts, processors, grammar, criteria, text or `on_step` ends that request only. If a
+    joint prefill pass fails, each of its prompts is fed alone. If a decode pass fails, or what is done between passes,
+    the texts are fed again and decoded without drafts; if that fails too, one after the other, and whoever fails alone
+    is ended.
 
     Args:
         model: a model that `lade.supports` accepts.
@@ -178,6 +181,20 @@ class EngineBatch:
     def advance(self) -> None:
         """Evict cancelled requests, prefill up to `prefill_tokens`, run one decode step."""
         self.work = "admission", perf_counter()
+        try:
+            self._advance()
+        except Exception as problem:  # forwarded to the requests that fail again
+            logger.warning("a fault between passes: all texts are fed again", exc_info=problem)
+            if self.running.decoding:
+                self._recover(list(self.running.decoding), problem)
+            for active in list(self.running.prefilling):
+                active.failures += 1
+                active.restart()
+                if active.failures > _MOST_FAILURES:
+                    self._end(active, problem)
+        self.work = None
+
+    def _advance(self) -> None:
         before = self._allocator.checked
         for active in [each for each in self.running.active if each.cancelled]:
             self._end(active, None)
@@ -187,10 +204,9 @@ class EngineBatch:
             self._step()
         if self.idle:
             self._cache.reset()
-            self._job.save()
+            self._save()
         if self._allocator.checked is not before or not self._allocator.is_enough:
             self._report_use()  # otherwise rows have only grown, which `add_pass` counts
-        self.work = None
 
     def _report_use(self) -> None:
         rows, slots = self._cache.room
@@ -207,7 +223,13 @@ class EngineBatch:
         self._reuse.prefix_cache.clear()
         self._report_use()
         _release(self._model)
-        self._job.save()
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            self._job.save()
+        except Exception as problem:  # noqa: BLE001 - the next process measures again
+            logger.warning("step costs were not saved: %s: %s", type(problem).__name__, problem)
 
     def _prefill(self) -> None:
         left = self._prefill_tokens
@@ -378,13 +400,34 @@ class EngineBatch:
         self._cache.reset()
         for active in actives:
             active.failures += 1
+            if self._settle(active):
+                continue
             if active.pinned or active.row is None or (len(rows) == 1 and active.failures > 1):
                 self._end(active, problem)
                 continue
             active.row.drafter.silence()
             self.running.preempt(active)
             active.restart()
-        self.running.resume_alone = any(active.failures > 1 for active in actives)
+        self.running.resume_alone |= any(active.failures > 1 for active in actives)
+
+    def _settle(self, active: ActiveRequest) -> bool:
+        """Deliver the tokens that a failed step has emitted, of unknown sources; return True if the request ends."""
+        row = active.row
+        assert row is not None
+        if tokens := row.written[len(active.handle.tokens) :]:
+            self._deliver(active, Step(row.steps, tokens, ["bonus"] * len(tokens), len(tokens), 0.0))
+        elif row.done:
+            self._end(active, self._result(active))
+        return active.handle.done()
+
+    @staticmethod
+    def _result(active: ActiveRequest) -> Output | BaseException:
+        """Return the output of a row that has ended, or its problem."""
+        assert active.row is not None
+        try:
+            return active.row.problem or active.request.output(active.row)
+        except Exception as problem:  # noqa: BLE001 - forwarded to the request
+            return problem
 
     def _end_rows(self, problem: BaseException) -> None:
         rows, self._loop.rows = self._loop.rows, []
@@ -392,15 +435,15 @@ class EngineBatch:
             self._end(self.running.decoding[row], problem)
 
     def _deliver(self, active: ActiveRequest, step: Step, forward_s: float = 0.0) -> None:
-        assert active.row is not None
-        step = active.request.annotated(step, last=active.row.done)
+        row = active.row
+        assert row is not None
         try:
-            active.handle.add_step(step, forward_s)
-        except Exception as problem:  # noqa: BLE001 - `on_step` is user code
+            active.handle.add_step(active.request.annotated(step, last=row.done), forward_s)
+        except Exception as problem:  # noqa: BLE001 - `on_step` is user code, tokenizers are others'
             self._end(active, problem)
             return
-        if active.row.done:
-            self._end(active, active.row.problem or active.request.output(active.row))
+        if row.done:
+            self._end(active, self._result(active))
 
     def _end(self, active: ActiveRequest, result: Output | BaseException | None) -> None:
         """End a request; see `Handle.end` for `result`."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,7 +197,9 @@ class PrefixReuse:
         row, text = active.row, active.text
         if row is None or not self._serves(active) or active.prompt_logprobs is not None:
             return
-        found = self.prefix_cache.find(active.scope, text)
+        found = None
+        with self._optional():
+            found = self.prefix_cache.find(active.scope, text)
         if found is None:
             return
         known, tokens = found[0], min(found[1], len(text) - 1, self._most)
@@ -240,11 +243,17 @@ class PrefixReuse:
         if not self._serves(active) or not self.prefix_cache.lacks(scope, text) or self.scope_of(active) != scope:
             return
         said = row.drafter.said.first(tokens) if isinstance(row.drafter, RecordingDrafter) else CachedLogits()
-        try:
+        with self._optional():
             ids, client = np.array(text, dtype=np.int64), active.request.client
             self.prefix_cache.put(CachedText(scope, ids, copy_row(place, tokens), said, client))
-        except (MemoryError, torch.OutOfMemoryError) as problem:
-            logger.info("prefix cache dropped: out of memory: %s", problem)
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """Drop the cache if the block fails, mostly for lack of memory: requests do without."""
+        try:
+            yield
+        except Exception as problem:  # noqa: BLE001 - logged
+            logger.warning("prefix cache dropped: %s: %s", type(problem).__name__, problem)
             self.prefix_cache.clear()
 
     def _serves(self, active: ActiveRequest) -> bool:

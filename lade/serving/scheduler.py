@@ -36,9 +36,9 @@ class WaitingQueue:
         return sum(map(len, list(self._queues.values())))
 
     @property
-    def first(self) -> EngineRequest:
+    def first(self) -> Entry:
         """The request to be served next; the queue must not be empty."""
-        return next(iter(self._queues.values()))[0][0]
+        return next(iter(self._queues.values()))[0]
 
     def add(self, request: EngineRequest, handle: Handle) -> None:
         """Append a request to its client's queue; a new client is served after the others."""
@@ -253,11 +253,21 @@ class Scheduler:
             self._forget_ended()
             self._changed.wait_for(lambda: self._closed or self._waiting or not self._batch.idle)
             self._dirty = False
-            while self._waiting and not self._closed and running.has_room(self._waiting.first):
-                request, handle = self._waiting.pop()
-                self._running[handle] = running.add(request, handle)
+            failed = list[tuple[Handle, Exception]]()
+            while self._waiting and not self._closed:
+                handle = self._waiting.first[1]
+                try:
+                    if not running.has_room(self._waiting.first[0]):
+                        break
+                    self._running[handle] = running.add(*self._waiting.first)
+                except Exception as problem:  # noqa: BLE001 - forwarded to the request
+                    failed.append((handle, problem))
+                self._waiting.pop()
             self._blocked, self._admitted_at = bool(self._waiting), running.changes
-            return not self._closed
+            closed = self._closed
+        for entry in failed:
+            self._end(*entry)
+        return not closed
 
     def _forget_ended(self) -> None:
         for handle in [handle for handle in self._running if handle.done()]:
