@@ -56,6 +56,8 @@ HURTING = {
     "queue": (scheduler.Scheduler, "submit", 1),
     "admission": (running_set.RunningSet, "add", 1),
     "room": (running_set.RunningSet, "has_room", 1),
+    "between passes": (batch.EngineBatch, "_preempt", 6),
+    "after a pass": (batch.EngineBatch, "_report_use", 2),
     "prefill": (batch.EngineBatch, "_start", 1),
     "prefill of a prompt": (batch, "feed_chunk", 1),
     "join": (batch.EngineBatch, "_join", 1),
