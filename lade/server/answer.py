@@ -285,6 +285,8 @@ class Answer:
 
     def _failed(self, problem: Exception) -> ApiError:
         error = error_for(self._in_flight.aborted or problem, self._context.id)
+        if error.status == 500 and any(handle.failed_alone for handle in self._in_flight.handles):
+            self._service.failed.add(self._context.owner, self._body)
         self._in_flight.outcome = "error" if error.status == 500 else "rejected"
         field = (error.param or "").partition("[")[0].partition(".")[0]
         error.param = self._formatter.field_names.get(field, error.param)
@@ -296,6 +298,7 @@ class Answer:
         self._engine = self._service.engine
         count = self._body.n * self._preprocessor.prompt_count
         self._check(count)
+        self._service.failed.check(self._context.owner, self._body)
         for _ in range(count):
             self._in_flight.slots.append(self._engine.reserve())
         try:

@@ -82,6 +82,12 @@ def deadline_exceeded(seconds: float) -> ApiError:
     return ApiError(504, TIMEOUT, why, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 
+def kills_pass() -> ApiError:
+    """Return the error for a request that has failed alone before; it is not worth a retry."""
+    why = "this request has failed the model's pass twice, each time alone: change it; the server's log has the reason"
+    return ApiError(422, INVALID, why, code="request_kills_pass")
+
+
 def internal(request_id: str) -> ApiError:
     """Return the error for a fault of the server."""
     return ApiError(500, SERVER, f"internal error: see {request_id} in the server's log", code="internal_error")

@@ -270,8 +270,10 @@ class EngineBatch:
             start = perf_counter()
             self.work = "prefill", start
             row, before = self._start(active), active.fed
+            active.handle.failed_alone = True  # unless this pass succeeds
             with self._reading([row]):
                 logits, resumed = feed_chunk(active, row, self._prefill_runner, max_tokens), bool(row.written)
+            active.handle.failed_alone = False
             self._count_prefill(start, [] if resumed else [active])
             if active.fed == len(active.text):
                 argmax_ids = None if resumed else read(logits, wants_entries=False).argmax_ids
@@ -403,6 +405,7 @@ class EngineBatch:
             if self._settle(active):
                 continue
             if active.pinned or active.row is None or (len(rows) == 1 and active.failures > 1):
+                active.handle.failed_alone = len(rows) == 1
                 self._end(active, problem)
                 continue
             active.row.drafter.silence()

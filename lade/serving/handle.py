@@ -80,6 +80,7 @@ class Handle:
         cached_tokens: prompt tokens served from the prefix cache, see `Engine`.
         queue_s: seconds from `Engine.add` until prefill began; None before.
         prefill_s: seconds from then until the first token, passes of other requests included; None before.
+        failed_alone: True if the request was ended since a pass failed in which no other request was.
         reason: why the request has ended; None before. `eos`: an end of sequence of the model's generation_config;
             `stop_token`: another id of the request's `eos_token_id`; `stop_text`; `length`; `time`: `max_time`;
             `criterion`: another stopping criterion; `cancelled`; `error`. If one token meets several, the first of
@@ -99,6 +100,7 @@ class Handle:
     ) -> None:
         self.seed, self.stats, self.prompt_tokens = seed, stats, prompt_tokens
         self.cached_tokens = 0
+        self.failed_alone = False
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
         self.reason: Reason | None = None

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import httpx2 as httpx
 import pytest
-from served import SERVED, plain, running, templated, text_of, until
+from served import SERVED, TOKENIZER, byte_model, plain, running, templated, text_of, until
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from lade.decoding.loop import DecodeLoop
@@ -20,6 +20,8 @@ from lade.hf import job
 from lade.hf.detokenizer import AnswerText
 from lade.hf.sampling import LoneSampler
 from lade.server import answer, chat, chat_template, metrics, service
+from lade.server.errors import ApiError
+from lade.server.service import FailedRequests
 from lade.serving import batch, handle, prefix_cache, scheduler
 from lade.serving import running as running_set
 from lade.testing import nearly_flat_cost
@@ -194,6 +196,66 @@ def test_a_lasting_fault_is_told_of_and_ends(server, texts, monkeypatch, kind, p
         assert found == texts
     fault.lifted = True
     check_server(server, texts)
+
+
+KILLER = TOKENIZER("~").input_ids[0]
+
+
+@pytest.fixture
+def killing():
+    """A server whose passes fail with a token in them, as with a text that a kernel cannot take."""
+
+    def refuse(module, given, named):
+        if (named["input_ids"] == KILLER).any():
+            raise RuntimeError("the device does not take it")
+
+    model = byte_model()
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with running(replace(SERVED, model=model)) as made:
+        yield made
+
+
+def code_of(response):
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_a_request_that_kills_its_pass_is_refused_after_two_tries(killing, texts):
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(asked, killing, 0)
+        for _ in range(2):
+            assert code_of(killing.complete("a~b", max_tokens=3)) == (500, "internal_error")
+        assert other.result() == texts[0]
+    for _ in range(2):
+        assert code_of(killing.complete("a~b", max_tokens=3)) == (422, "request_kills_pass")
+    ended = killing.service.snapshot().requests
+    assert ended["error"] == 2, "refused before it gets a row"
+    assert code_of(killing.complete("a~b", max_tokens=4)) == (500, "internal_error"), "another request"
+    assert killing.complete("ab", max_tokens=3).status_code == 200
+    killing.service.failed.SECONDS = 0.0
+    assert code_of(killing.complete("a~b", max_tokens=3)) == (500, "internal_error"), "it is forgotten by then"
+
+
+def test_a_request_that_kills_a_pass_of_several_is_found(killing, texts):
+    """Its first token is let through, and the pass after that is one over all rows."""
+    passes = {"logit_bias": {str(KILLER): 100}, "temperature": 0, "max_tokens": 9, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(asked, killing, number) for number in (1, 3)]
+        until(lambda: killing.service.snapshot().rows == 2)
+        for status in (500, 500, 422):
+            assert killing.complete("ab", **passes).status_code == status
+        assert [each.result() for each in others] == [texts[1], texts[3]]
+
+
+def test_failures_of_one_key_are_nothing_to_another():
+    failed = FailedRequests()
+    for number in range(300):
+        for _ in range(2):
+            failed.add("a", number)
+    with pytest.raises(ApiError):
+        failed.check("a", 299)
+    failed.check("b", 299)
+    failed.check("a", 1)
+    assert len(failed._failed) == FailedRequests.MOST
 
 
 @pytest.mark.parametrize("kind", ["descriptors", "disk"])
