@@ -299,6 +299,7 @@ class Answer:
         count = self._body.n * self._preprocessor.prompt_count
         self._check(count)
         self._service.failed.check(self._context.owner, self._body)
+        self._service.take_quota(self._context, count)
         for _ in range(count):
             self._in_flight.slots.append(self._engine.reserve())
         try:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_error", "permission_error"
 NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
-TIMEOUT = "timeout_error"
+TIMEOUT, RATE_LIMIT = "timeout_error", "rate_limit_error"
 TOO_LONG = "context_length_exceeded"
 INVALID_SCHEMA = "invalid_schema"
 _MAX_SHOWN = 60
@@ -185,7 +185,7 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
+    429: RATE_LIMIT,
     504: TIMEOUT,
     _ANTHROPIC_OVERLOADED: "overloaded_error",
 }

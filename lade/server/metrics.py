@@ -93,6 +93,8 @@ class Metrics:
         self._answer = self._histogram("request_generation_tokens", "Generated tokens of a choice.", _TOKENS)
         self._per_step = self._histogram("request_tokens_per_step", "Tokens per decoding step of a choice.", _PER_STEP)
         self._compiled = self._histogram("grammar_compile_seconds", "Time to compile a grammar.", _SECONDS)
+        self._key_requests = self._counter("key_requests", "Requests by name of the key.", "key", "outcome")
+        self._key_tokens = self._counter("key_tokens", "Tokens by name of the key.", "key", "kind")
         self._predicted = self._counter("prediction_tokens", "Tokens of predicted outputs by outcome.", "outcome")
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
@@ -112,6 +114,16 @@ class Metrics:
         self._responses.labels(self._model, known_path, str(context.status)).inc()
         if context.in_flight is not None:
             self._add_in_flight(context.in_flight, context.seconds)
+            if context.key != "-":
+                self._add_for_key(context.key, context.in_flight)
+
+    def _add_for_key(self, key: str, in_flight: InFlightRequest) -> None:
+        self._key_requests.labels(self._model, key, in_flight.outcome).inc()
+        for kind, tokens in (
+            ("prompt", sum(handle.prompt_tokens for handle in in_flight.handles)),
+            ("generation", sum(handle.stats.new_tokens for handle in in_flight.handles)),
+        ):
+            self._key_tokens.labels(self._model, key, kind).inc(tokens)
 
     def _add_in_flight(self, in_flight: InFlightRequest, seconds: float) -> None:
         self._requests.labels(self._model, in_flight.endpoint, in_flight.outcome).inc()

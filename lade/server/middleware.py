@@ -86,7 +86,7 @@ class AuthMiddleware:
             raise ApiError(403, PERMISSION, why, code="forbidden_origin")
         if self._keys().all and not _is_open(scope):
             key, context = self._key(headers), RequestContext.of(scope)
-            context.key, context.owner = key.name, key.owner
+            context.key, context.owner, context.limits = key.name, key.owner, key.limits
 
     def _is_allowed_host(self, host: str) -> bool:
         try:

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.server.errors import internal, invalid
-from lade.server.settings import LONGEST_TIMEOUT_S
+from lade.server.settings import LONGEST_TIMEOUT_S, NO_LIMITS, KeyLimits
 from lade.serving.handle import Handle, QueueSlot
 
 T = TypeVar("T")
@@ -153,6 +153,7 @@ class RequestContext:
         path: URL path.
         key: name of the API key; "-" without keys.
         owner: tenant of the key, see `Key.owner`.
+        limits: limits of the key.
         size: size of the body in bytes.
         status: HTTP status of the response; 0 before it begins.
         in_flight: the in-flight request; None if nothing is decoded.
@@ -164,6 +165,7 @@ class RequestContext:
     method: str = "-"
     key: str = "-"
     owner: str = "-"
+    limits: KeyLimits = NO_LIMITS
     size: int = 0
     status: int = 0
     in_flight: InFlightRequest | None = None

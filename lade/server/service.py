@@ -26,6 +26,7 @@ from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, kills_pass, overloaded
 from lade.server.metrics import Metrics, since
 from lade.server.output_parser import Markup
+from lade.server.quotas import Quotas
 from lade.server.request_context import InFlightRequest, RequestContext
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
@@ -284,6 +285,7 @@ class Service:
         self.keys, self.keys_changed = settings.keys, False
         self.in_flight: dict[InFlightRequest, str] = {}
         self.failed = FailedRequests()
+        self._quotas = Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
         self.fingerprint = f"lade-{__version__}"
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
@@ -477,10 +479,17 @@ class Service:
             request.call_later(limit, _expire, request, limit)
         return request
 
+    def take_quota(self, context: RequestContext, choices: int) -> None:
+        """Count a request for its key; raises `ApiError` if a limit of the key is exceeded."""
+        running = sum(len(request.slots) for request in self.in_flight if request.owner == context.owner)
+        self._quotas.take(context.owner, context.limits, choices, running)
+
     def ended(self, context: RequestContext, known_path: str) -> None:
         """Count and log a response that has ended; a fault in this costs no answer."""
         if context.in_flight is not None:
             self.in_flight.pop(context.in_flight, None)
+            handles = context.in_flight.handles
+            self._quotas.use(context.owner, sum(each.prompt_tokens + each.stats.new_tokens for each in handles))
         try:
             self.metrics.add(context, known_path)
             if self._log is not None:

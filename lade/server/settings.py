@@ -9,7 +9,7 @@ import re
 import socket
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,25 @@ _NAMED = re.compile(r"([\w.-]{1,64}):(\S+)")
 
 
 @dataclass(frozen=True)
+class KeyLimits:
+    """Limits of a key; None for no limit.
+
+    Attributes:
+        requests_per_minute: answers begun per minute.
+        tokens_per_minute: prompt and answer tokens per minute.
+        rows: choices in the queue or decoded at a time.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    rows: int | None = None
+
+
+NO_LIMITS = KeyLimits()
+_LIMIT = re.compile(rf"({'|'.join(each.name for each in fields(KeyLimits))})=([1-9]\d{{0,11}})", re.ASCII)
+
+
+@dataclass(frozen=True)
 class Key:
     """An API key.
 
@@ -29,11 +48,13 @@ class Key:
         name: name in logs; the key's number if the file has none.
         secret: the key as clients send it.
         named: True if the name comes from the file or the environment.
+        limits: what may be used with this key.
     """
 
     name: str
     secret: str = field(repr=False)
     named: bool = True
+    limits: KeyLimits = NO_LIMITS
 
     @property
     def owner(self) -> str:
@@ -59,7 +80,8 @@ class Keys:
         """Read keys from a file and the environment; warn if all users of the machine can read the file.
 
         Args:
-            path: file with one key per line, optionally named, as in `alice:sk-...`; # begins a comment line.
+            path: file with one key per line, optionally named and followed by limits, as in
+                `alice:sk-... requests_per_minute=60 rows=4`; # begins a comment line.
             environment: further keys, separated by spaces.
 
         Raises:
@@ -102,11 +124,17 @@ def _gather(found: list[Key], lines: Sequence[str], source: str, unit: str, reme
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
             continue
-        named = _NAMED.fullmatch(line)
-        secret = named[2] if named else line
-        if re.search(r"\s", secret) or not secret.isascii():
-            raise InputError(f"{source}, {unit} {number}: keys are ASCII without spaces")
-        found.append(Key(named[1] if named else f"key-{len(found) + 1}", secret, named=named is not None))
+        word, *limits = line.split()
+        named, given = _NAMED.fullmatch(word), [_LIMIT.fullmatch(limit) for limit in limits]
+        secret = named[2] if named else word
+        if not secret.isascii() or None in given:
+            known = ", ".join(f"{each.name}=N" for each in fields(KeyLimits))
+            raise InputError(
+                f"{source}, {unit} {number}: keys are ASCII without spaces; after a key there may be {known}"
+            )
+        name = named[1] if named else f"key-{len(found) + 1}"
+        allowed = KeyLimits(**{limit[1]: int(limit[2]) for limit in given if limit is not None})
+        found.append(Key(name, secret, named=named is not None, limits=allowed))
     if len(found) == before:
         raise InputError(f"{source} has no keys: {remedy}")
 

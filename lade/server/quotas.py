@@ -1,0 +1,98 @@
+"""Quotas of API keys: requests and tokens per minute, and choices at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from lade.server.errors import RATE_LIMIT, ApiError, invalid
+from lade.server.settings import KeyLimits
+
+_MINUTE_S = 60.0
+
+
+def _exceeded(what: str, wait_s: float) -> ApiError:
+    headers = {"Retry-After": str(max(1, math.ceil(wait_s)))}
+    return ApiError(429, RATE_LIMIT, f"{what}: retry later", code="rate_limit_exceeded", headers=headers)
+
+
+@dataclass
+class _Bucket:
+    """What is left of an allowance per minute, which comes back evenly.
+
+    Attributes:
+        per_minute: the allowance.
+        level: what was left at `time_s`; below 0 if more was used than there was.
+        time_s: time of the last refill in seconds.
+    """
+
+    per_minute: int
+    level: float
+    time_s: float
+
+    def refill(self, now: float) -> None:
+        self.level = min(self.per_minute, self.level + (now - self.time_s) * self.per_minute / _MINUTE_S)
+        self.time_s = now
+
+
+class Quotas:
+    """Counts what the keys use. Not thread-safe: it belongs to the event loop.
+
+    Tokens are counted when an answer has ended, prompts and cached tokens included: a key may use more than its limit
+    once, and waits until that has come back.
+
+    Args:
+        clock: function that returns the time in seconds since any moment.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._requests: dict[str, _Bucket] = {}
+        self._tokens: dict[str, _Bucket] = {}
+
+    def take(self, owner: str, limits: KeyLimits, choices: int, running: int) -> None:
+        """Count a request.
+
+        Args:
+            owner: tenant of the key, see `Key.owner`.
+            limits: the key's limits.
+            choices: number of choices that the request asks for, those of all its prompts together.
+            running: number of choices of this owner that are queued or decoded at the moment.
+
+        Raises:
+            ApiError: a limit is exceeded; status 429 unless the request alone exceeds it.
+        """
+        now, most = self._clock(), limits.rows
+        if most is not None and choices > most:
+            raise invalid(
+                None, f"{choices} choices, and this key may have {most}: ask for fewer", "too_large_for_server"
+            )
+        if most is not None and running + choices > most:
+            raise _exceeded(f"this key may have {most} choices at a time", 1)
+        if (allowed := limits.tokens_per_minute) is not None:
+            tokens = self._bucket(self._tokens, owner, allowed, now)
+            if tokens.level <= 0:
+                raise _exceeded(
+                    f"this key may use {allowed} tokens per minute", _MINUTE_S * (1 - tokens.level) / allowed
+                )
+        if (allowed := limits.requests_per_minute) is not None:
+            requests = self._bucket(self._requests, owner, allowed, now)
+            if requests.level < 1:
+                wait_s = _MINUTE_S * (1 - requests.level) / allowed
+                raise _exceeded(f"this key may send {allowed} requests per minute", wait_s)
+            requests.level -= 1
+
+    def use(self, owner: str, tokens: int) -> None:
+        """Count the tokens of an answer that has ended."""
+        if (bucket := self._tokens.get(owner)) is not None:
+            bucket.refill(self._clock())
+            bucket.level -= tokens
+
+    @staticmethod
+    def _bucket(buckets: dict[str, _Bucket], owner: str, allowed: int, now: float) -> _Bucket:
+        bucket = buckets.setdefault(owner, _Bucket(allowed, allowed, now))
+        bucket.per_minute = allowed  # the file of keys may have been read again
+        bucket.refill(now)
+        return bucket
