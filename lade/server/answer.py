@@ -299,7 +299,8 @@ class Answer:
         count = self._body.n * self._preprocessor.prompt_count
         self._check(count)
         self._service.failed.check(self._context.owner, self._body)
-        self._service.take_quota(self._context, count)
+        running = sum(len(each.slots) for each in self._service.in_flight if each.owner == self._context.owner)
+        self._service.quotas.take(self._context.owner, self._context.limits, count, running)
         for _ in range(count):
             self._in_flight.slots.append(self._engine.reserve())
         try:

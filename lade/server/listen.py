@@ -66,7 +66,12 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * CONNECTIONS + RESERVED_FILES
     if 0 <= soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
+        raised = min(wanted, hard) if hard >= 0 else wanted
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        logger.info("this process may open %d files now, instead of %d", raised, soft)
+        if raised < wanted:
+            most, needed = most_connections()[0], f"{CONNECTIONS} take {wanted}"
+            logger.warning("the hard limit of open files allows %d connections, and %s: raise it", most, needed)
 
 
 class Connection(HttpToolsProtocol):

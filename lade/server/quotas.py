@@ -1,13 +1,15 @@
-"""Quotas of API keys: requests and tokens per minute, and choices at a time."""
+"""Refusals by what came before: quotas of API keys, and requests that have failed their passes."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from lade.server.errors import RATE_LIMIT, ApiError, invalid
+from lade.server.errors import RATE_LIMIT, ApiError, invalid, kills_pass
 from lade.server.settings import KeyLimits
 
 _MINUTE_S = 60.0
@@ -20,7 +22,7 @@ def _exceeded(what: str, wait_s: float) -> ApiError:
 
 @dataclass
 class _Bucket:
-    """What is left of an allowance per minute, which comes back evenly.
+    """The rest of an allowance per minute, which comes back evenly.
 
     Attributes:
         per_minute: the allowance.
@@ -96,3 +98,39 @@ class Quotas:
         bucket.per_minute = allowed  # the file of keys may have been read again
         bucket.refill(now)
         return bucket
+
+
+class FailedRequests:
+    """Remembers requests whose passes failed, so that clients' retries do not make all others' texts be fed again.
+
+    Attributes:
+        TRIES: failures after which a request is refused.
+        SECONDS: time for which failures are remembered: lack of memory may pass.
+        MOST: number of requests that are remembered; the oldest are forgotten first.
+    """
+
+    TRIES, SECONDS, MOST = 2, 600.0, 256
+
+    def __init__(self) -> None:
+        self._failed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # time of the last failure, and number
+
+    def check(self, owner: str, body: object) -> None:
+        """Raise `ApiError` for a request that has failed too often."""
+        if not self._failed:  # it takes some milliseconds to digest a large body
+            return
+        last, failures = self._failed.get(_digest_of(owner, body), (0.0, 0))
+        if failures >= self.TRIES and perf_counter() - last < self.SECONDS:
+            raise kills_pass()
+
+    def add(self, owner: str, body: object) -> None:
+        """Count a failure of a request; of one key, so that no other learns of it."""
+        name, now = _digest_of(owner, body), perf_counter()
+        last, failures = self._failed.pop(name, (now, 0))
+        self._failed[name] = now, 1 + (failures if now - last < self.SECONDS else 0)
+        while len(self._failed) > self.MOST:
+            self._failed.popitem(last=False)
+
+
+def _digest_of(owner: str, body: object) -> bytes:
+    """Return a digest of a validated body, which is its messages or ids and all of its parameters."""
+    return hashlib.sha256(f"{owner}\0{body!r}".encode(errors="replace")).digest()

@@ -23,10 +23,10 @@ from lade.model.facts import ModelFacts
 from lade.model.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
-from lade.server.errors import ApiError, kills_pass, overloaded
+from lade.server.errors import ApiError, overloaded
 from lade.server.metrics import Metrics, since
 from lade.server.output_parser import Markup
-from lade.server.quotas import Quotas
+from lade.server.quotas import FailedRequests, Quotas
 from lade.server.request_context import InFlightRequest, RequestContext
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
@@ -195,42 +195,6 @@ class FairExecutor:
                 self._waiting[client] = line
 
 
-class FailedRequests:
-    """Remembers requests whose passes failed, so that clients' retries do not make all others' texts be fed again.
-
-    Attributes:
-        TRIES: failures after which a request is refused.
-        SECONDS: time for which failures are remembered: lack of memory may pass.
-        MOST: number of requests that are remembered; the oldest are forgotten first.
-    """
-
-    TRIES, SECONDS, MOST = 2, 600.0, 256
-
-    def __init__(self) -> None:
-        self._failed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # time of the last failure, and number
-
-    def check(self, owner: str, body: object) -> None:
-        """Raise `ApiError` for a request that has failed too often."""
-        if not self._failed:  # it takes some milliseconds to digest a large body
-            return
-        last, failures = self._failed.get(_digest_of(owner, body), (0.0, 0))
-        if failures >= self.TRIES and perf_counter() - last < self.SECONDS:
-            raise kills_pass()
-
-    def add(self, owner: str, body: object) -> None:
-        """Count a failure of a request; of one key, so that no other learns of it."""
-        name, now = _digest_of(owner, body), perf_counter()
-        last, failures = self._failed.pop(name, (now, 0))
-        self._failed[name] = now, 1 + (failures if now - last < self.SECONDS else 0)
-        while len(self._failed) > self.MOST:
-            self._failed.popitem(last=False)
-
-
-def _digest_of(owner: str, body: object) -> bytes:
-    """Return a digest of a validated body, which is its messages or ids and all of its parameters."""
-    return hashlib.sha256(f"{owner}\0{body!r}".encode(errors="replace")).digest()
-
-
 Phase = Literal["loading", "ready", "draining", "dead"]
 PREPARING, PREPARING_LARGE = 4, 2
 """Threads that validate, render and tokenize requests; more would only compete for the interpreter."""
@@ -261,7 +225,7 @@ class Service:
         created: time of creation in seconds since the epoch.
         keys: current API keys.
         keys_changed: set to make `watch` read the keys again.
-        failed: requests whose passes failed.
+        failed, quotas: requests whose passes failed, and what each key uses.
         metrics: Prometheus series.
         in_flight: in-flight requests and their request ids.
         encoder, template, markup, memories, token_text, grammars: helpers of the model, set once it is loaded.
@@ -285,7 +249,7 @@ class Service:
         self.keys, self.keys_changed = settings.keys, False
         self.in_flight: dict[InFlightRequest, str] = {}
         self.failed = FailedRequests()
-        self._quotas = Quotas()
+        self.quotas = Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
         self.fingerprint = f"lade-{__version__}"
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
@@ -479,17 +443,12 @@ class Service:
             request.call_later(limit, _expire, request, limit)
         return request
 
-    def take_quota(self, context: RequestContext, choices: int) -> None:
-        """Count a request for its key; raises `ApiError` if a limit of the key is exceeded."""
-        running = sum(len(request.slots) for request in self.in_flight if request.owner == context.owner)
-        self._quotas.take(context.owner, context.limits, choices, running)
-
     def ended(self, context: RequestContext, known_path: str) -> None:
         """Count and log a response that has ended; a fault in this costs no answer."""
         if context.in_flight is not None:
             self.in_flight.pop(context.in_flight, None)
             handles = context.in_flight.handles
-            self._quotas.use(context.owner, sum(each.prompt_tokens + each.stats.new_tokens for each in handles))
+            self.quotas.use(context.owner, sum(each.prompt_tokens + each.stats.new_tokens for each in handles))
         try:
             self.metrics.add(context, known_path)
             if self._log is not None:

@@ -201,3 +201,15 @@ def test_what_is_written_is_sent_at_once(server):
         for each in list(server.server.server_state.connections):
             accepted = each.transport.get_extra_info("socket")
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(1024, 10**6, 2240), (1024, 1500, 1500), (4096, 10**6, None)])
+def test_the_limit_of_open_files_is_raised_and_told_of(monkeypatch, caplog, soft, hard, raised):
+    limits = [(soft, hard)]
+    monkeypatch.setattr(listen.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(listen.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    caplog.set_level("INFO", "lade")
+    listen.raise_file_limit()
+    said = f"this process may open {raised} files now, instead of {soft}"
+    assert limits[-1] == (raised or soft, hard) and caplog.messages[:1] == ([said] if raised else [])
+    assert len(caplog.messages) == (2 if raised == 1500 else 1 if raised else 0)
