@@ -35,7 +35,7 @@ from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import EventStream, Json
 from lade.server.served_model import ServedModel, TextTooLongError
 from lade.server.service import Service
-from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
+from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS, NO_LIMITS
 from lade.server.structured_output import UntriedGrammarError, check_ends
 
 
@@ -298,9 +298,12 @@ class Answer:
         self._engine = self._service.engine
         count = self._body.n * self._preprocessor.prompt_count
         self._check(count)
-        self._service.failed.check(self._context.owner, self._body)
-        running = sum(len(each.slots) for each in self._service.in_flight if each.owner == self._context.owner)
-        self._service.quotas.take(self._context.owner, self._context.limits, count, running)
+        owner, limits = self._context.owner, self._context.limits
+        if self._service.failed.known:
+            self._service.failed.check(owner, self._body)
+        if limits != NO_LIMITS:
+            running = sum(len(each.slots) for each in self._service.in_flight if each.owner == owner)
+            self._service.quotas.take(owner, limits, count, running)
         for _ in range(count):
             self._in_flight.slots.append(self._engine.reserve())
         try:

@@ -59,7 +59,7 @@ class Quotas:
 
         Args:
             owner: tenant of the key, see `Key.owner`.
-            limits: the key's limits.
+            limits: limits of the key, from the file that it was read from.
             choices: number of choices that the request asks for, those of all its prompts together.
             running: number of choices of this owner that are queued or decoded at the moment.
 
@@ -107,28 +107,28 @@ class FailedRequests:
         TRIES: failures after which a request is refused.
         SECONDS: time for which failures are remembered: lack of memory may pass.
         MOST: number of requests that are remembered; the oldest are forgotten first.
+        known: time of the last failure and number of failures by digest. Digesting a large body takes milliseconds, so
+            nothing is checked while there are none.
     """
 
     TRIES, SECONDS, MOST = 2, 600.0, 256
 
     def __init__(self) -> None:
-        self._failed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # time of the last failure, and number
+        self.known: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
     def check(self, owner: str, body: object) -> None:
         """Raise `ApiError` for a request that has failed too often."""
-        if not self._failed:  # it takes some milliseconds to digest a large body
-            return
-        last, failures = self._failed.get(_digest_of(owner, body), (0.0, 0))
+        last, failures = self.known.get(_digest_of(owner, body), (0.0, 0))
         if failures >= self.TRIES and perf_counter() - last < self.SECONDS:
             raise kills_pass()
 
     def add(self, owner: str, body: object) -> None:
         """Count a failure of a request; of one key, so that no other learns of it."""
         name, now = _digest_of(owner, body), perf_counter()
-        last, failures = self._failed.pop(name, (now, 0))
-        self._failed[name] = now, 1 + (failures if now - last < self.SECONDS else 0)
-        while len(self._failed) > self.MOST:
-            self._failed.popitem(last=False)
+        last, failures = self.known.pop(name, (now, 0))
+        self.known[name] = now, 1 + (failures if now - last < self.SECONDS else 0)
+        while len(self.known) > self.MOST:
+            self.known.popitem(last=False)
 
 
 def _digest_of(owner: str, body: object) -> bytes:

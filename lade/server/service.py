@@ -447,8 +447,8 @@ class Service:
         """Count and log a response that has ended; a fault in this costs no answer."""
         if context.in_flight is not None:
             self.in_flight.pop(context.in_flight, None)
-            handles = context.in_flight.handles
-            self.quotas.use(context.owner, sum(each.prompt_tokens + each.stats.new_tokens for each in handles))
+            if context.limits.tokens_per_minute is not None:
+                self.quotas.use(context.owner, context.in_flight.tokens)
         try:
             self.metrics.add(context, known_path)
             if self._log is not None:

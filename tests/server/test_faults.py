@@ -24,7 +24,7 @@ from lade.server.errors import ApiError
 from lade.server.quotas import FailedRequests
 from lade.serving import batch, handle, prefix_cache, scheduler
 from lade.serving import running as running_set
-from lade.testing import nearly_flat_cost
+from lade_lab.fakes import nearly_flat_cost
 
 TOKENS = 24
 PROBLEMS = {
@@ -255,7 +255,7 @@ def test_failures_of_one_key_are_nothing_to_another():
         failed.check("a", 299)
     failed.check("b", 299)
     failed.check("a", 1)
-    assert len(failed._failed) == FailedRequests.MOST
+    assert len(failed.known) == FailedRequests.MOST
 
 
 @pytest.mark.parametrize("kind", ["descriptors", "disk"])
