@@ -35,8 +35,8 @@ from lade.stats import Step
 
 logger = logging.getLogger(__name__)
 
-_MOST_FAILURES = 2
-"""Faults between passes that a request may be in while its prompt is fed."""
+_MOST_FAILURES = 4
+"""Faults that a request without a row in the batch may be in: more than its own passes can have brought it."""
 _MAX_CHAIN = 64
 """Answer tokens per pass when an answer is fed again; memory of recurrent layers is quadratic in the tree size."""
 
@@ -185,9 +185,10 @@ class EngineBatch:
             self._advance()
         except Exception as problem:  # forwarded to the requests that fail again
             logger.warning("a fault between passes: all texts are fed again", exc_info=problem)
+            others = [*self.running.prefilling, *self.running.preempted]
             if self.running.decoding:
                 self._recover(list(self.running.decoding), problem)
-            for active in list(self.running.prefilling):
+            for active in others:
                 active.failures += 1
                 active.restart()
                 if active.failures > _MOST_FAILURES:
