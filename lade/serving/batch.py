@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_FAILURES = 4
 """Faults that a request without a row in the batch may be in: more than its own passes can have brought it."""
+_LOST_IN_A_ROW = 3
+"""Requests that end alone in a failing pass, without a pass between them that succeeds, before the device is asked."""
 _MAX_CHAIN = 64
 """Answer tokens per pass when an answer is fed again; memory of recurrent layers is quadratic in the tree size."""
 
@@ -86,7 +88,8 @@ class EngineBatch:
     An exception in a request's drafts, processors, grammar, criteria, text or `on_step` ends that request only. If a
     joint prefill pass fails, each of its prompts is fed alone. If a decode pass fails, or what is done between passes,
     the texts are fed again and decoded without drafts; if that fails too, one after the other, and whoever fails alone
-    is ended.
+    is ended. Where that happens several times in a row, a single token is fed: if not even that succeeds, as on a
+    device that is gone, `advance` raises.
 
     Args:
         model: a model that `lade.supports` accepts.
@@ -138,6 +141,7 @@ class EngineBatch:
         self.prefix_cache = prefix_cache
         self.tally = Tally()
         self.work: tuple[str, float] | None = None
+        self._lost = 0  # requests that ended alone in a failing pass, since one succeeded
 
     @property
     def capacity(self) -> Capacity:
@@ -193,7 +197,15 @@ class EngineBatch:
                 active.restart()
                 if active.failures > _MOST_FAILURES:
                     self._end(active, problem)
+        if self._lost >= _LOST_IN_A_ROW:
+            self._probe()
         self.work = None
+
+    def _probe(self) -> None:
+        """Feed one token; an error other than for lack of something ends the engine."""
+        self.work, self._lost = ("probe", perf_counter()), 0
+        with suppress(MemoryError, OSError, torch.OutOfMemoryError):  # these may pass
+            self._prefill_runner.prefill([[0]], self._prefill_runner.tree_cache())
 
     def _advance(self) -> None:
         before = self._allocator.checked
@@ -379,7 +391,7 @@ class EngineBatch:
         except Exception as problem:  # noqa: BLE001 - forwarded to the request that fails alone
             self._recover(rows, problem)
             return
-        forward_s = self._runner.pass_time.wall_s
+        self._lost, forward_s = 0, self._runner.pass_time.wall_s
         self.tally.add_pass(steps, forward_s)
         for row, step in zip(rows, steps, strict=True):
             if step.tokens:  # a row that failed later in the step may have some
@@ -464,6 +476,7 @@ class EngineBatch:
             row.drafter.close()
         if row is not None and result is not None and not isinstance(result, BaseException):
             reason = active.request.reason(row)
+        self._lost += active.handle.failed_alone and isinstance(result, BaseException)
         if active.handle.end(result, reason):
             self.tally.add_end(str(active.handle.reason))
 

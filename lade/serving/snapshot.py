@@ -78,7 +78,7 @@ class CurrentWork:
     """The work of the decoding thread at the moment, see `Engine.current_work`.
 
     Attributes:
-        phase: "admission", "prefill" or "decode".
+        phase: "admission", "prefill", "decode" or "probe".
         began: when it began, on the `perf_counter` clock; no other work has the same value.
         rows: numbers of prompt and answer tokens of each running request.
         frame: innermost call of the thread; None if it has just ended.

@@ -246,6 +246,31 @@ def test_a_request_that_kills_a_pass_of_several_is_found(killing, texts):
         assert [each.result() for each in others] == [texts[1], texts[3]]
 
 
+def test_many_requests_that_kill_their_passes_do_not_end_the_server(killing, texts):
+    for number in range(7):
+        assert code_of(killing.complete("~" * (number + 1), max_tokens=3)) == (500, "internal_error")
+    assert asked(killing, 0) == texts[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("kind", "status"), [("fault", "dead"), ("memory", "ok")])
+def test_a_device_that_is_gone_ends_the_engine_and_lack_of_memory_does_not(kind, status):
+    """No pass succeeds any more, and whoever watches `/live` starts another server."""
+
+    def gone(module, given, named):
+        if broken:
+            raise PROBLEMS[kind]()
+
+    model, broken = byte_model(), list[bool]()
+    model.register_forward_pre_hook(gone, with_kwargs=True)
+    with running(replace(SERVED, model=model)) as made:
+        broken.append(True)
+        for number in range(4):
+            assert made.complete("a" * (number + 1), max_tokens=3).status_code in (500, 503)
+        until(lambda: made.http.get("/health").json()["status"] == status)
+        assert made.http.get("/live").status_code == (503 if status == "dead" else 200)
+
+
 def test_failures_of_one_key_are_nothing_to_another():
     failed = FailedRequests()
     for number in range(300):
