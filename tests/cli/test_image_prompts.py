@@ -228,12 +228,12 @@ def test_chat_shows_images_and_remembers_them(
 
 @pytest.mark.slow
 def test_chat_says_what_it_cannot_do_with_images(
-    lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
+    lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path]
 ) -> None:
-    red, file = pictures[0], tmp_path / "talk.json"
-    said = chat(lade, seeing, "/image", "/image none.png", f"/image {red}", "look", f"/save {file}", "/reset", "hi")
-    assert said.exit_code == 0 and not file.exists()
-    for words in ("/image needs a file", "'none.png' cannot be read", "with images cannot be saved"):
+    red = pictures[0]
+    said = chat(lade, seeing, "/image", "/image none.png", f"/image {red}", "look", "/reset", "hi")
+    assert said.exit_code == 0
+    for words in ("/image needs a file", "'none.png' cannot be read"):
         assert words in said.output
     assert answer(seeing, [user("hi")], 12)[1] in said.stdout
     said = chat(lade, templated, f"/image {red}", "hi")

@@ -1,6 +1,5 @@
 """What only shows in a process of its own: imports, pipes, signals, terminals."""
 
-import json
 import os
 import pty
 import re
@@ -60,7 +59,7 @@ def test_a_pipe_through_python_m(environment, folder, plain, tokenizer):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == tokenizer.decode(plain(tokenizer("hello é")["input_ids"], 20)) + "\n"
-    statistics, explanation = done.stderr.decode().splitlines()
+    statistics, explanation = done.stderr.decode().splitlines()[-2:]  # after what took longer than two seconds
     assert statistics.startswith("20 tokens in 1 + ") and explanation.startswith("Drafted in ")
 
 
@@ -149,12 +148,10 @@ def test_no_color_means_no_colour_on_a_terminal(folder, monkeypatch, flags, vari
 
 @pytest.mark.slow
 def test_a_chat_on_a_terminal(environment, templated, tmp_path):
-    saved = tmp_path / "c.json"
     keys = [
         (b"you> ", b"helo\x02l\n"),  # Ctrl-B goes back one character
         (b"tokens in", b""),
         (b"you> ", b"\x03"),
-        (b"you> ", b"/save %s\n" % os.fsencode(saved)),
         (b"you> ", b"/stats\n"),
         (b"you> ", b"\x04"),
     ]
@@ -163,7 +160,6 @@ def test_a_chat_on_a_terminal(environment, templated, tmp_path):
     assert code == 0, output
     assert "/quit or Ctrl-D ends the chat" in output
     assert "1 turn, " in output and "Traceback" not in output
-    assert json.loads(saved.read_text())["messages"][0] == {"role": "user", "content": "hello"}
     assert not (tmp_path / "state").exists()
 
 
