@@ -13,14 +13,14 @@ from scripts.house import House
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 262,  # raised by 3: `lade.peers`; a server's watchdog and quotas
-    "lines": 51_360,  # raised by 1,285: `lade.peers`, drafters alone or observing, slow work; the server's
+    "lines": 51_350,  # raised by 1,285: `lade.peers`, drafters alone or observing, slow work; the server's
     "files under 40 lines of code": 14,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.8,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 62,
-    "lines that generate imports": 13_640,  # raised by 60: `only=`, what drafters may observe, `announced_if_slow`
+    "lines that generate imports": 13_645,  # raised by 60: `only=`, what drafters may observe, `announced_if_slow`
     "imports of backends by the core": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
