@@ -1,6 +1,9 @@
-"""Trees as they grow by the stages of a budget."""
+"""Controllers of a lone row, and trees as they grow by the stages of a budget."""
 
 from collections.abc import Sequence
+
+from lade.decoding.drafting.controller import Controller, ControllerState
+from lade.decoding.drafting.tree_size import LARGEST, PassCost
 
 
 def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[float]:
@@ -12,3 +15,16 @@ def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[
         if size < most:
             break
     return list(scores[:size])
+
+
+def begun(cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> Controller:
+    """A controller of a lone row, whose text begins."""
+    controller = Controller(cost, state, most)
+    controller.begin_texts(1)
+    return controller
+
+
+def sized(controller: Controller, scores: Sequence[float]) -> int:
+    """How many of these nodes a lone row feeds."""
+    controller.decide([scores])
+    return controller.choose(scores)

@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import lade
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
-from lade.decoding.drafting.tree_size import FixedBudget
 from lade.embedded.files import model_path, prompts
 from lade.hf import job
 from lade.model.inputs import STEP_SIZES, step_bucket
@@ -110,20 +109,12 @@ class Recorder:
         self.clock, self.steps = Clock("small"), list[StepLog]()
         observe = Controller.observe
 
-        def by_clock(
-            controller: Controller, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False
-        ) -> None:
-            self.steps.append(StepLog(fed, emitted, controller._looked))
+        def by_clock(controller: Controller, fed: int, *told: float, rows: int = 1, prepared: bool = False) -> None:
+            self.steps.append(StepLog(fed, round(told[0]), controller._looked))
             seconds, forward_s, prepared = self.clock.observed(self.steps[-1])
-            observe(controller, fed, emitted, seconds, forward_s, prepared=prepared)
-
-        def fixed(
-            budget: FixedBudget, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False
-        ) -> None:
-            self.steps.append(StepLog(fed, emitted, looked=True))
+            observe(controller, fed, told[0], seconds, forward_s, rows=rows, prepared=prepared)
 
         Controller.observe = by_clock  # type: ignore[method-assign,assignment]
-        FixedBudget.observe = fixed  # type: ignore[method-assign]
         job.__dict__.update(step_cost_for=self._curve, save_refreshed=lambda *_, **__: None)
 
     def _curve(self, model: PreTrainedModel, runner: object, *, batch: int = 1) -> StepCost:
@@ -151,8 +142,9 @@ class Texts:
                 self._recorder.clock = Clock(machine)
             self._recorder.steps = []
             torch.manual_seed(number)
-            lade.generate(self._model, prompt, max_new_tokens=tokens, lookahead=config, **self._sampling)
-            answers.append(self._recorder.steps)
+            steps = list(lade.stream(self._model, prompt, max_new_tokens=tokens, lookahead=config, **self._sampling))
+            fixed = [StepLog(step.fed, len(step.tokens), looked=True) for step in steps[1:]]  # after the prompt
+            answers.append(self._recorder.steps if budget is None else fixed)
         return answers
 
 

@@ -24,7 +24,7 @@ import torch
 from lade.clock import Clock, Duration
 from lade.decoding.beams.logits import BeamCache
 from lade.decoding.beams.tree import Branches
-from lade.decoding.drafting.controller import BatchBudget
+from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
 from lade.decoding.loop import PromptLogitsHook, prompt_hook
 from lade.decoding.readout import Readout, read
@@ -283,7 +283,7 @@ class LockStepLogits(Generic[CacheT]):
         runner: runs the model's forward passes.
         cache: an empty cache, which will hold text and tree of each row.
         stats: figures to add to; padding does not count.
-        budget: chooses one tree size for all rows; None if each row chooses its own.
+        budget: chooses one tree size for all rows; None if none of them needs that.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class LockStepLogits(Generic[CacheT]):
         runner: LockStepRunner[CacheT],
         cache: CacheT,
         stats: Stats,
-        budget: BatchBudget | None = None,
+        budget: Controller | None = None,
     ) -> None:
         self.rows, self.runner, self.cache, self.budget = rows, runner, cache, budget
         self._meter = LockStepMeter(stats, len(rows))
@@ -357,9 +357,7 @@ class LockStepLogits(Generic[CacheT]):
         """Report cost and yield of the last pass to the budget; it serves no further token."""
         if self.budget is not None and self._last is not None:
             fed, seconds, forward_s, prepared = self._last
-            self.budget.observe_pass(
-                fed, self._meter.yielded, seconds, forward_s, rows=len(self.rows), prepared=prepared
-            )
+            self.budget.observe(fed, self._meter.yielded, seconds, forward_s, rows=len(self.rows), prepared=prepared)
         self._last = None
 
     def _draft(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from lade.clock import Clock, Duration
-from lade.decoding.drafting.controller import BatchBudget, common_progress
+from lade.decoding.drafting.controller import Controller, common_progress
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.mtp import MtpPasses
 from lade.decoding.readout import Readout, read
@@ -120,7 +120,7 @@ class DecodeLoop(Generic[CacheT]):
         runner: runs the model.
         cache: keys and values of these rows.
         stats: figures to add to; None for none.
-        budget: chooses one tree size for all rows; None if each row chooses its own.
+        budget: chooses one tree size for all rows; None if none of them needs that.
         waits_for_all: whether the caller waits for the slowest row; otherwise `budget` goes by the mean row.
         isolate: let an error raised by a row's processors or stop rules end that row alone, as its `problem`. Otherwise
             it ends the step, and `run` raises it.
@@ -135,7 +135,7 @@ class DecodeLoop(Generic[CacheT]):
     runner: Runner[CacheT]
     cache: CacheT
     stats: Stats | None = None
-    budget: BatchBudget | None = None
+    budget: Controller | None = None
     waits_for_all: bool = False
     isolate: bool = False
     reader: Reader[CacheT] | None = None
@@ -264,11 +264,11 @@ class DecodeLoop(Generic[CacheT]):
         forward_s = pass_time.undisturbed_s
         seconds = forward_s + (took - pass_time).undisturbed_s
         without_mtp_s = seconds if self.mtp is None else max(forward_s, seconds - self.mtp.spent_s)
-        times, prepared = (without_mtp_s, forward_s), self.runner.prepared
         for row, step in zip(self.rows, steps, strict=True):
-            row.drafter.observe(step.fed, len(step.tokens), *times, prepared=prepared)
+            row.drafter.observe(len(step.tokens), seconds)
         if self.budget is not None:
-            self.budget.observe_pass(fed, self._progress(steps), *times, rows=len(steps), prepared=prepared)
+            times, prepared = (without_mtp_s, forward_s), self.runner.prepared
+            self.budget.observe(fed, self._progress(steps), *times, rows=len(steps), prepared=prepared)
         if self.mtp is not None:
             self.mtp.observe(sum(len(step.tokens) for step in steps), seconds)
 

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from lade.announcements import announce_once, contention_now
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.controller import BatchBudget, ControllerState
+from lade.decoding.drafting.controller import Controller, ControllerState
 from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
@@ -129,8 +129,8 @@ class DraftSpec:
 
     @property
     def sizes_trees(self) -> bool:
-        """True if tree sizes are chosen by the cost of passes, not fixed."""
-        return self.config.adaptive and self.config.budget is None
+        """True if tree sizes are chosen by the cost of passes, not fixed or by callers' own drafters."""
+        return self.config.adaptive and self.config.budget is None and not self.config.only
 
     @classmethod
     def of_rows(cls, prepared: Prepared, config: LookaheadConfig, prompts: Sequence[list[int]]) -> list[DraftSpec]:
@@ -171,7 +171,6 @@ class DecodeJob:
         model: a model that `lade.supports`.
         runner: runner of its passes, see `runner_of`.
         rows: B, the initial number of rows.
-        batched: whether the rows share one tree size, even if there is only one.
         most: maximum number of tokens that a row feeds in a step; None for the runner's limit.
         without_mtp: reason why the loop makes no passes of MTP layers; empty if it does.
         engine: whether rows come and go. They share one tree size, which goes by what texts of their kind have yielded,
@@ -190,16 +189,15 @@ class DecodeJob:
         runner: EagerRunner,
         *,
         rows: int = 1,
-        batched: bool = False,
         most: int | None = None,
         without_mtp: str = "",
         engine: bool = False,
     ) -> None:
         self.runner = runner
-        self.budget: BatchBudget | None = None
+        self.budget: Controller | None = None
         self.mtp: MtpPasses | None = None
         self._without_mtp = without_mtp
-        self._model, self._rows, self._batched, self._engine = model, rows, batched, engine
+        self._model, self._rows, self._engine = model, rows, engine
         self._kind = "engine" if engine else ""  # of text: observations about one are not used for another
         self._most = max_tree_size(runner.parts) if most is None else most
         self._cost: StepCost | None = None
@@ -270,14 +268,12 @@ class DecodeJob:
         self._state = self._learned.state(self._kind)
         if self.budget is not None:
             self.budget.go_by(self._state)
-        elif self._batched:
-            self.budget = BatchBudget(self._cost, self._state, self._most)
+        else:
+            self.budget = Controller(self._cost, self._state, self._most)
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
         config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
-        sizing: dict[str, Any] = {}
-        if spec.sizes_trees:
-            sizing = {"cost": self._cost, "budget": self.budget, "state": self._state, "most": self._most}
+        sizing: dict[str, Any] = {"budget": self.budget} if spec.sizes_trees else {}
         if self.mtp is not None and (spec.config.mtp or _chooses_mtp(spec.config)):
             sizing["mtp"] = self.mtp.weights
         own: list[Any] = self._own_sources(spec) if config.sources else []

@@ -111,7 +111,7 @@ class LockStepSession:
         self._runner = runner.for_prompts(images)
         check_lengths(self._runner.positions, texts, prepared.generation_config.max_length)
         warn_of_precision(prepared)
-        self._job = DecodeJob(prepared.model, runner, rows=len(texts), batched=True, without_mtp=_WITHOUT_MTP)
+        self._job = DecodeJob(prepared.model, runner, rows=len(texts), without_mtp=_WITHOUT_MTP)
         drafters = self._job.drafters(DraftSpec.of_rows(prepared, config, texts.ids))
         self._job.report_to(stats, config)
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]

@@ -69,8 +69,7 @@ class Session:
         sampled = bool(prepared.generation_config.do_sample)
         self._draws = Draws(len(self._texts.ids)) if self._is_batch and sampled else None
         without_mtp = "" if images is None else "prompts with media, embeddings or gaps have different positions"
-        rows, batched = len(self._texts.ids), self._is_batch
-        self._job = DecodeJob(prepared.model, runner, rows=rows, batched=batched, without_mtp=without_mtp)
+        self._job = DecodeJob(prepared.model, runner, rows=len(self._texts.ids), without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))
         self._job.report_to(stats, config)
         self._known = sys.maxsize  # number of tokens that the caller has received
@@ -101,7 +100,8 @@ class Session:
             if self._is_batch:
                 raise ValueError("a drafter serves one row: give it with one prompt")
             return [self._job.adopt(given)]
-        return self._job.drafters(DraftSpec.of_rows(self._prepared, config, self._texts.ids))
+        specs = DraftSpec.of_rows(self._prepared, config, self._texts.ids)
+        return self._job.drafters(specs, alone=not self._is_batch)
 
     def _make_rows(self, drafters: list[Drafter]) -> list[Row]:
         rows = []

@@ -121,7 +121,7 @@ class EngineBatch:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = engine_runner(model, plan)
         # the tree size that `capacity.largest_tree` assumes
-        self._job = DecodeJob(model, self._runner, batched=True, most=LARGEST, engine=True)
+        self._job = DecodeJob(model, self._runner, most=LARGEST, engine=True)
         self._prefill_runner = self._runner.eager()
         device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lade.decoding.drafting.controller import (
     LAG_SCALE,
-    BatchBudget,
+    Controller,
     ControllerState,
     common_progress,
     slowest_row_weights,
@@ -30,7 +30,7 @@ NOTHING = [1.0]
 
 def decided(*found: Sequence[float]) -> int:
     """How many nodes a row with many could feed."""
-    budget = BatchBudget(steep_cost())
+    budget = Controller(steep_cost())
     assert not budget.skip_drafting()
     budget.decide(found)
     return budget.choose(range(100))
@@ -66,7 +66,7 @@ def test_a_token_of_any_row_is_progress_and_most_so_of_the_slowest(emitted: list
 def test_where_a_call_waits_for_all_the_slowest_row_decides():
     sizes = []
     for emitted in (None, [9, 9, 9, 9], [9, 40, 40, 40], [40, 9, 9, 9]):
-        budget = BatchBudget(steep_cost())
+        budget = Controller(steep_cost())
         assert not budget.skip_drafting()
         budget.decide([SURE, NOTHING, NOTHING, NOTHING], emitted)
         sizes.append(budget.choose(range(100)))
@@ -75,7 +75,7 @@ def test_where_a_call_waits_for_all_the_slowest_row_decides():
 
 
 def test_a_row_feeds_no_more_than_it_has_found():
-    budget = BatchBudget(steep_cost())
+    budget = Controller(steep_cost())
     budget.skip_drafting()
     budget.decide([SURE, SURE[:3]])
     size = budget.choose(SURE)
@@ -84,7 +84,7 @@ def test_a_row_feeds_no_more_than_it_has_found():
 
 
 def test_all_rows_rest_in_the_same_steps():
-    budget, rests = BatchBudget(steep_cost()), []
+    budget, rests = Controller(steep_cost()), []
     for _ in range(60):
         said = {budget.skip_drafting() for _ in range(4)}
         assert len(said) == 1
@@ -92,7 +92,7 @@ def test_all_rows_rest_in_the_same_steps():
         budget.decide([[] if rests[-1] else SURE] * 4)
         size = budget.choose(SURE)
         budget.learn(SURE[:size], [])
-        budget.observe_pass(size, 1.0, 2 * size * PLAIN_S, size * PLAIN_S, rows=4)
+        budget.observe(size, 1.0, 2 * size * PLAIN_S, size * PLAIN_S, rows=4)
     assert any(rests) and not all(rests)
 
 
@@ -100,17 +100,14 @@ def test_a_pass_is_learned_once():
     cost = steep_cost()
     seen: list[tuple[int, float]] = []
     cost.observe = lambda size, seconds, *, prepared: seen.append((size, seconds))  # type: ignore[method-assign]
-    budget = BatchBudget(cost)
-    for _ in range(3):
-        budget.observe(1, 1, 5.0, 4.0)
-    assert seen == []
-    budget.observe_pass(8, 2.5, 5e-3, 4e-3, rows=3)
+    budget = Controller(cost)
+    budget.observe(8, 2.5, 5e-3, 4e-3, rows=3)
     assert seen == [(8, 4e-3)]
 
 
 @pytest.mark.parametrize("found", [[], [[], []]])
 def test_nothing_is_decided_where_nobody_looked(found: list[list[float]]):
-    budget = BatchBudget(steep_cost())
+    budget = Controller(steep_cost())
     budget.skip_drafting()
     budget.decide([SURE, SURE])
     budget.decide(found)
@@ -128,7 +125,7 @@ def cheap_cost() -> StepCost:
     return StepCost.of({1: [PLAIN_S], 2: [1.1 * PLAIN_S], 128: [99 * PLAIN_S]})
 
 
-def dear_looks(budget: BatchBudget, steps: int, *, accepted: bool) -> tuple[int, float]:
+def dear_looks(budget: Controller, steps: int, *, accepted: bool) -> tuple[int, float]:
     """Of so many steps of four rows those that looked, and what all took of the time of plain ones: a look costs a
     third of one.
     """
@@ -145,7 +142,7 @@ def dear_looks(budget: BatchBudget, steps: int, *, accepted: bool) -> tuple[int,
             emitted += len(came)
             for _ in range(4):
                 budget.learn(found[:size], came)
-        budget.observe_pass(size, emitted, cost.seconds(size) + own_s, cost.seconds(size), rows=4)
+        budget.observe(size, emitted, cost.seconds(size) + own_s, cost.seconds(size), rows=4)
         tokens, seconds = tokens + emitted, seconds + cost.seconds(size) + own_s
     return looks, seconds / (tokens * PLAIN_S)
 
@@ -153,21 +150,21 @@ def dear_looks(budget: BatchBudget, steps: int, *, accepted: bool) -> tuple[int,
 def test_a_batch_looks_seldom_where_looks_cost_more_than_they_bring():
     """In the next call, too."""
     state = ControllerState()
-    dear_looks(BatchBudget(cheap_cost(), state), 200, accepted=False)
-    looks, took = dear_looks(BatchBudget(cheap_cost(), state), 800, accepted=False)
+    dear_looks(Controller(cheap_cost(), state), 200, accepted=False)
+    looks, took = dear_looks(Controller(cheap_cost(), state), 800, accepted=False)
     assert 1 < looks < 80 and took < 1.03
 
 
 def test_a_batch_finds_out_when_looks_pay_again():
     state = ControllerState()
-    dear_looks(BatchBudget(cheap_cost(), state), 400, accepted=False)
-    looks, took = dear_looks(BatchBudget(cheap_cost(), state), 1000, accepted=True)
+    dear_looks(Controller(cheap_cost(), state), 400, accepted=False)
+    looks, took = dear_looks(Controller(cheap_cost(), state), 1000, accepted=True)
     assert looks > 800 and took < 0.9
 
 
 def test_prompts_are_read_unless_the_text_may_lose_no_more():
     state = ControllerState()
-    budget = BatchBudget(cheap_cost(), state)
+    budget = Controller(cheap_cost(), state)
     assert budget.reads_logits
     dear_looks(budget, 400, accepted=False)
     assert budget.exhausted and not budget.reads_logits
@@ -175,7 +172,7 @@ def test_prompts_are_read_unless_the_text_may_lose_no_more():
 
 def test_a_text_that_joins_has_lost_nothing_yet():
     """Each row brings an allowance of its own; what the others have lost stays theirs."""
-    budget = BatchBudget(cheap_cost(), ControllerState())
+    budget = Controller(cheap_cost(), ControllerState())
     dear_looks(budget, 60, accepted=False)
     lost = budget._lost
     budget.begin_texts(1)

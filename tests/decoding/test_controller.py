@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from growing import grown
+from growing import begun, grown, sized
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def run(controller, cost, steps, accept, *, own_s=0.0, noise=lambda size: (1.0, 
         size, accepted = 1, []
         if not controller.skip_drafting():
             found = grown(scores, controller.stages())
-            size = controller.choose(found)
+            size = sized(controller, found)
             accepted = accept(size, luck)
             controller.learn(found[:size], accepted)
         factor, prepared = noise(size)
@@ -64,7 +64,7 @@ def test_where_passes_are_flat_it_feeds_many_and_where_they_are_steep_few():
     fed = {}
     for name, heights in (("flat", FLAT), ("usual", USUAL), ("steep", STEEP)):
         cost = cost_of(heights)
-        sizes, _ = run(Controller(cost), cost, 200, chain(0.6))
+        sizes, _ = run(begun(cost), cost, 200, chain(0.6))
         fed[name] = sum(sizes[50:]) / 150
     assert fed["flat"] > 60 > 2 * fed["usual"] > 4 * fed["steep"]
 
@@ -72,7 +72,7 @@ def test_where_passes_are_flat_it_feeds_many_and_where_they_are_steep_few():
 def test_a_step_that_feeds_many_tells_about_fewer():
     """The curve at small sizes is learned from large trees alone."""
     state, cost = ControllerState(), cost_of(FLAT)
-    run(Controller(cost, state), cost, 400, chain(0.7))
+    run(begun(cost, state), cost, 400, chain(0.7))
     assert state.curve.gains[:5] == pytest.approx([0.7**n for n in range(1, 6)], abs=0.1)
     small = Controller(cost_of(STEEP), state)
     few, _ = run(small, cost_of(STEEP), 1, none)
@@ -84,14 +84,14 @@ def test_a_step_that_feeds_many_tells_about_fewer():
 def test_a_text_loses_no_more_than_its_allowance(heights, length):
     """In plain steps; the library's own time is not known at first."""
     cost = cost_of(heights)
-    _, lost = run(Controller(cost), cost, length, none, own_s=0.2 * PLAIN_S)
+    _, lost = run(begun(cost), cost, length, none, own_s=0.2 * PLAIN_S)
     assert lost < ALLOWANCE + ALLOWED_SHARE * length + 0.2 * RECENT
 
 
 def test_trees_get_smaller_before_drafting_rests():
     """While the share grows, what can be lost pays for small trees."""
     cost = cost_of(USUAL)
-    sizes, _ = run(Controller(cost), cost, 200, none)
+    sizes, _ = run(begun(cost), cost, 200, none)
     fed = [size for size in sizes if size > 1]
     assert fed[0] > 4 and set(fed[10:]) <= {2, 3} and sizes[100:].count(1) > 80
 
@@ -99,10 +99,10 @@ def test_trees_get_smaller_before_drafting_rests():
 def test_a_bad_text_does_not_silence_the_next():
     state, cost = ControllerState(), cost_of(USUAL)
     for length in (128, 512):
-        bad = Controller(cost, state)
+        bad = begun(cost, state)
         run(bad, cost, length, none)
         assert bad._lost > ALLOWANCE + 0.01 * length
-        good = Controller(cost, state)
+        good = begun(cost, state)
         assert not good.exhausted
         sizes, lost = run(good, cost, 128, chain(0.8))
         assert lost < -60 and sum(size > 1 for size in sizes) > 60
@@ -110,8 +110,8 @@ def test_a_bad_text_does_not_silence_the_next():
 
 def test_a_good_text_licenses_nothing():
     cost, state = cost_of(USUAL), ControllerState()
-    run(Controller(cost, state), cost, 500, chain(0.8))
-    spoilt = Controller(cost, state)
+    run(begun(cost, state), cost, 500, chain(0.8))
+    spoilt = begun(cost, state)
     run(spoilt, cost, 60, chain(0.8))
     _, lost = run(spoilt, cost, 60, none)
     assert lost < ALLOWANCE + ALLOWED_SHARE * 400 + 3
@@ -119,8 +119,8 @@ def test_a_good_text_licenses_nothing():
 
 def test_many_bad_texts_lose_little_together():
     cost, state = cost_of(USUAL), ControllerState()
-    run(Controller(cost, state), cost, 500, none)
-    lost = sum(run(Controller(cost, state), cost, 128, none)[1] for _ in range(8))
+    run(begun(cost, state), cost, 500, none)
+    lost = sum(run(begun(cost, state), cost, 128, none)[1] for _ in range(8))
     assert lost < 0.02 * 8 * 128
 
 
@@ -136,7 +136,7 @@ def test_what_is_done_once_for_a_shape_changes_nothing(heights):
             seen.add(size)
             return (1.0 + extra if new else 1.0), new
 
-        fed.append([run(Controller(cost, state), cost, 100, chain(0.6), noise=first_of_its_shape)[0] for _ in range(3)])
+        fed.append([run(begun(cost, state), cost, 100, chain(0.6), noise=first_of_its_shape)[0] for _ in range(3)])
     assert fed[0] == fed[1]
 
 
@@ -146,7 +146,7 @@ def test_a_burst_of_another_process_costs_its_own_time_alone():
     for burst in (range(0), range(60, 64)):
         cost, number = cost_of(FLAT), iter(range(10**6))
         noise = lambda size, burst=burst, number=number: (40.0 if next(number) in burst else 1.0, False)  # noqa: E731
-        lost.append(run(Controller(cost), cost, 300, chain(0.6), noise=noise)[1])
+        lost.append(run(begun(cost), cost, 300, chain(0.6), noise=noise)[1])
     assert lost[1] == pytest.approx(lost[0], rel=0.1)
 
 
@@ -164,18 +164,18 @@ def test_own_time_that_grows_with_the_tree_keeps_it_small():
     sizes = []
     for own_s in (0.0, PLAIN_S):
         cost = cost_of(FLAT)
-        sizes.append(sum(run(Controller(cost), cost, 200, chain(0.5), own_s=own_s)[0]))
+        sizes.append(sum(run(begun(cost), cost, 200, chain(0.5), own_s=own_s)[0]))
     assert sizes[1] < sizes[0]
 
 
 def test_forced_tokens_count_in_full():
     controller = Controller(cost_of(USUAL))
     assert not controller.skip_drafting()
-    assert controller.choose([1.0] * 40) > 30 > controller.choose([1.0, *[0.02] * 39])
+    assert sized(controller, [1.0] * 40) > 30 > sized(controller, [1.0, *[0.02] * 39])
     steep = Controller(cost_of({1: 1.0, 8: 1.7, 128: 20.0}))
     assert not steep.skip_drafting()
-    assert steep.choose([1.0] * 100) == 100
-    assert steep.choose([1.0, *[0.9] * 99]) < 20  # which are not sure to come
+    assert sized(steep, [1.0] * 100) == 100
+    assert sized(steep, [1.0, *[0.9] * 99]) < 20  # which are not sure to come
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=128), st.lists(st.floats(1.0, 8.0), min_size=4, max_size=4))
@@ -190,7 +190,7 @@ def test_stages_ascend_and_a_size_is_one_of_those_offered(scores, increments):
         ends, least = zip(*controller.stages(), strict=True)
         assert list(ends) == sorted(ends) and ends[-1] == controller.most and min(least) >= 0.0
         found = grown([1.0, *sorted(scores, reverse=True)], controller.stages())
-        size = controller.choose(found)
+        size = sized(controller, found)
         assert 1 <= size <= len(found)
         assert controller.worth_verifying(found[1:]) in (True, False)
         controller.observe(size, 1, controller._cost.table[size], controller._cost.table[size])
@@ -204,7 +204,7 @@ def test_a_machine_that_was_measured_as_steep_is_found_out():
         size, accepted = 1, []
         if not controller.skip_drafting():
             found = grown(SCORES, controller.stages())
-            size = controller.choose(found)
+            size = sized(controller, found)
             accepted = chain(0.7)(size, luck)
             controller.learn(found[:size], accepted)
         controller.observe(size, 1 + len(accepted), truth[size], truth[size])

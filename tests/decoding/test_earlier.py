@@ -34,7 +34,7 @@ from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Greedy
 from lade.memory import Memory
 from lade.testing import toy_model
-from lade_lab.fakes import FunctionRunner, ListCache, nearly_flat_cost
+from lade_lab.fakes import FunctionRunner, ListCache
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -227,7 +227,7 @@ def quotes() -> tuple[list[int], list[int]]:
 
 def tokens_per_step(prompt: list[int], answer: list[int]) -> float:
     text = [*prompt, *answer]
-    drafter = drafter_for(LookaheadConfig(budget=12), cost=nearly_flat_cost())
+    drafter = drafter_for(LookaheadConfig(budget=12))
     row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
 
     def follow(known: list[int]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from effort import examples
+from growing import begun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_clock import MadeClock
@@ -20,7 +21,7 @@ from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Greedy
-from lade_lab.fakes import FunctionRunner, ListCache, nearly_flat_cost
+from lade_lab.fakes import FunctionRunner, ListCache
 
 VOCABULARY, PROMPT = 400, [1, 2, 3]
 CYCLE = list(range(10, 24))
@@ -46,7 +47,7 @@ def follow(text: list[int], known: list[int]) -> int:
 def decoded(prompt: Sequence[int], answer: Sequence[int], *sources: object, config: LookaheadConfig = BUDGET):
     """Stats, and the name of each token's source."""
     text = [*prompt, *answer]
-    drafter = drafter_for(config, cost=nearly_flat_cost(), sources=sources)
+    drafter = drafter_for(config, sources=sources)
     row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
     runner = FunctionRunner(lambda known: follow(text, list(known)), VOCABULARY)
     loop = DecodeLoop([row], runner, ListCache(), Stats())
@@ -145,9 +146,10 @@ def test_noise_costs_hardly_anything(other):
     text, seconds = [*PROMPT, *answer], []
     for sources in ([], [Prediction(wrong)]):
         runner = TimedRunner(text)
-        drafter = drafter_for(LookaheadConfig(), cost=runner.cost, sources=sources)
+        budget = begun(runner.cost)
+        drafter = drafter_for(LookaheadConfig(), budget=budget, sources=sources)
         row = Row(PROMPT, drafter, Greedy(), lambda tokens: len(tokens) >= len(text))
-        for _ in DecodeLoop([row], runner, ListCache()).run():
+        for _ in DecodeLoop([row], runner, ListCache(), budget=budget).run():
             pass
         assert row.tokens == text
         seconds.append(runner.clock.wall_s)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from growing import begun
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,11 +64,12 @@ def loop_for(
         return lambda tokens: len(tokens) >= length or tokens[-1] == eos
 
     excluded = () if eos is None else (eos,)
+    budget = begun(nearly_flat_cost()) if config.adaptive and config.budget is None else None
     rows = [
-        Row(prompt, drafter_for(config, excluded, cost=nearly_flat_cost()), Greedy(), stop_at(len(prompt) + new))
+        Row(prompt, drafter_for(config, excluded, budget=budget), Greedy(), stop_at(len(prompt) + new))
         for prompt, new in zip(prompts, new_tokens, strict=True)
     ]
-    return DecodeLoop(list(rows), FunctionRunner(follow, VOCABULARY), ListCache(len(rows)), Stats()), rows
+    return DecodeLoop(list(rows), FunctionRunner(follow, VOCABULARY), ListCache(len(rows)), Stats(), budget), rows
 
 
 @given(configs, prompts, st.integers(1, 3), st.integers(0, 50), st.integers(1, 40), st.sampled_from([None, 3]))
@@ -149,7 +151,7 @@ class Ending(Drafter):
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
         return Draft(TokenTree(context[-1]))
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
+    def observe(self, emitted: int, seconds: float) -> None:
         self.observed += 1
 
     def end(self) -> None:
@@ -177,9 +179,7 @@ class Told:
     def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
         self.asked.append(emitted)
 
-    def observe_pass(
-        self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int, prepared: bool
-    ) -> None:
+    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int, prepared: bool) -> None:
         self.brought.append(emitted)
 
 

@@ -1,8 +1,9 @@
 """Trees of several processes are larger than those whose passes a curve knows: it goes straight on."""
 
 import pytest
+from growing import sized
 
-from lade.decoding.drafting.controller import BatchBudget, Controller
+from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, max_tree_size
 
@@ -39,12 +40,11 @@ def test_the_limit_is_that_of_one_process_times_their_number():
 @pytest.mark.parametrize("processes", [1, 2, 8])
 def test_a_controller_grows_and_fills_up_to_its_limit(processes):
     most = max_tree_size(processes)
-    for budget in (Controller(StepCost.of(FLAT), most=most), BatchBudget(StepCost.of(FLAT), most=most)):
-        assert budget.most == budget.fill_size(1) == most
     controller, scores = Controller(StepCost.of(FLAT), most=most), [1.0] * most
+    assert controller.most == controller.fill_size(1) == most
     for _ in range(3):
         ends = [size for size, _ in controller.stages()]
         assert ends == sorted(ends) and ends[-1] <= most
-        size = controller.choose(scores[: ends[-1]])
+        size = sized(controller, scores[: ends[-1]])
         controller.observe(size, size, 1.0, 1.0)
     assert size == most

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
+from growing import begun
 from made_clock import MadeClock
 
 from lade import Drafter, LookaheadConfig, Stats
@@ -71,9 +72,10 @@ def runner() -> TimedRunner:
 
 
 def decoded(config: LookaheadConfig, source: ExpectedText, runner: TimedRunner) -> tuple[list[int], list[str], Stats]:
-    drafter = drafter_for(config, cost=flat_cost(), sources=[source])
+    budget = begun(flat_cost()) if config is ADAPTIVE else None
+    drafter = drafter_for(config, budget=budget, sources=[source])
     row = Row(PROMPT, drafter, Greedy(), lambda tokens: len(tokens) >= LENGTH)
-    loop = DecodeLoop([row], runner, ListCache(), Stats())
+    loop = DecodeLoop([row], runner, ListCache(), Stats(), budget)
     names = [name for steps in loop.run() for step in steps for name in step.sources]
     return row.tokens, names, loop.stats
 
@@ -120,9 +122,10 @@ def with_drafter(drafter: Drafter | None, now: Callable[[], float] = lambda: 0.0
     """Decode 400 tokens by the default method on a machine where 16 tokens cost what one costs."""
     runner, stats = TimedRunner(), Stats()
     sources = [] if drafter is None else [UserSource(drafter, VOCABULARY, sized=True, now=now)]
-    own = drafter_for(ADAPTIVE, vocabulary=VOCABULARY, cost=runner.cost, sources=sources)
+    budget = begun(runner.cost)
+    own = drafter_for(ADAPTIVE, vocabulary=VOCABULARY, budget=budget, sources=sources)
     row = Row(PROMPT, SourcedDrafter(own, sources), Greedy(), lambda tokens: len(tokens) >= 400)
-    for _ in DecodeLoop([row], runner, ListCache(1), stats).run():
+    for _ in DecodeLoop([row], runner, ListCache(1), stats, budget).run():
         pass
     assert row.tokens == text_of(400)
     return stats

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, WatermarkingConfig
 import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import BatchBudget
+from lade.decoding.drafting.controller import Controller
 from lade.hf import job, session
 from lade.hf.sampling import Draws
 from lade.model.facts import CACHE
@@ -329,7 +329,7 @@ def test_rows_share_the_memory_that_is_given():
 def test_prompts_are_read_where_a_batch_finds_it_worth_it(read, told, monkeypatch):
     """Or where the memory outlasts it. A row by itself always does."""
     rows, learn_prompt = [], AdaptiveDrafter.learn_prompt
-    monkeypatch.setattr(BatchBudget, "reads_logits", read)
+    monkeypatch.setattr(Controller, "reads_logits", read)
     monkeypatch.setattr(
         AdaptiveDrafter, "learn_prompt", lambda self, *args: (rows.append(self), learn_prompt(self, *args))
     )
@@ -342,9 +342,9 @@ def test_prompts_are_read_where_a_batch_finds_it_worth_it(read, told, monkeypatc
 
 def test_a_batch_goes_by_how_far_its_rows_are_and_an_engine_does_not(monkeypatch):
     """The caller waits for the slowest row; an engine has other requests for a place that gets free."""
-    told, decide = [], BatchBudget.decide
+    told, decide = [], Controller.decide
     monkeypatch.setattr(
-        BatchBudget, "decide", lambda self, found, emitted=None: (told.append(emitted), decide(self, found, emitted))
+        Controller, "decide", lambda self, found, emitted=None: (told.append(emitted), decide(self, found, emitted))
     )
     texts = random_texts(9, 4, 6)
     assert_same(MODELS["llama"], LookaheadConfig(), **padded(texts), max_new_tokens=6)

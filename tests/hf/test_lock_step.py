@@ -16,7 +16,7 @@ import lade
 from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.clock import Duration, ThreadClock
 from lade.decoding import lock_step as lock_step_row
-from lade.decoding.drafting.controller import BatchBudget
+from lade.decoding.drafting.controller import Controller
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
@@ -283,7 +283,7 @@ def test_what_a_pass_yielded_is_learned_with_what_it_fed_and_took(monkeypatch):
     """Which is known when no further token is served by it. A pass over roots alone yields a token, and no more."""
     told, looked = [], []
 
-    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows, prepared):
+    def observe(budget, fed, emitted, seconds, forward_s, *, rows, prepared):
         told.append((fed, emitted, rows))
         budget._skipping = None
 
@@ -293,8 +293,8 @@ def test_what_a_pass_yielded_is_learned_with_what_it_fed_and_took(monkeypatch):
             looked.append(not budget._skipping)
         return budget._skipping
 
-    monkeypatch.setattr(BatchBudget, "observe_pass", observe_pass)
-    monkeypatch.setattr(BatchBudget, "skip_drafting", skip_drafting)
+    monkeypatch.setattr(Controller, "observe", observe)
+    monkeypatch.setattr(Controller, "skip_drafting", skip_drafting)
     texts = padded([[5, 6, 7] * 4, [8, 9] * 6])
     assert_same(MODELS["llama"], LookaheadConfig(), said=CRITERION, **texts, max_new_tokens=60)
     wide = [emitted for fed, emitted, _ in told if fed > 1]
@@ -310,11 +310,11 @@ def test_sizes_of_batches_are_chosen_without_the_waiting_for_a_processor(said, m
         took = usual(clock, start)
         return Duration(took.wall_s + 100.0, took.running_s)
 
-    def observe_pass(budget, fed, emitted, seconds, forward_s, *, rows, prepared):
+    def observe(budget, fed, emitted, seconds, forward_s, *, rows, prepared):
         told.append((forward_s, seconds))
 
     monkeypatch.setattr(ThreadClock, "since", busy)
-    monkeypatch.setattr(BatchBudget, "observe_pass", observe_pass)
+    monkeypatch.setattr(Controller, "observe", observe)
     stats, texts = Stats(), padded(random_texts(4, 9))
     assert_same(MODELS["llama"], LookaheadConfig(), stats=stats, said=said, **texts, max_new_tokens=8)
     assert told and all(0.0 < forward_s <= seconds < 50.0 for forward_s, seconds in told)

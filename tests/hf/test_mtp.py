@@ -10,11 +10,12 @@ import lade
 from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.backends.mtp.load import layer_of
 from lade.clock import Duration, WallClock
-from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels.layout import MTP_WIDTH
+from lade.decoding.loop import DecodeLoop
 from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions
 from lade.embedded.files import model_path
+from lade.hf import session
 from lade.testing import toy_model
 
 BUDGET = LookaheadConfig(budget=10, mtp=True)
@@ -311,9 +312,15 @@ def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(monkeypatch)
     plain, habits, observed = MODEL.generate(PROMPT, max_new_tokens=80), MtpHabits(), []
     passes = MtpPasses(KnowsTexts(plain.tolist()), habits, Ticks(), 3)
     monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
-    monkeypatch.setattr(
-        AdaptiveDrafter, "observe", lambda *args, prepared: observed.append((passes.spent_s, *args[3:]))
-    )
+
+    class Told:
+        def decide(self, candidates, emitted):
+            pass
+
+        def observe(self, fed, emitted, seconds, forward_s, *, rows, prepared):
+            observed.append((passes.spent_s, seconds, forward_s))
+
+    monkeypatch.setattr(session, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Told(), **named))
     lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     assert all(seconds == forward_s for spent_s, seconds, forward_s in observed if spent_s == 1.5)
     assert any(spent_s == 1.5 for spent_s, *_ in observed)

@@ -23,7 +23,7 @@ from serving_toys import (
 from lade import InputError, LookaheadConfig, Memory
 from lade.config import resolve
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import BatchBudget
+from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import ForwardingDrafter
 from lade.hf import job
 from lade.model.kv_cache import TreeCache
@@ -617,8 +617,8 @@ def test_the_cost_of_a_pass_is_that_of_as_many_rows(monkeypatch):
 
 
 def test_the_cost_is_switched_with_the_number_of_rows(monkeypatch):
-    told, use = [], BatchBudget.use
-    monkeypatch.setattr(BatchBudget, "use", lambda self, cost: told.append(cost) or use(self, cost))
+    told, use = [], Controller.use
+    monkeypatch.setattr(Controller, "use", lambda self, cost: told.append(cost) or use(self, cost))
     driven = Driven(LLAMA)
     for seed in range(2):
         driven.add(random_ids(4, seed), "auto", max_new_tokens=16 + 16 * seed)
@@ -632,7 +632,7 @@ def test_where_looks_are_rare_several_requests_do_not_read_their_prompts(rare, m
     """A memory that outlasts its request does, and a request that has the engine to itself."""
     read = []
     learn_prompt = AdaptiveDrafter.learn_prompt
-    monkeypatch.setattr(BatchBudget, "reads_logits", not rare)
+    monkeypatch.setattr(Controller, "reads_logits", not rare)
     monkeypatch.setattr(
         AdaptiveDrafter, "learn_prompt", lambda self, *args: (read.append(self), learn_prompt(self, *args))
     )

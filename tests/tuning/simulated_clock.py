@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from growing import grown
+from growing import grown, sized
 
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
@@ -149,7 +149,7 @@ def controlled_seconds(machine: Machine, text: Text, controller: Controller, sta
         if not controller.skip_drafting():
             scores, accepted_of = text.step(place)
             candidates = grown(scores, controller.stages())
-            size = controller.choose(candidates)
+            size = sized(controller, candidates)
             accepted, own_s = accepted_of(size), OWN_S + LOOK_S + NODE_S * size
             controller.learn(candidates[:size], accepted)
             emitted = 1 + len(accepted)

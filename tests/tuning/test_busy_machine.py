@@ -6,6 +6,7 @@ The runner's clock is made up. Its thread runs for what passes take by their siz
 import random
 
 import pytest
+from growing import begun
 from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
@@ -58,31 +59,39 @@ def test_waiting_for_a_processor_does_not_make_guesses_look_cheap():
     runner, cost, habits, stats = BusyRunner(), measured(), ControllerState(), Stats()
     for number in range(TEXTS):
         prompt = [number, number + 1, number + 2]
-        drafter = drafter_for(LookaheadConfig(), cost=cost, state=habits)
+        budget = begun(cost, habits)
+        drafter = drafter_for(LookaheadConfig(), budget=budget)
         row = Row(prompt, drafter, Greedy(), lambda tokens: len(tokens) >= LENGTH)
-        for _ in DecodeLoop([row], runner, ListCache(), stats).run():
+        for _ in DecodeLoop([row], runner, ListCache(), stats, budget).run():
             pass
     plain_s = (stats.new_tokens - TEXTS) * (1e-3 * PASSES_MS[1] + OWN_S)
     assert runner.clock.running_s < 1.03 * plain_s
     assert stats.decode_s > 3 * plain_s, "what is reported has the waiting in it"
 
 
-class Told(Drafter):
-    """Feeds roots alone, and remembers what it is told of steps."""
-
-    def __init__(self):
-        self.seconds = []
+class Root(Drafter):
+    """Feeds roots alone."""
 
     def draft(self, context, max_depth):
         return Draft(TokenTree(context[-1], max_depth))
 
-    def observe(self, fed, emitted, seconds, forward_s, *, prepared=False):
+
+class Told:
+    """A budget that remembers what it is told of steps."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def decide(self, candidates, emitted):
+        pass
+
+    def observe(self, fed, emitted, seconds, forward_s, *, rows, prepared):
         self.seconds.append((seconds, forward_s))
 
 
 def test_passes_and_the_librarys_own_time_are_told_without_the_waiting():
-    row = Row([1, 2, 3], Told(), Greedy(), lambda tokens: len(tokens) >= LENGTH)
-    for _ in DecodeLoop([row], BusyRunner(), ListCache()).run():
+    row, told = Row([1, 2, 3], Root(), Greedy(), lambda tokens: len(tokens) >= LENGTH), Told()
+    for _ in DecodeLoop([row], BusyRunner(), ListCache(), budget=told).run():
         pass
     plain_s = 1e-3 * PASSES_MS[1]
-    assert row.drafter.seconds == [(pytest.approx(plain_s + OWN_S), pytest.approx(plain_s))] * (LENGTH - 4)
+    assert told.seconds == [(pytest.approx(plain_s + OWN_S), pytest.approx(plain_s))] * (LENGTH - 4)

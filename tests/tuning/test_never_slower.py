@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from growing import begun
 from simulated_clock import Machine, Text, controlled_seconds, curve, fixed_seconds, plain_seconds
 
-from lade.decoding.drafting.controller import Controller, ControllerState
+from lade.decoding.drafting.controller import ControllerState
 
 FLAT = curve((1, 1.0), (8, 1.15), (16, 1.4), (32, 2.0), (64, 3.4))
 STEEP = curve((1, 1.0), (2, 2.0), (4, 2.3), (8, 2.6), (16, 4.0), (32, 7.0))
@@ -64,7 +65,7 @@ def test_it_is_never_slower_than_plain_decoding(machine, text):
     settled, whole = [], []
     for luck in range(LUCKS):
         weather, guesses = replace(MACHINES[machine], luck=luck), replace(TEXTS[text], luck=luck)
-        controller = Controller(weather.cost())
+        controller = begun(weather.cost())
         first = controlled_seconds(weather, guesses, controller, 0, SETTLED)
         rest = controlled_seconds(weather, guesses, controller, SETTLED, TOKENS)
         settled.append(rest / plain_seconds(weather, SETTLED, TOKENS))
@@ -79,7 +80,7 @@ def test_it_is_never_slower_than_plain_decoding(machine, text):
 def test_it_is_near_the_best_size_there_is(machine, text):
     """Which nobody knows beforehand."""
     weather, guesses = MACHINES[machine], TEXTS[text]
-    controller = Controller(weather.cost())
+    controller = begun(weather.cost())
     controlled_seconds(weather, guesses, controller, 0, SETTLED)
     sizes = [fixed_seconds(weather, guesses, size, SETTLED, TOKENS) for size in (2, 4, 8, 16, 32)]
     best = min(plain_seconds(weather, SETTLED, TOKENS), *sizes)
@@ -95,16 +96,16 @@ def test_short_calls_one_after_the_other_are_not_slower_either(name, text, lengt
     """And a text that can be guessed is noticed nevertheless."""
     state, machine, guesses = ControllerState(), MACHINES[name], TEXTS[text]
     cost, starts = machine.cost(), range(0, TOKENS, length)
-    taken = [controlled_seconds(machine, guesses, Controller(cost, state), start, start + length) for start in starts]
+    taken = [controlled_seconds(machine, guesses, begun(cost, state), start, start + length) for start in starts]
     settled = CHANGE // length
     assert sum(taken[settled:]) < (1.065 if length == 20 else 1.03) * plain_seconds(machine, starts[settled], TOKENS)
     assert sum(taken) < plain_seconds(machine, 0, TOKENS) / 0.93
-    good = controlled_seconds(machine, TEXTS["good"], Controller(cost, state), CHANGE, TOKENS)
+    good = controlled_seconds(machine, TEXTS["good"], begun(cost, state), CHANGE, TOKENS)
     assert good < 0.95 * plain_seconds(machine, CHANGE, TOKENS)
 
 
 def test_what_was_measured_wrongly_is_noticed_in_short_texts_too():
     machine, guesses, state = MACHINES["measured steep, flat"], TEXTS["fair"], ControllerState()
     cost, starts = machine.cost(), range(0, 2 * TOKENS, 60)
-    taken = [controlled_seconds(machine, guesses, Controller(cost, state), start, start + 60) for start in starts]
+    taken = [controlled_seconds(machine, guesses, begun(cost, state), start, start + 60) for start in starts]
     assert sum(taken[15:]) < 0.85 * plain_seconds(machine, starts[15], 2 * TOKENS)

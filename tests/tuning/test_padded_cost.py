@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from growing import sized
 from hulls import lower_hull
 
 from lade.backends.cuda_graphs.buffers import Buffers
@@ -90,7 +91,7 @@ def test_a_budget_fills_the_stairs():
     sizes = []
     for _ in range(60):
         most = controller.stages()[-1][0]
-        size = controller.choose([1.0] + [0.3] * (most - 1))
+        size = sized(controller, [1.0] + [0.3] * (most - 1))
         sizes.append(size)
         controller.observe(size, 1 + round(0.3 * (size - 1)), true_cost(size), true_cost(size))
     assert sizes[-1] in STEP_SIZES

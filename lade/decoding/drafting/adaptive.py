@@ -263,7 +263,3 @@ class AdaptiveDrafter(Drafter):
         self._grower.learn(self.memory, verdict.path, verdict.tokens, readout.entries)
         if self.window is not None and draft.last_row_nodes:
             self.window.advance(context[-1], self.window.new_row(draft.last_row_nodes, readout.argmax_ids))
-
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
-        """See `Drafter`."""
-        self.budget.observe(fed, emitted, seconds, forward_s, prepared=prepared)

@@ -140,12 +140,15 @@ class ControllerState:
 
 
 class Controller:
-    """Decides about the trees of one row; see `Budget`.
+    """The `Budget` of every row of one batch, or of a lone one: passes are padded to the largest tree.
+
+    In each step the candidates of all rows are found first, then `decide` weighs their scores, then the drafts are
+    made, and `observe` gets the pass as a whole.
 
     Args:
-        cost: what a forward pass costs; it learns from every step.
+        cost: what a forward pass over the whole batch costs, by the size of each row's tree; it learns from every step.
         state: what earlier texts have taught, learned further; None to know nothing.
-        most: tokens fed per step at most; see `max_tree_size`.
+        most: tokens that a row feeds per step at most; see `max_tree_size`.
     """
 
     def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
@@ -154,19 +157,42 @@ class Controller:
         self._state = ControllerState() if state is None else state
         self._expected = self._accepted = PRIOR_WEIGHT
         self._lost = self._tokens = 0.0
-        self._fed = 1
+        self._rows, self._size, self._fed = 0, 1, 1
+        self._skipping: bool | None = None
         self._looked = True
         self._node_s = self._plain_own_s = self._rate = 0.0
         self._measure_own_time()
-        self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT)
 
     def _measure_own_time(self) -> None:
         self._node_s, self._plain_own_s = median(self._state.node_s), median(self._state.plain_own_s)
+
+    def use(self, cost: PassCost) -> None:
+        """Switch to the cost curve of another batch size."""
+        self._cost = cost
+
+    def go_by(self, state: ControllerState) -> None:
+        """Switch to what another kind of text has taught."""
+        if state is not self._state:
+            self._state = state
+            self._measure_own_time()
+
+    def begin_texts(self, count: int, *, alone: bool = False) -> None:
+        """Begin so many texts, which have lost nothing yet; the others, if they are not alone, keep their shares."""
+        kept = 0.0 if alone else self._rows / (self._rows + count)
+        self._lost, self._tokens = kept * self._lost, kept * self._tokens
+        self._expected += (1.0 - kept) * (PRIOR_WEIGHT - self._expected)
+        self._accepted += (1.0 - kept) * (PRIOR_WEIGHT - self._accepted)
+        self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT * count)
 
     @property
     def exhausted(self) -> bool:
         """Whether this text may lose no more than it has lost, so that drafting rests."""
         return self._state.reserve <= 0.0 or self._affordable < 2
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
+        return not self.exhausted
 
     @property
     def _affordable(self) -> int:
@@ -185,11 +211,13 @@ class Controller:
         return max(1.0 / (table[1] + self._plain_own_s), float((tokens / seconds).max()))
 
     def skip_drafting(self) -> bool:
-        """See `Budget`: in baseline probes, and while the allowance is exhausted."""
-        self._looked = not (self.exhausted or self._cost.wants_baseline)
-        if self._looked:
-            self._rate = self.rate
-        return not self._looked
+        """See `Budget`: in baseline probes, and while the allowance is exhausted; all rows in the same steps."""
+        if self._skipping is None:
+            self._skipping = self.exhausted or self._cost.wants_baseline
+            self._looked = not self._skipping
+            if self._looked:
+                self._rate = self.rate
+        return self._skipping
 
     @property
     def _ratio(self) -> float:
@@ -221,23 +249,33 @@ class Controller:
         expected: Floats = 1.0 + np.maximum(tokens, forced)
         return expected
 
-    def choose(self, scores: Sequence[float]) -> int:
-        """See `Budget`."""
-        return self._chosen([scores], [1.0])
+    def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
+        """Choose the size of this step's trees.
 
-    def _chosen(self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats) -> int:
-        """Return the best size for rows with these candidates, of which each counts by its weight."""
-        size = self._best(self._mean(candidates, weights, self._ratio))
+        Args:
+            candidates: `[B]`, of each row the scores of all nodes that it could feed; empty where drafting is skipped.
+                A row without scores beside others with some drafts by another method, or not at all: it counts one
+                token.
+            emitted: `[B]`, tokens that each row has emitted, if a call waits for all; None if rows are on their own.
+        """
+        if not any(candidates):
+            return
+        found = [scores or [1.0] for scores in candidates]
+        weights = np.ones(len(found)) if emitted is None else slowest_row_weights(emitted)
+        weights /= weights.sum()
+        size = self._best(self._mean(found, weights, self._ratio))
         if size == 1:  # explore: as if scores came true
-            size = self._best(self._mean(candidates, weights, None))
+            size = self._best(self._mean(found, weights, None))
         if size == 1 and self._state.reserve >= 1.0:
-            size = min(2, max(map(len, candidates)))  # what passes over several tokens take is found out
-        forced = max(sum(score >= 1.0 for score in scores) for scores in candidates)  # nothing of them is lost
-        return min(size, max(self._affordable, forced))
+            size = min(2, max(map(len, found)))  # what passes over several tokens take is found out
+        forced = max(sum(score >= 1.0 for score in scores) for scores in found)  # nothing of them is lost
+        self._size = min(size, max(self._affordable, forced))
 
-    def _mean(
-        self, candidates: Sequence[Sequence[float]], weights: Sequence[float] | Floats, ratio: float | None
-    ) -> Floats:
+    def choose(self, scores: Sequence[float]) -> int:
+        """See `Budget`: as many as in all other rows, if there are as many."""
+        return min(self._size, len(scores))
+
+    def _mean(self, candidates: Sequence[Sequence[float]], weights: Floats, ratio: float | None) -> Floats:
         """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
         expected = [self.expected(scores, ratio) for scores in candidates]
         most = max(map(len, expected))
@@ -259,7 +297,8 @@ class Controller:
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
-        """See `Budget`: as far as nodes are worth their price by what they teach alone, and may be lost."""
+        """See `Budget`: as far as other rows, which costs nothing, and as nodes pay by what they teach alone."""
+        size = max(size, self._size)
         table, filled = self._cost.table, size
         for end in [*(corner for corner in self._cost.corners if size < corner < self.most), self.most]:
             price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
@@ -282,8 +321,20 @@ class Controller:
         self._expected += expected
         self._accepted += len(accepted)
 
-    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
-        """See `Budget`."""
+    def observe(
+        self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1, prepared: bool = False
+    ) -> None:
+        """Learn what a step took.
+
+        Args:
+            fed: tokens fed, the root included; of a batch, the size of its largest tree.
+            emitted: tokens that the mean row got; where a call waits for all, by how many `common_progress` rose.
+            seconds: undisturbed seconds that the whole step took, see `lade.clock`; without passes of an MTP layer,
+                whose payoff `MtpPasses` weighs: they are no price of nodes.
+            forward_s: seconds of those that the model took.
+            rows: B, how many took part.
+            prepared: whether the pass did work that is done once, such as capturing a graph: its times are no evidence.
+        """
         state = self._state
         if not prepared and self._looked:
             state.node_s.append((seconds - forward_s) / (fed + OVERHEAD_NODES))
@@ -300,94 +351,10 @@ class Controller:
             self._lost = max(0.0, self._lost + steps - emitted)
             state.reserve += emitted - steps
         state.reserve = min(RESERVE, state.reserve)
-        self._fed = fed
+        self._rows, self._fed, self._skipping = rows, fed, None
         self._cost.observe(fed, forward_s, prepared=prepared)
 
 
 def _at_sizes(gains: Floats) -> Floats:
     """Return the sum of the gains of doublings up to each size from 1 on, `[LARGEST_SHARED]`; 0.0 at 1."""
     return np.interp(_LOG_SIZES, np.arange(len(gains) + 1), np.concatenate(([0.0], gains.cumsum())))
-
-
-class BatchBudget(Controller):
-    """The `Budget` of every row of one batch, whose passes are padded to the largest tree.
-
-    In each step the candidates of all rows are found first, then `decide` weighs their scores, then the drafts are
-    made. The cost is that of a pass over the whole batch, by the size of each row's tree.
-    """
-
-    def __init__(self, cost: PassCost, state: ControllerState | None = None, most: int = LARGEST) -> None:
-        super().__init__(cost, state, most)
-        self._skipping: bool | None = None
-        self._size, self._rows = 1, 0
-
-    def use(self, cost: PassCost) -> None:
-        """Switch to the cost curve of another batch size."""
-        self._cost = cost
-
-    def go_by(self, state: ControllerState) -> None:
-        """Switch to what another kind of text has taught."""
-        if state is not self._state:
-            self._state = state
-            self._measure_own_time()
-
-    def begin_texts(self, count: int, *, alone: bool = False) -> None:
-        """Begin so many texts, which have lost nothing yet; the others, if they are not alone, keep their shares."""
-        kept = 0.0 if alone else self._rows / (self._rows + count)
-        self._lost, self._tokens = kept * self._lost, kept * self._tokens
-        self._expected += (1.0 - kept) * (PRIOR_WEIGHT - self._expected)
-        self._accepted += (1.0 - kept) * (PRIOR_WEIGHT - self._accepted)
-        self._state.reserve = min(RESERVE, max(0.0, self._state.reserve) + TEXT_CREDIT * count)
-
-    @property
-    def reads_logits(self) -> bool:
-        """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
-        return not self.exhausted
-
-    def skip_drafting(self) -> bool:
-        """See `Budget`: all rows skip it in the same steps."""
-        if self._skipping is None:
-            self._skipping = super().skip_drafting()
-        return self._skipping
-
-    def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
-        """Choose the size of this step's trees.
-
-        Args:
-            candidates: `[B]`, of each row the scores of all nodes that it could feed; empty where drafting is skipped.
-                A row without scores beside others with some drafts by another method, or not at all: it counts one
-                token.
-            emitted: `[B]`, tokens that each row has emitted, if a call waits for all; None if rows are on their own.
-        """
-        if not any(candidates):
-            return
-        weights = np.ones(len(candidates)) if emitted is None else slowest_row_weights(emitted)
-        self._size = self._chosen([scores or [1.0] for scores in candidates], weights / weights.sum())
-
-    def choose(self, scores: Sequence[float]) -> int:
-        """See `Budget`: as many as in all other rows, if there are as many."""
-        return min(self._size, len(scores))
-
-    def fill_size(self, size: int) -> int:
-        """See `Budget`: a row with fewer candidates than others fills up, which costs nothing."""
-        return super().fill_size(max(size, self._size))
-
-    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
-        """No-op: `observe_pass` gets the pass as a whole."""
-
-    def observe_pass(
-        self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int, prepared: bool = False
-    ) -> None:
-        """Learn from a forward pass.
-
-        Args:
-            fed: size of its largest tree.
-            emitted: tokens that the mean row got; where a call waits for all, by how many `common_progress` rose.
-            seconds: undisturbed seconds that the whole step took; see `lade.clock`.
-            forward_s: seconds of those that the model took.
-            rows: B, how many took part.
-            prepared: whether the pass did work that is done once.
-        """
-        self._rows = rows
-        super().observe(fed, emitted, seconds, forward_s, prepared=prepared)
-        self._skipping = None

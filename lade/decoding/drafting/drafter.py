@@ -176,19 +176,8 @@ class Drafter(ABC):
             verdict: the accepted tokens.
         """
 
-    def observe(  # noqa: B027
-        self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False
-    ) -> None:
-        """Learn the cost of a step.
-
-        Args:
-            fed: tokens fed, the root included.
-            emitted: tokens emitted, the bonus token included.
-            seconds: duration of the whole step in undisturbed seconds, see `lade.clock`; without passes of an MTP
-                layer, whose payoff `MtpPasses` weighs: they are no price of nodes.
-            forward_s: part of it spent in the model.
-            prepared: whether the pass did work that is done once, such as capturing a graph: its times are no evidence.
-        """
+    def observe(self, emitted: int, seconds: float) -> None:  # noqa: B027
+        """Learn how many tokens a step emitted, the bonus token included, and how long it took, see `lade.clock`."""
 
     def end(self) -> None:  # noqa: B027
         """End of the row."""
@@ -242,9 +231,9 @@ class ForwardingDrafter(Drafter):
         """See `Drafter`."""
         self._drafter.learn(context, draft, readout, verdict)
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
+    def observe(self, emitted: int, seconds: float) -> None:
         """See `Drafter`."""
-        self._drafter.observe(fed, emitted, seconds, forward_s, prepared=prepared)
+        self._drafter.observe(emitted, seconds)
 
     def end(self) -> None:
         """See `Drafter`."""
@@ -297,9 +286,9 @@ class IsolatedDrafter(ForwardingDrafter):
         """See `Drafter`."""
         self._tried(super().learn, context, draft, readout, verdict)
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
+    def observe(self, emitted: int, seconds: float) -> None:
         """See `Drafter`."""
-        self._tried(partial(super().observe, prepared=prepared), fed, emitted, seconds, forward_s)
+        self._tried(super().observe, emitted, seconds)
 
     def end(self) -> None:
         """See `Drafter`."""

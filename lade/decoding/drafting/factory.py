@@ -6,18 +6,18 @@ from collections.abc import Collection, Sequence
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import BatchBudget, Controller, ControllerState
+from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.lookahead import LookaheadDrafter
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
-from lade.decoding.drafting.tree_size import LARGEST, Budget, FixedBudget, PassCost
+from lade.decoding.drafting.tree_size import Budget, FixedBudget
 
 
-def reads_logits(config: LookaheadConfig, budget: BatchBudget | None) -> bool:
+def reads_logits(config: LookaheadConfig, budget: Controller | None) -> bool:
     """Return whether rows learn from the logits of their prompts.
 
-    Rows with tree sizes of their own do, and rows whose memory outlives them; in a batch the shared budget decides.
+    Rows of a fixed size do, and rows whose memory outlives them; otherwise the budget of their batch decides.
     """
     return budget is None or config.budget is not None or config.memory is not None or budget.reads_logits
 
@@ -27,10 +27,7 @@ def drafter_for(
     excluded: Collection[int] = (),
     *,
     vocabulary: int | None = None,
-    cost: PassCost | None = None,
     budget: Budget | None = None,
-    state: ControllerState | None = None,
-    most: int = LARGEST,
     sources: Sequence[Source] = (),
     constraint: Constraint | None = None,
     read_logits: bool = True,
@@ -42,28 +39,23 @@ def drafter_for(
         config: the paper's method, or the adaptive one.
         excluded: ids after which nothing is drafted (EOS, padding).
         vocabulary: V; ids below it can be fed. None for no limit.
-        cost: cost of a forward pass by size, which the adaptive method needs to choose tree sizes.
-        budget: budget shared with other rows; None for an own one.
-        state: what earlier texts have taught an own budget; None for nothing.
-        most: maximum number of tokens fed per step by an own budget.
+        budget: decides on the tree sizes of the adaptive method; that of the config goes before.
         sources: sources of guesses besides the method's own.
         constraint: forced and forbidden tokens; None for none.
         read_logits: learn from the logits of the prompt, if the config enables prompt n-grams.
         mtp: weights of an MTP layer's predictions for the adaptive method; None without a layer.
 
     Raises:
-        ValueError: the adaptive method has neither a budget nor a cost.
+        ValueError: the adaptive method has no budget.
     """
     if not config.adaptive:
         return LookaheadDrafter(config, excluded, sources, constraint)
     memory = ContextMemory() if config.memory is None else config.memory
     assert isinstance(memory, ContextMemory)  # there is no other kind
-    if budget is None and config.budget is not None:
+    if config.budget is not None:
         budget = FixedBudget(config.budget)
-    if budget is None and cost is not None:
-        budget = Controller(cost, state, most)
     if budget is None:
-        raise ValueError("the adaptive method needs the cost of a pass, or a budget: give LookaheadConfig(budget=...)")
+        raise ValueError("the adaptive method needs a budget: give one, or LookaheadConfig(budget=...)")
     return AdaptiveDrafter(
         memory,
         budget,

@@ -83,10 +83,6 @@ class Budget(Protocol):
         """
         ...
 
-    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
-        """Learn what a step took; see `Drafter.observe`."""
-        ...
-
 
 class FixedBudget:
     """The same number of tokens in each step, as long as there are guesses.
@@ -120,7 +116,4 @@ class FixedBudget:
         return self.size
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
-        """See `Budget`."""
-
-    def observe(self, fed: int, emitted: float, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
         """See `Budget`."""

@@ -388,9 +388,9 @@ class SourcedDrafter(ForwardingDrafter):
             source.learn(verdict.tokens, verdict.sources)
             source.see(draft.tree, readout)
 
-    def observe(self, fed: int, emitted: int, seconds: float, forward_s: float, *, prepared: bool = False) -> None:
+    def observe(self, emitted: int, seconds: float) -> None:
         """See `Drafter`."""
-        super().observe(fed, emitted, seconds, forward_s, prepared=prepared)
+        super().observe(emitted, seconds)
         for source in self._own:
             source.observe(emitted, seconds)
 
