@@ -2,8 +2,9 @@
 
     python scripts/draw_output.py docs/images
 
-The embedded model continues a prompt twice, by `model.generate` and by `lade.stream`; nothing is drawn unless both
-texts are the same. Colours follow the shell's: several tokens from one pass alternate between two.
+The model of `lade demo`, SmolLM2-135M-Instruct, answers the demo's second question twice, by `model.generate` and by
+`lade.stream`; nothing is drawn unless both texts are the same. Colours follow the shell's: several tokens from one pass
+alternate between two.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import re
 import sys
 from pathlib import Path
 
+import platformdirs
+import torch
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.embedded.files import model_path, prompts
+from lade.cli.demo import QUESTIONS, fetched
+from lade.cli.terminal import SAYS_ALL, Terminal
 
-PROMPT = prompts()[2]
-TOKENS, WIDTH = 90, 76
+QUESTION = QUESTIONS[1]
+TOKENS, WIDTH = 131, 76
 COLOURS = "#1f6feb", "#bc4c00"
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <style>{styles}
@@ -37,24 +40,28 @@ def main(folder: Path) -> None:
     """Write `output.svg` into the folder.
 
     Raises:
-        SystemExit: the two texts differ.
+        SystemExit: the model cannot be fetched, or the two texts differ.
     """
-    model = AutoModelForCausalLM.from_pretrained(model_path()).float().eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-    plain = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0, inputs.input_ids.shape[1] :].tolist()
-    # One size, so that the picture does not depend on a clock; and no MTP layer, which most models lack.
-    config = lade.LookaheadConfig(budget=16, mtp=False)
-    steps = list(lade.stream(model, **inputs, max_new_tokens=TOKENS, do_sample=False, lookahead=config))
+    file, about = fetched(platformdirs.user_cache_path("lade") / "demo", Terminal(SAYS_ALL))
+    if file is None:
+        raise SystemExit(f"the picture is of SmolLM2's answer, not of {about}")
+    model, tokenizer = lade.load_gguf(file)
+    lade.invariant(model)  # so that a pass over several tokens rounds as one over a single token does
+    chat = [{"role": "user", "content": QUESTION}]
+    prompt = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
+    asked = {"max_new_tokens": TOKENS, "do_sample": False}
+    plain = model.generate(prompt, **asked)[0, prompt.shape[1] :].tolist()
+    # One size, so that the picture does not depend on a clock.
+    steps = list(lade.stream(model, prompt, **asked, lookahead=lade.LookaheadConfig(budget=16)))
     if [token for step in steps for token in step.tokens] != plain:
         raise SystemExit("the text differs from model.generate's")
-    text, several, written = Text.assemble((PROMPT, "#8c959f")), 0, list[int]()
+    text, several, written = Text.assemble((f"{QUESTION}\n", "#8c959f")), 0, list[int]()
     for step in steps:
-        before = tokenizer.decode(written)
+        before = tokenizer.decode(written, skip_special_tokens=True)
         written += step.tokens
         several += len(step.tokens) > 1
         style = f"bold {COLOURS[several % 2]}" if len(step.tokens) > 1 else ""
-        text.append(tokenizer.decode(written)[len(before) :], style)
+        text.append(tokenizer.decode(written, skip_special_tokens=True)[len(before) :], style)
     text.append(f"\n\n{len(written)} tokens in {len(steps)} forward passes", "bold")
     text.append(", the same tokens as model.generate's", "bold")
     console = Console(record=True, width=WIDTH, file=open("/dev/null", "w"))  # noqa: SIM115

@@ -28,8 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lade
+from lade.clock import Duration
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
+from lade.decoding.loop import DecodeLoop
 from lade.embedded.files import model_path, prompts
 from lade.hf import job
 from lade.model.inputs import STEP_SIZES, step_bucket
@@ -59,11 +61,12 @@ PLAIN_BAR = 0.98
 
 
 class StepLog(NamedTuple):
-    """Tokens that a step fed and emitted, and whether guesses were looked for."""
+    """Tokens that each of some rows fed in a step, what all emitted together, and whether guesses were looked for."""
 
     fed: int
     emitted: int
     looked: bool
+    rows: int = 1
 
 
 Answers = list[list[StepLog]]
@@ -77,27 +80,30 @@ class Clock:
         self._is_gpu, self._luck = machine.startswith("h200"), random.Random(1)
         self._shapes = set[int]()
 
-    def pass_s(self, size: int) -> float:
-        """Return the seconds of a pass without hiccups."""
-        return float(np.interp(step_bucket(size) if self._is_gpu else size, SIZES, self._passes_s))
+    def pass_s(self, size: int, rows: int = 1) -> float:
+        """Return the seconds of a pass without hiccups; beyond the last of `SIZES` it goes on as it went there."""
+        tokens, last = rows * (step_bucket(size) if self._is_gpu else size), self._passes_s[-2:]
+        beyond_s = max(0, tokens - SIZES[-1]) * (last[1] - last[0]) / (SIZES[-1] - SIZES[-2])
+        return float(np.interp(tokens, SIZES, self._passes_s)) + beyond_s
 
     def step_s(self, step: StepLog) -> float:
         """Return the seconds of a step, hiccups as they are on average."""
         looking_s = LOOK_S + NODE_S * (step.fed - 1) if step.looked else 0.0
-        return self.pass_s(step.fed) * (1.0 + HICCUP) + OWN_S + GPU_OWN_S * self._is_gpu + looking_s
+        own_s = GPU_OWN_S * self._is_gpu + step.rows * (OWN_S + looking_s)
+        return self.pass_s(step.fed, step.rows) * (1.0 + HICCUP) + own_s
 
     def observed(self, step: StepLog) -> tuple[float, float, bool]:
         """Return what a controller sees: seconds of the step and of its pass, and whether this was prepared."""
         hiccup = 0.5 + self._luck.random() if self._luck.random() < 0.02 else abs(self._luck.gauss(0.0, 0.06))
-        usual_s, shape = self.pass_s(step.fed), step_bucket(step.fed) if self._is_gpu else step.fed
+        usual_s, shape = self.pass_s(step.fed, step.rows), step_bucket(step.fed) if self._is_gpu else step.fed
         prepared = shape not in self._shapes
         self._shapes.add(shape)
         forward_s = usual_s * (1.0 + hiccup) + CAPTURE_S * (prepared and self._is_gpu)
         return forward_s + self.step_s(step) - usual_s * (1.0 + HICCUP), forward_s, prepared
 
-    def cost(self) -> StepCost:
-        """Return the step cost as it would have been measured."""
-        cost = StepCost.of({size: [self.pass_s(size)] * 9 for size in KNOTS if size <= SIZES[-1]})
+    def cost(self, rows: int) -> StepCost:
+        """Return the step cost of so many rows as it would have been measured."""
+        cost = StepCost.of({size: [self.pass_s(size, rows)] * 9 for size in KNOTS if size <= SIZES[-1]})
         cost.pad_to(STEP_SIZES if self._is_gpu else ())
         return cost
 
@@ -107,28 +113,35 @@ class Recorder:
 
     def __init__(self) -> None:
         self.clock, self.steps = Clock("small"), list[StepLog]()
-        observe = Controller.observe
+        observe, observe_step = Controller.observe, DecodeLoop._observe
 
         def by_clock(controller: Controller, fed: int, *told: float, rows: int = 1, prepared: bool = False) -> None:
-            self.steps.append(StepLog(fed, round(told[0]), controller._looked))
+            self.steps[-1] = self.steps[-1]._replace(looked=controller._looked)
             seconds, forward_s, prepared = self.clock.observed(self.steps[-1])
             observe(controller, fed, told[0], seconds, forward_s, rows=rows, prepared=prepared)
 
+        def logged(loop: DecodeLoop[Any], steps: Sequence[lade.stats.Step], fed: int, took: Duration) -> None:
+            self.steps.append(StepLog(fed, sum(len(step.tokens) for step in steps), True, len(steps)))
+            observe_step(loop, steps, fed, took)
+
         Controller.observe = by_clock  # type: ignore[method-assign,assignment]
+        DecodeLoop._observe = logged  # type: ignore[method-assign]
         job.__dict__.update(step_cost_for=self._curve, save_refreshed=lambda *_, **__: None)
 
     def _curve(self, model: PreTrainedModel, runner: object, *, batch: int = 1) -> StepCost:
         curves = cost_cache._in_use.setdefault(model, {})
-        if "made up" not in curves:
-            cost = self.clock.cost()
-            curves["made up"] = cost_cache.CurveInUse({}, cost, cost.table)
-        return curves["made up"].cost
+        if f"made up, {batch}" not in curves:
+            cost = self.clock.cost(batch)
+            curves[f"made up, {batch}"] = cost_cache.CurveInUse({}, cost, cost.table)
+        return curves[f"made up, {batch}"].cost
 
 
 class Texts:
     """A model and prompts of one file, which it answers."""
 
-    def __init__(self, model: Any, prompts: Sequence[torch.Tensor], temperature: float, recorder: Recorder) -> None:
+    def __init__(
+        self, model: Any, prompts: Sequence[dict[str, torch.Tensor]], temperature: float, recorder: Recorder
+    ) -> None:
         self._model, self._prompts, self._recorder = model, prompts, recorder
         self._sampling = {"do_sample": temperature > 0.0, **({"temperature": temperature} if temperature else {})}
 
@@ -142,25 +155,30 @@ class Texts:
                 self._recorder.clock = Clock(machine)
             self._recorder.steps = []
             torch.manual_seed(number)
-            steps = list(lade.stream(self._model, prompt, max_new_tokens=tokens, lookahead=config, **self._sampling))
-            fixed = [StepLog(step.fed, len(step.tokens), looked=True) for step in steps[1:]]  # after the prompt
-            answers.append(self._recorder.steps if budget is None else fixed)
+            least = {} if len(prompt["input_ids"]) == 1 else {"min_new_tokens": tokens}  # so all rows end together
+            lade.generate(self._model, **prompt, max_new_tokens=tokens, **least, lookahead=config, **self._sampling)
+            answers.append(self._recorder.steps)
         return answers
 
 
 def speeds(machine: str, answers: Answers) -> tuple[float, float]:
     """Return how many times as fast as plain decoding all answers are, and the slowest."""
     clock = Clock(machine)
-    plain = [sum(step.emitted for step in steps) * clock.step_s(StepLog(1, 1, looked=False)) for steps in answers]
+    plain = [
+        sum(step.emitted / step.rows * clock.step_s(StepLog(1, 1, False, step.rows)) for step in steps)
+        for steps in answers
+    ]
     took = [sum(map(clock.step_s, steps)) for steps in answers]
     return sum(plain) / sum(took), min(plain_s / s for plain_s, s in zip(plain, took, strict=True) if s)
 
 
-def compare(name: str, texts: Texts, tokens: int, machines: Sequence[str], cache: Path | None) -> list[list[float]]:
+def compare(
+    name: str, texts: Texts, tokens: int, machines: Sequence[str], kinds: Sequence[str], cache: Path | None
+) -> list[list[float]]:
     """Print the cells of one file and length; return of each the speed over the best fixed size and over plain."""
     fixed: dict[str, Any] = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     cells = []
-    for known in KNOWN:
+    for known in kinds:
         runs = {}
         for size in FIXED[1:]:
             key = f"{name} {tokens} {'kept' if known == 'kept' else 'cold'} {size}"
@@ -172,6 +190,7 @@ def compare(name: str, texts: Texts, tokens: int, machines: Sequence[str], cache
         for machine in machines:
             steps = texts.answers(machine, None, known, tokens)
             emitted, made = sum(step.emitted for each in steps for step in each), sum(map(len, steps))
+            rows = sum(step.rows for each in steps for step in each)
             if any(sum(step.emitted for each in run for step in each) != emitted for run in runs.values()):
                 raise SystemExit(f"{name}: texts of fixed sizes and of the default differ")
             by_size = {1: 1.0, **{size: speeds(machine, run)[0] for size, run in runs.items()}}
@@ -180,8 +199,8 @@ def compare(name: str, texts: Texts, tokens: int, machines: Sequence[str], cache
             fed = sum(step.fed for each in steps for step in each) / made
             missed = cells[-1][0] < BARS.get(tokens, BARS[128]) or speed < PLAIN_BAR
             print(
-                f"{name} {tokens} {known} {machine:10} {cells[-1][0]:.3f}{'*' if missed else ' '} of {best:3}  "
-                f"{speed:.3f} of plain, least {least:.3f}  S {emitted / made:.2f}  fed {fed:5.1f}   "
+                f"{name} {tokens} {known:5} {machine:10} {cells[-1][0]:.3f}{'*' if missed else ' '} of {best:3}  "
+                f"{speed:.3f} of plain, least {least:.3f}  S {emitted / rows:.2f}  fed {fed:5.1f}   "
                 + " ".join(f"{each:.3f}" for each in by_size.values()),
                 flush=True,
             )
@@ -211,6 +230,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, action="append", help="lines of JSON, see `read`")
     parser.add_argument("--raw", action="store_true", help="no chat template, as where there is none")
     parser.add_argument("--limit", type=int, default=6, help="prompts of each file")
+    parser.add_argument("--rows", type=int, default=1, help="prompts of one call, padded to the longest")
+    parser.add_argument("--known", choices=KNOWN, action="append", help="all if not given")
     parser.add_argument("--tokens", type=int, action="append", help="of an answer; 32 and 128 if not given")
     parser.add_argument("--machine", choices=PASSES_MS, action="append", help="all but small if not given")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -219,19 +240,25 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load(args.model)
 
-    def encoded(text: str) -> torch.Tensor:
-        if args.raw or not tokenizer.chat_template:
-            return torch.tensor([tokenizer(text).input_ids])
-        message = [{"role": "user", "content": text}]
-        return torch.tensor([tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)])
+    def encoded(texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        chat = not args.raw and bool(tokenizer.chat_template)
+        if chat:
+            turns = [[{"role": "user", "content": text}] for text in texts]
+            texts = [tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False) for each in turns]
+        options = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
+        ids = tokenizer(texts, return_tensors="pt", add_special_tokens=not chat, **options)
+        return {"input_ids": ids.input_ids, **({"attention_mask": ids.attention_mask} if options else {})}
 
     recorder, by_length = Recorder(), dict[int, list[list[float]]]()
     machines = args.machine or [machine for machine in PASSES_MS if machine != "small"]
     files = {path.stem: read(path) for path in args.prompts or ()} or {"functions": prompts()}
     for (name, lines), tokens in product(files.items(), args.tokens or (32, 128)):
-        texts = Texts(model, [encoded(line) for line in lines[: args.limit]], args.temperature, recorder)
+        batches = [lines[start : start + args.rows] for start in range(0, args.limit, args.rows)]
+        texts = Texts(model, list(map(encoded, batches)), args.temperature, recorder)
         title = f"{args.model.stem if args.model else 'embedded'} {name} {args.limit} {args.temperature}"
-        by_length.setdefault(tokens, []).extend(compare(title, texts, tokens, machines, args.cache))
+        title += f" {args.rows} rows" if args.rows > 1 else ""
+        cells = compare(title, texts, tokens, machines, args.known or KNOWN, args.cache)
+        by_length.setdefault(tokens, []).extend(cells)
     for tokens, cells in by_length.items():
         (best, plain), bar = zip(*cells, strict=True), BARS.get(tokens, BARS[128])
         missed = sum(ratio < bar or speed < PLAIN_BAR for ratio, speed in cells)
