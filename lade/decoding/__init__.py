@@ -21,7 +21,7 @@ Glossary:
     source         a producer of guesses: the window, the pool, the memory, or a `Source`
     candidates     all nodes that a row could feed in a step, best first (`Candidates`)
     score          estimated probability that a node is accepted, before the forward pass
-    budget         decides how many candidates are fed (`Budget`; `Controller` for all rows together)
+    budget         decides how many candidates are fed (`Controller`, for all rows together)
     draft          the tree that a row feeds (`Draft`), made by a `Drafter`
     verify         walk from the root along the tokens that the model itself chooses (`walk`)
     accept         a drafted token is accepted if the model chooses it during the walk

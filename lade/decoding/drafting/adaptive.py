@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lade.decoding.drafting.best_first import Ranking, TreeGrower, ranked
+from lade.decoding.drafting.controller import Budget
 from lade.decoding.drafting.drafter import (
     LEAD,
     LONGEST_LEAD,
@@ -29,7 +30,6 @@ from lade.decoding.drafting.drafter import (
 from lade.decoding.drafting.lookahead import Window
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpTree, MtpWeights
-from lade.decoding.drafting.tree_size import Budget
 from lade.decoding.kernels.layout import Ints
 from lade.decoding.kernels.tables import tails_of
 from lade.decoding.readout import Readout

@@ -37,7 +37,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, RECENT, PassCost
+from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, RECENT, FixedBudget, PassCost
 
 Floats = npt.NDArray[np.float64]
 
@@ -140,7 +140,7 @@ class ControllerState:
 
 
 class Controller:
-    """The `Budget` of every row of one batch, or of a lone one: passes are padded to the largest tree.
+    """Decides about the trees of all rows of one batch, or of a lone one: passes are padded to the largest tree.
 
     In each step the candidates of all rows are found first, then `decide` weighs their scores, then the drafts are
     made, and `observe` gets the pass as a whole.
@@ -211,7 +211,7 @@ class Controller:
         return max(1.0 / (table[1] + self._plain_own_s), float((tokens / seconds).max()))
 
     def skip_drafting(self) -> bool:
-        """See `Budget`: in baseline probes, and while the allowance is exhausted; all rows in the same steps."""
+        """See `FixedBudget`: in baseline probes, and while the allowance is exhausted; all rows in the same steps."""
         if self._skipping is None:
             self._skipping = self.exhausted or self._cost.wants_baseline
             self._looked = not self._skipping
@@ -225,7 +225,7 @@ class Controller:
         return self._accepted / self._expected
 
     def stages(self) -> list[tuple[int, float]]:
-        """See `Budget`: between two corners of the cost's hull all nodes cost the same."""
+        """See `FixedBudget`: between two corners of the cost's hull all nodes cost the same."""
         curve, ratio = self._state.curve, self._ratio
         base, slopes = _at_sizes(ratio * (1.0 - SCORES) * curve.gains) + TAUGHT * _TAUGHT, curve.slopes
         rate, size, stages = self._rate, 1, list[tuple[int, float]]()
@@ -272,7 +272,7 @@ class Controller:
         self._size = min(size, max(self._affordable, forced))
 
     def choose(self, scores: Sequence[float]) -> int:
-        """See `Budget`: as many as in all other rows, if there are as many."""
+        """See `FixedBudget`: as many as in all other rows, if there are as many."""
         return min(self._size, len(scores))
 
     def _mean(self, candidates: Sequence[Sequence[float]], weights: Floats, ratio: float | None) -> Floats:
@@ -291,13 +291,13 @@ class Controller:
         return int(np.argmax(expected - self._rate * seconds)) + 1
 
     def worth_verifying(self, scores: Sequence[float]) -> bool:
-        """See `Budget`."""
+        """See `FixedBudget`."""
         if self._cost.wants_baseline or sum(scores) <= self._rate * (self._cost.table[2] - self._cost.table[1]):
             return False
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
-        """See `Budget`: as far as other rows, which costs nothing, and as nodes pay by what they teach alone."""
+        """See `FixedBudget`: as far as other rows, which costs nothing, and as nodes pay by what they teach alone."""
         size = max(size, self._size)
         table, filled = self._cost.table, size
         for end in [*(corner for corner in self._cost.corners if size < corner < self.most), self.most]:
@@ -307,7 +307,7 @@ class Controller:
         return max(size, min(filled, self._affordable))
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
-        """See `Budget`."""
+        """See `FixedBudget`."""
         doublings = (len(scores) - 1).bit_length()
         if not doublings:
             return
@@ -358,3 +358,6 @@ class Controller:
 def _at_sizes(gains: Floats) -> Floats:
     """Return the sum of the gains of doublings up to each size from 1 on, `[LARGEST_SHARED]`; 0.0 at 1."""
     return np.interp(_LOG_SIZES, np.arange(len(gains) + 1), np.concatenate(([0.0], gains.cumsum())))
+
+
+Budget = FixedBudget | Controller

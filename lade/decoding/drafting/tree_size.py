@@ -1,4 +1,4 @@
-"""Interfaces for sizing a tree: `Budget` decides, `PassCost` tells what a pass takes."""
+"""Limits of tree sizes, a fixed size, and what a controller has to know of passes."""
 
 from __future__ import annotations
 
@@ -37,26 +37,28 @@ class PassCost(Protocol):
         """Learn from a pass; `prepared`: it did work that is done once, and its time is no evidence."""
 
 
-class Budget(Protocol):
-    """Decides how large trees are."""
+class FixedBudget:
+    """Decides how large trees are: the same number of tokens in each step, as long as there are guesses.
 
-    @property
-    def most(self) -> int:
-        """Tokens fed per step at most."""
-        ...
+    Args:
+        size: tokens fed, the root included.
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether drafting rests: this text has lost all that it may lose by drafts that were not accepted."""
-        ...
+    Attributes:
+        most: tokens fed per step at most.
+        exhausted: whether drafting rests, since this text has lost all that it may lose by drafts.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = self.most = size
+        self.exhausted = False
 
     def skip_drafting(self) -> bool:
         """Return whether to feed the root alone in the step that begins, without a search for candidates."""
-        ...
+        return False
 
     def stages(self) -> list[tuple[int, float]]:
         """Return growth stages: (target size, minimum node score)."""
-        ...
+        return [(self.size, 0.0)]
 
     def choose(self, scores: Sequence[float]) -> int:
         """Return how many of the candidates to feed.
@@ -64,15 +66,15 @@ class Budget(Protocol):
         Args:
             scores: how likely each is to be accepted, likeliest first, the root's 1.0 before them.
         """
-        ...
+        return len(scores)
 
     def worth_verifying(self, scores: Sequence[float]) -> bool:
         """Return whether some tokens of a guess with these scores would be fed, if there were no others."""
-        ...
+        return True
 
     def fill_size(self, size: int) -> int:
         """Return the size up to which to fill a tree of `size` with guesses without scores and the window."""
-        ...
+        return self.size
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
         """Learn what the candidates fed in this step have brought.
@@ -81,39 +83,3 @@ class Budget(Protocol):
             scores: as in `choose`, of those that were fed.
             accepted: indices into `scores` of those that were accepted, the root left out.
         """
-        ...
-
-
-class FixedBudget:
-    """The same number of tokens in each step, as long as there are guesses.
-
-    Args:
-        size: tokens fed, the root included.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = self.most = size
-        self.exhausted = False
-
-    def skip_drafting(self) -> bool:
-        """See `Budget`."""
-        return False
-
-    def stages(self) -> list[tuple[int, float]]:
-        """See `Budget`."""
-        return [(self.size, 0.0)]
-
-    def choose(self, scores: Sequence[float]) -> int:
-        """See `Budget`."""
-        return len(scores)
-
-    def worth_verifying(self, scores: Sequence[float]) -> bool:
-        """See `Budget`."""
-        return True
-
-    def fill_size(self, size: int) -> int:
-        """See `Budget`."""
-        return self.size
-
-    def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
-        """See `Budget`."""
