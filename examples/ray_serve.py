@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 
@@ -70,5 +71,6 @@ def app(args: dict[str, str]) -> Any:
 
 if __name__ == "__main__":
     given = dict(zip(("model", "replicas", "port"), sys.argv[1:], strict=False))
+    ray.init(num_cpus=os.cpu_count(), include_dashboard=False)
     serve.start(http_options=HTTPOptions(port=int(given.get("port", 8000))))
     serve.run(app(given), blocking=True)
