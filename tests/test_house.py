@@ -12,11 +12,11 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 261,
-    "lines": 51_424,  # raised by 74: types of what the core gets from backends
-    "files under 40 lines of code": 13,
+    "files": 259,
+    "lines": 51_072,
+    "files under 40 lines of code": 12,
     "lines of the largest file": 498,
-    "imports, per cent of code": 10.7,
+    "imports, per cent of code": 10.6,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 60,
@@ -26,9 +26,9 @@ MOST = {
     "files that import the lab": 0,
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 16,
-    "entries of Args that are fragments, per cent": 4.1,
+    "entries of Args that are fragments, per cent": 3.9,
 }
-LEAST = {"median lines of a file": 195}
+LEAST = {"median lines of a file": 197}
 
 
 @pytest.fixture(scope="module")

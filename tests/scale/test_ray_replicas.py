@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 MESSAGES = [{"role": "user", "content": "hello"}]
 SESSIONS = [f"session-{number}" for number in range(8)]
-READY_S = 180.0
+READY_S = 400.0
 
 
 @pytest.fixture
