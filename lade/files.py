@@ -24,14 +24,6 @@ MAX_AGE_S = 30 * 24 * 3600.0
 """Age at which a record of `Records` is found anew."""
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise `OSError` if the file cannot be written; the permissions of its folder alone do not always tell."""
-    target = Path(os.path.realpath(path))
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
-    os.close(handle)
-    Path(name).unlink()
-
-
 def write_whole(path: str | os.PathLike[str], content: bytes | str, *, durable: bool = False) -> None:
     """Replace a file atomically: readers find the old content or the new, never a part, even after a crash.
 
@@ -129,29 +121,6 @@ class Records:
 
 
 _LONGEST, _CONTEXT = 60, 20  # characters of a value in a message; of these, how many of a common prefix
-
-
-def whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete lines and their length in bytes. A torn last line, left by a killed process, is skipped.
-
-    Args:
-        raw: content of the file.
-        path: path of the file, for the error message.
-
-    Raises:
-        InputError: a complete line is not a JSON object.
-    """
-    whole = raw.rfind(b"\n") + 1
-    lines = []
-    for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            raise InputError(f"{str(path)!r} is damaged at line {number} ({problem}): give another --out") from problem
-        if not isinstance(found, dict):
-            raise InputError(f"{str(path)!r} is damaged at line {number} (no object): give another --out")
-        lines.append(found)
-    return lines, whole
 
 
 def differences(there: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

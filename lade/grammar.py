@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from lade.errors import InputError, MissingExtraError
-from lade.model import joint
+from lade.model.registry import Role
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessor
+    from transformers import LogitsProcessor, PreTrainedModel
+
+    from lade.decoding.drafting.drafter import Constraint
+    from lade.model.prepared import Prepared
 
 _LONGEST_REASON = 300
 _VALUES = frozenset(["const", "enum", "default", "examples"])
@@ -124,12 +127,26 @@ class Grammar:
             MissingExtraError: llguidance is not installed.
         """
         ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ()
-        processor: LogitsProcessor = joint.load("grammar").processor_of_tokenizer([self], tokenizer, ends)
-        return processor
+        return GRAMMARS.load().processor_of_tokenizer([self], tokenizer, ends)
 
 
 GrammarArgument: TypeAlias = Grammar | Sequence[Grammar]
 """One grammar for all prompts, or one per prompt of a batch."""
+
+
+class _Grammars(Protocol):
+    @property
+    def processor(self) -> type[LogitsProcessor]: ...
+    def processor_of_tokenizer(
+        self, grammars: Sequence[Grammar], tokenizer: Any, ends: Sequence[int]
+    ) -> LogitsProcessor: ...
+    def with_grammar(
+        self, model: PreTrainedModel, grammar: GrammarArgument, arguments: dict[str, Any]
+    ) -> dict[str, Any]: ...
+    def constraints_for(self, prepared: Prepared, prompts: Sequence[Sequence[int]]) -> Sequence[Constraint | None]: ...
+
+
+GRAMMARS: Role[_Grammars] = Role("grammars")
 
 
 def shortened(message: str) -> str:

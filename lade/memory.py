@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ from safetensors import numpy as container
 from lade.decoding.drafting.memory import DEFAULT_BYTES, KINDS, LEAST_BYTES, ContextMemory, Snapshot
 from lade.decoding.kernels.layout import BITS, CEILING, END, FLOOR, ORDERS, TEXT_ORDERS, TOKEN, WEIGHT_SETS, WIDTH, Ints
 from lade.errors import InputError
-from lade.files import check_writable, write_whole
+from lade.files import write_whole
 from lade.version import __version__
 
 FORMAT = "lade.memory"
@@ -97,7 +98,7 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot, fingerprint: str | N
 def check(path: str | os.PathLike[str]) -> None:
     """Raise `InputError` if `write` would fail, as far as that can be known beforehand."""
     with _writing(path) as target:
-        check_writable(target)
+        _check_writable(target)
 
 
 @contextmanager
@@ -348,3 +349,11 @@ class Memory(ContextMemory):
         memory = cls.of(snapshot, max_bytes)
         memory.fingerprint = fingerprint
         return memory
+
+
+def _check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise `OSError` if the file cannot be written; the permissions of its folder alone do not always tell."""
+    target = Path(os.path.realpath(path))
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
+    os.close(handle)
+    Path(name).unlink()

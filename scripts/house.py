@@ -20,6 +20,8 @@ Documented = ast.Module | ast.ClassDef | Function
 CORE = "lade.hf.generate"
 """Its imports, and theirs, are what an ordinary call loads."""
 BACKENDS = "lade.backends"
+ROLE = "Role"
+"""The class through which the core reaches a backend: `Role[P]`, with P a protocol."""
 LAB = "lade_lab"
 ROOT = "lade"
 """Has the lab as a lazy name, `lade.bench`."""
@@ -102,6 +104,18 @@ class House:
             left += new
         return seen
 
+    def untyped_results(self) -> list[str]:
+        """Return what the core gets from a backend without a type: members of the protocols of roles."""
+        found = []
+        for source in self.sources.values():
+            classes = {node.name: node for node in source.nodes(ast.ClassDef)}
+            for node in source.nodes(ast.AnnAssign):
+                role = node.annotation
+                if isinstance(role, ast.Subscript) and ast.unparse(role.value) == ROLE:
+                    protocol = classes.get(ast.unparse(role.slice))
+                    found += [ast.unparse(role)] if protocol is None else _untyped_members(protocol, classes)
+        return found
+
     def figures(self) -> dict[str, float]:
         """Return every figure by its name."""
         sources = list(self.sources.values())
@@ -128,6 +142,7 @@ class House:
             "imports of backends by the core": sum(
                 sum(target.startswith(BACKENDS) for target in self.imports(name)) for name in outside
             ),
+            "results of backends without a type": len(self.untyped_results()),
             "files that import the lab": sum(
                 bool(re.search(rf"\b{LAB}\b", each.text)) for name, each in self.sources.items() if name != ROOT
             ),
@@ -143,6 +158,19 @@ class House:
 
 def _span(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1
+
+
+def _untyped_members(protocol: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[str]:
+    """Return the members of a protocol, and of those it derives from, that may give anything."""
+    found = []
+    for base in map(ast.unparse, protocol.bases):
+        found += _untyped_members(classes[base], classes) if base in classes else []
+    for member in protocol.body:
+        given = getattr(member, "returns", None) or getattr(member, "annotation", None)
+        parts = [] if given is None else ast.unparse(given).split(" | ")
+        if isinstance(member, Function | ast.AnnAssign) and (not parts or {"Any", "object"} & set(parts)):
+            found.append(f"{protocol.name}.{getattr(member, 'name', '')}")
+    return found
 
 
 def _argument_entries(docstring: str) -> list[str]:

@@ -27,7 +27,6 @@ LAYERS = [
     "embedded server",
     "bench",
     "cli",
-    "replicas",
     "__init__ __main__",
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from made_results import METHODS, made_results
 
-from lade_lab.breakdown import acceptance, answers, points_of
+from lade_lab.breakdown import acceptance, points_of
 from lade_lab.report.prose import closing, findings, verdict
 from lade_lab.results import Method, Mismatch, Sample, StepCurve, Workload
 from lade_lab.summary import Curve, Spread, curve_of, curves_of, summarise
@@ -250,16 +250,6 @@ def test_acceptance_adds_up_to_tokens_per_step():
         assert sum(sum(place.values()) for place in acceptance(found, method.name)) == pytest.approx(
             row.tokens_per_step
         )
-
-
-def test_answers_have_a_cell_for_each_method_that_wrote_them():
-    fault = Mismatch("code", "a", 0, "fast", 0, 0, "hf", 3, 5, 6, 1.0, 1.0, 9.0, near_tie=False)
-    first, second = answers(small(samples=small().samples[:4], mismatches=[fault]))
-    assert (first.prompt, second.prompt) == ("a", "b")
-    assert first.cells["fast"].speedup == pytest.approx(17 / 7)
-    assert first.cells["fast"].differs
-    assert not first.cells["plain"].differs
-    assert set(second.cells) == {"hf"}
 
 
 def test_the_verdict_says_what_to_use_and_whether_texts_are_equal():

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lade.model.facts import ModelFacts
-from lade.model.runner import Backend, input_device
+from lade.model.facts import ADAPTERS, ModelFacts
+from lade.model.runner import input_device
 
 ACTIVATED = (
     "its adapter is an activated LoRA (alora_invocation_tokens), which counts the tokens of each pass: "
@@ -143,8 +143,8 @@ def _difference_beside_others(layer: Any, features: int, model: PreTrainedModel)
     return float((among - alone).norm() / alone.norm())
 
 
-class AdaptersBackend(Backend):
-    """PEFT's adapters, see `lade.model.joint`."""
+class AdaptersBackend:
+    """PEFT's adapters, see `lade.model.registry`."""
 
     adapter_refusal = staticmethod(adapter_refusal)
     call_values = staticmethod(call_values)
@@ -152,3 +152,4 @@ class AdaptersBackend(Backend):
 
 
 BACKEND = AdaptersBackend()
+ADAPTERS.fill(BACKEND)

@@ -15,9 +15,8 @@ from lade.errors import UnsupportedArgumentError
 from lade.model.config import Positions
 from lade.model.facts import CACHE, as_cache
 from lade.model.kv_cache import PositionOffsets, TreeCache
-from lade.model.prefill import PreparedPrompts
+from lade.model.prefill import MEDIA, PreparedPrompts
 from lade.model.prepared import TOKEN_TYPE_ARGUMENTS, Prepared, PromptTexts, is_unset
-from lade.model.runner import Backend
 
 _WHAT = "a prompt with more than text in it"
 REMEDY = 'use plain model.generate, or lookahead="auto", which falls back to it'
@@ -91,10 +90,11 @@ def _refuse(what: str, why: str) -> None:
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 
-class MediaBackend(Backend):
-    """Prompts with images, videos or audio, see `lade.model.joint`."""
+class MediaBackend:
+    """Prompts with images, videos or audio, see `lade.model.registry`."""
 
     prompts = staticmethod(media_prompts)
 
 
 BACKEND = MediaBackend()
+MEDIA.fill(BACKEND)

@@ -26,7 +26,7 @@ from lade.errors import UnsupportedModelError
 from lade.model.config import field
 from lade.model.facts import ModelFacts
 from lade.model.masks import INDEXED, Inputs, StepInputs
-from lade.model.runner import Backend
+from lade.model.runner import SLOTS
 from lade.model.thread_patches import Override, hooked, overridden
 
 
@@ -183,8 +183,8 @@ class _TopKOverride(TorchFunctionMode):
         return torch.return_types.topk(self._picks.best(*args[:2]))
 
 
-class SlotsBackend(Backend):
-    """Layers that compute with cache slots, see `lade.model.joint`."""
+class SlotsBackend:
+    """Layers that compute with cache slots, see `lade.model.registry`."""
 
     padding_matters_from = staticmethod(padding_matters_from)
 
@@ -194,3 +194,4 @@ class SlotsBackend(Backend):
 
 
 BACKEND = SlotsBackend()
+SLOTS.fill(BACKEND)

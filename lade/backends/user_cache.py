@@ -25,8 +25,7 @@ from transformers.cache_utils import (
 from lade.model.cache_layers import TreeLayer
 from lade.model.facts import CACHE, ModelFacts
 from lade.model.kv_cache import TreeCache
-from lade.model.prepared import Prepared
-from lade.model.runner import Backend
+from lade.model.prepared import USER_CACHES, Prepared
 
 _INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # missing in older versions
 _OF_TEXT = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
@@ -237,8 +236,8 @@ class UnreadCache(DynamicCache):
         return self.__reduce_ex__(protocol)
 
 
-class UserCacheBackend(Backend):
-    """A user's own KV cache, see `lade.model.joint`."""
+class UserCacheBackend:
+    """A user's own KV cache, see `lade.model.registry`."""
 
     can_borrow = staticmethod(can_borrow)
     lacks_indexer = staticmethod(lacks_indexer)
@@ -250,3 +249,4 @@ class UserCacheBackend(Backend):
 
 
 BACKEND = UserCacheBackend()
+USER_CACHES.fill(BACKEND)

@@ -36,7 +36,7 @@ from lade.model.runner import runner_for
 from lade.model.supports import supports, unwrap
 from lade.native import COMPILER_REMEDY, WITHOUT, library, library_path, processor_name
 from lade.tuning import cost_cache, cost_file, measure
-from lade.tuning.cost_key import key_of
+from lade.tuning.cost_file import key_of
 from lade.version import TESTED_TRANSFORMERS, __version__, minor_version
 
 FREE = 1.2

@@ -24,9 +24,8 @@ from transformers.generation.utils import GenerateOutput
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.refusals import refuse
-from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.facts import adapters_backend, needs_synced_passes
+from lade.model.facts import PACKED, adapters, needs_synced_passes
 from lade.model.prepared import REMEDY, Prepared, argument_of, check_shape, holds_media, prompts_in
 from lade.model.supports import PLAIN_REMEDY, supports, unwrap
 from lade.stats import Stats
@@ -66,11 +65,10 @@ def check_generate(model: Any) -> None:
     """Raise `UnsupportedModelError` for a model whose checkpoint brings its own decoding method.
 
     Transformers replaces `generate` by that method when it loads the model; it need not accept `custom_generate=`.
+
+    Args:
+        model: the model inside any wrapper.
     """
-    _check_own_generate(unwrap(model))
-
-
-def _check_own_generate(model: Any) -> None:
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
     if isinstance(own, functools.partial) and own.keywords.get("model") is model and not _is_our_recipe(own.func):
@@ -113,7 +111,7 @@ def arguments_for_callable(model: Any, inner: PreTrainedModel, arguments: dict[s
         supports(model).require()  # an overridden `generate` may do anything with our callable, or be missing
     if needs_synced_passes(inner):  # a callable does not learn of it, and would have to synchronize by itself
         supports(model).require()
-    _check_own_generate(inner)
+    check_generate(inner)
     for name, what in UNFORWARDED.items():
         value = arguments.get(name)
         if value is not None and value is not False:
@@ -289,9 +287,9 @@ def _with_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> dic
 
 def refuse_autocast(model: Any) -> None:
     """Raise `UnsupportedModelError` if autocast wants another dtype than a packed model's, as its passes would."""
-    cpu = joint.loaded("cpu") if torch.is_autocast_enabled("cpu") else None
-    if cpu is not None:
-        cpu.refuse_autocast(model)
+    packed = PACKED.loaded() if torch.is_autocast_enabled("cpu") else None
+    if packed is not None:
+        packed.refuse_autocast(model)
 
 
 Prediction: TypeAlias = (
@@ -395,14 +393,14 @@ def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
 
 def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:
     """Raise `UnsupportedArgumentError` if PEFT's per-call hooks are installed on the model."""
-    adapters = adapters_backend()
-    if adapters is not None:
-        refuse_adapter_arguments(dict.fromkeys(adapters.call_values(model), True), where)
+    peft = adapters()
+    if peft is not None:
+        refuse_adapter_arguments(dict.fromkeys(peft.call_values(model), True), where)
 
 
 def clean_up(model: Any) -> None:
     """Remove PEFT's per-call hooks from a model whose generation has failed."""
     model = unwrap(model)
-    adapters = adapters_backend() if isinstance(model, nn.Module) else None
-    if adapters is not None:
-        adapters.remove_call_hooks(model)
+    peft = adapters() if isinstance(model, nn.Module) else None
+    if peft is not None:
+        peft.remove_call_hooks(model)

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from lade.errors import UnsupportedArgumentError
-from lade.model import joint
+from lade.grammar import GRAMMARS
 from lade.model.config import Positions
 from lade.model.prepared import PromptTexts
 
@@ -87,8 +87,8 @@ def needs_lock_step(
 
 
 def _is_grammar(processor: Any) -> bool:
-    grammar = joint.loaded("grammar")
-    return grammar is not None and type(processor) is grammar.processor
+    grammars = GRAMMARS.loaded()
+    return grammars is not None and type(processor) is grammars.processor
 
 
 def _is_row_wise_processor(processor: Any) -> bool:

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from lade.backends.processes import channel, team
+from lade.backends.processes.follower import DismissedError, PlainDecode
+from lade.backends.processes.leader import Leader
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.plain import generate_plainly
-from lade.model import joint
-from lade.model.facts import CACHE, processes_of, tensor_parallel_size
+from lade.model.facts import CACHE, tensor_parallel_size
 from lade.model.prepared import argument_of
 from lade.model.supports import unwrap
 from lade.stats import Step
@@ -30,25 +32,22 @@ _PER_PROCESS = {
 }
 
 
-def leader_of(model: Any) -> Any | None:
+def leader_of(model: Any) -> Leader | None:
     """Return the leader of the other processes for the present call of this one; None if this process decodes alone.
 
     Args:
         model: the model inside any wrapper.
     """
-    processes = processes_of(model)
-    return None if processes is None else processes.leader_of(model)
+    return team.leader_of(model) if isinstance(model, PreTrainedModel) else None
 
 
-def led_by_this_process(model: Any) -> Any | None:
+def led_by_this_process(model: Any) -> team.LedCall | None:
     """Begin a call led by this process for all that decode a model, and return it; None if it decodes alone."""
-    processes = processes_of(model)
-    return None if processes is None else processes.led_by_this_process(model)
+    return team.led_by_this_process(model) if isinstance(model, PreTrainedModel) else None
 
 
 def _has_parts(model: Any) -> bool:
-    processes = processes_of(model)
-    return processes is not None and processes.has_parts(model)
+    return isinstance(model, PreTrainedModel) and team.has_parts(model)
 
 
 def follow(model: Any) -> Any:
@@ -71,47 +70,42 @@ def follow(model: Any) -> Any:
         Exception: any error of the call in the first process.
     """
     inner = unwrap(model)
-    processes = processes_of(inner)
-    team = None if processes is None else processes.team_of(inner)
-    if processes is None or team is None or team.leads:
-        reason = "decoded by this process alone" if team is None else "led by this process, the first one"
+    own = team.team_of(inner) if isinstance(inner, PreTrainedModel) else None
+    if own is None or own.leads:
+        reason = "decoded by this process alone" if own is None else "led by this process, the first one"
         raise UnsupportedModelError(f"{type(inner).__name__}: it is {reason}", "call lade.follow in the others")
-    return processes.follow_call(team, inner, _plainly(model))
+    return team.follow_call(own, inner, _plainly(model))
 
 
 def follow_until_dismissed(model: Any) -> None:
     """Take part in all calls of the first process until it dismisses this one; errors of the calls are ignored here."""
-    processes = joint.load("processes")
     while True:
         try:
             follow(model)
-        except processes.DismissedError:
+        except DismissedError:
             return
         except ClusterError:
             raise
         except BaseException:
-            if not processes.is_connected():
+            if not channel.is_connected():
                 raise
 
 
 def is_shared(model: Any) -> bool:
     """Return whether calls are made together with other processes."""
     inner = unwrap(model)
-    processes = processes_of(inner)
-    return processes is not None and processes.team_of(inner) is not None
+    return isinstance(inner, PreTrainedModel) and team.team_of(inner) is not None
 
 
 def call_together(model: Any, call: Callable[[], T]) -> T:
     """Make a call together with the other processes of a model."""
     inner = unwrap(model)
-    output: T = joint.load("processes").together(inner, lambda: _without_cache(call(), inner), _plainly(model))
-    return output
+    return team.together(inner, lambda: _without_cache(call(), inner), _plainly(model))
 
 
 def stream_together(model: Any, begin: Callable[[], Iterator[Step]]) -> Iterator[Step]:
     """Stream steps together with the other processes of a model."""
-    steps: Iterator[Step] = joint.load("processes").steps_together(unwrap(model), begin, _plainly(model))
-    return steps
+    return team.steps_together(unwrap(model), begin, _plainly(model))
 
 
 @contextmanager
@@ -130,12 +124,11 @@ def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     if argument_of(inner, arguments, "max_time") is not None:
         raise UnsupportedArgumentError(f"max_time cannot be used with plain decoding of {_SPLIT}", remedy)
     try:
-        processes = joint.load("processes")
-        sent = processes.packed(dict(arguments))
+        sent = channel.packed(dict(arguments))
     except Exception as problem:
         reason = f"arguments that cannot be pickled ({problem}) cannot be used with plain decoding of {_SPLIT}"
         raise UnsupportedArgumentError(reason, remedy) from problem
-    with leader.announced("plain", sent, processes.generator_states(inner.device)):
+    with leader.announced("plain", sent, channel.generator_states(inner.device)):
         yield
 
 
@@ -164,7 +157,7 @@ def refuse_shared_steps(model: Any) -> None:
         )
 
 
-def _plainly(model: Any) -> Callable[[dict[str, Any]], Any]:
+def _plainly(model: Any) -> PlainDecode:
     return lambda arguments: generate_plainly(model, None, None, arguments)
 
 

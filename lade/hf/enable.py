@@ -28,7 +28,6 @@ from lade.hf.arguments import (
     refuse_without_generate,
 )
 from lade.hf.generate import generate
-from lade.model import joint
 from lade.model.facts import is_invariant
 from lade.model.supports import supports, unwrap
 from lade.stats import Stats
@@ -76,7 +75,7 @@ def enable(model: ModelT, lookahead: Lookahead = "auto", *, stats: Stats | None 
         _make_exact(model)
     if config is not None and not may_fall_back:
         supports(model).require()
-        check_generate(model)
+        check_generate(unwrap(model))
     owner = _owner(model)
     present = _attributes(owner).get("generate")
     if present is not None and not _is_accelerated(present):
@@ -93,7 +92,9 @@ def disable(model: ModelT) -> ModelT:
     """
     inner = unwrap(model)
     if _MADE_EXACT in _attributes(inner):
-        joint.load("cpu").variant(inner)
+        from lade.backends.cpu.invariant.make_invariant import variant
+
+        variant(inner)
         delattr(inner, _MADE_EXACT)
     for owner in _owners(model):
         if _is_accelerated(_attributes(owner).get("generate")):
@@ -106,12 +107,14 @@ def disable(model: ModelT) -> ModelT:
 
 def _make_exact(model: Any) -> None:
     """Make a model invariant that rounds visibly and is not invariant yet; tell what its text is now."""
+    from lade.backends.cpu.invariant.make_invariant import invariant
+    from lade.backends.cpu.packing.pack import rounds_visibly
+
     inner = unwrap(model)
-    cpu = joint.load("cpu")
-    if not cpu.rounds_visibly(inner):
+    if not rounds_visibly(inner):
         return
     was_invariant = is_invariant(inner)
-    cpu.invariant(inner)  # tried again if it was, since the number of threads may have changed
+    invariant(inner)  # tried again if it was, since the number of threads may have changed
     if was_invariant:
         return
     setattr(inner, _MADE_EXACT, True)

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateOutput
 
 from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.errors import UnsupportedError
-from lade.grammar import GrammarArgument
+from lade.grammar import GRAMMARS, GrammarArgument
 from lade.hf.arguments import (
     Generated,
     NeedsGenerateError,
@@ -36,10 +36,9 @@ from lade.hf.arguments import (
 from lade.hf.batch_rules import needs_lock_step
 from lade.hf.refusals import fall_back, refuse_slow_beams
 from lade.hf.session import Session
-from lade.model import joint
-from lade.model.facts import processes_of, with_present_cache_name
+from lade.model.facts import with_present_cache_name
 from lade.model.prepared import Prepared, custom_generate_for
-from lade.model.supports import unwrap
+from lade.model.supports import may_be_shared, unwrap
 from lade.stats import Stats, Step
 
 
@@ -65,7 +64,7 @@ class _Model(NamedTuple):
     def of(cls, model: Any) -> _Model:
         """Return the model of a call."""
         inner = unwrap(model)
-        return cls(model, inner, None if processes_of(inner) is None else _rarely_used("distributed"))
+        return cls(model, inner, _rarely_used("distributed") if may_be_shared(inner) else None)
 
 
 class DecodeSession(Protocol):
@@ -330,7 +329,7 @@ def _generate(
     check_call(model, arguments, stats)
     try:
         if grammar is not None:
-            arguments = joint.load("grammar").with_grammar(inner, grammar, arguments)
+            arguments = GRAMMARS.load().with_grammar(inner, grammar, arguments)
         if streamer is not None:  # plain beam search would raise too, but after warnings and with another message
             refuse_streamed_beams(num_beams(inner, arguments), streamer)
         prepared: dict[str, Any] | None = None
@@ -410,7 +409,7 @@ def _stream(
     try:
         refuse_autocast(inner)
         if grammar is not None:
-            arguments = joint.load("grammar").with_grammar(inner, grammar, arguments)
+            arguments = GRAMMARS.load().with_grammar(inner, grammar, arguments)
         refuse_streamed_beams(num_beams(inner, arguments))
         refuse_streamed_rows(inner, arguments)
         if config is not None:

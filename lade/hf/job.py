@@ -34,18 +34,17 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.tree_size import max_tree_size
 from lade.decoding.loop import Reader
-from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpHabits, MtpPasses
+from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpPasses
 from lade.errors import ConfigError, UnsupportedArgumentError
+from lade.grammar import GRAMMARS
 from lade.hf.arguments import predictions_by_row
 from lade.hf.processors import Record
-from lade.model import joint
 from lade.model.facts import ModelFacts, as_cache
 from lade.model.inputs import batch_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.prepared import Prepared, placeholder_ids, special_ids
-from lade.model.randomness import DrawsApart
-from lade.model.runner import EagerRunner, runner_for
+from lade.model.prepared import USER_CACHES, Prepared, placeholder_ids, special_ids
+from lade.model.runner import ENCODED_RUNNERS, MTP_LAYERS, EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
 from lade.tuning.cost_cache import save_refreshed, step_cost_for
@@ -56,8 +55,8 @@ def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
     """Return a label for the kind of text that a call generates, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
-    grammar = joint.loaded("grammar") if prepared.logits_processor else None
-    if grammar is not None and any(isinstance(each, grammar.processor) for each in prepared.logits_processor):
+    grammars = GRAMMARS.loaded() if prepared.logits_processor else None
+    if grammars is not None and any(isinstance(each, grammars.processor) for each in prepared.logits_processor):
         kind += ", by a grammar"
     if prepared.predictions:
         kind += ", predicted"
@@ -90,7 +89,7 @@ def output_of(prepared: Prepared, written: list[list[int]], record: Record, cach
     if prepared.facts.has_encoder:
         pair = cache.dynamic_pair() if isinstance(cache, TreeCache) else None
         return GenerateEncoderDecoderOutput(**fields, **as_cache(pair))
-    return GenerateDecoderOnlyOutput(**fields, **as_cache(joint.load("user_cache").output_cache(prepared, ids, cache)))
+    return GenerateDecoderOnlyOutput(**fields, **as_cache(USER_CACHES.load().output_cache(prepared, ids, cache)))
 
 
 def record_for(generation_config: GenerationConfig, top: int | None = None) -> Record:
@@ -151,8 +150,8 @@ class DraftSpec:
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
         predictions = predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
-        grammar = joint.loaded("grammar") if prepared.logits_processor else None
-        constraints = [None] * rows if grammar is None else grammar.constraints_for(prepared, prompts)
+        grammars = GRAMMARS.loaded() if prepared.logits_processor else None
+        constraints = [None] * rows if grammars is None else grammars.constraints_for(prepared, prompts)
         kind = text_kind(prepared, config)
         texts = [prepared.source_text(row) for row in range(rows)]
         return [
@@ -302,7 +301,7 @@ class DecodeJob:
 
     def _own_sources(self, spec: DraftSpec) -> list[Any]:
         """Return a source per drafter of `LookaheadConfig.sources`, with random numbers of their own."""
-        apart = None if self._engine else DrawsApart()
+        apart = None if self._engine else _user_module().DrawsApart()
         return [*_user_module().sources_of(spec.config, spec.vocabulary, spec.excluded, self._most, apart=apart)]
 
     def resize(self, rows: int) -> None:
@@ -335,8 +334,7 @@ def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) ->
     """
     note_untested_version(transformers.__version__)
     if prepared.facts.has_encoder:
-        behind_encoder: EagerRunner = joint.load("encoder_decoder").runner_on_encoded(prepared, plan)
-        return behind_encoder
+        return ENCODED_RUNNERS.load().runner_on_encoded(prepared, plan)
     return runner_for(
         prepared.facts,
         plan,
@@ -392,15 +390,12 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
     if not wanting:
         return None
-    loaded: Any = _runner_refusal(runner) or mtp_search_refusal(runner.facts)
-    if not loaded:
-        loaded = joint.load("mtp").layer_of(runner.model)
-    if isinstance(loaded, str):
-        _refuse_mtp(wanting, loaded)
+    found = _runner_refusal(runner) or mtp_search_refusal(runner.facts) or MTP_LAYERS.load().layer_for(runner, kind)
+    if isinstance(found, str):
+        _refuse_mtp(wanting, found)
         return None
-    layer = joint.load("mtp").runner_of(runner, loaded)
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
-    return MtpPasses(layer, loaded.habits.setdefault(kind, MtpHabits()), runner.clock, fixed)
+    return MtpPasses(*found, runner.clock, fixed)
 
 
 def _chooses_mtp(config: LookaheadConfig) -> bool:

@@ -31,11 +31,10 @@ from lade.hf.batch_rules import check_lengths
 from lade.hf.job import DecodeJob, DraftSpec, Output, runner_of
 from lade.hf.plain import decoding_method
 from lade.hf.refusals import check, refuse, warn_of_precision
-from lade.model import joint
 from lade.model.config import Positions
 from lade.model.facts import CACHE, as_cache
 from lade.model.kv_cache import TreeCache
-from lade.model.prepared import Prepared, PromptTexts, ids_of, placeholder_ids, special_ids
+from lade.model.prepared import USER_CACHES, Prepared, PromptTexts, ids_of, placeholder_ids, special_ids
 from lade.stats import Stats
 
 
@@ -117,8 +116,9 @@ class LockStepSession:
         rows = [self._row(number, text, drafters[number]) for number, text in enumerate(texts.ids)]
         self._answers: LockStepLogits[Any]
         if prepared.facts.recurrent:
-            refeeding, cache = joint.load("recurrent").refeeding(self._runner)
-            self._answers = LockStepLogits(rows, refeeding, cache, stats, self._job.budget)
+            from lade.backends.recurrent.backend import RefedCache, RefeedingRunner
+
+            self._answers = LockStepLogits(rows, RefeedingRunner(self._runner), RefedCache(), stats, self._job.budget)
         else:
             self._answers = LockStepLogits(rows, self._runner, self._runner.tree_cache(), stats, self._job.budget)
 
@@ -152,7 +152,7 @@ class LockStepSession:
             answers.report()
             self._job.save()
         if isinstance(output, GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput):
-            return replace(output, **as_cache(joint.load("user_cache").output_cache(prepared, output.sequences, None)))
+            return replace(output, **as_cache(USER_CACHES.load().output_cache(prepared, output.sequences, None)))
         return output
 
 
@@ -233,7 +233,7 @@ class BeamSession:
             raise
         if isinstance(output, GenerateBeamDecoderOnlyOutput):
             # Our cache has no slots for padding, which plain decoding would expect.
-            made = joint.load("user_cache").output_cache(self._prepared, output.sequences, self._cache)
+            made = USER_CACHES.load().output_cache(self._prepared, output.sequences, self._cache)
             return replace(output, **as_cache(None if self._padded else made))
         if isinstance(output, GenerateBeamEncoderDecoderOutput):
             return replace(output, **as_cache(self._cache.dynamic_pair()))

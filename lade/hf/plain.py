@@ -21,9 +21,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import LadeError
 from lade.hf.arguments import Generated, NeedsGenerateError, clean_up, original_generate, refuse_autocast
-from lade.model import joint
 from lade.model.facts import CACHE_NAMES, needs_synced_passes
-from lade.model.prepared import Prepared, argument_of, ids_of
+from lade.model.prepared import USER_CACHES, Prepared, argument_of, ids_of
 from lade.model.supports import unwrap
 from lade.model.thread_patches import hooked
 from lade.stats import Stats, Step
@@ -177,7 +176,7 @@ def _cache_in(arguments: Mapping[str, Any]) -> Any:
 def _prepare(cache: Any, model: PreTrainedModel) -> None:
     """Prepare a user's cache, or None, for plain decoding."""
     if cache is not None:
-        joint.load("user_cache").prepare_for_plain(cache, model)
+        USER_CACHES.load().prepare_for_plain(cache, model)
 
 
 def _generated_lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:

@@ -24,15 +24,15 @@ from lade.errors import (
     UnsupportedModelError,
 )
 from lade.locks import ForkSafeLock
-from lade.model import joint
 from lade.model.config import LEARNED_POSITIONS, dtype_name
 from lade.model.facts import CACHE, CACHE_NAMES, ModelFacts, is_invariant, tensor_parallel_size
 from lade.model.inputs import FULL
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.prefill import PreparedPrompts
+from lade.model.prefill import MEDIA, PreparedPrompts
 from lade.model.prepared import (
     REMEDY,
+    USER_CACHES,
     Prepared,
     PromptTexts,
     check_shape,
@@ -41,8 +41,8 @@ from lade.model.prepared import (
     marks_only_text,
     placeholder_ids,
 )
-from lade.model.runner import EagerRunner, input_device
-from lade.model.supports import is_listed, support_by, unwrap
+from lade.model.runner import SLOTS, EagerRunner, input_device
+from lade.model.supports import INVARIANT_MODELS, TRIALS, is_listed, support_by, unwrap
 from lade.stats import Stats
 
 ENCODER_KWARGS = frozenset({"encoder_outputs", "attention_mask", "inputs_embeds"})
@@ -100,7 +100,7 @@ def check(
     images = images or not _check_positions(prepared, texts)
     _check_user_cache(prepared, texts)
     whole = images or texts.has_gaps or embeddings is not None
-    return plan, texts, joint.load("media").prompts(prepared, texts) if whole else None
+    return plan, texts, MEDIA.load().prompts(prepared, texts) if whole else None
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, images: bool) -> None:
@@ -146,7 +146,7 @@ def _refuse_caches(prepared: Prepared, plan: MaskPlan) -> None:
         refuse(f"cache_implementation={kind!r}", FOREIGN_CACHES[kind])
     if cache is None:
         return
-    user_cache = joint.load("user_cache")
+    user_caches = USER_CACHES.load()
     if not plan.attends:
         what = f"{prepared.cache_name} on a model whose layers are all recurrent"
         refuse(what, "the length of its states is unknown, so plain decoding feeds the whole prompt again")
@@ -155,10 +155,10 @@ def _refuse_caches(prepared: Prepared, plan: MaskPlan) -> None:
         refuse(what, "its states cannot advance along a path of a tree; give a lade.TreeCache")
     if prepared.facts.has_encoder:
         refuse(CACHE, "a token tree in a decoder needs its own cache besides the encoder's")
-    if user_cache.lacks_indexer(cache, prepared.facts):
+    if user_caches.lacks_indexer(cache, prepared.facts):
         what = f"{CACHE} of type {type(cache).__name__} on a model with indexers"
         refuse(what, "it holds no indexer keys; give DynamicCache(config=model.config) or a lade.TreeCache")
-    if not user_cache.can_borrow(cache):
+    if not user_caches.can_borrow(cache):
         refuse(
             f"{CACHE} of type {type(cache).__name__}",
             "it cannot be copied from; give a DynamicCache, a StaticCache or a lade.TreeCache on the model's device",
@@ -226,7 +226,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
         return
     model, limit = facts.model, facts.positions.longrope_switch  # models that drop their cache there count slots
     if facts.uses_slots:
-        limit = joint.load("slots").padding_matters_from(facts) or limit
+        limit = SLOTS.load().padding_matters_from(facts) or limit
     if limit is not None and generation_config.max_length >= limit:
         refuse("left padding", f"from {limit} tokens on this model counts the padding; give the prompt without it")
     if generation_config.prefill_chunk_size is not None and facts.recurrent:
@@ -235,7 +235,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     unknown = not is_listed(model) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "checking whether this model counts it would take passes of all its processes")
-    if unknown and joint.load("trials").depends_on_padding(model):
+    if unknown and TRIALS.load().depends_on_padding(model):
         refuse("left padding", "plain decoding counts it as text on this model; give the prompt without it")
 
 
@@ -254,7 +254,7 @@ def _check_user_cache(prepared: Prepared, texts: PromptTexts) -> None:
     if prepared.embeddings is not None and cache.get_seq_length():
         refuse(f"inputs_embeds with {CACHE}", "it is unknown which of them are cached; leave one of them out")
     max_length = prepared.generation_config.max_length + texts.width - texts.shown
-    if reason := joint.load("user_cache").unfit_reason(cache, texts.width, max_length):
+    if reason := USER_CACHES.load().unfit_reason(cache, texts.width, max_length):
         refuse(CACHE, reason)
 
 
@@ -383,7 +383,8 @@ def _remedy(model: Any, *, cast: bool) -> str:
     inner = unwrap(model)
     if cast and (inner.dtype not in HALF or is_invariant(inner)):
         return "leaving out torch.autocast"
-    return "`lade.invariant(model)`" if joint.load("cpu").can_be_invariant(model) else "loading the model in float32"
+    can_be = INVARIANT_MODELS.load().can_be_invariant(model)
+    return "`lade.invariant(model)`" if can_be else "loading the model in float32"
 
 
 def _user_stacklevel() -> int:

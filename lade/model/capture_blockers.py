@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils import dlpack
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lade.model import joint, thread_patches
-from lade.model.facts import SURVEYED, ModelFacts
+from lade.model import thread_patches
+from lade.model.facts import PACKED, SURVEYED, ModelFacts
 from lade.model.masks import MaskPlan
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_patches.__name__})
@@ -94,8 +94,8 @@ def inference_mode_blocker(facts: ModelFacts) -> str:
     """Return the reason why the model's passes are not made in inference mode; empty if they are."""
     if {weight.device.type for weight in facts.weights} - {"cpu"}:
         return "it has been tested on CPUs only"
-    cpu = joint.loaded("cpu")
-    ordinary_kinds = {nn.Parameter} if cpu is None else {nn.Parameter, cpu.packed_weight}
+    packed = PACKED.loaded()
+    ordinary_kinds = {nn.Parameter} if packed is None else {nn.Parameter, packed.packed_weight}
     if set(map(type, facts.weights)) - ordinary_kinds:
         return "its weights are of a custom class"
     if {kind.__module__.partition(".")[0] for kind in facts.kinds} - _KNOWN:

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from itertools import chain
 from threading import local
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,9 +33,9 @@ from transformers.generation import utils as generation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.errors import UnsupportedArgumentError
-from lade.model import joint
 from lade.model.cache_layers import Recurrence
 from lade.model.config import Positions
+from lade.model.registry import Role
 
 _FORMER_CACHE_NAMES = ("past_key_values", "cache_params")
 """Names of the cache until transformers 5.23, the second in models whose layers are all recurrent."""
@@ -57,6 +57,32 @@ class _Surveyed(local):
 
 
 SURVEYED = _Surveyed()
+
+
+class _RecurrentLayers(Protocol):
+    def of(self, facts: ModelFacts) -> Recurrence: ...
+
+
+class _PackedLayers(Protocol):
+    @property
+    def packed_weight(self) -> type[nn.Parameter]: ...
+    @property
+    def packed_layer(self) -> type[nn.Module]: ...
+    @property
+    def int8_layer(self) -> type[nn.Module]: ...
+    def pack_like(self, module: nn.Module, layer: nn.Module) -> None: ...
+    def refuse_autocast(self, model: Any) -> None: ...
+
+
+class _Adapters(Protocol):
+    def adapter_refusal(self, wrapped: Any, facts: ModelFacts) -> str: ...
+    def call_values(self, model: nn.Module) -> list[str]: ...
+    def remove_call_hooks(self, model: nn.Module) -> None: ...
+
+
+RECURRENT_LAYERS: Role[_RecurrentLayers] = Role("recurrent layers")
+PACKED: Role[_PackedLayers] = Role("packed layers")
+ADAPTERS: Role[_Adapters] = Role("adapters")
 
 
 class _Arguments(NamedTuple):
@@ -310,8 +336,7 @@ class ModelFacts:
     @cached_property
     def recurrence(self) -> Recurrence | None:
         """The handler of its recurrent layers in passes over trees; None without such layers."""
-        found: Recurrence | None = joint.load("recurrent").of(self) if self.recurrent else None
-        return found
+        return RECURRENT_LAYERS.load().of(self) if self.recurrent else None
 
     @cached_property
     def has_encoder(self) -> bool:
@@ -434,13 +459,6 @@ def tensor_parallel_size(model: Any) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
-def processes_of(model: Any) -> Any | None:
-    """Return the backend if several processes may decode a model; None if this process certainly decodes it alone."""
-    if not isinstance(model, PreTrainedModel):
-        return None
-    return joint.load("processes") if tensor_parallel_size(model) > 1 else joint.loaded("processes")
-
-
 def is_tensor_parallel(forward: Any) -> bool:
     """Return whether an instance's `forward` is one of transformers' for sharded layers."""
     return getattr(forward, "__module__", "") == TENSOR_PARALLEL_HOME
@@ -455,13 +473,13 @@ def needs_synced_passes(model: Any) -> bool:
 
 def packed_classes() -> tuple[type[nn.Module], ...]:
     """Return the classes of packed layers in the model's dtype."""
-    cpu = joint.loaded("cpu")
-    return () if cpu is None else (cpu.packed_layer,)
+    packed = PACKED.loaded()
+    return () if packed is None else (packed.packed_layer,)
 
 
-def adapters_backend() -> Any | None:
+def adapters() -> _Adapters | None:
     """Return the backend for PEFT's adapters if PEFT is imported; else None, as then no model has any."""
-    return joint.load("adapters") if "peft" in sys.modules else None
+    return ADAPTERS.load() if "peft" in sys.modules else None
 
 
 def is_invariant(model: nn.Module) -> bool:

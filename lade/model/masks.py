@@ -16,9 +16,9 @@ import torch
 from transformers import PretrainedConfig
 
 from lade.decoding.tree import TokenTree
-from lade.model import joint
 from lade.model.config import CHUNKED, FULL_ATTENTION, SLIDING, layer_windows
 from lade.model.inputs import FULL, AttentionSpan, chunked, filled, sliding, upload
+from lade.model.registry import Role
 
 Mask = torch.Tensor | None | dict[str, torch.Tensor | None]
 
@@ -53,6 +53,18 @@ class Inputs(Protocol):
     def mask(self, span: AttentionSpan) -> torch.Tensor | None:
         """Return the slots that each node may see, `[B, 1, S, K]` bool; None if it sees all."""
         ...
+
+
+class _TreeMasks(Protocol):
+    def inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int) -> Inputs: ...
+
+
+class _PlacedMasks(Protocol):
+    def placed_mask(self, allowed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+
+
+TREE_MASKS: Role[_TreeMasks] = Role("tree masks")
+PLACED_MASKS: Role[_PlacedMasks] = Role("placed masks")
 
 
 @dataclass(frozen=True)
@@ -164,8 +176,7 @@ class MaskPlan:
         steps use dense masks, which every attention implementation takes.
         """
         if self.compact and (len(trees) == 1 or not any(held or ())):
-            found: Inputs = joint.load("tree_attention").inputs(trees, lengths, device, sum(held or ()))
-            return found
+            return TREE_MASKS.load().inputs(trees, lengths, device, sum(held or ()))
         return StepInputs.of(trees, lengths, device, held)
 
     def masks(self, inputs: Inputs, dtype: torch.dtype) -> Mask:
@@ -178,8 +189,7 @@ class MaskPlan:
         if allowed is None:
             return None
         if self.placed:
-            placed: torch.Tensor = joint.load("cpu").placed_mask(allowed, inputs.key_positions)
-            return placed
+            return PLACED_MASKS.load().placed_mask(allowed, inputs.key_positions)
         if not self.additive:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)

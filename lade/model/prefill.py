@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -32,10 +32,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from lade.decoding.loop import PromptLogitsHook
 from lade.errors import UnsupportedArgumentError
 from lade.model import prompt_logits
-from lade.model.facts import CACHE, ModelFacts
+from lade.model.facts import CACHE, ModelFacts, as_cache
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.masks import MaskPlan
+from lade.model.prepared import Prepared, PromptTexts
 from lade.model.prompt_logits import HiddenStates
+from lade.model.registry import Role
 from lade.model.thread_patches import hooked
 
 PASS_TOKENS = {"cpu": 64, "cuda": 256}
@@ -68,6 +70,47 @@ def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
         groups.append(set(lengths[first:end]))
         end = first
     return groups[::-1]
+
+
+class FrequencySwitch:
+    """Transformers' behaviour where a model changes its rotary frequencies (longrope).
+
+    Args:
+        model: the model, whose `prepare_inputs_for_generation` decides.
+        length: number of tokens beyond which the frequencies change; None if they never do.
+        device: device of the input ids.
+    """
+
+    def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
+        self._model, self._length, self._device = model, length, device
+
+    def recomputes(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
+        """Return whether plain decoding drops the cache here and recomputes the text with new frequencies."""
+        if self._length is None or not cache.get_seq_length():
+            return False
+        return self._prepared(torch.tensor(rows, device=self._device), cache).get(CACHE) is None
+
+    def drops_cache_wrongly(self) -> bool:
+        """Return whether plain decoding drops the cache at the switch but feeds only the last token.
+
+        Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
+        """
+        if self._length is None:
+            return False
+        ids = torch.zeros(1, self._length + 1, dtype=torch.long, device=self._device)
+        prepared = self._prepared(ids, TreeCache.of_length(self._length))
+        return prepared.get(CACHE) is None and prepared["input_ids"].shape != ids.shape
+
+    def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:
+        prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=1,
+            attention_mask=torch.ones_like(ids),
+            position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+            use_cache=True,
+            **as_cache(cache),
+        )
+        return prepared
 
 
 class TextPieces:
@@ -329,3 +372,10 @@ class PromptPasses:
         if "position_ids" in self._accepts:
             kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return kwargs
+
+
+class _Media(Protocol):
+    def prompts(self, prepared: Prepared, texts: PromptTexts) -> PreparedPrompts: ...
+
+
+MEDIA: Role[_Media] = Role("media")

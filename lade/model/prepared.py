@@ -12,16 +12,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from lade.errors import InputError, UnsupportedArgumentError
-from lade.model import joint
 from lade.model.config import token_embeddings
 from lade.model.facts import CACHE, ModelFacts
+from lade.model.kv_cache import RowCache
+from lade.model.registry import Role
+
+
+class _Encoders(Protocol):
+    def source_of(self, prepared: Prepared, number: int) -> list[int]: ...
+
+
+class _UserCaches(Protocol):
+    def can_borrow(self, cache: Any) -> bool: ...
+    def lacks_indexer(self, cache: Any, facts: ModelFacts) -> bool: ...
+    def unfit_reason(self, cache: Cache, length: int, max_length: int) -> str: ...
+    def borrow(self, cache: Cache) -> RowCache: ...
+    def prepare_for_plain(self, cache: Any, model: nn.Module) -> None: ...
+    def output_cache(self, prepared: Prepared, ids: torch.Tensor, ours: Cache | None) -> Cache | None: ...
+
+
+ENCODERS: Role[_Encoders] = Role("encoders")
+USER_CACHES: Role[_UserCaches] = Role("user caches")
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -177,10 +196,7 @@ class Prepared:
         Args:
             row: index of the row among all that are decoded.
         """
-        if not self.facts.has_encoder:
-            return []
-        ids: list[int] = joint.load("encoder_decoder").source_of(self, row)
-        return ids
+        return ENCODERS.load().source_of(self, row) if self.facts.has_encoder else []
 
     @property
     def cache_name(self) -> str:
@@ -207,7 +223,7 @@ class Prepared:
         cache = self.model_kwargs.get(self.cache_name)
         wanted = self.user_cache is None and self.generation_config.return_dict_in_generate
         fits = wanted and not self.facts.recurrent and not self.facts.has_encoder
-        return cache if fits and joint.load("user_cache").can_borrow(cache) else None
+        return cache if fits and USER_CACHES.load().can_borrow(cache) else None
 
 
 def custom_generate_for(

@@ -15,13 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.decoding.loop import PromptLogitsHook
-from lade.errors import InputError
 from lade.model.thread_patches import hooked
-from lade.stats import TokenLogprobs
 
 MOST_TOKENS = 1024
 """Maximum number of last prompt tokens whose hidden states are kept, to bound the cost of the head."""
-_PIECE_LOGITS, _MOST_LOGITS = 2**24, 2**28
+PIECE_LOGITS = 2**24
 
 
 class DecoderOutput(ABC):
@@ -100,60 +98,6 @@ class HiddenStates(DecoderOutput):
                     hook(numbers, start + padded - padding, own[padded:])
 
 
-class PromptLogprobs:
-    """Collects the log-probabilities of a prompt's tokens while it is fed.
-
-    Args:
-        ids: ids of the prompt.
-        top: number of top ids to keep at each position.
-        vocabulary: V, the vocabulary size.
-
-    Attributes:
-        piece_tokens: maximum number of tokens to feed at a time, as each of them has V logits.
-    """
-
-    def __init__(self, ids: Sequence[int], top: int, vocabulary: int) -> None:
-        self._ids, self._top = ids, top
-        self._most_tokens, self.piece_tokens = _MOST_LOGITS // vocabulary, max(1, _PIECE_LOGITS // vocabulary)
-        self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def check_piece(self, tokens: int) -> None:
-        """Raise `InputError` if more tokens have to be fed at a time than memory allows."""
-        if tokens > self._most_tokens:
-            raise InputError(
-                f"prompt_logprobs: this model must be fed {tokens} tokens at once, and the logits of more than "
-                f"{self._most_tokens} take too much memory: give a shorter prompt"
-            )
-
-    def take(self, start: int, logits: torch.Tensor) -> None:
-        """Add logits `[T, V]` of tokens from index `start` on; 0 starts over, when a prompt is fed again."""
-        if start == 0:
-            self._pieces = []
-        following = torch.tensor(self._ids[start + 1 : start + 1 + len(logits)], device=logits.device)  # the targets
-        logprobs = logits[: len(following)].to(torch.float32).log_softmax(dim=-1)
-        values, ids = logprobs.topk(min(self._top, logprobs.shape[1]))
-        self._pieces.append((logprobs.gather(1, following[:, None])[:, 0].cpu(), ids.cpu(), values.cpu()))
-
-    def chained_with(self, hook: PromptLogitsHook | None) -> PromptLogitsHook:
-        """Return a hook that adds the logits here and passes them on to `hook`, if it is not None."""
-
-        def see(same_prompt: Sequence[int], start: int, logits: torch.Tensor) -> None:
-            self.take(start, logits)
-            if hook is not None:
-                hook(same_prompt, start, logits)
-
-        return see
-
-    def tokens(self) -> list[TokenLogprobs | None]:
-        """Return the log-probabilities of all tokens fed; None for the first one, which nothing predicts."""
-        made: list[TokenLogprobs | None] = [None]
-        for own, ids, values in self._pieces:
-            for value, top_ids, top_values in zip(own.tolist(), ids.tolist(), values.tolist(), strict=True):
-                top = list(zip(top_ids, top_values, strict=True))
-                made.append(TokenLogprobs(self._ids[len(made)], value, top))
-        return made
-
-
 def logits_of(
     model: Any, states: torch.Tensor, logits: torch.Tensor, length: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
@@ -161,7 +105,7 @@ def logits_of(
     head = model.get_output_embeddings()
     if head is None or not _can_read(head, states):
         return  # another layer is between decoder and head: the logits cannot be computed here
-    piece = max(1, _PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
+    piece = max(1, PIECE_LOGITS // (logits.shape[0] * logits.shape[1]))
     first = length - states.shape[1]
     whole = head(states) if states.shape[1] <= piece else None
     last = head(states[:, -1]) if whole is None else whole[:, -1]

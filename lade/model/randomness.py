@@ -49,45 +49,6 @@ def without_draws(trial: Callable[[], T]) -> T:
     raise RandomModelError("its passes draw random numbers")
 
 
-class DrawsApart:
-    """Context in which random numbers come from generators of its own; those of the process are as before afterwards.
-
-    Plain decoding makes no drafts, so what a drafter of the user's own draws must not be missing when tokens are drawn.
-    The own generators begin where those of the process are, and go on from one use to the next. Draws of other threads
-    meanwhile are undone.
-    """
-
-    def __init__(self) -> None:
-        self._own: Any = None
-        self._shared: Any = None
-
-    def __enter__(self) -> None:
-        """Put the own generators in place."""
-        self._shared = _all_states()
-        if self._own is not None:
-            _set_states(self._own)
-
-    def __exit__(self, *error: object) -> None:
-        """Put the generators of the process back."""
-        self._own = _all_states()
-        _set_states(self._shared)
-
-
-def _all_states() -> tuple[Any, ...]:
-    """Return the states of the process's generators: Python's, NumPy's, torch's for the CPU and for each device."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
-
-
-def _set_states(states: tuple[Any, ...]) -> None:
-    python, numpy, cpu, devices = states
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)
-
-
 class DrawsFrom(TorchDispatchMode):
     """Context in which this thread draws its random numbers from a separate generator.
 

@@ -1,6 +1,6 @@
 """Run an unmodified transformers model: prefill, and one forward pass over token trees per step.
 
-The eager runner serves most models; a backend may bring a runner of its own, see `Backend`.
+The eager runner serves most models; a backend may bring a runner of its own, see `runner_for`.
 """
 
 from __future__ import annotations
@@ -9,66 +9,32 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lade.clock import Clock, Duration, Stopwatch, ThreadClock, WallClock
 from lade.decoding.loop import PromptLogitsHook, Reader
+from lade.decoding.mtp import MtpHabits, MtpLayer
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model import joint
 from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
-from lade.model.facts import CACHE, ModelFacts, as_cache
+from lade.model.facts import CACHE, ModelFacts
 from lade.model.inputs import RootInputs
 from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
-from lade.model.prefill import PASS_TOKENS, PreparedPrompts, PromptPasses, TextPieces, grouped
+from lade.model.prefill import PASS_TOKENS, FrequencySwitch, PreparedPrompts, PromptPasses, TextPieces, grouped
+from lade.model.prepared import USER_CACHES, Prepared
 from lade.model.prompt_logits import HiddenStates
+from lade.model.registry import Role
 from lade.model.thread_patches import hooked
 
 
-class FrequencySwitch:
-    """Transformers' behaviour where a model changes its rotary frequencies (longrope).
-
-    Args:
-        model: the model, whose `prepare_inputs_for_generation` decides.
-        length: number of tokens beyond which the frequencies change; None if they never do.
-        device: device of the input ids.
-    """
-
-    def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
-        self._model, self._length, self._device = model, length, device
-
-    def recomputes(self, rows: Sequence[Sequence[int]], cache: TreeCache) -> bool:
-        """Return whether plain decoding drops the cache here and recomputes the text with new frequencies."""
-        if self._length is None or not cache.get_seq_length():
-            return False
-        return self._prepared(torch.tensor(rows, device=self._device), cache).get(CACHE) is None
-
-    def drops_cache_wrongly(self) -> bool:
-        """Return whether plain decoding drops the cache at the switch but feeds only the last token.
-
-        Transformers up to 5.19 does that with Phi3; later versions feed the whole text again.
-        """
-        if self._length is None:
-            return False
-        ids = torch.zeros(1, self._length + 1, dtype=torch.long, device=self._device)
-        prepared = self._prepared(ids, TreeCache.of_length(self._length))
-        return prepared.get(CACHE) is None and prepared["input_ids"].shape != ids.shape
-
-    def _prepared(self, ids: torch.Tensor, cache: TreeCache) -> dict[str, Any]:
-        prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
-            ids,
-            next_sequence_length=1,
-            attention_mask=torch.ones_like(ids),
-            position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-            use_cache=True,
-            **as_cache(cache),
-        )
-        return prepared
+class _PassPatches(Protocol):
+    def __bool__(self) -> bool: ...
+    def patched_for(self, inputs: Inputs) -> AbstractContextManager[None]: ...
 
 
 @contextmanager
@@ -130,9 +96,9 @@ class EagerRunner:
         self.facts = facts
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
         self._recurrence, self.positions = facts.recurrence, facts.positions
-        self._slot_patches: Any = joint.load("slots").patches(facts) if facts.uses_slots else None
-        self.switch = FrequencySwitch(self.model, self.positions.longrope_switch, self.device)
+        self._slot_patches = SLOTS.load().patches(facts) if facts.uses_slots else None
         self.mode = PassMode(facts, self.plan)
+        self.switch = FrequencySwitch(self.model, self.positions.longrope_switch, self.device)
         self.pieces = TextPieces(facts)
         self._prompt_passes = PromptPasses(facts, self.plan, self.generation_config, self.device)
 
@@ -215,8 +181,7 @@ class EagerRunner:
         """
         if isinstance(given, TreeCache):
             return given
-        borrowed: RowCache = joint.load("user_cache").borrow(given)
-        return borrowed
+        return USER_CACHES.load().borrow(given)
 
     def host(self, cache: TreeCache, tokens: int) -> Any:
         """Return a cache of the type that `forward` needs with the rows of another, which must not be used afterwards.
@@ -433,18 +398,20 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return device
 
 
-class Backend:
-    """Operations that the core asks of any backend; the defaults do nothing. Subclasses add specific ones."""
+class _SlotLayers(Protocol):
+    def patches(self, facts: ModelFacts) -> _PassPatches | None: ...
+    def padding_matters_from(self, facts: ModelFacts) -> int | None: ...
 
-    def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
-        """Return the reason why this backend cannot serve a model exactly; empty if it can.
 
-        Args:
-            facts: facts about the model.
-            config: configuration of its decoder.
-        """
-        return ""
+class _EncodedRunners(Protocol):
+    def runner_on_encoded(self, prepared: Prepared, plan: MaskPlan) -> EagerRunner: ...
 
+
+class _MtpLayers(Protocol):
+    def layer_for(self, runner: EagerRunner, kind: str) -> tuple[MtpLayer, MtpHabits] | str: ...
+
+
+class _RunnerMaker(Protocol):
     def runner(
         self,
         facts: ModelFacts,
@@ -453,17 +420,14 @@ class Backend:
         *,
         own_cache: bool,
         captures: bool,
-    ) -> EagerRunner | None:
-        """Return this backend's runner for a model; None if it has none for it.
+    ) -> EagerRunner | None: ...
 
-        Args:
-            facts: facts about the model.
-            plan: the model's mask format.
-            generation_config: the final generation config, see `EagerRunner`.
-            own_cache: false if decoding continues a user's cache.
-            captures: false if the caller needs every pass launched eagerly.
-        """
-        return None
+
+SLOTS: Role[_SlotLayers] = Role("layers that use slots")
+ENCODED_RUNNERS: Role[_EncodedRunners] = Role("encoded runners")
+MTP_LAYERS: Role[_MtpLayers] = Role("MTP layers")
+TEAM_RUNNERS: Role[_RunnerMaker] = Role("passes of several processes")
+CAPTURED_RUNNERS: Role[_RunnerMaker] = Role("captured passes")
 
 
 def runner_for(
@@ -486,13 +450,11 @@ def runner_for(
     Raises:
         UnsupportedArgumentError: the processes that decode the model cannot serve these passes.
     """
-    candidates = [joint.loaded("processes")]
+    makers = [TEAM_RUNNERS.loaded()]
     if captures and input_device(facts.model).type == "cuda":
-        candidates.append(joint.load("cuda_graphs"))
-    for backend in filter(None, candidates):
-        runner: EagerRunner | None = backend.runner(
-            facts, plan, generation_config, own_cache=own_cache, captures=captures
-        )
+        makers.append(CAPTURED_RUNNERS.load())
+    for maker in filter(None, makers):
+        runner = maker.runner(facts, plan, generation_config, own_cache=own_cache, captures=captures)
         if runner is not None:
             return runner
     return EagerRunner(facts.model, plan, generation_config, facts)

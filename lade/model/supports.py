@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
+from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from lade.errors import UnsupportedModelError
-from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import decoder_config, field, window_too_short
 from lade.model.facts import (
     CACHE_NAMES,
     ModelFacts,
-    adapters_backend,
+    adapters,
     is_invariant,
     is_one_graph,
     needs_synced_passes,
@@ -31,6 +31,7 @@ from lade.model.masks import (
     MaskPlan,
     plan_for,
 )
+from lade.model.registry import Role
 from lade.native import COMPILER_REMEDY, WITHOUT, library
 
 MASK_PER_LAYER_TYPE = frozenset(
@@ -152,6 +153,38 @@ class Support:
         return self.plan
 
 
+class _Refuses(Protocol):
+    def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str: ...
+
+
+class _InvariantModels(_Refuses, Protocol):
+    def can_be_invariant(self, model: nn.Module) -> bool: ...
+
+
+class _SplitModels(_Refuses, Protocol):
+    def has_parts(self, model: PreTrainedModel) -> bool: ...
+
+
+class _Fusion(Protocol):
+    def fusion_refusal(self, facts: ModelFacts, plan: MaskPlan) -> str: ...
+
+
+class _MtpFiles(Protocol):
+    def examine(self, model: PreTrainedModel) -> MtpSupport: ...
+
+
+class _Trials(Protocol):
+    def check(self, model: PreTrainedModel, config: PretrainedConfig) -> Support: ...
+    def linear_refusal(self, facts: ModelFacts) -> str: ...
+    def training_refusal(self, facts: ModelFacts) -> str: ...
+    def depends_on_padding(self, model: PreTrainedModel) -> bool: ...
+
+
+SPLIT_MODELS: Role[_SplitModels] = Role("split models")
+INVARIANT_MODELS: Role[_InvariantModels] = Role("invariant models")
+FUSION: Role[_Fusion] = Role("fused passes")
+MTP_FILES: Role[_MtpFiles] = Role("MTP files")
+TRIALS: Role[_Trials] = Role("trials")
 Results = dict[Hashable, tuple[list[Callable[[], Any]], Support]]
 """Results of checks by the state that they depend on, with references to the foreign code involved."""
 _checked: WeakKeyDictionary[PreTrainedModel, Results] = WeakKeyDictionary()
@@ -179,7 +212,7 @@ def supports(model: Any) -> Support:
     facts = ModelFacts.of(inner)
     support = support_by(facts, model)
     if support and {weight.device.type for weight in facts.weights} == {"cuda"}:
-        support = replace(support, fused=joint.load("cuda_graphs").fusion_refusal(facts, support.plan))
+        support = replace(support, fused=FUSION.load().fusion_refusal(facts, support.require()))
     return replace(support, mtp=mtp_support(facts)) if support else support
 
 
@@ -202,7 +235,7 @@ def mtp_search_refusal(facts: ModelFacts) -> str:
     dropped = model._keys_to_ignore_on_load_unexpected or ()
     if 0 in counts or not (counts or any("mtp" in pattern for pattern in dropped)):
         return f"{type(model).__name__} is configured without MTP layers"
-    if (processes := joint.loaded("processes")) is not None and processes.has_parts(model):
+    if (split := SPLIT_MODELS.loaded()) is not None and split.has_parts(model):
         return "each process of lade.parallel has the hidden states of a part of the tree only"
     return ""
 
@@ -215,8 +248,7 @@ def mtp_support(facts: ModelFacts) -> MtpSupport:
     """
     if reason := mtp_search_refusal(facts):
         return MtpSupport(reason)
-    support: MtpSupport = joint.load("mtp").examine(facts.model, MtpSupport)
-    return support
+    return MTP_FILES.load().examine(facts.model)
 
 
 def support_by(facts: ModelFacts, wrapped: Any) -> Support:
@@ -244,7 +276,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
     things, support = known.get(state, ([], None))
     # An id may have been reused by another object.
     if support is None or any(thing() is None for thing in things):
-        support = joint.load("trials").check(model, config)
+        support = TRIALS.load().check(model, config)
         known[state] = (list(map(_reference, foreign)), support)
     return support
 
@@ -263,6 +295,11 @@ def _reference(thing: Any) -> Callable[[], Any]:
         return ref(thing)
     except TypeError:
         return lambda: None
+
+
+def may_be_shared(model: Any) -> bool:
+    """Return whether several processes may decode a model; false only if this process certainly decodes it alone."""
+    return SPLIT_MODELS.loaded() is not None or (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def unwrap(model: Any) -> Any:
@@ -310,9 +347,9 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     if getattr(model, "_pp_stage", None) is not None:
         return "it is split into pipeline stages (pp_size), of which each process has only one: load it with device_map"
     if (tensor_parallel_size(model) > 1 or needs_synced_passes(model)) and (
-        reason := joint.load("processes").refusal(facts, config)
+        reason := SPLIT_MODELS.load().refusal(facts, config)
     ):
-        return str(reason)
+        return reason
     backend = config._attn_implementation or "eager"
     ours = backend in (TREE_ATTENTION, INVARIANT_ATTENTION)
     if not (ours or backend in ("sdpa", "eager")) or (ours and (_has_encoder(model) or facts.indexers)):
@@ -320,8 +357,8 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     if ours and not model._can_set_attn_implementation():
         remedy = 'load it with attn_implementation="eager"'
         return f"its attention does not use transformers' interface, so it does not support {backend!r}: {remedy}"
-    if is_invariant(model) and (reason := joint.load("cpu").refusal(facts, config)):
-        return str(reason)
+    if is_invariant(model) and (reason := INVARIANT_MODELS.load().refusal(facts, config)):
+        return reason
     if any(map(is_one_graph, facts.compiled)):
         return "it is compiled with fullgraph=True, and the cache of a tree breaks graphs: compile it without that"
     if field(config, "use_bidirectional_attention") not in (None, False, "vision"):  # "vision": among image tokens only
@@ -332,16 +369,16 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
 
 
 def _refusal_of_adapters(facts: ModelFacts, wrapped: Any) -> str:
-    adapters = adapters_backend()
-    return "" if adapters is None else str(adapters.adapter_refusal(wrapped, facts))
+    peft = adapters()
+    return "" if peft is None else peft.adapter_refusal(wrapped, facts)
 
 
 def _refusal_of_trials(facts: ModelFacts) -> str:
     """Return why its linear layers, or its training mode, are not supported; trials decide unless both are ordinary."""
     if not facts.training and facts.has_only_known_layers:
         return ""
-    trials = joint.load("trials")
-    return str(trials.linear_refusal(facts) or trials.training_refusal(facts))
+    trials = TRIALS.load()
+    return trials.linear_refusal(facts) or trials.training_refusal(facts)
 
 
 def _has_encoder(model: PreTrainedModel) -> bool:

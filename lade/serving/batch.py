@@ -23,9 +23,8 @@ from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.hf.job import DecodeJob, Output, engine_runner
-from lade.model import joint
 from lade.model.masks import MaskPlan
-from lade.model.runner import EagerRunner
+from lade.model.runner import CAPTURED_RUNNERS, EagerRunner
 from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
 from lade.serving.prefix_cache import PrefixReuse, prefill_group
 from lade.serving.request import EngineRequest
@@ -483,6 +482,7 @@ class EngineBatch:
 
 def _release(model: PreTrainedModel) -> None:
     """Free captured graphs that no generation is using."""
-    graphs = joint.loaded("cuda_graphs")
-    if graphs is not None:
-        graphs.release(model)
+    if CAPTURED_RUNNERS.loaded() is not None:
+        from lade.backends.cuda_graphs.backend import release
+
+        release(model)

@@ -14,9 +14,8 @@ from lade.config import Lookahead, resolve
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.grammar import Grammar
 from lade.hf.arguments import Prediction, check_stats
-from lade.hf.distributed import led_by_this_process
 from lade.model.facts import ModelFacts
-from lade.model.supports import supports, unwrap
+from lade.model.supports import may_be_shared, supports, unwrap
 from lade.serving.batch import EngineBatch
 from lade.serving.handle import Handle, QueueSlot
 from lade.serving.request import RequestOptions, prepare
@@ -88,7 +87,11 @@ class Engine:
         if isinstance(prefix_cache, bool) or not isinstance(prefix_cache, int) or prefix_cache < 0:
             raise ConfigError("prefix_cache", prefix_cache, "give a whole number of bytes >= 0")
         self._model = model
-        led = led_by_this_process(unwrap(model))
+        led = None
+        if may_be_shared(unwrap(model)):
+            from lade.hf.distributed import led_by_this_process
+
+            led = led_by_this_process(unwrap(model))
         try:
             self._plan = supports(model).require()
             _refuse_encoders(unwrap(model))

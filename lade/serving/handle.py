@@ -6,18 +6,77 @@ import asyncio
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Literal, NoReturn, Protocol
 
-from lade.errors import EngineClosedError
+import torch
+
+from lade.decoding.loop import PromptLogitsHook
+from lade.errors import EngineClosedError, InputError
 from lade.hf.detokenizer import AnswerText
 from lade.hf.job import Output
 from lade.hf.processors import StopReason
-from lade.model.prompt_logits import PromptLogprobs
+from lade.model.prompt_logits import PIECE_LOGITS
 from lade.stats import Stats, Step, TokenLogprobs
+
+_MOST_LOGITS = 2**28
+
+
+class PromptLogprobs:
+    """Collects the log-probabilities of a prompt's tokens while it is fed.
+
+    Args:
+        ids: ids of the prompt.
+        top: number of top ids to keep at each position.
+        vocabulary: V, the vocabulary size.
+
+    Attributes:
+        piece_tokens: maximum number of tokens to feed at a time, as each of them has V logits.
+    """
+
+    def __init__(self, ids: Sequence[int], top: int, vocabulary: int) -> None:
+        self._ids, self._top = ids, top
+        self._most_tokens, self.piece_tokens = _MOST_LOGITS // vocabulary, max(1, PIECE_LOGITS // vocabulary)
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def check_piece(self, tokens: int) -> None:
+        """Raise `InputError` if more tokens have to be fed at a time than memory allows."""
+        if tokens > self._most_tokens:
+            raise InputError(
+                f"prompt_logprobs: this model must be fed {tokens} tokens at once, and the logits of more than "
+                f"{self._most_tokens} take too much memory: give a shorter prompt"
+            )
+
+    def take(self, start: int, logits: torch.Tensor) -> None:
+        """Add logits `[T, V]` of tokens from index `start` on; 0 starts over, when a prompt is fed again."""
+        if start == 0:
+            self._pieces = []
+        following = torch.tensor(self._ids[start + 1 : start + 1 + len(logits)], device=logits.device)  # the targets
+        logprobs = logits[: len(following)].to(torch.float32).log_softmax(dim=-1)
+        values, ids = logprobs.topk(min(self._top, logprobs.shape[1]))
+        self._pieces.append((logprobs.gather(1, following[:, None])[:, 0].cpu(), ids.cpu(), values.cpu()))
+
+    def chained_with(self, hook: PromptLogitsHook | None) -> PromptLogitsHook:
+        """Return a hook that adds the logits here and passes them on to `hook`, if it is not None."""
+
+        def see(same_prompt: Sequence[int], start: int, logits: torch.Tensor) -> None:
+            self.take(start, logits)
+            if hook is not None:
+                hook(same_prompt, start, logits)
+
+        return see
+
+    def tokens(self) -> list[TokenLogprobs | None]:
+        """Return the log-probabilities of all tokens fed; None for the first one, which nothing predicts."""
+        made: list[TokenLogprobs | None] = [None]
+        for own, ids, values in self._pieces:
+            for value, top_ids, top_values in zip(own.tolist(), ids.tolist(), values.tolist(), strict=True):
+                top = list(zip(top_ids, top_values, strict=True))
+                made.append(TokenLogprobs(self._ids[len(made)], value, top))
+        return made
 
 
 class Wakeups:

@@ -15,7 +15,7 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
-from lade.grammar import Grammar
+from lade.grammar import GRAMMARS, Grammar
 from lade.hf.arguments import (
     Prediction,
     arguments_for_callable,
@@ -31,15 +31,14 @@ from lade.hf.job import DraftSpec, Output, output_of, record_for
 from lade.hf.processors import StopReason, row_for
 from lade.hf.refusals import check, warn_of_precision
 from lade.hf.sampling import LoneSampler
-from lade.model import joint
 from lade.model.config import LEARNED_POSITIONS, Positions
 from lade.model.facts import CACHE, with_present_cache_name
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared, custom_generate_for, ids_of, vocabulary_of
-from lade.model.prompt_logits import PromptLogprobs
 from lade.model.runner import input_device
 from lade.model.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
+from lade.serving.handle import PromptLogprobs
 from lade.stats import Step
 
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
@@ -249,7 +248,7 @@ def prepare(
     if options.tokenizer is not None:
         arguments["tokenizer"] = options.tokenizer  # also needed by stop_strings and grammars
     if options.grammar is not None:
-        arguments = joint.load("grammar").with_grammar(unwrap(model), options.grammar, arguments)
+        arguments = GRAMMARS.load().with_grammar(unwrap(model), options.grammar, arguments)
     make = functools.partial(EngineRequest, options=options, text=text, plan=plan)
     use = custom_generate_for(make, model, prediction_ids(options.prediction, options.tokenizer))
     try:

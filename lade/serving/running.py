@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from lade.decoding.row import Row
 from lade.model.kv_cache import RowCache, TreeCache
-from lade.model.prompt_logits import PromptLogprobs
 from lade.serving.capacity import Capacity, Need
-from lade.serving.handle import Handle
+from lade.serving.handle import Handle, PromptLogprobs
 from lade.serving.request import EngineRequest
 
 

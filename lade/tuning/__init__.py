@@ -1,8 +1,7 @@
 """What a step costs on this machine: measured once, saved, and refreshed by the steps that are taken.
 
     measure.py      measures it, with real passes over dummy trees
-    cost_key.py     what it depends on: hardware, weights, settings and versions
-    cost_file.py    saved curves, one small file each, in the user's cache folder
+    cost_file.py    saved curves, one small file each: what they depend on, and the user's cache folder
     cost_cache.py   the curve of a model: in use already, else saved, else measured now
 
 The curve itself is `lade.decoding.drafting.step_cost`: t(S), seconds of one forward pass that feeds S tokens.

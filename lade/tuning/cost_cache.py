@@ -24,7 +24,7 @@ from lade.model.config import token_embeddings
 from lade.model.inputs import batch_bucket
 from lade.model.runner import EagerRunner
 from lade.tuning import cost_file as store
-from lade.tuning.cost_key import key_of
+from lade.tuning.cost_file import key_of
 from lade.tuning.measure import measure_step_cost
 
 logger = logging.getLogger(__name__)

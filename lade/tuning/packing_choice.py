@@ -9,9 +9,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from lade.backends.cpu.packing import pack as packing
 from lade.decoding.drafting.step_cost import StepCost
 from lade.errors import UnsupportedModelError
-from lade.model import joint
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports
@@ -35,21 +35,20 @@ def pack_if_it_pays(model: PreTrainedModel, *, folder: Path | None = None) -> st
     Returns:
         Why it was not packed; None if it was.
     """
-    cpu = joint.load("cpu")
     try:
-        if not cpu.packable(model):
+        if not packing.packable(model):
             return "its layers are small"
     except UnsupportedModelError as problem:
         return str(problem)
     before = _cost_of(model, folder)
     if before is None:
         return "what its steps take cannot be measured beforehand"
-    cpu.pack(model)
+    packing.pack(model)
     after = _cost_of(model, folder)
     assert after is not None  # as before
     if pays(before, after):
         return None
-    cpu.unpack(model)
+    packing.unpack(model)
     return "its steps would be slower: " + ", ".join(
         f"{size} tokens {1e3 * before.seconds(size):.1f} ms, packed {1e3 * after.seconds(size):.1f}"
         for size in (1, FEW)

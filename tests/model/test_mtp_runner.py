@@ -223,7 +223,7 @@ def test_a_layer_that_does_not_fit_is_refused_with_what_it_takes(model, monkeypa
 
 def test_what_a_layer_takes_is_known_before_it_is_loaded(tmp_path):
     model = llama_with_mtp(tmp_path)
-    before = examine(model, dict)
-    assert before["layers"] == 1 and "loaded" not in before
-    assert before["nbytes"] == layer_of(model).nbytes == examine(model, dict)["nbytes"]
-    assert examine(model, dict)["loaded"]
+    before = examine(model)
+    assert before.layers == 1 and not before.loaded
+    assert before.nbytes == layer_of(model).nbytes == examine(model).nbytes
+    assert examine(model).loaded

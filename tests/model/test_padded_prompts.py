@@ -76,7 +76,7 @@ def assert_same(one, other):
 def test_they_get_what_they_get_alone(family, repeated, monkeypatch):
     """What is shown of them comes in the same calls, too, the last tokens of longer ones in pieces."""
     monkeypatch.setattr(prompt_logits, "MOST_TOKENS", 20)
-    monkeypatch.setattr(prompt_logits, "_PIECE_LOGITS", 48 * 16)
+    monkeypatch.setattr(prompt_logits, "PIECE_LOGITS", 48 * 16)
     prompts, runs = texts(*LENGTHS), runner_of(MODELS[family])
     prompts += prompts[:1] * repeated
     together = Fed(runs, prompts)

@@ -81,7 +81,7 @@ def test_of_a_conversation_only_what_is_new():
 
 def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
     monkeypatch.setattr(hidden, "MOST_TOKENS", 20)
-    monkeypatch.setattr(hidden, "_PIECE_LOGITS", 48 * 8)
+    monkeypatch.setattr(hidden, "PIECE_LOGITS", 48 * 8)
     model = toy_model()
     pieces, _ = shown(model)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
 @pytest.mark.parametrize(("piece", "calls"), [(48 * 30, [1, 30]), (48 * 29, [1, 1, 29, 1])])
 def test_the_head_is_read_once_more_for_a_prompt_that_is_one_piece(piece, calls, monkeypatch):
     """Beside the last token of the prefill itself; where there are several pieces, for their scale, too."""
-    monkeypatch.setattr(hidden, "_PIECE_LOGITS", piece)
+    monkeypatch.setattr(hidden, "PIECE_LOGITS", piece)
     model, fed = toy_model(), []
     model.get_output_embeddings().register_forward_hook(
         lambda module, args, logits: fed.append(logits.numel() // logits.shape[-1])

@@ -153,4 +153,7 @@ def test_only_commands_set_generators_that_others_share() -> None:
         if not OWNERS & set(path.relative_to(PACKAGE).parts)
         and any(map(_sets_a_shared_generator, ast.walk(ast.parse(path.read_text()))))
     }
-    assert found == {"model/randomness.py"}, "Python's and NumPy's, of a model that draws from them in every pass"
+    assert found == {
+        "model/randomness.py",  # Python's and NumPy's, of a model that draws from them in every pass
+        "decoding/drafting/user_sources.py",  # put back when a caller's drafter has drawn
+    }

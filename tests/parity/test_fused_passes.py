@@ -16,6 +16,7 @@ from test_attention_families import DEVICES
 
 import lade
 from lade.backends.cuda_graphs import fused
+from lade.backends.cuda_graphs.backend import BACKEND
 from lade.backends.cuda_graphs.buffers import StepShape
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.fused import FusedDecoder, difference, fusion_refusal
@@ -23,7 +24,6 @@ from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
 from lade.hf import job
-from lade.model import joint
 from lade.model.facts import ModelFacts
 
 NAMES = ["llama", "mistral-window", "qwen2", "qwen3", "gemma3_text"]
@@ -207,5 +207,4 @@ def test_support_says_why_not(device: torch.device) -> None:
     model = built("llama", device)
     assert lade.supports(model).fused == ("" if device.type == "cuda" else "passes are fused on CUDA devices only")
     eager: Any = family("llama").build("eager", dtype=torch.float32)
-    backend = joint.load("cuda_graphs")
-    assert "choose sdpa" in backend.fusion_refusal(ModelFacts.of(eager), lade.supports(eager).require())
+    assert "choose sdpa" in BACKEND.fusion_refusal(ModelFacts.of(eager), lade.supports(eager).require())

@@ -6,8 +6,8 @@ from families import FAMILIES, RECURRENT_FAMILIES
 from serving_toys import KNOWN_TO_THE_QUEUE, PAD, VOCABULARY, Driven, alone, random_ids
 
 from lade import ConfigError, Engine, InputError, LookaheadConfig
-from lade.model import prompt_logits
 from lade.model.runner import EagerRunner
+from lade.serving import handle as client
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
@@ -30,7 +30,7 @@ def check(handle, model, ids, top):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(prompt_logits, "_PIECE_LOGITS", 7 * VOCABULARY)
+    monkeypatch.setattr(client, "PIECE_LOGITS", 7 * VOCABULARY)
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])
@@ -58,7 +58,7 @@ FEW = ("llama", "gemma2", "cohere", "qwen3_next", "mamba", "deepseek_v32")
 def test_they_are_those_of_any_model(monkeypatch, name):
     """Also of those that cap or scale what the head returns, keep states, or have to be fed whole prompts."""
     model = LISTED[name].build()
-    monkeypatch.setattr(prompt_logits, "_PIECE_LOGITS", 7 * model.config.vocab_size)
+    monkeypatch.setattr(client, "PIECE_LOGITS", 7 * model.config.vocab_size)
     ids = random_ids(23)
     with Engine(model) as engine:
         handle = engine.add(ids, prompt_logprobs=2, max_new_tokens=3, pad_token_id=PAD)
@@ -110,7 +110,7 @@ def test_what_cannot_be_told_is_refused(monkeypatch):
             with pytest.raises(ConfigError, match="prompt_logprobs"):
                 engine.add([1, 2], prompt_logprobs=wrong)
         assert engine.add([1], prompt_logprobs=1, max_new_tokens=2, pad_token_id=PAD).result(SOON).shape == (1, 3)
-        monkeypatch.setattr(prompt_logits, "_MOST_LOGITS", 4 * VOCABULARY)
+        monkeypatch.setattr(client, "_MOST_LOGITS", 4 * VOCABULARY)
         handle = engine.add([1, 2, 3, 4, 5], prompt_logprobs=1, max_new_tokens=2, pad_token_id=PAD)
         with pytest.raises(InputError, match="at once"):
             handle.result(SOON)

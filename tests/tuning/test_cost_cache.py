@@ -15,7 +15,6 @@ from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
 from lade.tuning import cost_file as store
-from lade.tuning import cost_key
 
 
 def runner_of(model):
@@ -101,17 +100,17 @@ def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monk
     assert again() and not again()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another one")
     assert again() and not again()
-    monkeypatch.setattr(cost_key, "__version__", "0.0.0")
+    monkeypatch.setattr(store, "__version__", "0.0.0")
     assert again() and not again()
-    monkeypatch.setattr(cost_key.transformers, "__version__", "0.0.0")
+    monkeypatch.setattr(store.transformers, "__version__", "0.0.0")
     assert again() and not again()
-    monkeypatch.setattr(cost_key, "_device_name", lambda device: "another machine")
+    monkeypatch.setattr(store, "_device_name", lambda device: "another machine")
     assert again() and not again()
 
 
 def test_another_shape_is_another_key(model):
     def key(other):
-        return cost_key.key_of(other, runner_of(other))
+        return store.key_of(other, runner_of(other))
 
     own = key(model)
     assert own == key(toy_model("llama", dtype=torch.float32, seed=9))
@@ -165,7 +164,7 @@ def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, tmp
 
 def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path, monkeypatch):
     cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    path = store.path_of(cost_key.key_of(model, runner_of(model)), tmp_path)
+    path = store.path_of(store.key_of(model, runner_of(model)), tmp_path)
     saved = path.read_text()
     profile.save_refreshed(model, folder=tmp_path)
     cost.observe(16, 10.1e-3)
@@ -177,7 +176,7 @@ def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_
     cost.refresh()
     profile.save_refreshed(model, folder=tmp_path)
     assert path.read_text() != saved
-    assert store.load(cost_key.key_of(model, runner_of(model)), tmp_path).table == cost.table
+    assert store.load(store.key_of(model, runner_of(model)), tmp_path).table == cost.table
     path.unlink()
     later(monkeypatch)
     profile.save_refreshed(model, folder=tmp_path)
@@ -193,7 +192,7 @@ def later(monkeypatch):
 def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, tmp_path, monkeypatch):
     """A server of short answers would write a file after each of them."""
     cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    path, texts = store.path_of(cost_key.key_of(model, runner_of(model)), tmp_path), []
+    path, texts = store.path_of(store.key_of(model, runner_of(model)), tmp_path), []
     for pass_s in (20e-3, 40e-3, 80e-3):
         for _ in range(30):
             cost.observe(16, pass_s)
@@ -203,7 +202,7 @@ def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, tmp_
         profile.save_refreshed(model, folder=tmp_path)
         texts.append(path.read_text())
     assert texts[0] == texts[1] != texts[2]
-    assert store.load(cost_key.key_of(model, runner_of(model)), tmp_path).table == cost.table
+    assert store.load(store.key_of(model, runner_of(model)), tmp_path).table == cost.table
 
 
 def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
@@ -213,7 +212,7 @@ def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
 
 def test_a_better_curve_is_used_at_once(model, measured, tmp_path):
     better = StepCost.of({1: [1.0]}, measured_at=store.time.time())
-    assert profile.use(model, cost_key.key_of(model, runner_of(model)), better, folder=tmp_path)
+    assert profile.use(model, store.key_of(model, runner_of(model)), better, folder=tmp_path)
     assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is better
     assert not measured and len(list(tmp_path.iterdir())) == 1
 
@@ -227,12 +226,12 @@ def test_curves_go_with_their_model(measured, tmp_path):
 
 
 def test_the_machine_has_a_name(model, monkeypatch, tmp_path):
-    assert all(cost_key.devices_of(model))
+    assert all(store.devices_of(model))
     assert native.processor_name(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3: fast\n")
     assert native.processor_name(tmp_path / "cpuinfo") == "Abacus 3: fast"
-    monkeypatch.setattr(cost_key, "processor_name", lambda: "Abacus 3")
-    assert cost_key.devices_of(model)[0].startswith("Abacus 3, ")
+    monkeypatch.setattr(store, "processor_name", lambda: "Abacus 3")
+    assert store.devices_of(model)[0].startswith("Abacus 3, ")
 
 
 def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path):

@@ -18,7 +18,7 @@ from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
-from lade.tuning import cost_key
+from lade.tuning.cost_file import key_of
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
 
 STAIRS = {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.25, 64: 1.6, 128: 2.6}
@@ -125,7 +125,7 @@ def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
     cost = profile.step_cost_for(model, runner, folder=tmp_path)
-    assert cost.table[9] == cost.table[16] and cost_key.key_of(model, runner)["runner"] == "GraphRunner"
+    assert cost.table[9] == cost.table[16] and key_of(model, runner)["runner"] == "GraphRunner"
     assert profile.step_cost_for(model, runner, folder=tmp_path) is cost
 
 

@@ -34,7 +34,7 @@ def bench(
 
     Without options: the embedded model on built-in prompts, offline, in a minute or two.
 
-    Writes results.json and report.html to --out; --resume continues from them after Ctrl-C.
+    Writes results.json and pictures to --out; --resume continues from them after Ctrl-C.
 
     Exit code 1: a method's output differs from the first's. 2: bad input. 130: interrupted.
     """

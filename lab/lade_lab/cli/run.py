@@ -94,9 +94,6 @@ def _counted(number: int, noun: str) -> str:
 
 
 EXIT_MISMATCH = 1
-REPORT = "report.html"
-
-_ALWAYS = (RESULTS, REPORT)
 
 
 def complete_results(plan: Plan) -> Results | None:
@@ -134,7 +131,7 @@ def complete_results(plan: Plan) -> Results | None:
 
 
 def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None:
-    """Print the results, and write the report, with figures if they are wanted.
+    """Print the results, and draw figures.
 
     Args:
         results: complete or not.
@@ -159,9 +156,8 @@ def report(results: Results, plan: Plan, tokenizer: Any, term: Terminal) -> None
 
         print_table(results, term.out)
     if files:
-        figures = len(files) - len(_ALWAYS)
-        more = f" and {count(figures, 'picture')}" if figures else ""
-        term.say(f"{', '.join(_ALWAYS)}{more} are in {str(plan.out)!r}", "dim")
+        more = f" and {count(len(files) - 1, 'picture')} are" if len(files) > 1 else " is"
+        term.say(f"{RESULTS}{more} in {str(plan.out)!r}", "dim")
     if results.samples and not plan.files.json:
         from lade_lab.report.prose import verdict
         from lade_lab.summary import summarise
@@ -201,9 +197,7 @@ def _token(token: int | None, score: float | None, tokenizer: Any) -> str:
 def _draw(results: Results, plan: Plan) -> list[str]:
     """Names of the files written."""
     from lade_lab.report.figures import can_draw, save_figures
-    from lade_lab.report.page import write_report
 
-    write_report(results, plan.out / REPORT)
     wanted = None if plan.files.figures else {"speedup"} if can_draw() else set[str]()
     figures = [] if wanted == set() else save_figures(results, plan.out, wanted)
-    return [*_ALWAYS, *(str(file.relative_to(plan.out)) for file in figures)]
+    return [RESULTS, *(str(file.relative_to(plan.out)) for file in figures)]

@@ -125,11 +125,6 @@ def save_figures(results: Results, folder: str | os.PathLike[str], names: Collec
     return written
 
 
-def pictures(results: Results) -> dict[str, str]:
-    """The texts of the SVG files that `save_figures` would write, by the names in `MEANINGS`."""
-    return {name: as_svg(figure) for name, figure in _drawn(results)}
-
-
 def can_draw() -> bool:
     """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None

@@ -46,12 +46,12 @@ def quick(monkeypatch, request):
     """Step curves are timed elsewhere; figures are drawn in one test only."""
     monkeypatch.setattr(experiment_module, "step_curve", lambda *args, **options: None)
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(bench_report, "_draw", lambda results, plan: ["results.json", "report.html"])
+        monkeypatch.setattr(bench_report, "_draw", lambda results, plan: ["results.json"])
 
 
 @pytest.fixture
 def drawn():
-    """Draw report and figures."""
+    """Draw the figures."""
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_all_of_it(bench, out, folder, drawn):
     assert re.search(r"\d pictures are in", said)
     for method in ("hf", "plain", "adaptive-warm"):
         assert method in result.stdout
-    assert (out / "report.html").is_file() and list(out.glob("*.svg"))
+    assert list(out.glob("*.svg"))
     assert not list(out.glob("*.memory"))
 
 
@@ -254,8 +254,8 @@ def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refu
     fails(bench("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install")
     assert not out.exists()
     result = bench()
-    assert result.exit_code == 0 and "results.json, report.html and 2 pictures are in" in result.stderr
-    made = ["report.html", "results.json", "speedup.png", "speedup.svg"]
+    assert result.exit_code == 0 and "results.json and 2 pictures are in" in result.stderr
+    made = ["results.json", "speedup.png", "speedup.svg"]
     assert sorted(file.name for file in out.iterdir()) == made
     assert result.stdout.splitlines()[-1].startswith(("Use ", "Stay ", "No verdict: "))
 

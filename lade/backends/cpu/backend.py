@@ -11,13 +11,13 @@ from transformers import PretrainedConfig
 
 from lade.backends.cpu.invariant_marker import invariance_of, stale_reason
 from lade.backends.cpu.packing.weight import PackedWeight
-from lade.model.facts import ModelFacts
-from lade.model.masks import INVARIANT_ATTENTION
-from lade.model.runner import Backend
+from lade.model.facts import PACKED, ModelFacts
+from lade.model.masks import INVARIANT_ATTENTION, PLACED_MASKS
+from lade.model.supports import INVARIANT_MODELS
 
 
-class CpuBackend(Backend):
-    """Packed and batch-invariant layers, see `lade.model.joint`; modules that import a compiler are loaded on demand.
+class CpuBackend:
+    """Packed and batch-invariant layers; modules that import a compiler are loaded on demand.
 
     Attributes:
         packed_weight: class of the weights of packed layers.
@@ -51,48 +51,12 @@ class CpuBackend(Backend):
 
         refuse_autocast(model)
 
-    def packable(self, model: nn.Module) -> bool:
-        """Return True if `pack` would pack some layers; raise `UnsupportedModelError` if it would refuse the model."""
-        from lade.backends.cpu.packing import pack
-
-        return bool(pack.packable(model))
-
-    def pack(self, model: nn.Module) -> None:
-        """Pack a model in its own dtype, in place; see `lade.pack`."""
-        from lade.backends.cpu.packing import pack
-
-        pack.pack(model)
-
     def pack_like(self, module: nn.Module, layer: Any) -> None:
         """Pack a module in the format and with the products of a packed layer, in place; nothing is measured."""
         from lade.backends.cpu.packing import pack
 
         kinds = pack.packable(module, weights=getattr(layer, "WEIGHTS", None))
         pack.pack_layers(module, kinds, panel=layer.panel)
-
-    def unpack(self, model: nn.Module) -> None:
-        """Undo `pack`, in place; see `lade.unpack`."""
-        from lade.backends.cpu.packing import pack
-
-        pack.unpack(model)
-
-    def rounds_visibly(self, model: Any) -> bool:
-        """Return True if the rounding of a pass over several tokens may show in a model's text, as scores often tie."""
-        from lade.backends.cpu.packing import pack
-
-        return model.dtype.itemsize == 2 or pack.integer_weights(model) is not None
-
-    def invariant(self, model: nn.Module) -> None:
-        """Make a model batch-invariant, in place; see `lade.invariant`."""
-        from lade.backends.cpu.invariant.make_invariant import invariant
-
-        invariant(model)
-
-    def variant(self, model: nn.Module) -> None:
-        """Undo `invariant`, in place; see `lade.variant`."""
-        from lade.backends.cpu.invariant.make_invariant import variant
-
-        variant(model)
 
     def can_be_invariant(self, model: nn.Module) -> bool:
         """Return True if `lade.invariant` would try this model on this machine."""
@@ -113,3 +77,6 @@ class CpuBackend(Backend):
 
 
 BACKEND = CpuBackend()
+PACKED.fill(BACKEND)
+PLACED_MASKS.fill(BACKEND)
+INVARIANT_MODELS.fill(BACKEND)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from importlib import import_module
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +12,15 @@ from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import INVARIANCE, ModelFacts
 from lade.model.in_place_subclassing import Changed
+from lade.model.registry import Role
 
+
+class _OnGpu(Protocol):
+    def invariant_refusal(self, model: Any) -> str: ...
+    def make_invariant(self, model: Any) -> str: ...
+
+
+ON_GPU: Role[_OnGpu] = Role("invariance on GPUs")
 _AGAIN = "call lade.invariant(model) again"
 
 
@@ -37,15 +44,6 @@ class Invariance:
     attention: str | None
     experts: str | None
     changed: int = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickle through a function that registers the attention implementation in the new process."""
-        return _unpickled, tuple(getattr(self, each.name) for each in fields(self))
-
-
-def _unpickled(*values: Any) -> Invariance:
-    import_module("lade.backends.cpu.invariant.make_invariant")  # registers attention and experts with transformers
-    return Invariance(*values)
 
 
 def invariance_of(model: nn.Module) -> Invariance | None:

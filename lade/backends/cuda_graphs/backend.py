@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from lade.backends.cpu.invariant_marker import ON_GPU
 from lade.backends.cuda_graphs.fused import fusion_refusal
 from lade.backends.cuda_graphs.pool import free_idle_buffers, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import ModelFacts, tensor_parallel_size
 from lade.model.masks import MaskPlan
-from lade.model.runner import Backend, EagerRunner, input_device
-from lade.model.supports import unwrap
+from lade.model.runner import CAPTURED_RUNNERS, EagerRunner, input_device
+from lade.model.supports import FUSION, unwrap
 
 
 def capture_refusal(model: Any, facts: ModelFacts | None = None) -> str:
@@ -57,10 +58,8 @@ def release(model: Any) -> None:
         torch.cuda.empty_cache()  # returns the graphs' private memory pool
 
 
-class GraphBackend(Backend):
-    """Forward passes captured as CUDA graphs, see `lade.model.joint`."""
-
-    release = staticmethod(release)
+class GraphBackend:
+    """Forward passes captured as CUDA graphs, see `lade.model.registry`."""
 
     def fusion_refusal(self, facts: ModelFacts, plan: MaskPlan) -> str:
         """Return why captured passes of a model on a CUDA device are not fused; empty if they are."""
@@ -99,3 +98,6 @@ class GraphBackend(Backend):
 
 
 BACKEND = GraphBackend()
+CAPTURED_RUNNERS.fill(BACKEND)
+FUSION.fill(BACKEND)
+ON_GPU.fill(BACKEND)

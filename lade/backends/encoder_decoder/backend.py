@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from lade.backends.encoder_decoder.runner import Encoded, EncoderDecoderRunner
 from lade.model.config import token_embeddings
-from lade.model.facts import ModelFacts
 from lade.model.masks import MaskPlan
-from lade.model.prepared import Prepared
-from lade.model.runner import Backend
+from lade.model.prepared import ENCODERS, Prepared
+from lade.model.runner import ENCODED_RUNNERS
 
 
 def runner_on_encoded(prepared: Prepared, plan: MaskPlan) -> EncoderDecoderRunner:
@@ -52,18 +50,13 @@ def _share_vocabulary(model: Any) -> bool:
     return encoder is not None and encoder.weight.shape == decoder.weight.shape
 
 
-class EncoderDecoderBackend(Backend):
-    """Token trees in the decoder of an encoder-decoder model, see `lade.model.joint`."""
+class EncoderDecoderBackend:
+    """Token trees in the decoder of an encoder-decoder model, see `lade.model.registry`."""
 
     source_of = staticmethod(source_of)
     runner_on_encoded = staticmethod(runner_on_encoded)
-    encode = staticmethod(Encoded.run)
-
-    def runner_of(
-        self, facts: ModelFacts, plan: MaskPlan, generation_config: GenerationConfig, encoded: Encoded
-    ) -> EncoderDecoderRunner:
-        """Return the runner of a decoder for given encoder outputs."""
-        return EncoderDecoderRunner(facts.model, plan, generation_config, encoded, facts)
 
 
 BACKEND = EncoderDecoderBackend()
+ENCODERS.fill(BACKEND)
+ENCODED_RUNNERS.fill(BACKEND)

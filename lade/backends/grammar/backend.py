@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from lade.backends.grammar.compiled import GrammarError, Matcher, vocabulary_of_tokenizer
 from lade.backends.grammar.processor import GrammarProcessor, processor_of, processor_of_tokenizer
 from lade.errors import InputError
-from lade.grammar import Grammar, GrammarArgument
+from lade.grammar import GRAMMARS, Grammar, GrammarArgument
 from lade.model.prepared import Prepared, argument_of, ids_of, prompts_in, vocabulary_of
-from lade.model.runner import Backend
 
 
 class GrammarConstraint:
@@ -111,8 +110,8 @@ def constraints_for(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
     ]
 
 
-class GrammarBackend(Backend):
-    """Structured output by llguidance, see `lade.model.joint`."""
+class GrammarBackend:
+    """Structured output by llguidance, see `lade.model.registry`."""
 
     constraints_for = staticmethod(constraints_for)
     with_grammar = staticmethod(with_grammar)
@@ -121,3 +120,4 @@ class GrammarBackend(Backend):
 
 
 BACKEND = GrammarBackend()
+GRAMMARS.fill(BACKEND)

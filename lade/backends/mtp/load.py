@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,9 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
 from lade.backends.mtp.find import Found, NoLayersError, copy_layer, find
 from lade.decoding.mtp import MtpHabits
 from lade.locks import ForkSafeLock
-from lade.model import joint
 from lade.model.config import field as config_field
-from lade.model.facts import ModelFacts
+from lade.model.facts import PACKED, ModelFacts
+from lade.model.supports import MtpSupport
 from lade.version import minor_version
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _OLDEST = (5, 23)
 """The first transformers that reads layers of all layouts; `MtpModel` itself is older."""
 _MEMORY_SHARE = 0.5  # of the memory that is free: texts need some, too
-Support = TypeVar("Support")
 _COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 _FULL_ATTENTION = "full_attention"
 _RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
@@ -80,14 +79,14 @@ def layer_of(model: PreTrainedModel) -> Loaded | str:
 
 def pack_alike(loaded: Loaded, facts: ModelFacts) -> None:
     """Pack the layer if its model is packed, in the integers of the model's layers if any: passes take half as long."""
-    cpu = joint.loaded("cpu")
+    packing = PACKED.loaded()
     with _loading:  # rows of other threads share the layer
-        if loaded.packed or cpu is None:
+        if loaded.packed or packing is None:
             return
-        packed = [kind for kind in facts.kinds if issubclass(kind, cpu.packed_layer)]
+        packed = [kind for kind in facts.kinds if issubclass(kind, packing.packed_layer)]
         if packed:
-            kind = next((kind for kind in packed if issubclass(kind, cpu.int8_layer)), packed[0])
-            cpu.pack_like(loaded.mtp.layers, facts.kinds[kind][0])
+            kind = next((kind for kind in packed if issubclass(kind, packing.int8_layer)), packed[0])
+            packing.pack_like(loaded.mtp.layers, facts.kinds[kind][0])
             loaded.packed = True
 
 
@@ -128,27 +127,22 @@ def _first_line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
-def examine(model: PreTrainedModel, make: Callable[..., Support]) -> Support:
-    """Return what is known of a model's MTP layers without loading any.
-
-    Args:
-        model: the model.
-        make: called with `reason`, `layers`, `nbytes` and `loaded`, as far as there is anything to be said.
-    """
+def examine(model: PreTrainedModel) -> MtpSupport:
+    """Return what is known of a model's MTP layers without loading any."""
     known = _known.get(model)
     result = None if known is None else known[1]
     if isinstance(result, str):
-        return make(reason=result)
+        return MtpSupport(reason=result)
     if result is not None:
-        return make(layers=result.found.layers, nbytes=result.nbytes, loaded=True)
+        return MtpSupport(layers=result.found.layers, nbytes=result.nbytes, loaded=True)
     try:
         found = find(model)
         nbytes = found.parameters * model.dtype.itemsize
         check_room(model, found)
         _stand_in(model, found)
     except Exception as problem:  # noqa: BLE001 - as when it is loaded
-        return make(reason=_reason(model, problem))
-    return make(layers=found.layers, nbytes=nbytes)
+        return MtpSupport(reason=_reason(model, problem))
+    return MtpSupport(layers=found.layers, nbytes=nbytes)
 
 
 def check_room(model: PreTrainedModel, found: Found) -> None:

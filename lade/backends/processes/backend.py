@@ -15,15 +15,15 @@ from typing import Any
 from torch import distributed as dist
 from transformers import GenerationConfig, PretrainedConfig
 
-from lade.backends.processes import channel, team
-from lade.backends.processes.follower import DismissedError
+from lade.backends.processes import team
 from lade.backends.processes.leader import LeadingRunner
 from lade.backends.processes.lookahead_parallel import LeadingPartRunner
 from lade.errors import UnsupportedArgumentError
 from lade.model.config import Positions, field
 from lade.model.facts import ModelFacts, needs_synced_passes, tensor_parallel_size
 from lade.model.masks import MaskPlan
-from lade.model.runner import Backend, EagerRunner
+from lade.model.runner import TEAM_RUNNERS, EagerRunner
+from lade.model.supports import SPLIT_MODELS
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
@@ -69,20 +69,10 @@ def _splits_keys(model: Any) -> bool:
     return any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
 
 
-class ProcessesBackend(Backend):
-    """Several processes that decode one model: tensor parallelism and `lade.parallel`, see `lade.model.joint`."""
+class ProcessesBackend:
+    """Several processes that decode one model: tensor parallelism and `lade.parallel`, see `lade.model.registry`."""
 
-    DismissedError = DismissedError
-    follow_call = staticmethod(team.follow_call)
-    generator_states = staticmethod(channel.generator_states)
     has_parts = staticmethod(team.has_parts)
-    is_connected = staticmethod(channel.is_connected)
-    leader_of = staticmethod(team.leader_of)
-    led_by_this_process = staticmethod(team.led_by_this_process)
-    packed = staticmethod(channel.packed)
-    steps_together = staticmethod(team.steps_together)
-    team_of = staticmethod(team.team_of)
-    together = staticmethod(team.together)
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
         """Return why a split or sharded model cannot be served; an empty string if it can be."""
@@ -117,3 +107,5 @@ class ProcessesBackend(Backend):
 
 
 BACKEND = ProcessesBackend()
+TEAM_RUNNERS.fill(BACKEND)
+SPLIT_MODELS.fill(BACKEND)

@@ -20,9 +20,9 @@ from lade.clock import Clock, Duration
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.tree import TokenTree
 from lade.model.cache_layers import Recurrence
-from lade.model.facts import ModelFacts
+from lade.model.facts import RECURRENT_LAYERS, ModelFacts
 from lade.model.kv_cache import TreeCache
-from lade.model.runner import Backend, EagerRunner
+from lade.model.runner import EagerRunner
 
 
 class RefedCache(TreeCache):
@@ -110,16 +110,13 @@ class RefeedingRunner:
         return torch.stack([pad(row, (0, 0, 0, new - len(row))) for row in rows])
 
 
-class RecurrentBackend(Backend):
-    """Token trees through recurrent layers, see `lade.model.joint`."""
+class RecurrentBackend:
+    """Token trees through recurrent layers, see `lade.model.registry`."""
 
     def of(self, facts: ModelFacts) -> Recurrence:
         """Return the patches with which a model's recurrent layers process token trees."""
         return CorePatches(facts)
 
-    def refeeding(self, runner: EagerRunner) -> tuple[RefeedingRunner, RefedCache]:
-        """Return a runner for trees kept over several passes, and its empty cache."""
-        return RefeedingRunner(runner), RefedCache()
-
 
 BACKEND = RecurrentBackend()
+RECURRENT_LAYERS.fill(BACKEND)

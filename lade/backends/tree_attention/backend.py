@@ -24,8 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeMask
 from lade.decoding.tree import TokenTree
-from lade.model.masks import TREE_ATTENTION, Inputs
-from lade.model.runner import Backend
+from lade.model.masks import TREE_ATTENTION, TREE_MASKS, Inputs
 
 NAME = TREE_ATTENTION
 HAS_TRITON = find_spec("triton") is not None
@@ -131,8 +130,8 @@ AttentionInterface.register(NAME, tree_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class TreeAttentionBackend(Backend):
-    """Compact masks for attention over token trees, see `lade.model.joint`."""
+class TreeAttentionBackend:
+    """Compact masks for attention over token trees, see `lade.model.registry`."""
 
     def inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int) -> Inputs:
         """Return the inputs of a step over one tree per row, whose mask is a `TreeMask`; see `StepInputs.of`.
@@ -147,3 +146,4 @@ class TreeAttentionBackend(Backend):
 
 
 BACKEND = TreeAttentionBackend()
+TREE_MASKS.fill(BACKEND)

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lade.model import joint
 from lade.model.config import dtype_name
-from lade.model.facts import ModelFacts, is_invariant, is_tensor_parallel, packed_classes
+from lade.model.facts import PACKED, ModelFacts, is_invariant, is_tensor_parallel, packed_classes
 from lade.model.in_place_subclassing import own_class
 from lade.model.runner import input_device
 
@@ -77,8 +76,8 @@ def linear_refusal(facts: ModelFacts) -> str:
 
 
 def _is_integer(layer: nn.Module) -> bool:
-    cpu = joint.loaded("cpu")
-    return cpu is not None and isinstance(layer, cpu.int8_layer)
+    packed = PACKED.loaded()
+    return packed is not None and isinstance(layer, packed.int8_layer)
 
 
 def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from lade.backends.encoder_decoder.runner import Encoded, EncoderDecoderRunner
 from lade.decoding.tree import ROOT, TokenTree
-from lade.model import joint
 from lade.model.config import decoder_config, token_embeddings
 from lade.model.facts import CACHE, ModelFacts, cache_name
 from lade.model.kv_cache import TreeCache
@@ -86,7 +86,7 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
     encoded = _encoded(model, distinct[:ENCODER_TOKENS]) if model.config.is_encoder_decoder else None
     runner = EagerRunner(model, plan, model.generation_config)
     if encoded is not None:
-        runner = joint.load("encoder_decoder").runner_of(ModelFacts.of(model), plan, model.generation_config, encoded)
+        runner = EncoderDecoderRunner(model, plan, model.generation_config, encoded)
     cache = runner.tree_cache()
     runner.prefill([prefix[:-1]], cache)
     tree = TokenTree(prefix[-1])
@@ -108,8 +108,8 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
     return max(errors)
 
 
-def _encoded(model: PreTrainedModel, ids: Sequence[int]) -> Any:
-    return joint.load("encoder_decoder").encode(model, torch.tensor([ids], device=input_device(model)))
+def _encoded(model: PreTrainedModel, ids: Sequence[int]) -> Encoded:
+    return Encoded.run(model, torch.tensor([ids], device=input_device(model)))
 
 
 def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from lade.cli.options.grouping import check_out, in_panel
 from lade.cli.prompts import Prompt, PromptSource, numbered_prompts, read_utf8
 from lade.errors import ConfigError, InputError
-from lade.files import require_same, whole_lines, write_whole
+from lade.files import require_same, write_whole
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class ResultFile:
         if raw and not resume:
             raise InputError(f"{str(path)!r} exists and has lines: continue it with --resume, or {REMEDY}")
         self.path = path
-        self.lines, self._whole = whole_lines(raw, path)
+        self.lines, self._whole = _whole_lines(raw, path)
         self.torn = raw[self._whole :]
 
     def truncate(self) -> None:
@@ -355,3 +355,26 @@ class BatchOptions:
         prompts = dict(shard.select(list(numbered_prompts(file).items())))
         results = None if self.out is None else PromptResults(self.out, prompts, resume=self.resume)
         return Batch(file, prompts, size, results)
+
+
+def _whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete lines and their length in bytes. A torn last line, left by a killed process, is skipped.
+
+    Args:
+        raw: content of the file.
+        path: path of the file, for the error message.
+
+    Raises:
+        InputError: a complete line is not a JSON object.
+    """
+    whole = raw.rfind(b"\n") + 1
+    lines = []
+    for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise InputError(f"{str(path)!r} is damaged at line {number} ({problem}): give another --out") from problem
+        if not isinstance(found, dict):
+            raise InputError(f"{str(path)!r} is damaged at line {number} (no object): give another --out")
+        lines.append(found)
+    return lines, whole

@@ -14,7 +14,6 @@ import torch
 from torch import distributed as dist
 from transformers import GenerationConfig
 
-from lade.backends.cpu.backend import BACKEND
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import folder as packed_folder
@@ -234,7 +233,7 @@ def _unneeded(model: Any) -> str:
     """Return why the shell does not make a model invariant by itself; empty if it does."""
     if model.device.type != "cpu":
         return "on a GPU it is not done unasked"
-    if not BACKEND.rounds_visibly(model):
+    if not packing.rounds_visibly(model):
         return f"rounding hardly ever shows in {dtype_name(model.dtype)}"
     return make_invariant.refusal(model)
 
@@ -268,7 +267,7 @@ def _set_up(
         pack = False
     elif pack is None and (loading.model is None or is_packed):
         pack, undone = False, {"packed": "the embedded model is too small"}
-    rounds, on_cpu = BACKEND.rounds_visibly(model), model.device.type == "cpu"
+    rounds, on_cpu = packing.rounds_visibly(model), model.device.type == "cpu"
     wanted = is_made_invariant(model, invariant)
     packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
     if pack or packs_in_panels or (pack is None and not rounds and on_cpu):

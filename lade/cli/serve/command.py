@@ -1,24 +1,21 @@
-"""`lade serve`, and the Ray Serve application with the same options."""
+"""`lade serve`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.serve.options import Access, Limits, Listening, Scaling, ServedTemplate, check_all, loader
+from lade.cli.serve.options import Access, Limits, Listening, ServedTemplate, check_all
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import ConfigError, InputError
+from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    import socket
-
     from lade.server.access_log import AccessLog
     from lade.server.served_model import ServedModel
     from lade.server.settings import Settings
@@ -34,7 +31,6 @@ def serve(
     listening: Listening,
     access: Access,
     limits: Limits,
-    scaling: Scaling,
     template: ServedTemplate,
     speed: options.Speed,
     loading: options.Loading,
@@ -50,23 +46,17 @@ def serve(
     Exit code 1: the engine failed, or the draft memory could not be saved.
     """
     with terminal(output) as term:
-        alone = scaling.replicas is None  # replicas read a memory, which has to exist, and write none
-        check_all(listening, access, limits, scaling, loading=loading, speed=speed, template=template, new_memory=alone)
-        processes = _processes(listening, scaling, term)
+        check_all(listening, access, limits, loading=loading, speed=speed, template=template, new_memory=True)
+        processes = _processes(listening, term)
         if processes > 1 and not _leads(loading, speed, processes, term):
             return
         settings, own = settings_of(listening, access, limits, loading, template), template.text()
-        if scaling.replicas is not None:
-            _check_replicas(listening)
         from lade.server.settings import bound, url_of
 
         socket = bound(listening.host, listening.port)
         if settings.host not in _LOOPBACK and not settings.keys.all:
             term.say(f"warning: anyone who can reach {settings.host} can send requests: give --api-key-file", "yellow")
         announce = partial(_announce, settings, url_of(listening.host, socket), term, json=json)
-        if scaling.replicas is not None:
-            _run_replicas(settings, socket, scaling, loading, loader(loading, speed, own), partial(announce, None))
-            return
         log = _log(listening, term)
         with nullcontext() if log is None else log.listening():
             term.show_status(f"listening on {url_of(listening.host, socket)}, to be ready when the model is loaded")
@@ -81,35 +71,9 @@ def serve(
         raise typer.Exit(code)
 
 
-def _check_replicas(listening: Listening) -> None:
-    """Raise `ConfigError` for options that replicas do not support."""
-    if listening.log_format != "text":
-        raise ConfigError("log-format", listening.log_format, "replicas log to Ray's files: leave it out")
-
-
-def _run_replicas(
-    settings: Settings,
-    socket: socket.socket,
-    scaling: Scaling,
-    loading: options.Loading,
-    load: Callable[[], ServedModel],
-    announce: Callable[[], None],
-) -> None:
-    from lade.server.replicas import application, run
-
-    scale = scaling.scale(loading)
-    port = socket.getsockname()[1]
-    socket.close()  # the port is free, and Ray's proxy binds it
-    run(application(settings, load, scale), settings, port, scale, announce)
-
-
-def _processes(listening: Listening, scaling: Scaling, term: Terminal) -> int:
+def _processes(listening: Listening, term: Terminal) -> int:
     """Return the number of processes of a split model, after joining them; without torchrun, start it."""
     wanted = listening.tensor_parallel
-    if scaling.replicas is not None:
-        if wanted not in (None, 1):
-            raise ConfigError("tensor-parallel", wanted, "a replica is one process: leave out --replicas, or this")
-        return 1
     if listening.torchrun is None:
         if wanted not in (None, 1):
             run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted), "-m", "lade")
@@ -188,58 +152,3 @@ def _log(listening: Listening, term: Terminal) -> AccessLog | None:
     term.hide_status()
     term.on_status = log.say
     return log
-
-
-_USAGE_ERROR: Any = typer.BadParameter.__base__
-"""Typer's base class of usage errors, unknown options included."""
-_SET_BY_RAY = {
-    "host": "serve start --http-host",
-    "port": "serve start --http-port",
-    "log_format": "the logging_config of a deployment",
-}
-
-
-def application_of(arguments: Mapping[str, str]) -> Any:
-    """Return the application that Ray Serve runs.
-
-    Args:
-        arguments: options of `lade serve` without dashes, such as `{"model": "gpt2", "page": "false"}`.
-
-    Raises:
-        ConfigError, InputError, MissingExtraError: an option is unknown or wrong.
-    """
-    for name in sorted(_SET_BY_RAY.keys() & arguments.keys()):
-        raise InputError(f"{name} is set by Ray: use {_SET_BY_RAY[name]}")
-    words = [_word(name, str(value)) for name, value in arguments.items()]
-    shell = typer.Typer()
-    shell.command()(_application)
-    try:
-        return typer.main.get_command(shell).main(words, prog_name="lade.replicas:app", standalone_mode=False)
-    except _USAGE_ERROR as problem:
-        raise InputError(problem.format_message()) from None
-
-
-def _word(name: str, value: str) -> str:
-    option = name.replace("_", "-")
-    if value.lower() in ("true", "false"):
-        return f"--{option}" if value.lower() == "true" else f"--no-{option}"
-    return f"--{option}={value}"
-
-
-@options.grouped
-def _application(
-    *,
-    listening: Listening,
-    access: Access,
-    limits: Limits,
-    scaling: Scaling,
-    template: ServedTemplate,
-    speed: options.Speed,
-    loading: options.Loading,
-) -> Any:
-    check_all(listening, access, limits, scaling, loading=loading, speed=speed, template=template)
-    settings = settings_of(listening, access, limits, loading, template)
-    load = loader(loading, speed, template.text())
-    from lade.server.replicas import application
-
-    return application(settings, load, scaling.scale(loading))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -19,8 +16,6 @@ from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade.cli.options.decoding import Speed
-    from lade.server.replicas import Scale
-    from lade.server.served_model import ServedModel
     from lade.server.settings import Keys
 
 
@@ -294,60 +289,3 @@ def check_all(
         check(speed.memory)
     loading.check_layout(speed.pack, invariant=speed.invariant)
     template.check()
-
-
-_option = in_panel("Replicas")
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Replica options."""
-
-    replicas: Annotated[
-        int | None, _option(metavar="N", help="Number of replicas, each with a model and an engine (Ray Serve).")
-    ] = None
-    max_replicas: Annotated[
-        int | None, _option(metavar="N", help="Upper limit for autoscaling. Default: --replicas.")
-    ] = None
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a number out of range; `MissingExtraError` if Ray Serve is not installed."""
-        if self.replicas is None and self.max_replicas is not None:
-            raise ConfigError("max-replicas", self.max_replicas, "needs --replicas")
-        if self.replicas is None:
-            return
-        if self.replicas < 1:
-            raise ConfigError("replicas", self.replicas, "give a whole number >= 1")
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ConfigError("max-replicas", self.max_replicas, f"give a whole number >= {self.replicas}")
-        if find_spec("ray") is None:
-            raise MissingExtraError("ray", "scale")
-
-    def scale(self, loading: Loading) -> Scale:
-        """Return the scale of the deployment: CPU cores are divided, each replica has a GPU of its own."""
-        import torch
-
-        from lade.server.replicas import Scale
-
-        replicas = self.replicas or 1
-        most = self.max_replicas or replicas
-        on_gpu = loading.device in ("auto", "cuda") and torch.cuda.is_available()
-        return Scale(replicas, most, cpus=max(1, (os.cpu_count() or 1) // most), gpus=int(on_gpu))
-
-
-def loader(loading: Loading, speed: Speed, chat_template: str | None) -> Callable[[], ServedModel]:
-    """Return the function with which a replica loads the model. Replicas read the draft memory and never write it."""
-    return partial(_load, loading, speed, chat_template)
-
-
-def _load(loading: Loading, speed: Speed, chat_template: str | None) -> ServedModel:
-    from lade.cli.options.grouping import Output
-    from lade.cli.serve.model import load
-    from lade.cli.terminal import Terminal
-
-    served = load(loading, speed, chat_template, Terminal(Output(quiet=True)))
-    return replace(served, save=None, close=_nothing)
-
-
-def _nothing() -> None:
-    """Do nothing when a replica is closed."""

@@ -27,7 +27,6 @@ export async function readiness() {
 }
 
 export const models = () => getJson("v1/models");
-export const status = () => getJson("v1/lade/status");
 
 /**
  * Stream an answer: yields the parsed events up to `[DONE]`.

@@ -3,15 +3,13 @@
 import { ask, request } from "./asking.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
-import { byId, copy } from "./dom.js";
+import { byId } from "./dom.js";
 import { askForName, Drawers, openMenu, prepareColours, prepareDialogs, prepareKeys, prepareTheme, tell, toast } from "./furniture.js";
-import { Rows } from "./rows.js";
 import { Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { keep, Pictures, setting, Store } from "./store.js";
+import { keep, setting, Store } from "./store.js";
 import { Trace } from "./trace.js";
-import { asMarkdown, exported, fileName, imported } from "./transfer.js";
 import { Transcript } from "./transcript.js";
 
 const TITLE_LENGTH = 80;
@@ -20,9 +18,8 @@ const SAVE_MS = 1000;
 class App {
   constructor() {
     this.store = new Store();
-    this.pictures = new Pictures(() => toast("The browser keeps no more pictures: new ones are gone with this tab."));
     this.settings = new Settings();
-    this.drawers = new Drawers({ rows: new Rows() });
+    this.drawers = new Drawers();
     this.server = new Server(() => this.learned());
     this.running = new Map(); // the conversations that are being answered, by id: `{conversation, stop}`
     this.composer = new Composer(this);
@@ -42,8 +39,6 @@ class App {
       if (this.conversation.messages.length) this.save(this.conversation);
     });
     addEventListener("pagehide", () => this.running.forEach(({ conversation }) => this.save(conversation)));
-    const kept = this.store.all().map(({ id }) => this.store.raw(id));
-    this.pictures.sweep(kept).catch((error) => console.info("Pictures are kept for this tab only:", error.message));
   }
 
   // What can be done with conversations.
@@ -67,13 +62,8 @@ class App {
   }
 
   menu(id, button) {
-    const readable = [
-      { label: "Rename", drawing: "edit", action: () => this.rename(id) },
-      { label: "Copy as Markdown", drawing: "copy", action: () => this.copyMarkdown(id) },
-    ];
     const broken = this.store.all().some((each) => each.id === id && each.broken);
-    openMenu(button, [...(broken ? [] : readable),
-      { label: "Export", drawing: "save", action: () => this.download(id) },
+    openMenu(button, [...(broken ? [] : [{ label: "Rename", drawing: "edit", action: () => this.rename(id) }]),
       { label: "Delete", drawing: "bin", action: () => this.remove(id) }]);
   }
 
@@ -86,11 +76,6 @@ class App {
     this.furnish();
   }
 
-  async copyMarkdown(id) {
-    await copy(asMarkdown(this.get(id)));
-    toast("Copied.");
-  }
-
   remove(id) {
     this.running.get(id)?.stop();
     const raw = this.store.raw(id);
@@ -100,33 +85,6 @@ class App {
     else this.furnish();
     const undo = () => { this.store.restore(id, raw); this.open(id); };
     if (raw !== null) toast(`Deleted “${title || "New chat"}”.`, { label: "Undo", action: undo });
-  }
-
-  /** A conversation as a file; one that cannot be read as it is kept. */
-  async download(id) {
-    let file = { name: fileName(id), content: this.store.raw(id) };
-    try {
-      file = await exported(this.get(id), this.pictures);
-    } catch (error) {
-      console.info("A conversation is exported as it is kept:", error.message);
-    }
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([file.content], { type: "application/json" }));
-    link.download = file.name;
-    link.click();
-    URL.revokeObjectURL(link.href);
-  }
-
-  async importFiles(files) {
-    for (const file of files) {
-      try {
-        const conversation = imported(await file.text(), this.pictures);
-        this.save(conversation);
-        this.open(conversation.id);
-      } catch (problem) {
-        toast(`${file.name} cannot be imported: ${problem.message}`);
-      }
-    }
   }
 
   changedElsewhere(id) {
@@ -145,26 +103,23 @@ class App {
   }
 
   /** Whether such a message can be sent now. */
-  takes(text, files) {
-    return Boolean((this.server.plain ? text : text.trim()) || files.length) && !this.running.has(this.conversation.id);
+  takes(text) {
+    return Boolean(this.server.plain ? text : text.trim()) && !this.running.has(this.conversation.id);
   }
 
-  send(text, files = []) {
+  send(text) {
     const { conversation } = this;
-    const content = this.server.plain ? text : text.trim();
-    conversation.title ||= (text.trim() || files[0].name).replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
-    const kept = files.map(({ url, ...file }) => (url ? { ...file, picture: this.pictures.keep(url) } : file));
-    conversation.add({ role: "user", content, ...(kept.length && { files: kept }) });
+    conversation.title ||= text.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
+    conversation.add({ role: "user", content: this.server.plain ? text : text.trim() });
     this.answer(conversation);
   }
 
   /** Send another version of a message. */
   edit(message, text) {
-    const { files } = message;
-    if (!text.trim() && !files) return;
+    if (!text.trim()) return;
     this.stop();
     this.conversation.branchAt(message);
-    this.conversation.add({ role: "user", content: this.server.plain ? text : text.trim(), ...(files && { files }) });
+    this.conversation.add({ role: "user", content: this.server.plain ? text : text.trim() });
     this.answer(this.conversation);
   }
 
@@ -183,23 +138,6 @@ class App {
     this.transcript.showVersion(this.conversation, this.server, message);
     this.furnish();
     tell("Another version is shown.");
-  }
-
-  /** Send no more of what was said first; and let an answer that failed for it be tried again. */
-  dropOldest(message = null) {
-    const { conversation } = this;
-    if (!conversation.canDrop) return toast("Only your last message is left: shorten it.");
-    conversation.dropOldest(this.server.context ?? 0);
-    this.save(conversation);
-    if (message) this.again(message);
-    else this.show();
-    return null;
-  }
-
-  sendAll() {
-    this.conversation.start = 0;
-    this.save(this.conversation);
-    this.show();
   }
 
   stop() {
@@ -221,7 +159,6 @@ class App {
     tell("Answering.");
     await this.stream(conversation, message, aborter.signal);
     message.running = false;
-    if (message.usage) conversation.measure(message);
     if (this.running.get(conversation.id) === own) this.running.delete(conversation.id);
     if (conversation.messages.includes(message)) this.save(conversation);
     this.transcript.changed(message);
@@ -234,7 +171,7 @@ class App {
     const changed = () => { this.transcript.changed(message); this.saveSoon(conversation); };
     for (;;) {
       try {
-        const asked = await request(conversation, this.settings.fields, this.server.plain, this.pictures);
+        const asked = request(conversation, this.settings.fields, this.server.plain);
         return await ask(asked, message, { signal, session: conversation.id, changed });
       } catch (problem) {
         if (problem.kind === undefined) throw problem;
@@ -273,7 +210,6 @@ class App {
     document.title = conversation.title ? `${conversation.title} · lade` : "lade";
     this.sidebar.show(this.store.all(), this.broken ?? conversation.id, this.running);
     this.composer.show(server, this.running.has(conversation.id));
-    this.composer.meter(conversation.messages.length ? conversation.tokens : null, server.context, conversation.canDrop);
   }
 
   save(conversation) {

@@ -1,35 +1,24 @@
 // From a conversation to an answer that streams into it.
 
 import { answer, Problem, readiness } from "./api.js";
-import { fullText } from "./conversation.js";
 
 const PAUSE_MS = 1000;
 
 /**
  * What is sent: for a chat its messages, for a model that only continues text the text so far.
- * @param pictures gives the URLs of those that are attached
  */
-export async function request(conversation, fields, plain, pictures) {
-  const said = conversation.sent.slice(0, -1); // the last one is the answer that is to come
+export function request(conversation, fields, plain) {
+  const said = conversation.path.slice(0, -1); // the last one is the answer that is to come
   const before = said.filter(({ role, content }) => role === "user" || content); // no answers that failed
   const common = { ...fields, stream: true, stream_options: { include_usage: true }, lade: { trace: true } };
   if (plain) {
     const { chat_template_kwargs: _, response_format: form, ...rest } = common;
-    const prompt = before.map((message) => fullText(message)).join("");
+    const prompt = before.map(({ content }) => content).join("");
     return ["v1/completions", { ...rest, ...(form && { structured_outputs: asOutputs(form) }), prompt }];
   }
   const system = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
-  const turns = await Promise.all(before.map(async (message) => ({ role: message.role, content: await contentOf(message, pictures) })));
+  const turns = before.map(({ role, content }) => ({ role, content }));
   return ["v1/chat/completions", { ...common, messages: [...system, ...turns] }];
-}
-
-/** A message's content: a text, or parts where there are pictures. */
-export async function contentOf(message, pictures) {
-  const ids = (message.files ?? []).flatMap(({ picture }) => picture ?? []);
-  const urls = (await Promise.all(ids.map((id) => pictures.get(id)))).filter(Boolean);
-  const text = fullText(message);
-  if (!urls.length) return text;
-  return [...urls.map((url) => ({ type: "image_url", image_url: { url } })), ...(text ? [{ type: "text", text }] : [])];
 }
 
 /** A `response_format` as `/v1/completions` has it. */

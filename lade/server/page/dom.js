@@ -53,7 +53,7 @@ export function copyButton(text, label = "Copy") {
 const numbers = new Intl.NumberFormat("en");
 
 /** `count(2000)` is "2,000". */
-export const count = (number) => numbers.format(number);
+const count = (number) => numbers.format(number);
 
 /** `counted(1, "token")` is "1 token", `counted(2000, "token")` is "2,000 tokens". */
 export const counted = (number, noun, many = `${noun}s`) => `${count(number)} ${number === 1 ? noun : many}`;

@@ -8,12 +8,10 @@ const TOAST_MS = 6000;
 const THEMES = ["system", "light", "dark"];
 const PHONE = matchMedia("(max-width: 760px)");
 
-/** The panels left and right. One of those on the right is open at most; on a phone they cover the conversation. */
+/** The panels left and right; on a phone they cover the conversation. */
 export class Drawers {
-  /** @param live parts to be told, by id: `{open(), close()}` */
-  constructor(live) {
-    this.live = live;
-    this.buttons = { sidebar: byId("menu"), settings: byId("show-settings"), rows: byId("show-rows") };
+  constructor() {
+    this.buttons = { sidebar: byId("menu"), settings: byId("show-settings") };
     for (const [id, button] of Object.entries(this.buttons)) button.addEventListener("click", () => this.set(id, byId(id).hidden));
     for (const button of document.querySelectorAll("[data-close]")) {
       button.addEventListener("click", () => this.set(button.dataset.close, false));
@@ -26,19 +24,17 @@ export class Drawers {
   }
 
   set(id, open) {
-    if (open && id !== "sidebar") for (const other of ["settings", "rows"]) if (other !== id) this.set(other, false);
     const panel = byId(id);
     if (panel.hidden === !open) return;
     panel.hidden = !open;
     this.buttons[id].setAttribute("aria-expanded", open);
     if (open) panel.querySelector("button, input, textarea")?.focus({ preventScroll: true });
     else if (panel.contains(document.activeElement) || document.activeElement === document.body) this.buttons[id].focus();
-    this.live[id]?.[open ? "open" : "close"]();
   }
 
   /** Close what covers the conversation. @returns whether anything was closed */
   closeTop() {
-    const open = ["settings", "rows", ...(PHONE.matches ? ["sidebar"] : [])].filter((id) => !byId(id).hidden);
+    const open = ["settings", ...(PHONE.matches ? ["sidebar"] : [])].filter((id) => !byId(id).hidden);
     for (const id of open) this.set(id, false);
     return open.length > 0;
   }
@@ -50,7 +46,7 @@ export class Drawers {
 
   /** Those that lie over the conversation. */
   #covering() {
-    return ["sidebar", "settings", "rows"].filter((id) => !byId(id).hidden && getComputedStyle(byId(id)).position === "fixed");
+    return ["sidebar", "settings"].filter((id) => !byId(id).hidden && getComputedStyle(byId(id)).position === "fixed");
   }
 
   #fit() {

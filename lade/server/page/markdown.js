@@ -3,7 +3,6 @@
 import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 import hljs from "./vendor/highlight.min.js";
-import { FORMULAS } from "./maths.js";
 
 const MAX_MS = 500; // for one text: marked is quadratic in some
 const DEEPEST = 40; // tokens within tokens: marked and layout overflow where they go on, and nobody reads them
@@ -34,7 +33,7 @@ export class Markdown {
   constructor() {
     const check = () => this.#check();
     const tokenizer = { space: check, escape: check }; // the first to be tried
-    this.#marked = new Marked({ renderer: RENDERER, extensions: FORMULAS, tokenizer });
+    this.#marked = new Marked({ renderer: RENDERER, tokenizer });
   }
 
   /**

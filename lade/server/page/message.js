@@ -1,6 +1,5 @@
 // How messages look.
 
-import { chip } from "./attachments.js";
 import { copyButton, counted, element, iconButton } from "./dom.js";
 import { Prose } from "./prose.js";
 import { colour } from "./sources.js";
@@ -8,11 +7,10 @@ import { stepTable, Strip } from "./strip.js";
 
 const DRAWN_OVER = 1.1; // tokens in each pass; below it, the passes are drawn for whoever asks
 const LEAST_SECONDS = 0.2; // that a rate can be told from
-const TOO_LONG = "context_length_exceeded";
 
 /** What a user said: shown as it was typed, and edited in place. */
 export class Question {
-  /** @param actions `{edit(message, text), version(message), versions(message), picture(id)}` */
+  /** @param actions `{edit(message, text), version(message), versions(message)}` */
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
@@ -21,18 +19,11 @@ export class Question {
   }
 
   #show() {
-    const { content, files = [] } = this.message;
+    const { content } = this.message;
     const tools = element("div", { class: "tools" }, copyButton(() => content), iconButton("edit", "Edit", () => this.#edit()));
     this.node.replaceChildren(
-      ...(files.length ? [element("ul", { class: "files" }, ...files.map((file) => element("li", {}, this.#file(file))))] : []),
-      ...(content ? [element("div", { class: "said" }, content)] : []),
+      element("div", { class: "said" }, content),
       element("div", { class: "below" }, versionSwitch(this.message, this.actions), tools));
-  }
-
-  #file(file) {
-    const shown = chip(file);
-    if (file.picture) this.actions.picture(file.picture).then((url) => (url ? shown.src = url : shown.replaceWith(`${file.name} (gone)`)));
-    return shown;
   }
 
   #edit() {
@@ -71,7 +62,7 @@ function versionSwitch(message, actions) {
 
 /** An answer: grows while it streams. */
 export class Answer {
-  /** @param actions `{again(message), dropOldest(message), version(message), versions(message)}` @param server whose model it is */
+  /** @param actions `{again(message), version(message), versions(message)}` @param server whose model it is */
   constructor(message, actions, { plain, context }) {
     this.message = message;
     this.trace = message.trace;
@@ -117,8 +108,7 @@ export class Answer {
     this.problem.hidden = !message.problem;
     if (message.problem && this.problem.firstChild?.textContent !== message.problem) {
       const again = element("button", { type: "button", onclick: () => actions.again(message) }, "Try again");
-      const drop = element("button", { type: "button", onclick: () => actions.dropOldest(message) }, "Drop the oldest");
-      this.problem.replaceChildren(element("span", {}, message.problem), ...(message.code === TOO_LONG ? [drop] : []), again);
+      this.problem.replaceChildren(element("span", {}, message.problem), again);
     }
     const failed = !this.plain && (prose.plain || thought.plain);
     if (failed) message.plain = true; // so that it is not tried again with each reload

@@ -2,7 +2,6 @@
 
 import { copyButton, element } from "./dom.js";
 import { Markdown } from "./markdown.js";
-import { drawFormulas } from "./maths.js";
 import { paint } from "./paint.js";
 
 /** A text as elements, its tokens painted. */
@@ -69,7 +68,6 @@ export class Prose {
       table.replaceWith(box);
       box.append(table);
     }
-    drawFormulas(node);
     return node;
   }
 }

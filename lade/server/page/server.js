@@ -10,7 +10,6 @@ const pause = () => new Promise((done) => setTimeout(done, LOOK_MS));
 export class Server {
   model = ""; // its name
   plain = false; // whether it has no chat template and continues text
-  images = false; // whether it reads pictures
   context = null; // how many tokens it reads and writes at most; null: unknown
   defaults = {}; // what it does where a request does not say
   page = {}; // what the page says where nobody has set it: no sampling where the checkpoint asks for none
@@ -39,8 +38,8 @@ export class Server {
   async learn() {
     try {
       const { data: [{ id, lade = {} }] } = await models();
-      const { chat = true, context = null, images = false, defaults = {}, page = {} } = lade;
-      Object.assign(this, { model: id, plain: this.plain || !chat, context, images, defaults, page });
+      const { chat = true, context = null, defaults = {}, page = {} } = lade;
+      Object.assign(this, { model: id, plain: this.plain || !chat, context, defaults, page });
       this.changed();
     } catch (problem) {
       if (problem.kind === undefined) throw problem;

@@ -11,7 +11,7 @@ const CHAT = ["Write a Python function that merges two sorted lists.", "Why is t
 const TEXT = ["def binary_search(values, target):\n", "class Stack:\n", "import json\n\n\ndef load(path):\n"];
 
 export class Transcript {
-  /** @param app what messages ask to be done, and `{suggest(text), sendAll(), download(id), remove(id)}` */
+  /** @param app what messages ask to be done, and `{suggest(text), remove(id)}` */
   constructor(app) {
     this.app = app;
     this.scroller = byId("transcript");
@@ -21,7 +21,7 @@ export class Transcript {
     this.follows = true;
     this.top = 0; // where it was scrolled to
     this.scroller.addEventListener("scroll", () => this.#scrolled());
-    const sized = new ResizeObserver(() => this.follows && this.follow()); // pictures and formulas come late
+    const sized = new ResizeObserver(() => this.follows && this.follow());
     for (const node of [this.list, this.scroller]) sized.observe(node);
     byId("latest").addEventListener("click", () => this.follow());
     for (const kind of ["mouseover", "mouseout"]) this.list.addEventListener(kind, (event) => this.#point(event));
@@ -30,10 +30,8 @@ export class Transcript {
   /** Show a conversation from its end. @param server what its model is */
   show(conversation, server) {
     this.views.clear();
-    const { path, sent } = conversation;
     const actions = this.#actions(conversation);
-    const nodes = path.map((message) => this.#view(message, actions, server).node);
-    if (sent.length < path.length) nodes.splice(path.length - sent.length, 0, this.#dropped());
+    const nodes = conversation.path.map((message) => this.#view(message, actions, server).node);
     this.#put(nodes.length ? nodes : [this.#welcome(server.plain)], !nodes.length);
   }
 
@@ -51,9 +49,8 @@ export class Transcript {
     this.views.clear();
     this.#put([element("section", { class: "welcome", role: "alert" },
       element("h2", {}, "This conversation cannot be shown"),
-      element("p", { class: "faint" }, "What the browser kept of it is damaged, or this page has a fault. It can be saved as a file, as it is."),
+      element("p", { class: "faint" }, "What the browser kept of it is damaged, or this page has a fault."),
       element("div", { class: "suggestions" },
-        element("button", { type: "button", onclick: () => this.app.download(id) }, "Export"),
         element("button", { type: "button", onclick: () => this.app.remove(id) }, "Delete")))], true);
   }
 
@@ -69,10 +66,8 @@ export class Transcript {
     return {
       edit: (message, text) => app.edit(message, text),
       again: (message) => app.again(message),
-      dropOldest: (message) => app.dropOldest(message),
       version: (message) => app.version(message),
       versions: (message) => conversation.versions(message),
-      picture: (id) => app.pictures.get(id),
     };
   }
 
@@ -95,12 +90,6 @@ export class Transcript {
     const view = message.role === "user" ? new Question(message, actions) : new Answer(message, actions, server);
     this.views.set(message, view);
     return view;
-  }
-
-  /** The line above which nothing is sent any more. */
-  #dropped() {
-    return element("p", { class: "dropped faint" }, element("span", {}, "What is above is no longer sent to the model."),
-      element("button", { type: "button", class: "quiet", onclick: () => this.app.sendAll() }, "Send all"));
   }
 
   #draw() {

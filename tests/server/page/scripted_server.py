@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 from lade.server.app import mount_page
 
-ROW = {"age_s": 2.4, "prompt_tokens": 21, "answer_tokens": 93, "tokens_per_step": 2.537}
 SOURCES = ("memory", "pool", "window", "prompt", "text")
 POEM_WORDS = "Here is how two sorted lists are merged, with one pass over both:"
 POEM = """Here is how two sorted lists are *merged*, with **one pass** over both:
@@ -67,7 +66,6 @@ class Script:
         refuse: answers every chat with this status and error, until it is None.
         templated: whether the model has a chat template.
         told: whether `/v1/models` says so.
-        images: whether the model takes images.
         defaults: what the server does where a request does not say.
         page: what the page is to say then.
         prompt_tokens: that each prompt is said to have.
@@ -84,7 +82,6 @@ class Script:
     refuse: tuple[int, dict[str, Any]] | None = None
     templated: bool = True
     told: bool = True
-    images: bool = False
     defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.7, "max_tokens": 512})
     page: dict[str, Any] = field(default_factory=dict)
     prompt_tokens: int = 21
@@ -126,7 +123,6 @@ class ScriptedServer:
         routes = [
             Route("/ready", self.ready),
             Route("/v1/models", self.models),
-            Route("/v1/lade/status", self.status),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
         ]
@@ -147,17 +143,10 @@ class ScriptedServer:
 
     async def models(self, request: Request) -> Response:
         script = self.script
-        own = {"chat": script.templated, "context": 1024, "images": script.images, "defaults": script.defaults}
+        own = {"chat": script.templated, "context": 1024, "images": False, "defaults": script.defaults}
         own["page"] = script.page
         model = {"id": "tiny-story-model", "object": "model", "lade": own if script.told else {}}
         return self.refusal(request) or JSONResponse({"object": "list", "data": [model]})
-
-    async def status(self, request: Request) -> Response:
-        states = ["decoding", "decoding", "prefill"]
-        rows = [{"id": f"chatcmpl-{n:032x}", "state": state, **ROW} for n, state in enumerate(states)]
-        slots = {"used": 812, "reserved": 2048, "limit": 16384}
-        body = {"state": "ok", "rows_limit": 16, "waiting_limit": 64, "kv_slots": slots, "rows": rows}
-        return self.refusal(request) or JSONResponse(body)
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()

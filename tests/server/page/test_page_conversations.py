@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from scripted_server import POEM, POEM_WORDS, turn
@@ -125,78 +124,6 @@ def test_a_menu_is_used_by_keys(seen):
     expect(seen.button("Actions")).to_be_focused()
 
 
-def test_conversations_are_searched_by_names_and_contents(seen):
-    for text in ("alpha question", "beta question"):
-        seen.say(text)
-        seen.answered()
-        seen.button("New chat").click()
-    names = seen.page.locator("#conversations .name")
-    search = seen.page.get_by_label("Search the conversations")
-    search.fill("ALPHA")
-    expect(names).to_have_text(["alpha question"])
-    search.fill("sorted lists")  # which the answers say
-    expect(names).to_have_count(2)
-    search.fill("alpha beta")
-    expect(names).to_have_count(0)
-    expect(seen.page.locator("#none-found")).to_be_visible()
-    search.fill("")
-    expect(names).to_have_count(2)
-
-
-def test_a_conversation_is_exported_and_imported_with_all_versions(seen, tmp_path: Path):
-    seen.page.get_by_label("System prompt").evaluate("field => { field.value = 'Be brief.'; }")
-    seen.page.get_by_label("System prompt").dispatch_event("change")
-    seen.say("merge them")
-    seen.answered()
-    seen.button("Answer again").click()
-    seen.until(lambda: len(seen.script.asked) == 2)
-    seen.answered()
-    with seen.page.expect_download() as download:
-        choose(seen, "Export")
-    assert download.value.suggested_filename == "merge-them.json"
-    download.value.save_as(tmp_path / "chat.json")
-    kept = json.loads((tmp_path / "chat.json").read_text())
-    assert kept["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "merge them"},
-        {"role": "assistant", "content": POEM},
-    ]
-    choose(seen, "Delete")
-    seen.page.locator("#import-files").set_input_files(tmp_path / "chat.json")
-    assert seen.answered().locator(".prose .token.memory").count()
-    expect(seen.answer.locator(".versions")).to_have_text("2 / 2")
-    assert seen.page.get_by_label("System prompt").input_value() == "Be brief."
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_messages_of_elsewhere_are_imported(seen, wrapped):
-    said = [{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}}]
-    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": "*hi*"}]
-    content = json.dumps({"title": "elsewhere", "messages": messages} if wrapped else messages)
-    file = {"name": "chat.json", "mimeType": "application/json", "buffer": content.encode()}
-    seen.page.locator("#import-files").set_input_files([file])
-    expect(seen.page.locator(".question .said")).to_have_text("hello")
-    expect(seen.answer.locator("em")).to_have_text("hi")
-    expect(seen.page.locator("#title")).to_have_text("elsewhere" if wrapped else "hello")
-
-
-def test_files_without_a_conversation_are_refused(seen):
-    for content in ("", "{", "5", "null", "[]", "{}", "[5]", '[{"role": "bot"}]', '{"lade": {}}'):
-        file = {"name": f"{content}.json", "mimeType": "application/json", "buffer": content.encode()}
-        seen.page.locator("#import-files").set_input_files([file])
-        expect(seen.page.locator("#toast")).to_contain_text(f"{content}.json cannot be imported")
-    expect(seen.page.locator("#conversations li")).to_have_count(0)
-
-
-def test_a_conversation_is_copied_as_markdown(seen):
-    seen.say("merge them")
-    seen.answered()
-    choose(seen, "Copy as Markdown")
-    expect(seen.page.locator("#toast")).to_have_text("Copied.")
-    copied = seen.page.evaluate("() => navigator.clipboard.readText()")
-    assert copied == f"# merge them\n\n## Question\n\nmerge them\n\n## Answer\n\n{POEM}\n"
-
-
 def test_what_earlier_versions_of_the_page_kept_is_shown(seen):
     """They had no parents: each message follows the one before it."""
     answer = {"role": "assistant", "content": POEM, "finish": "stop", "seconds": 1.5, "usage": {"prompt_tokens": 9}}
@@ -235,12 +162,8 @@ def test_every_kind_of_damage_is_told(seen):
         expect(seen.page.locator("#conversations li")).to_have_count(1)
 
 
-def test_a_damaged_conversation_is_exported_or_deleted(seen):
-    kept = DAMAGED["a message that is none"]
-    seen.store("lade.chat.kept", kept)
-    with seen.page.expect_download() as download:
-        seen.button("Export").click()
-    assert Path(download.value.path()).read_text() == kept
+def test_a_damaged_conversation_is_deleted(seen):
+    seen.store("lade.chat.kept", DAMAGED["a message that is none"])
     seen.button("Delete").click()
     expect(seen.page.get_by_text("What would you like to read?")).to_be_visible()
     expect(seen.page.locator("#conversations li")).to_have_count(0)
@@ -251,7 +174,7 @@ def test_a_damaged_conversation_is_exported_or_deleted(seen):
     expect(seen.page.locator("#conversations li")).to_have_count(2)
 
 
-def test_a_conversation_that_a_fault_of_the_page_keeps_from_being_drawn_is_exported_or_deleted(seen):
+def test_a_conversation_that_a_fault_of_the_page_keeps_from_being_drawn_is_deleted(seen):
     seen.page.add_init_script(
         """const set = Element.prototype.setAttribute;
         Element.prototype.setAttribute = function (name, value) {
@@ -261,9 +184,6 @@ def test_a_conversation_that_a_fault_of_the_page_keeps_from_being_drawn_is_expor
     )
     seen.keep(messages=[turn("user", "hello"), turn("assistant", "one two")])
     expect(seen.page.get_by_role("alert")).to_contain_text("cannot be shown")
-    with seen.page.expect_download() as download:
-        seen.button("Export").click()
-    assert json.loads(Path(download.value.path()).read_text())["messages"][1]["content"] == "one two"
     seen.button("Delete").click()
     expect(seen.page.locator("#conversations li")).to_have_count(0)
 

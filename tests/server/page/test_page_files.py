@@ -34,7 +34,7 @@ def test_every_vendored_file_is_listed_with_its_checksum():
     files = [path for path in VENDOR.iterdir() if path.name != "VENDORED.txt"]
     checksums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     assert {line[0]: line[-1] for line in lines} == checksums
-    assert {package for _, package, *_ in lines} == {"marked", "dompurify", "@highlightjs/cdn-assets", "temml"}
+    assert {package for _, package, *_ in lines} == {"marked", "dompurify", "@highlightjs/cdn-assets"}
     assert all((VENDOR / f"{name.partition('.')[0]}.LICENSE").is_file() for name, *_ in lines)
     licences = {licence for *_, licence, _ in lines}
     stated = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["license"]
@@ -42,9 +42,8 @@ def test_every_vendored_file_is_listed_with_its_checksum():
 
 
 def test_the_page_stays_small():
-    """What a browser loads before the first formula, without compression."""
-    later = {"/page/vendor/temml.min.js"}
-    assert sum(len(file.content) for path, file in FILES.items() if path not in later) < 450_000
+    """What a browser loads, without compression."""
+    assert sum(len(file.content) for file in FILES.values()) < 400_000
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)

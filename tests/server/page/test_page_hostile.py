@@ -100,17 +100,6 @@ PAYLOADS = [
     "<link rel=stylesheet href=https://evil.example/x.css>",
     "<meta http-equiv=refresh content='0;url=https://evil.example/'>",
     "<base href=https://evil.example/>",
-    r"$\href{javascript:alert(1)}{x}$",
-    r"$\url{javascript:alert(1)}$",
-    r"$\includegraphics{https://evil.example/p.png}$",
-    r"$\style{background:url(https://evil.example/)}{x}$",
-    r"$\class{x\" onmouseover=\"alert(1)}{x}$",
-    r"$\data{onclick=alert(1)}{x}$",
-    r"$\text{<img src=x onerror=alert(1)>}$",
-    r"$\color{red;background:url(https://evil.example/)}{x}$",
-    "$<img src=x onerror=alert(1)>$",
-    r"$\def\a{\a\a}\a$",
-    r"$\rule{10000em}{10000em}$",
 ]
 
 
@@ -121,7 +110,6 @@ def test_no_payload_runs_loads_or_leaves_an_attribute(seen):
         messages += [turn("assistant", payload), turn("user", payload)]
     seen.keep(messages=messages, title=PAYLOADS[1])
     expect(seen.page.locator(".answer")).to_have_count(len(PAYLOADS))
-    seen.page.locator("math").first.wait_for(state="attached")
     for link in seen.page.locator(".answer .prose a[href]").all():
         assert link.get_attribute("href").startswith(("https://example.com", "mailto:"))
     made = seen.page.evaluate(
@@ -134,55 +122,7 @@ def test_no_payload_runs_loads_or_leaves_an_attribute(seen):
     )
     assert made[0] == []
     assert not {"script", "img", "iframe", "object", "embed", "style", "link", "meta", "base", "form"} & set(made[1])
-    wide = seen.page.locator("math").evaluate_all(
-        "all => Math.max(...all.map((each) => each.getBoundingClientRect().width))"
-    )
-    assert wide < 1000
-    for part in seen.page.locator(".answer .prose :is(a:not([href]), math, code, td)").all():
+    for part in seen.page.locator(".answer .prose :is(a:not([href]), code, td)").all():
         part.dispatch_event("mouseover")
         part.dispatch_event("click")
     seen.page.wait_for_timeout(100)
-
-
-FORMULAS = {
-    "$x^2$": "msup",
-    r"\(\frac{a}{b}\)": "mfrac",
-    "text:\n\n$$\n\\sum_{k=1}^n k\n$$\n\nmore": "munderover",
-    r"\[ \begin{pmatrix} a & b \\ c & d \end{pmatrix} \]": "mtable",
-    "so $$\\sqrt{x}$$ is it": "msqrt",
-    "1. $x_1$\n2. more": "msub",
-}
-
-
-def test_formulas_are_drawn_as_mathml(seen):
-    seen.keep(messages=[turn("user", "go"), *(turn("assistant", text) for text in FORMULAS)])
-    for index, tag in enumerate(FORMULAS.values()):
-        expect(seen.page.locator(".answer").nth(index).locator(f"math {tag}").first).to_be_attached()
-    expect(seen.page.locator(".maths.shown")).to_have_count(3)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "It costs $5 or $6.",
-        "from $5-$6",
-        "`$x$`",
-        "`$HOME` and `$PATH`",
-        "\\$x\\$",
-        "$ x $",
-        "```\n$x$\n```",
-        "US$5,US$6",
-        "$x",
-    ],
-)
-def test_dollars_are_no_formulas(seen, text):
-    seen.keep(messages=[turn("user", "go"), turn("assistant", text)])
-    expect(seen.answer.locator(".prose").last).to_contain_text("$")
-    assert seen.answer.locator(".maths").count() == 0
-    assert not any(asked.endswith("temml.min.js") for asked in seen.requests)
-
-
-def test_a_formula_that_is_not_understood_stays_as_it_is(seen):
-    seen.keep(messages=[turn("user", "go"), turn("assistant", r"$\frac{1$ and $\unknowncommand$ and $y$")])
-    expect(seen.answer.locator("math")).to_have_count(1)
-    expect(seen.answer.locator(".maths:not(.drawn)")).to_have_text([r"\frac{1", r"\unknowncommand"])

@@ -102,17 +102,6 @@ def test_the_form_of_a_continued_text_goes_into_the_request(seen):
     assert body["structured_outputs"] == {"json": {"type": "object"}} and "response_format" not in body
 
 
-def test_live_rows_are_shown(seen):
-    seen.button("Live rows").click()
-    rows = seen.page.locator("#rows")
-    expect(rows).to_contain_text("Rows 3 of 16")
-    expect(rows.locator("li.decoding").first).to_contain_text("writes")
-    expect(rows.locator("li.prefill")).to_contain_text("reads its prompt")
-    expect(rows.locator("li").first).to_contain_text("2.54 per pass")
-    seen.page.keyboard.press("Escape")
-    expect(rows).to_be_hidden()
-
-
 def test_code_and_answers_are_copied(seen):
     seen.say("merge them")
     answer = seen.answered()
@@ -206,7 +195,7 @@ def test_fingers_have_44_pixels_for_all_that_is_pressed(seen):
     seen.answered()
     seen.answer.locator(".steps summary").click()
     assert small() == []
-    for opened in ("Settings", "Live rows", "Conversations"):
+    for opened in ("Settings", "Conversations"):
         seen.button(opened).click()
         assert small() == []
         seen.page.keyboard.press("Escape")

@@ -36,11 +36,10 @@ from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keep
 from lade.backends.cpu.invariant.verdicts import keep_paddings, kept_paddings, key_of
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
-from lade.backends.cpu.invariant_marker import Invariance, changed_modules, invariance_of, set_invariance
+from lade.backends.cpu.invariant_marker import ON_GPU, Invariance, changed_modules, invariance_of, set_invariance
 from lade.backends.cpu.kernels import kernel
 from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
-from lade.model import joint
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
@@ -62,6 +61,10 @@ PAST = 3
 REMEDY = "use the model unchanged: in 16-bit, output can diverge where two tokens score almost equally"
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+
+class _Record(Invariance):
+    """The record on a CPU: it unpickles by importing this module, which registers attention and experts."""
 
 
 def invariant(model: _Model) -> _Model:
@@ -103,13 +106,13 @@ def invariant(model: _Model) -> _Model:
 
 
 def _make_on_gpu(inner: PreTrainedModel) -> None:
-    if problem := joint.load("cuda_graphs").make_invariant(inner):
+    if problem := ON_GPU.load().make_invariant(inner):
         raise UnsupportedModelError(_refusal_text(inner, problem), REMEDY)
 
 
 def _make_on_cpu(inner: PreTrainedModel) -> None:
     decoder = inner.get_decoder()
-    note = Invariance(
+    note = _Record(
         threads=torch.get_num_threads(),
         dtype=inner.dtype,
         modules=sum(1 for _ in inner.modules()),
@@ -224,7 +227,7 @@ def _check_model(model: Any, *, compiled: bool) -> None:
             _refusal_text(model, "it is compiled, and compilers choose their own kernels"), REMEDY
         )
     if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPES:
-        if reason := joint.load("cuda_graphs").invariant_refusal(model):
+        if reason := ON_GPU.load().invariant_refusal(model):
             raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
         return
     elsewhere = sorted({str(tensor.device) for tensor in model.parameters() if tensor.device.type != "cpu"})

@@ -34,7 +34,6 @@ from lade.backends.cpu.packing.linear import PackedLinear, weight_of
 from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
-from lade.model import joint
 from lade.model.config import dtype_name
 from lade.model.facts import ModelFacts
 from lade.model.randomness import DrawsFrom
@@ -126,7 +125,9 @@ def _save_mtp_layer(model: PreTrainedModel, target: Path) -> None:
     """Copy the MTP layer of the checkpoint, in its own dtype; it is packed like its model when it is used."""
     if mtp_search_refusal(ModelFacts.of(model)):
         return
-    if reason := joint.load("mtp").save_layer(model, target):
+    from lade.backends.mtp.load import save_layer
+
+    if reason := save_layer(model, target):
         warnings.warn(f"saved without an MTP layer: {reason}", stacklevel=3)
 
 

@@ -214,6 +214,11 @@ def guard(model: nn.Module) -> None:
                 PackingGuard.put_into(module)
 
 
+def rounds_visibly(model: Any) -> bool:
+    """Return True if the rounding of a pass over several tokens may show in a model's text, as scores often tie."""
+    return model.dtype.itemsize == 2 or integer_weights(model) is not None
+
+
 def packed_layers(model: nn.Module) -> int:
     """Return the number of packed layers."""
     return sum(isinstance(module, PackedLinear) for module in model.modules())
