@@ -40,6 +40,7 @@ from lade.tuning import cost_cache
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 PASSES_MS = {
     "smol": (6.76, 7.07, 7.35, 9.23, 14.25, 19.9, 32.4, 55.3),  # SmolLM2-135M as a GGUF file, two cores of a Zen 5
+    "qwen": (17.3, 18.9, 24.2, 24.9, 41.5, 73.9, 136.0, 265.0),  # Qwen2.5-Coder-0.5B as such a file: a ledge at 8
     "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
     "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),  # supposed, as is the next
     "steep": (2.0, 2.8, 3.6, 5.0, 7.5, 12.0, 22.0, 40.0),

@@ -49,17 +49,19 @@ CURVE_STEPS = 500.0
 PRIOR_WEIGHT = 8.0
 """Steps that the prior counts for in a curve, and accepted nodes that a curve counts for in a text; at 2 it has 0.002
 less, at 32 0.004, and its worst cell 0.012 and 0.022."""
-SCORES = 0.5
+SCORES = 0.35
 """Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes. At 0 it has
-0.015 less, at 1 0.072."""
+0.015 less, at 1 0.072; at 0.5 0.003 more, and 0.05 less where passes have a ledge at 2 and 8 tokens."""
 TAUGHT = 0.035
 """The logits of node number n bring `TAUGHT / sqrt(n)` tokens later, accepted or not: the memory learns them. At 0 it
 has 0.019 less."""
 ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
 """Plain steps, and share of its tokens, that a text may lose against plain decoding: what is promised. With no share it
-has 0.040 less, without a bound the embedded model 3 to 7 % more."""
+has 0.040 less, with half a step 0.012, with 8 steps 0.004; without a bound the embedded model 3 to 7 % more."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
-"""Plain steps that all texts of a kind may lose together, and what each token and each text add again."""
+"""Plain steps that all texts of a kind may lose together, and what each token and each text add again. With no bound
+hopeless texts lose 3 % each, for ever; at 1 step, or with no share, what pays is found out late or never; with no
+credit a bad text silences the next (tests/decoding/test_controller.py, tests/tuning/test_never_slower.py)."""
 OVERHEAD_NODES = 100
 """Fixed overhead of a drafting step, in nodes: on a GPU some 1.2 ms and 10 us for each node; on a CPU some 0.4 ms and
 6 us. At 10 it has 0.065 less."""
