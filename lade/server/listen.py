@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from asyncio.events import TimerHandle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -219,6 +220,9 @@ def run(service: Service, listening: socket.socket) -> int:
     try:
         with _rereading(service):
             server.run(sockets=[listening])
+    except Exception as problem:
+        service.dump("ended", f"{type(problem).__name__}: {problem}", traceback.format_exc())
+        raise
     finally:
         sys.setswitchinterval(before)
         gc.unfreeze()  # undo the warm-up's freeze

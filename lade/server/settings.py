@@ -193,6 +193,8 @@ class Settings:
         page: True to serve the chat page.
         strict: True to refuse unknown fields.
         replica: replica label of the metrics; "" for a single server.
+        otel: True to make OpenTelemetry spans.
+        crash_dump: folder for the last requests when the engine fails or hangs; None to keep no requests.
     """
 
     host: str = "127.0.0.1"
@@ -220,6 +222,8 @@ class Settings:
     page: bool = True
     strict: bool = False
     replica: str = ""
+    otel: bool = False
+    crash_dump: Path | None = None
 
     @property
     def name(self) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lade.server.access_log import AccessLog
     from lade.server.served_model import ServedModel
+    from lade.server.service import Service
     from lade.server.settings import Settings
 
 
@@ -47,7 +48,7 @@ def serve(
 
     Ctrl-C or SIGTERM drains running requests; a second signal stops at once.
 
-    Exit code 1: the engine failed, or the draft memory could not be saved.
+    Exit code 1: the engine failed, with --replay again, or the draft memory could not be saved.
     """
     with terminal(output) as term:
         alone = scaling.replicas is None  # replicas read a memory, which has to exist, and write none
@@ -58,6 +59,7 @@ def serve(
         settings, own = settings_of(listening, access, limits, loading, template), template.text()
         if scaling.replicas is not None:
             _check_replicas(listening)
+        send_again = _replay(listening)
         from lade.server.settings import bound, url_of
 
         socket = bound(listening.host, listening.port)
@@ -76,15 +78,30 @@ def serve(
             from lade.server.service import Service
 
             loaded = partial(load, loading, speed, own, term, processes)
-            code = run(Service(settings, loaded, announce, log), socket)
+            service = Service(settings, loaded, announce, log)
+            if send_again is not None:
+                send_again(service, url_of(listening.host, socket), term.write)
+            code = run(service, socket)
     if code:
         raise typer.Exit(code)
+
+
+def _replay(listening: Listening) -> Callable[[Service, str, Callable[[str], None]], None] | None:
+    """Return what begins to send the requests of a dump again; None without one."""
+    if listening.replay is None:
+        return None
+    from lade.cli.serve.replay import replay
+    from lade.server.crash_dump import read_dump
+
+    return partial(replay, read_dump(listening.replay))
 
 
 def _check_replicas(listening: Listening) -> None:
     """Raise `ConfigError` for options that replicas do not support."""
     if listening.log_format != "text":
         raise ConfigError("log-format", listening.log_format, "replicas log to Ray's files: leave it out")
+    if listening.replay is not None:
+        raise ConfigError("replay", str(listening.replay), "one engine decodes the requests: leave out --replicas")
 
 
 def _run_replicas(
@@ -146,6 +163,8 @@ def settings_of(
         metrics=listening.metrics,
         acceptance=listening.acceptance,
         page=listening.page,
+        otel=listening.otel,
+        crash_dump=listening.crash_dump,
         strict=listening.strict,
         keys=access.keys(),
         read_keys=None if access.api_key_file is None else access.keys,
@@ -196,6 +215,7 @@ _SET_BY_RAY = {
     "host": "serve start --http-host",
     "port": "serve start --http-port",
     "log_format": "the logging_config of a deployment",
+    "replay": "lade serve without replicas",
 }
 
 
