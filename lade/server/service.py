@@ -157,7 +157,7 @@ class Service:
         created: time of creation in seconds since the epoch.
         keys: current API keys.
         observers: called with the context and the route of each response that has ended.
-        keys_changed: set to make `watch` read the keys again.
+        reload: set to make `watch` read the files of keys and limits again.
         failed, quotas: requests whose passes failed, and what each key uses.
         metrics: Prometheus series.
         in_flight: in-flight requests and their contexts.
@@ -171,7 +171,7 @@ class Service:
         announce: Callable[[ServedModel], None] = lambda model: None,
         log: AccessLog | None = None,
     ) -> None:
-        self.settings = settings
+        self._given, self.settings = settings, settings.current()
         self._load, self._announce, self._log = load, announce, log
         self.phase: Phase = "loading"
         self.reason = ""
@@ -179,7 +179,7 @@ class Service:
         self.unsaved: Exception | None = None
         self._saved = (perf_counter(), 0)  # time and token count of the last save
         self.created = int(time.time())
-        self.keys, self.keys_changed = settings.keys, False
+        self.keys, self.reload = settings.keys, False
         self.in_flight: dict[InFlightRequest, RequestContext] = {}
         self.failed = FailedRequests()
         self.quotas = Quotas()
@@ -190,7 +190,7 @@ class Service:
         self._trials = FairExecutor("lade.serve trial")
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
-        self._watchdog = Watchdog(settings.pass_timeout)
+        self._watchdog = Watchdog(self.settings.pass_timeout)
         self._crash_dump = None if (at := settings.crash_dump) is None else CrashDump(at, settings.name)
         self.observers = [each.add for each in (self._crash_dump, log) if each is not None]
         self._flush: Callable[[], None] = lambda: None
@@ -220,7 +220,7 @@ class Service:
             self._engine = Engine(
                 model.model,
                 max_rows=settings.max_rows,
-                max_waiting=settings.max_waiting,
+                max_waiting=self.settings.max_waiting,
                 max_tokens=settings.max_tokens,
                 prefix_cache=self._prefix_bytes(model),
             )
@@ -323,10 +323,10 @@ class Service:
         return {"status": "ok" if self.phase == "ready" else self.phase}
 
     def watch(self) -> None:
-        """Do periodic work: detect engine failure and hung passes, read keys, log, save. Call it ten times a second."""
-        if self.keys_changed:
-            self.keys_changed = False
-            self._read_keys()
+        """Do periodic work: detect failure and hung passes, read files, log, save. Call it ten times a second."""
+        if self.reload:
+            self.reload = False
+            self._reload()
         if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
             problem = self._engine.problem
             self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
@@ -347,15 +347,23 @@ class Service:
         if self._crash_dump is not None:
             self._crash_dump.write(kind, reason, details, list(self.in_flight.values()))
 
-    def _read_keys(self) -> None:
-        if self.settings.read_keys is None:
-            return
+    def _reload(self) -> None:
+        """Read the files of keys and limits again; what is wrong in one leaves all of it as it was."""
         try:
-            self.keys = self.settings.read_keys()
+            self.keys = self.keys if self.settings.read_keys is None else self.settings.read_keys()
         except InputError as problem:
             logger.error("keeping the previous API keys: %s", problem)
         else:
             logger.info("reloaded the API keys: %d", len(self.keys.all))
+        try:
+            self.settings = self._given.current()
+        except InputError as problem:
+            logger.error("keeping the previous limits: %s", problem)
+        else:
+            logger.info("reloaded the limits")
+            self._watchdog.limit_s = self.settings.pass_timeout
+            if self._engine is not None:
+                self._engine.limit_waiting(self.settings.max_waiting)
 
     def _save(self) -> None:
         """Save draft memories if anything was decoded since the last time."""

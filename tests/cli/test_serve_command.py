@@ -180,6 +180,7 @@ def test_keys_come_from_the_environment_and_a_file_is_read_again(served, folder,
         (["--method", "magic"], "--method magic:"),
         (["--name", ""], "--name ''"),
         (["--crash-dump", "/dev/null"], "--crash-dump /dev/null:"),
+        (["--config", "nowhere"], "config 'nowhere'"),
     ],
 )
 def test_what_cannot_be_is_one_line(lade, arguments, words):
@@ -272,3 +273,22 @@ def test_what_is_no_dump_ends_the_command(lade, folder):
     result = lade("serve", "--port", 0, "--model", folder, "--replay", "nowhere")
     assert result.exit_code == 2 and "dump 'nowhere': [Errno 2] No such file" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_limits_of_a_file_are_read_again(served, folder, tmp_path):
+    file = tmp_path / "limits.toml"
+    file.write_text("answer-tokens = 3")
+    body = {"prompt": "ab", "ignore_eos": True}
+
+    def questions(url):
+        before = ask(f"{url}/v1/completions", body)["usage"]["completion_tokens"]
+        file.write_text("answer-tokens = 5")
+        os.kill(os.getpid(), signal.SIGHUP)
+        end = time.monotonic() + 60
+        while ask(f"{url}/v1/completions", body)["usage"]["completion_tokens"] != 5:
+            assert time.monotonic() < end
+        return before
+
+    result, before, _ = served(questions, "--model", folder, "--config", file, "--answer-tokens", 9)
+    assert (result.exit_code, before) == (0, 3), result.output
+    assert "reloaded the limits" in result.stderr

@@ -157,7 +157,7 @@ def settings_of(
     """Return the server's settings for these options."""
     from lade.server.settings import Settings
 
-    return Settings(
+    settings = Settings(
         host=listening.host,
         names=listening.names(loading),
         metrics=listening.metrics,
@@ -165,6 +165,7 @@ def settings_of(
         page=listening.page,
         otel=listening.otel,
         crash_dump=listening.crash_dump,
+        config=limits.config,
         strict=listening.strict,
         keys=access.keys(),
         read_keys=None if access.api_key_file is None else access.keys,
@@ -184,6 +185,8 @@ def settings_of(
         shutdown_timeout=limits.shutdown_timeout,
         template_arguments=template.arguments,
     )
+    settings.current()  # a file that is wrong ends the command before the model is loaded
+    return settings
 
 
 def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:

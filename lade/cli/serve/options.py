@@ -229,6 +229,9 @@ class Limits(EngineLimits):
     shutdown_timeout: Annotated[
         float, _limits(metavar="S", help="Seconds that running requests may take after SIGTERM.")
     ] = 30.0
+    config: Annotated[
+        Path | None, _limits(metavar="FILE", help="TOML file of limits, such as queue-timeout = 5; SIGHUP rereads it.")
+    ] = None
 
     def check(self) -> None:
         """Raise `ConfigError` for a limit out of range."""
