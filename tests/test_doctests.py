@@ -24,6 +24,7 @@ NEEDS_TRITON = {f"lade.backends.tree_attention.{module}" for module in ("kernel"
     f"lade.backends.cuda_graphs.{module}"
     for module in ("fused_kernels", "invariant.attention", "invariant.kernel", "invariant.layers")
 }
+NEEDS_OTEL = "lade.server.tracing"
 SMALLER = {
     "500e6": "5e6",
     "limit=5": "limit=1",
@@ -46,7 +47,7 @@ class Shown(doctest.OutputChecker):
 def examples():
     finder = doctest.DocTestFinder(exclude_empty=True)
     for found in pkgutil.walk_packages(lade.__path__, "lade."):
-        if found.name in NEEDS_TRITON or found.name.endswith("__main__"):
+        if found.name in (*NEEDS_TRITON, NEEDS_OTEL) or found.name.endswith("__main__"):
             continue
         module = importlib.import_module(found.name)
         yield from (test for test in finder.find(module, found.name, module=module) if test.examples)

@@ -12,8 +12,8 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 259,
-    "lines": 51_072,
+    "files": 263,
+    "lines": 51_388,
     "files under 40 lines of code": 12,
     "lines of the largest file": 498,
     "imports, per cent of code": 10.6,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # importing these takes seconds, and the log starts before
     from lade.serving.snapshot import EngineSnapshot
 
 EVERY_S = 10.0
-_LOGGERS = {"lade": logging.INFO, "uvicorn": logging.WARNING}
+_LOGGERS = {"lade": logging.INFO, "uvicorn": logging.WARNING, "opentelemetry": logging.WARNING}
 
 
 class AccessLog:
@@ -35,21 +35,11 @@ class AccessLog:
         self._last: EngineSnapshot | None = None
         self._next = perf_counter() + EVERY_S
 
-    def add(self, context: RequestContext) -> None:
-        """Log an answer that has ended."""
+    def add(self, context: RequestContext, route: str = "") -> None:
+        """Log an answer that has ended, whatever its route."""
         if context.path in PROBES and not self._debug:
             return
-        facts: dict[str, Any] = {
-            "id": context.id,
-            "key": context.key,
-            "method": context.method,
-            "path": context.path,
-            "status": context.status,
-            "ms": round(1e3 * context.seconds),
-        }
-        if context.in_flight is not None:
-            facts |= _decoded(context)
-        self._line(_level(context.status), facts)
+        self._line(_level(context.status), facts_of(context))
 
     def say(self, message: str, level: str = "info") -> None:
         """Log a message; only tracebacks span several lines."""
@@ -132,14 +122,25 @@ def _level(status: int) -> str:
     return "warning" if status in (503, 504, 529) else "error" if status >= 500 else "info"
 
 
-def _decoded(context: RequestContext) -> dict[str, Any]:
+def facts_of(context: RequestContext) -> dict[str, Any]:
+    """Return what a line has about an answer."""
+    facts = {
+        "id": context.id,
+        "key": context.key,
+        "method": context.method,
+        "path": context.path,
+        "status": context.status,
+        "ms": round(1e3 * context.seconds),
+    }
     in_flight = context.in_flight
-    assert in_flight is not None
+    if in_flight is None:
+        return facts
     handles = in_flight.handles
     steps = sum(handle.stats.steps for handle in handles)
     accepted = sum(handle.stats.accepted_tokens for handle in handles)
     queued = [handle.queue_s for handle in handles if handle.queue_s is not None]
     return {
+        **facts,
         "prompt": sum(handle.prompt_tokens for handle in handles),
         "cached": sum(handle.cached_tokens for handle in handles),
         "answer": sum(handle.stats.new_tokens for handle in handles),

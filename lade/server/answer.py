@@ -284,7 +284,9 @@ class Answer:
         return left
 
     def _failed(self, problem: Exception) -> ApiError:
-        error = error_for(self._in_flight.aborted or problem, self._context.id)
+        problem = self._in_flight.aborted or problem
+        self._in_flight.problem = f"{type(problem).__name__}: {problem}"
+        error = error_for(problem, self._context.id)
         if error.status == 500 and any(handle.failed_alone for handle in self._in_flight.handles):
             self._service.failed.add(self._context.owner, self._body)
         self._in_flight.outcome = "error" if error.status == 500 else "rejected"

@@ -22,6 +22,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Scope
 
 from lade.server import errors
+from lade.server.crash_dump import LONGEST_BODY
 from lade.server.middleware import AnthropicErrors, AuthMiddleware, BodyMiddleware
 from lade.server.request_context import RequestContext, RequestContextMiddleware
 from lade.server.routes import router
@@ -131,16 +132,18 @@ def build_app(service: Service) -> FastAPI:
         yield
         service.close()
 
-    # /docs and /redoc would load scripts from other origins
-    app = FastAPI(title="lade", version=__version__, docs_url=None, redoc_url=None, lifespan=life)
+    # /docs and /redoc would load scripts from other origins; FastAPI's telemetry reports exceptions, and so maybe texts
+    off: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+    app = FastAPI(title="lade", version=__version__, docs_url=None, redoc_url=None, lifespan=life, telemetry=off)
     app.state.service = service
     app.include_router(router)
     errors.install(app)
     settings = service.settings
     if settings.page:
         mount_page(app)
+    kept = 0 if settings.crash_dump is None else LONGEST_BODY
     # the middleware added last runs first
-    app.add_middleware(BodyMiddleware, most_bytes=lambda: service.max_body, wanted=_wants_body)
+    app.add_middleware(BodyMiddleware, most_bytes=lambda: service.max_body, wanted=_wants_body, longest_kept=kept)
     app.add_middleware(AuthMiddleware, settings=settings, keys=lambda: service.keys)
     if settings.cors_origins:
         app.add_middleware(

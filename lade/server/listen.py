@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from asyncio.events import TimerHandle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -219,6 +220,9 @@ def run(service: Service, listening: socket.socket) -> int:
     try:
         with _rereading(service):
             server.run(sockets=[listening])
+    except Exception as problem:
+        service.dump("ended", f"{type(problem).__name__}: {problem}", traceback.format_exc())
+        raise
     finally:
         sys.setswitchinterval(before)
         gc.unfreeze()  # undo the warm-up's freeze
@@ -229,12 +233,13 @@ def run(service: Service, listening: socket.socket) -> int:
 
 @contextmanager
 def _rereading(service: Service) -> Iterator[None]:
-    """Handle SIGHUP within the block by reading the keys again; without a file of keys it changes nothing."""
+    """Handle SIGHUP within the block by reading the files of keys and limits again; without them it changes nothing."""
     if not hasattr(signal, "SIGHUP"):
         yield
         return
-    has_file = service.settings.read_keys is not None
-    handler = (lambda *_: setattr(service, "keys_changed", True)) if has_file else signal.SIG_IGN
+    settings = service.settings
+    has_file = settings.read_keys is not None or settings.config is not None
+    handler = (lambda *_: setattr(service, "reload", True)) if has_file else signal.SIG_IGN
     before = signal.signal(signal.SIGHUP, handler)
     try:
         yield

@@ -146,10 +146,13 @@ class BodyMiddleware:
         app: the inner application.
         most_bytes: function that returns the maximum size; it may change when the model is loaded.
         wanted: predicate of a scope: True if its route reads a body.
+        longest_kept: size in bytes up to which a body is kept in the request's context.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: Callable[[], int], wanted: Callable[[Scope], bool]) -> None:
-        self._app, self._most_bytes, self._wanted = app, most_bytes, wanted
+    def __init__(
+        self, app: ASGIApp, most_bytes: Callable[[], int], wanted: Callable[[Scope], bool], longest_kept: int = 0
+    ) -> None:
+        self._app, self._most_bytes, self._wanted, self._longest_kept = app, most_bytes, wanted, longest_kept
         self._held = 0  # bytes of all bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,6 +174,7 @@ class BodyMiddleware:
         if isinstance(whole, ApiError):
             await whole.response()(scope, receive, send)
         elif whole is not None:
+            context.body = whole if len(whole) <= self._longest_kept else b""
             await self._app(scope, _replayed(whole, receive), send)
 
     async def _whole(self, context: RequestContext, headers: Headers, receive: Receive) -> bytes | ApiError | None:

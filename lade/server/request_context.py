@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -85,6 +85,7 @@ class InFlightRequest:
         slots: queue slots of the engine, one per choice.
         outcome: "stop", "length", "tool_calls", "rejected" or "error"; "cancelled" after a disconnect; None before.
         aborted: exception with which the server ended the request; None if it did not.
+        problem: type and message of the exception that has ended the request; "" for none.
         first_s: seconds until the first token; None before.
         predictions: numbers of accepted and rejected tokens of the predicted output, set at the end.
     """
@@ -94,6 +95,7 @@ class InFlightRequest:
         self.slots: list[QueueSlot] = []
         self.outcome: str | None = None
         self.aborted: Exception | None = None
+        self.problem = ""
         self.first_s: float | None = None
         self.predictions = (0, 0)
         self.began = perf_counter()
@@ -160,9 +162,12 @@ class RequestContext:
         owner: tenant of the key, see `Key.owner`.
         limits: limits of the key.
         size: size of the body in bytes.
+        body: the body, if it is kept for crash dumps.
+        headers: headers of the request.
         status: HTTP status of the response; 0 before it begins.
         in_flight: the in-flight request; None if nothing is decoded.
         began: arrival time on the `perf_counter` clock.
+        received_ns: arrival time in nanoseconds since the epoch.
     """
 
     id: str
@@ -172,9 +177,12 @@ class RequestContext:
     owner: str = "-"
     limits: KeyLimits = NO_LIMITS
     size: int = 0
+    body: bytes = field(default=b"", repr=False)
+    headers: Headers = field(default_factory=Headers, repr=False)
     status: int = 0
     in_flight: InFlightRequest | None = None
     began: float = field(default_factory=perf_counter)
+    received_ns: int = field(default_factory=time_ns)
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
@@ -206,17 +214,18 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
-        context = RequestContext(request_id, scope["path"], scope["method"])
+        context = RequestContext(request_id, scope["path"], scope["method"], headers=headers)
         scope.setdefault("state", {})["context"] = context
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = context.id
-                headers["x-content-type-options"] = "nosniff"  # keep browsers from rendering JSON as a page
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = context.id
+                sent["x-content-type-options"] = "nosniff"  # keep browsers from rendering JSON as a page
             await send(message)
 
         try:

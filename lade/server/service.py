@@ -8,21 +8,21 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from time import perf_counter
+from traceback import format_exception
 from typing import Literal, TypeVar
 
-from lade.config import Lookahead, LookaheadConfig, resolve
+from lade.config import Lookahead, resolve
 from lade.errors import InputError
 from lade.hf.refusals import precision_note
-from lade.memory import Memory
 from lade.model.facts import ModelFacts
 from lade.model.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
+from lade.server.crash_dump import CrashDump
 from lade.server.errors import ApiError, overloaded
 from lade.server.metrics import Metrics, since
 from lade.server.output_parser import Markup
@@ -31,7 +31,8 @@ from lade.server.request_context import InFlightRequest, RequestContext
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
-from lade.server.watchdog import Watchdog
+from lade.server.tenant_memories import TenantMemories
+from lade.server.watchdog import Watchdog, described
 from lade.serving.capacity import default_max_tokens, weight_shares
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
@@ -41,75 +42,6 @@ from lade.version import __version__
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_SCOPES, _BYTES = 16, 64 * 2**20
-"""Maximum number of memories, and size of each in bytes."""
-
-
-class TenantMemories:
-    """Per-tenant draft memories, LRU: sharing one speeds up similar texts, which timing could reveal.
-
-    Args:
-        lookahead: the server's default method. A memory of its own, which is one file, serves requests without a salt
-            if `share` is "all", or "key" and there are no two keys.
-        share: "key": shared per key and `cache_salt`; "all": shared by all; "none": not shared.
-        several_keys: function that tells whether requests of several keys are served now.
-    """
-
-    def __init__(self, lookahead: Lookahead, share: str, several_keys: Callable[[], bool] = lambda: False) -> None:
-        config = LookaheadConfig() if lookahead == "auto" else lookahead
-        self._file = None if config is None else config.memory
-        self._default = config if config is None else replace(config, memory=None)
-        self._share, self._several_keys = share, several_keys
-        self._kept: OrderedDict[str, Memory] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def scope(self, key: str, salt: str | None) -> str | None:
-        """Return the tenant scope of a request; None for none. A salt only narrows it."""
-        if self._share == "none":
-            return None
-        return f"{'' if self._share == 'all' else key}\0{salt or ''}"
-
-    def lookahead(self, requested: LookaheadConfig | str | None, scope: str | None) -> LookaheadConfig | None:
-        """Return the method of a request, with the memory of its scope.
-
-        Args:
-            requested: the request's method; a text for the server's default, None for plain decoding.
-            scope: tenant scope of the request.
-        """
-        config = self._default if isinstance(requested, str) else requested
-        if config is None or not config.adaptive or config.memory is not None or scope is None:
-            return config
-        of_all = self._file if self.serves_file and scope.endswith("\0") else None
-        return replace(config, memory=self._of(scope) if of_all is None else of_all)
-
-    @property
-    def serves_file(self) -> bool:
-        """True unless the memory of the server's default method would be shared by keys that share nothing."""
-        return self._share == "all" or (self._share == "key" and not self._several_keys())
-
-    def _of(self, scope: str) -> Memory:
-        with self._lock:
-            memory = self._kept.setdefault(scope, Memory(_BYTES))
-            self._kept.move_to_end(scope)
-            if len(self._kept) > MAX_SCOPES:
-                del self._kept[self._evicted()]
-        return memory
-
-    def _evicted(self) -> str:
-        """Return the memory to evict: of the key with most memories, the least recently used salted one.
-
-        Clients choose salts freely; by age alone one client could evict all others' memories.
-        """
-        several = Counter(map(_key, self._kept))
-        most = max(several.values())
-        of_key = [scope for scope in self._kept if several[_key(scope)] == most]
-        return next((scope for scope in of_key if most > 1 and not scope.endswith("\0")), of_key[0])
-
-
-def _key(scope: str) -> str:
-    return scope.partition("\0")[0]
-
-
 _TOKENS = 12
 
 
@@ -224,10 +156,11 @@ class Service:
         unsaved: exception of the last save, or None.
         created: time of creation in seconds since the epoch.
         keys: current API keys.
-        keys_changed: set to make `watch` read the keys again.
+        observers: called with the context and the route of each response that has ended.
+        reload: set to make `watch` read the files of keys and limits again.
         failed, quotas: requests whose passes failed, and what each key uses.
         metrics: Prometheus series.
-        in_flight: in-flight requests and their request ids.
+        in_flight: in-flight requests and their contexts.
         encoder, template, markup, memories, token_text, grammars: helpers of the model, set once it is loaded.
     """
 
@@ -238,7 +171,7 @@ class Service:
         announce: Callable[[ServedModel], None] = lambda model: None,
         log: AccessLog | None = None,
     ) -> None:
-        self.settings = settings
+        self._given, self.settings = settings, settings.current()
         self._load, self._announce, self._log = load, announce, log
         self.phase: Phase = "loading"
         self.reason = ""
@@ -246,8 +179,8 @@ class Service:
         self.unsaved: Exception | None = None
         self._saved = (perf_counter(), 0)  # time and token count of the last save
         self.created = int(time.time())
-        self.keys, self.keys_changed = settings.keys, False
-        self.in_flight: dict[InFlightRequest, str] = {}
+        self.keys, self.reload = settings.keys, False
+        self.in_flight: dict[InFlightRequest, RequestContext] = {}
         self.failed = FailedRequests()
         self.quotas = Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
@@ -257,7 +190,16 @@ class Service:
         self._trials = FairExecutor("lade.serve trial")
         self._model: ServedModel | None = None
         self._engine: Engine | None = None
-        self._watchdog = Watchdog(settings.pass_timeout)
+        self._watchdog = Watchdog(self.settings.pass_timeout)
+        self._crash_dump = None if (at := settings.crash_dump) is None else CrashDump(at, settings.name)
+        self.observers = [each.add for each in (self._crash_dump, log) if each is not None]
+        self._flush: Callable[[], None] = lambda: None
+        if settings.otel:
+            from lade.server.tracing import Tracing  # of an extra
+
+            tracing = Tracing(settings.name)
+            self._flush = tracing.close
+            self.observers.append(tracing.add)
         self._warm: EngineSnapshot | None = None
         self._thread: threading.Thread | None = None
 
@@ -278,7 +220,7 @@ class Service:
             self._engine = Engine(
                 model.model,
                 max_rows=settings.max_rows,
-                max_waiting=settings.max_waiting,
+                max_waiting=self.settings.max_waiting,
                 max_tokens=settings.max_tokens,
                 prefix_cache=self._prefix_bytes(model),
             )
@@ -365,8 +307,8 @@ class Service:
         """Return request id, age in seconds and handle of each choice in flight of a key; with `share="all"` of all."""
         now, shared = perf_counter(), self.settings.share == "all"
         return [
-            (name, now - request.began, each)
-            for request, name in self.in_flight.items()
+            (context.id, now - request.began, each)
+            for request, context in self.in_flight.items()
             if shared or request.owner == owner
             for each in request.handles
         ]
@@ -381,30 +323,47 @@ class Service:
         return {"status": "ok" if self.phase == "ready" else self.phase}
 
     def watch(self) -> None:
-        """Do periodic work: detect engine failure and hung passes, read keys, log, save. Call it ten times a second."""
-        if self.keys_changed:
-            self.keys_changed = False
-            self._read_keys()
+        """Do periodic work: detect failure and hung passes, read files, log, save. Call it ten times a second."""
+        if self.reload:
+            self.reload = False
+            self._reload()
         if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
             problem = self._engine.problem
             self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
             logger.error("the engine failed", exc_info=problem)
+            self.dump("dead", self.reason, "".join(format_exception(problem)))
         if self._engine is not None and self._warm is not None:
-            self._watchdog.look(self._engine.current_work())
+            work, before = self._engine.current_work(), self._watchdog.reason
+            self._watchdog.look(work)
+            if self._watchdog.reason and not before and work is not None:
+                self.dump("stuck", self._watchdog.reason, described(work))
         if self._log is not None:
             self._log.tick(self.snapshot())
         if perf_counter() - self._saved[0] > SAVE_S:
             self._save()
 
-    def _read_keys(self) -> None:
-        if self.settings.read_keys is None:
-            return
+    def dump(self, kind: str, reason: str, details: str) -> None:
+        """Write the last requests to the folder of crash dumps, if there is one; see `CrashDump.write`."""
+        if self._crash_dump is not None:
+            self._crash_dump.write(kind, reason, details, list(self.in_flight.values()))
+
+    def _reload(self) -> None:
+        """Read the files of keys and limits again; what is wrong in one leaves all of it as it was."""
         try:
-            self.keys = self.settings.read_keys()
+            self.keys = self.keys if self.settings.read_keys is None else self.settings.read_keys()
         except InputError as problem:
             logger.error("keeping the previous API keys: %s", problem)
         else:
             logger.info("reloaded the API keys: %d", len(self.keys.all))
+        try:
+            self.settings = self._given.current()
+        except InputError as problem:
+            logger.error("keeping the previous limits: %s", problem)
+        else:
+            logger.info("reloaded the limits")
+            self._watchdog.limit_s = self.settings.pass_timeout
+            if self._engine is not None:
+                self._engine.limit_waiting(self.settings.max_waiting)
 
     def _save(self) -> None:
         """Save draft memories if anything was decoded since the last time."""
@@ -437,7 +396,7 @@ class Service:
     def track(self, context: RequestContext, endpoint: str) -> InFlightRequest:
         """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
         request = context.in_flight = InFlightRequest(endpoint, context.owner)
-        self.in_flight[request] = context.id
+        self.in_flight[request] = context
         limit = self.settings.queue_timeout
         if limit is not None:
             request.call_later(limit, _expire, request, limit)
@@ -451,8 +410,8 @@ class Service:
                 self.quotas.use(context.owner, context.in_flight.tokens)
         try:
             self.metrics.add(context, known_path)
-            if self._log is not None:
-                self._log.add(context)
+            for observe in self.observers:
+                observe(context, known_path)
         except Exception:
             logger.exception("%s was not counted", context.id)
 
@@ -477,6 +436,7 @@ class Service:
             self.grammars.close()
             self._save()
             self._model.close()
+        self._flush()
 
 
 def _expire(request: InFlightRequest, seconds: float) -> None:

@@ -8,10 +8,14 @@ import logging
 import re
 import socket
 import stat
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, convert
+from msgspec.structs import asdict
 
 from lade.errors import InputError
 
@@ -164,6 +168,21 @@ MASK_SECONDS, MASK_TOKEN_SECONDS = 0.5, 1e-3
 """CPU time in seconds for grammar masks per request, and in addition per token; other requests wait meanwhile."""
 
 
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0, lt=1e6)]
+
+
+class Changes(Struct, forbid_unknown_fields=True, rename="kebab"):
+    """Settings that may change while a server runs, in a file that SIGHUP reads again; None for the options' own."""
+
+    max_waiting: AtLeastOne | None = None
+    answer_tokens: AtLeastOne | None = None
+    queue_timeout: Seconds | None = None
+    request_timeout: Annotated[float, Meta(gt=0, lt=1e6)] | None = None
+    pass_timeout: Seconds | None = None
+    shutdown_timeout: Seconds | None = None
+
+
 @dataclass(frozen=True)
 class Settings:
     """Configuration and limits of a server.
@@ -173,6 +192,7 @@ class Settings:
         names: names of the served model; the first one is reported to clients.
         keys: API keys; if empty, requests need none.
         read_keys: function that reads the keys again; None without a file of keys.
+        config: TOML file of `Changes`; None for none.
         allowed_hosts: accepted `Host` names besides this machine's own; "*" for any.
         cors_origins: origins whose pages may read answers; "*" for any.
         max_rows, max_waiting, max_tokens: see `lade.Engine`.
@@ -193,12 +213,15 @@ class Settings:
         page: True to serve the chat page.
         strict: True to refuse unknown fields.
         replica: replica label of the metrics; "" for a single server.
+        otel: True to make OpenTelemetry spans.
+        crash_dump: folder for the last requests when the engine fails or hangs; None to keep no requests.
     """
 
     host: str = "127.0.0.1"
     names: tuple[str, ...] = ("model",)
     keys: Keys = NO_KEYS
     read_keys: Callable[[], Keys] | None = None
+    config: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_rows: int = 16
@@ -220,6 +243,19 @@ class Settings:
     page: bool = True
     strict: bool = False
     replica: str = ""
+    otel: bool = False
+    crash_dump: Path | None = None
+
+    def current(self) -> Settings:
+        """Return these settings with those that the file has at present; raises `InputError` if they are wrong."""
+        if self.config is None:
+            return self
+        try:
+            found = convert(tomllib.loads(self.config.read_text(encoding="utf-8")), Changes)
+        except (OSError, ValueError) as problem:
+            known = ", ".join(Changes.__struct_encode_fields__)
+            raise InputError(f"config {str(self.config)!r}: {problem}: it may have {known}") from None
+        return replace(self, **{name: value for name, value in asdict(found).items() if value is not None})
 
     @property
     def name(self) -> str:

@@ -32,11 +32,12 @@ class Watchdog:
         limit_s: seconds that a piece of work may take, set-up aside; 0 for no limit.
 
     Attributes:
+        limit_s: the limit, which may be set at any time.
         reason: description of the work that takes too long; "" if none does.
     """
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self.reason = ""
         self._began: float | None = None  # of the work that is watched
         self._looked = self._set_up_s = 0.0
@@ -54,14 +55,14 @@ class Watchdog:
             if self.reason:
                 logger.warning("the engine goes on after %.0f s", now - (self._began or now))
             self._began, self._looked, self._set_up_s, self.reason = began, began or now, 0.0, ""
-        if work is None or not self._limit_s:
+        if work is None or not self.limit_s:
             return
         if is_set_up(work.frame):
             self._set_up_s += now - self._looked
         self._looked = now
         seconds = now - work.began - self._set_up_s
-        if seconds > self._limit_s and not self.reason:
-            self.reason = f"{work.phase} of {len(work.rows)} rows has taken more than {self._limit_s:g} s"
+        if seconds > self.limit_s and not self.reason:
+            self.reason = f"{work.phase} of {len(work.rows)} rows has taken more than {self.limit_s:g} s"
             logger.error("the engine makes no progress: %s\n%s", self.reason, described(work))
 
 

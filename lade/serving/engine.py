@@ -212,6 +212,10 @@ class Engine:
         """The exception that ended the decoding thread and all requests; None if none did."""
         return self._scheduler.problem
 
+    def limit_waiting(self, max_waiting: int) -> None:
+        """Set the maximum number of waiting requests from now on; those that wait stay."""
+        self._scheduler.max_waiting = max_waiting
+
     def close(self) -> None:
         """Cancel all requests, free their memory and return. Idempotent.
 

@@ -137,6 +137,8 @@ class Handle:
         stats: counters of this request; the time of a pass is that of all rows in it.
         prompt_tokens: length of the prompt, without padding.
         cached_tokens: prompt tokens served from the prefix cache, see `Engine`.
+        began: time of `Engine.add`, on the `perf_counter` clock.
+        ended: time of the end, on the same clock; None before.
         queue_s: seconds from `Engine.add` until prefill began; None before.
         prefill_s: seconds from then until the first token, passes of other requests included; None before.
         failed_alone: True if the request was ended since a pass failed in which no other request was.
@@ -163,7 +165,8 @@ class Handle:
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
         self.reason: Reason | None = None
-        self._made = perf_counter()
+        self.began = perf_counter()
+        self.ended: float | None = None
         self._cancel, self._on_step, self._text = cancel, on_step, text
         self._wakeups = Wakeups() if wakeups is None else wakeups
         self._steps: list[Step] = []
@@ -313,7 +316,7 @@ class Handle:
     def mark_started(self) -> None:
         """Record the start of prefill; later calls, after a preemption, have no effect. For the engine."""
         if self.queue_s is None:
-            self.queue_s = perf_counter() - self._made
+            self.queue_s = perf_counter() - self.began
 
     def set_prompt_logprobs(self, logprobs: PromptLogprobs | None) -> None:
         """Set the logprobs of the prompt, which has been fed. For the engine."""
@@ -322,7 +325,7 @@ class Handle:
     def add_step(self, step: Step, forward_s: float) -> None:
         """Add a step, which took `forward_s` seconds in the model; raise what `on_step` raises. For the engine."""
         if self.queue_s is not None and self.prefill_s is None:
-            self.prefill_s = perf_counter() - self._made - self.queue_s
+            self.prefill_s = perf_counter() - self.began - self.queue_s
         self.stats.add(step, forward_s=forward_s)
         self._steps.append(step)
         try:
@@ -346,7 +349,7 @@ class Handle:
             if self._ended:  # cancelled by one thread while another closed the engine
                 return False
             self.reason = "cancelled" if result is None else "error" if isinstance(result, BaseException) else reason
-            self._result, self._ended = result, True
+            self._result, self._ended, self.ended = result, True, perf_counter()
         self._wake()
         return True
 

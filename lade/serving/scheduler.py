@@ -81,6 +81,7 @@ class Scheduler:
         ended: called when the thread has ended, with the exception that ended it, or None.
 
     Attributes:
+        max_waiting: the limit, which may be set at any time.
         problem: the exception that ended the thread; None if none did.
         wakeups: wakes coroutines that wait for requests.
     """
@@ -88,7 +89,7 @@ class Scheduler:
     def __init__(
         self, batch: EngineBatch, max_waiting: int, ended: Callable[[BaseException | None], None] | None = None
     ) -> None:
-        self._batch, self._max_waiting, self._ended = batch, max_waiting, ended
+        self._batch, self.max_waiting, self._ended = batch, max_waiting, ended
         self._capacity: Capacity = batch.capacity
         self._waiting = WaitingQueue()
         self._slots: set[QueueSlot] = set()  # reserved for requests in preparation
@@ -118,7 +119,7 @@ class Scheduler:
             max_rows=self._capacity.max_rows,
             waiting=len(self._waiting) + len(self._slots),
             displaced=displaced,
-            max_waiting=self._max_waiting,
+            max_waiting=self.max_waiting,
             max_slots=self._capacity.max_tokens,
             max_prefix_bytes=self._batch.prefix_cache,
             closed=self._closed,
@@ -139,7 +140,7 @@ class Scheduler:
             self._check_open()
             held = len(self._waiting) + len(self._slots)
             blocked = self._blocked and self._waiting
-            if held >= self._max_waiting + (0 if blocked else self._capacity.max_rows - len(self._running)):
+            if held >= self.max_waiting + (0 if blocked else self._capacity.max_rows - len(self._running)):
                 raise EngineFullError(
                     f"the queue is full ({held} waiting): add this one later, or give the engine a larger max_waiting"
                 )

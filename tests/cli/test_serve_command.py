@@ -14,6 +14,8 @@ import urllib.request
 import pytest
 import torch
 
+from lade.serving.batch import EngineBatch
+
 
 def free_port():
     """One that no system gives to whoever takes any, and that no other process of tests looks at first."""
@@ -177,6 +179,8 @@ def test_keys_come_from_the_environment_and_a_file_is_read_again(served, folder,
         (["--host", "203.0.113.9"], "cannot listen on 203.0.113.9:8000"),
         (["--method", "magic"], "--method magic:"),
         (["--name", ""], "--name ''"),
+        (["--crash-dump", "/dev/null"], "--crash-dump /dev/null:"),
+        (["--config", "nowhere"], "config 'nowhere'"),
     ],
 )
 def test_what_cannot_be_is_one_line(lade, arguments, words):
@@ -210,6 +214,17 @@ def test_a_missing_package_is_one_line(lade, monkeypatch):
     assert result.exit_code == 2 and "pip install '.[serve]'" in result.stderr
 
 
+def test_opentelemetry_is_an_extra(lade, monkeypatch):
+    from lade.cli.serve import options as checks
+
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name.startswith("opentelemetry") else name)
+    result = lade("serve", "--otel")
+    assert result.exit_code == 2 and "pip install '.[otel]'" in result.stderr and result.stderr.count("\n") == 1
+    loaded = "import sys, lade.server.listen; print('lade.server.tracing' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_signals_end_a_process(signals, templated):
@@ -231,3 +246,49 @@ def test_signals_end_a_process(signals, templated):
                 return
             assert stream.read().endswith(b"data: [DONE]\n\n")
         assert process.wait(60) == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_requests_of_a_crash_dump_are_sent_again(lade, folder, tmp_path, monkeypatch):
+    request = {"id": "one", "key": "key-1", "path": "/v1/completions", "end": None}
+    request |= {"body": {"prompt": "ab", "max_tokens": 3, "ignore_eos": True}}
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text(json.dumps({"reason": "x"}) + "\n" + json.dumps(request) + "\n")
+    (tmp_path / "keys").write_text("a-key")
+    options = ["--port", 0, "--model", folder, "--max-rows", 2, "--api-key-file", tmp_path / "keys"]
+    result = lade("serve", "--replay", dump, *options)
+    line = result.stdout.splitlines()[-1]
+    assert result.exit_code == 0 and line.startswith("one /v1/completions status 200 ") and line.endswith("ms 3 tokens")
+
+    def gone(batch):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr("lade.server.service.warm_up", lambda *_: monkeypatch.setattr(EngineBatch, "advance", gone))
+    result = lade("serve", "--replay", dump, *options)
+    assert result.exit_code == 1 and "status 500" in result.stdout.splitlines()[-1]
+    assert "the engine failed" in result.stderr
+
+
+def test_what_is_no_dump_ends_the_command(lade, folder):
+    result = lade("serve", "--port", 0, "--model", folder, "--replay", "nowhere")
+    assert result.exit_code == 2 and "dump 'nowhere': [Errno 2] No such file" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_limits_of_a_file_are_read_again(served, folder, tmp_path):
+    file = tmp_path / "limits.toml"
+    file.write_text("answer-tokens = 3")
+    body = {"prompt": "ab", "ignore_eos": True}
+
+    def questions(url):
+        before = ask(f"{url}/v1/completions", body)["usage"]["completion_tokens"]
+        file.write_text("answer-tokens = 5")
+        os.kill(os.getpid(), signal.SIGHUP)
+        end = time.monotonic() + 60
+        while ask(f"{url}/v1/completions", body)["usage"]["completion_tokens"] != 5:
+            assert time.monotonic() < end
+        return before
+
+    result, before, _ = served(questions, "--model", folder, "--config", file, "--answer-tokens", 9)
+    assert (result.exit_code, before) == (0, 3), result.output
+    assert "reloaded the limits" in result.stderr

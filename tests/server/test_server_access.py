@@ -106,8 +106,8 @@ def test_keys_that_have_changed_are_read_again(tmp_path, caplog):
             return server.http.get("/version", headers={"x-api-key": secret}).status_code
 
         def reread():
-            server.service.keys_changed = True
-            until(lambda: not server.service.keys_changed)
+            server.service.reload = True
+            until(lambda: not server.service.reload)
 
         file.write_text("new")
         assert (status("old"), status("new")) == (200, 401)
@@ -132,8 +132,8 @@ def test_who_gets_the_number_of_another_key_gets_nothing_else_of_it(tmp_path):
 
         assert cached("two") == 0 < cached("two") and cached("three") == 0
         file.write_text("four\nfive\nkey-2:six\nalice:seven")  # the second key was two's
-        server.service.keys_changed = True
-        until(lambda: not server.service.keys_changed)
+        server.service.reload = True
+        until(lambda: not server.service.reload)
         until(lambda: server.service.keys.find("five") is not None)
         assert server.service.keys.find("five").name == "key-2"
         assert cached("five") == cached("six") == 0 < cached("seven"), "alice has a new key"

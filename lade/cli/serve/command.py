@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from lade.errors import ConfigError
 if TYPE_CHECKING:
     from lade.server.access_log import AccessLog
     from lade.server.served_model import ServedModel
+    from lade.server.service import Service
     from lade.server.settings import Settings
 
 
@@ -43,7 +45,7 @@ def serve(
 
     Ctrl-C or SIGTERM drains running requests; a second signal stops at once.
 
-    Exit code 1: the engine failed, or the draft memory could not be saved.
+    Exit code 1: the engine failed, with --replay again, or the draft memory could not be saved.
     """
     with terminal(output) as term:
         check_all(listening, access, limits, loading=loading, speed=speed, template=template, new_memory=True)
@@ -51,6 +53,7 @@ def serve(
         if processes > 1 and not _leads(loading, speed, processes, term):
             return
         settings, own = settings_of(listening, access, limits, loading, template), template.text()
+        send_again = _replay(listening)
         from lade.server.settings import bound, url_of
 
         socket = bound(listening.host, listening.port)
@@ -66,9 +69,22 @@ def serve(
             from lade.server.service import Service
 
             loaded = partial(load, loading, speed, own, term, processes)
-            code = run(Service(settings, loaded, announce, log), socket)
+            service = Service(settings, loaded, announce, log)
+            if send_again is not None:
+                send_again(service, url_of(listening.host, socket), term.write)
+            code = run(service, socket)
     if code:
         raise typer.Exit(code)
+
+
+def _replay(listening: Listening) -> Callable[[Service, str, Callable[[str], None]], None] | None:
+    """Return what begins to send the requests of a dump again; None without one."""
+    if listening.replay is None:
+        return None
+    from lade.cli.serve.replay import replay
+    from lade.server.crash_dump import read_dump
+
+    return partial(replay, read_dump(listening.replay))
 
 
 def _processes(listening: Listening, term: Terminal) -> int:
@@ -104,12 +120,15 @@ def settings_of(
     """Return the server's settings for these options."""
     from lade.server.settings import Settings
 
-    return Settings(
+    settings = Settings(
         host=listening.host,
         names=listening.names(loading),
         metrics=listening.metrics,
         acceptance=listening.acceptance,
         page=listening.page,
+        otel=listening.otel,
+        crash_dump=listening.crash_dump,
+        config=limits.config,
         strict=listening.strict,
         keys=access.keys(),
         read_keys=None if access.api_key_file is None else access.keys,
@@ -129,6 +148,8 @@ def settings_of(
         shutdown_timeout=limits.shutdown_timeout,
         template_arguments=template.arguments,
     )
+    settings.current()  # a file that is wrong ends the command before the model is loaded
+    return settings
 
 
 def _announce(settings: Settings, url: str, term: Terminal, model: ServedModel | None, *, json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -80,25 +81,36 @@ class Listening:
             help="Acceptance of drafts in answers, as in vLLM: none, summary or detailed.",
         ),
     ] = "none"
+    otel: Annotated[bool, _server("--otel", help="Send a span per request to an OpenTelemetry collector.")] = False
     page: Annotated[bool, _server("--page/--no-page", help="Serve the chat page at /.")] = True
     strict: Annotated[bool, _server("--strict", help="Reject requests with unknown fields.")] = False
-
+    crash_dump: Annotated[
+        Path | None, _server(metavar="DIR", help="Write the last requests there, with their texts, on a crash.")
+    ] = None
+    replay: Annotated[
+        Path | None, _server(metavar="FILE", help="Send the requests of a crash dump again, and exit.")
+    ] = None
     tensor_parallel: Annotated[
         int | None, _server(metavar="N", help="Split the model over N processes, started by torchrun.")
     ] = None
     torchrun: Annotated[str | None, _server(envvar="TORCHELASTIC_RUN_ID", hidden=True, help="Set by torchrun.")] = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
+        """Raise `ConfigError` for a value out of range; `MissingExtraError` if OpenTelemetry is not installed."""
         if self.tensor_parallel is not None and self.tensor_parallel < 1:
             raise ConfigError("tensor-parallel", self.tensor_parallel, "give a whole number >= 1")
         if not 0 <= self.port < 2**16:
             raise ConfigError("port", self.port, "give a whole number from 0 to 65535")
+        if self.otel and find_spec("opentelemetry.sdk") is None:  # FastAPI needs the API alone
+            raise MissingExtraError("opentelemetry-sdk", "otel")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError("log-format", self.log_format, f"give one of {', '.join(LOG_FORMATS)}")
         if self.acceptance not in ACCEPTANCE:
             name = "per-request-spec-decode-metrics"
             raise ConfigError(name, self.acceptance, f"give one of {', '.join(ACCEPTANCE)}")
+        folder = self.crash_dump
+        if folder is not None and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise ConfigError("crash-dump", str(folder), "give a folder that this user can write to")
         for name in self.name or ():
             if not name.isprintable() or not 0 < len(name) <= 200:
                 raise ConfigError("name", name[:60], "give 1 to 200 characters that can be printed")
@@ -213,6 +225,9 @@ class Limits(EngineLimits):
     shutdown_timeout: Annotated[
         float, _limits(metavar="S", help="Seconds that running requests may take after SIGTERM.")
     ] = 30.0
+    config: Annotated[
+        Path | None, _limits(metavar="FILE", help="TOML file of limits, such as queue-timeout = 5; SIGHUP rereads it.")
+    ] = None
 
     def check(self) -> None:
         """Raise `ConfigError` for a limit out of range."""

@@ -40,12 +40,12 @@ from lade.decoding.drafting.tree_size import LARGEST_SHARED, RECENT
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
 MEASURED = 3
-"""Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves. At 1 a single hiccup moves
-the curve, at 7 a machine whose pace jumps is followed too late (tests/tuning/test_never_slower.py)."""
+"""Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves. At 1 one hiccup does,
+at 7 a machine whose pace jumps is followed too late (tests/tuning/test_never_slower.py)."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
 """Passes over several tokens after which one over a single token is due: the latter at first and after surprises, then
-twice as many each time. If the first come late, a machine measured as steep takes longer than plain decoding; a baseline
-in 128 passes costs less than 0.8 %, and without any the pace of one token is never known again."""
+twice as many each time. If the first come late, a machine measured as steep takes longer than plain decoding; one in
+128 passes costs less than 0.8 %, and without any the pace of one token is never known again."""
 SURPRISE = 0.2
 """Logarithm of a factor that is no noise, if it shows in two ratios on end or in the pace. At 0.8 a machine that was
 measured as steep, or gets slower, is not found out; at 0.05 noise of 6 % would be news."""
