@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
 
-from lade.decoding.drafting.tree_size import LARGEST
+from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.tree import TokenTree
 from lade.drafter import Continuation, Drafter

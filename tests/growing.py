@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from lade.decoding.drafting.controller import Controller, ControllerState
-from lade.decoding.drafting.tree_size import LARGEST, PassCost
+from lade.decoding.drafting.controller import LARGEST, Controller, ControllerState, PassCost
 
 
 def grown(scores: Sequence[float], stages: Sequence[tuple[int, float]]) -> list[float]:

@@ -12,15 +12,15 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 263,
-    "lines": 51_388,
+    "files": 262,
+    "lines": 51_380,
     "files under 40 lines of code": 12,
     "lines of the largest file": 498,
-    "imports, per cent of code": 10.6,
+    "imports, per cent of code": 10.7,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
-    "files that generate imports": 60,
-    "lines that generate imports": 13_528,
+    "files that generate imports": 59,
+    "lines that generate imports": 13_450,
     "imports of backends by the core": 0,
     "results of backends without a type": 0,
     "files that import the lab": 0,
@@ -28,7 +28,7 @@ MOST = {
     "docstrings that begin with What, Whether or Of": 16,
     "entries of Args that are fragments, per cent": 3.9,
 }
-LEAST = {"median lines of a file": 197}
+LEAST = {"median lines of a file": 196}
 
 
 @pytest.fixture(scope="module")

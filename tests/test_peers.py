@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import ConfigError
-from lade.decoding.drafting.tree_size import LARGEST
+from lade.decoding.drafting.controller import LARGEST
 from lade.peers import Jacobi, PromptLookup, Suffix, TokenRecycling, template
 
 

@@ -41,8 +41,8 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding import loop
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.drafting.copy_drafting import OwnText
-from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row, RowStep

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, 
 import lade
 from lade import LookaheadConfig
 from lade.clock import Clock, Duration, WallClock
+from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.drafting.tree_size import LARGEST
 from lade.decoding.drafting.user_sources import LoneSources, SourcedDrafter, sources_of
 from lade.decoding.loop import DecodeLoop, PromptLogitsHook
 from lade.decoding.row import Row

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.drafting.drafter import Drafter, IsolatedDrafter
-from lade.decoding.drafting.tree_size import LARGEST
 from lade.decoding.loop import DecodeLoop, prompt_hook
 from lade.decoding.readout import read
 from lade.decoding.row import Row

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
-from lade.decoding.drafting.tree_size import LARGEST
+from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
 from lade.model.kv_cache import BufferSizes, TreeCache
 from lade.model.runner import EagerRunner, input_device

@@ -17,8 +17,8 @@ import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.backends.processes import leader as leading
 from lade.backends.processes import lookahead_parallel
+from lade.decoding.drafting.controller import LARGEST, max_tree_size
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.drafting.tree_size import LARGEST, max_tree_size
 from lade.hf import job
 from lade.model.runner import EagerRunner
 

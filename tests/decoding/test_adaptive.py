@@ -16,9 +16,8 @@ import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.decoding.drafting import best_first as growth_module
 from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
-from lade.decoding.drafting.controller import LARGEST, Controller
+from lade.decoding.drafting.controller import LARGEST, Controller, FixedBudget
 from lade.decoding.drafting.drafter import Draft, Guess
-from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.decoding.readout import read
 from lade.decoding.tree import ROOT, TokenTree

@@ -7,9 +7,9 @@ from memories import filled_memory
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.drafting.drafter import Guess, fitting
 from lade.decoding.drafting.lookahead import LookaheadDrafter
-from lade.decoding.drafting.tree_size import FixedBudget
 
 
 class Rules:

@@ -3,9 +3,8 @@
 import pytest
 from growing import sized
 
-from lade.decoding.drafting.controller import Controller
+from lade.decoding.drafting.controller import LARGEST, LARGEST_SHARED, Controller, max_tree_size
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
-from lade.decoding.drafting.tree_size import LARGEST, LARGEST_SHARED, max_tree_size
 
 FLAT, CORNER = {1: [1.0], 256: [1.001]}, {1: [1.0], 64: [1.001], 256: [100.0]}
 

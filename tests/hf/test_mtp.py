@@ -10,7 +10,7 @@ import lade
 from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
 from lade.backends.mtp.load import layer_of
 from lade.clock import Duration, WallClock
-from lade.decoding.drafting.tree_size import FixedBudget
+from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.kernels.layout import MTP_WIDTH
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions

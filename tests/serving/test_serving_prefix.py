@@ -17,8 +17,8 @@ from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
 
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
+from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.drafting.logits_cache import CachedLogits, RecordingDrafter
-from lade.decoding.drafting.tree_size import FixedBudget
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.readout import Readout
 from lade.decoding.verify import Verdict

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from lade.decoding.drafting.controller import LARGEST_SHARED
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.drafting.tree_size import LARGEST_SHARED
 
 
 def lower_hull(cost: StepCost) -> list[float]:

@@ -10,8 +10,8 @@ from hulls import lower_hull
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lade.decoding.drafting.controller import LARGEST_SHARED
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
-from lade.decoding.drafting.tree_size import LARGEST_SHARED
 
 TIMES = st.floats(1e-5, 10.0)
 CURVES = st.lists(TIMES, min_size=len(KNOTS), max_size=len(KNOTS))

@@ -34,8 +34,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from lade.decoding.drafting.controller import ControllerState
-from lade.decoding.drafting.tree_size import LARGEST_SHARED, RECENT
+from lade.decoding.drafting.controller import LARGEST_SHARED, RECENT, ControllerState
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes at which the curve is measured and corrected; straight between them."""
