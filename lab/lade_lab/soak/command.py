@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import threading
 import time
@@ -20,7 +21,7 @@ from lade.cli.terminal import Terminal, terminal
 from lade.errors import InputError
 from lade.native import processor_name
 from lade_lab.cli.job import check_drawing
-from lade_lab.live_server import BrokenAnswerError, LiveServer, live_server
+from lade_lab.live_server import BrokenAnswerError, Client, LiveServer, live_server
 from lade_lab.soak.clients import Clients
 from lade_lab.soak.figure import draw
 from lade_lab.soak.probe import Probed, probe
@@ -29,6 +30,11 @@ from lade_lab.soak.requests import TEMPLATE
 from lade_lab.soak.verdict import Sample, verdict
 
 EXAMPLE = "Example:  [bold]python -m lade_lab soak --hours 1 --out soak-results[/bold]"
+
+
+PREFIX_CACHE = "32MiB"
+"""Full within a minute: by default it takes a tenth of what the KV cache may, and would grow through most of a run."""
+_CACHED = re.compile(r"^lade_prefix_cache_bytes\{.*\} (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def run(how: Soak, term: Terminal) -> list[Sample]:
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template"
         template.write_text(TEMPLATE, encoding="utf-8")
-        serve = ["--quiet", "--chat-template", str(template), *(how.serve or ())]
+        serve = ["--quiet", "--prefix-cache", PREFIX_CACHE, "--chat-template", str(template), *(how.serve or ())]
         with live_server(serve, how.out / "server.log") as server:
             return soaked(server, how, log, term)
 
@@ -155,7 +161,7 @@ def sampled(server: LiveServer, clients: Clients, first: Probed, start: float, l
         equal = found[2:] == first[2:]
     except (OSError, BrokenAnswerError):
         found, equal = Probed(float("nan"), float("nan"), [], []), False
-    took = usage(server.pid)
+    took, cached = usage(server.pid), cached_mb(server)
     cuts = quantiles(account.seconds, n=20) if len(account.seconds) > 1 else [0.0] * 19
     account.seconds.clear()
     sample = {
@@ -163,6 +169,7 @@ def sampled(server: LiveServer, clients: Clients, first: Probed, start: float, l
         "minute": round((now - start) / 60, 3),
         "rss_mb": round(took.rss_mb, 1),
         "anonymous_mb": round(took.anonymous_mb, 1),
+        "prefix_cache_mb": round(cached, 1),
         "descriptors": took.descriptors,
         "threads": took.threads,
         "probe_ms": round(1000 * found.seconds, 1),
@@ -180,6 +187,14 @@ def sampled(server: LiveServer, clients: Clients, first: Probed, start: float, l
     mark = time.monotonic(), took.processor_s
     clients.gate.open()
     return sample, mark
+
+
+def cached_mb(server: LiveServer) -> float:
+    """What the prefix cache holds, by the server's metrics."""
+    client = Client(server.url)
+    found = _CACHED.search(client.get("/metrics").body.decode())
+    client.close()
+    return float(found[1]) / 1e6 if found else float("nan")
 
 
 def line(sample: Sample) -> str:
