@@ -1,0 +1,316 @@
+"""The checks. A model need not be clever: what it says has to be what it says alone and by `model.generate`."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lade.cli.loading.load import LoadedModel
+from lade_lab.live_server import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Answer, Client, Reply, answer_of
+
+TOOL_TOKENS, TURNS, AT_ONCE = 25_000, 40, 8
+SECRET = "48151"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "look_up", "description": "Look up how many there are.", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": TOOL}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "seed": 7, "max_tokens": 24}
+ALONE: dict[str, Any] = {"lookahead": None, "cache_salt": "plain decoding, nothing cached"}
+ROOM = 600
+"""Tokens left for templates, questions and answers."""
+_salts = (f"fresh {number}" for number in range(10**9))
+
+
+class FailedError(Exception):
+    """A check has not passed."""
+
+
+def expect(true: object, otherwise: str) -> None:
+    """Raise `FailedError` unless it is true."""
+    if not true:
+        raise FailedError(otherwise)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The server under test.
+
+    Attributes:
+        url: its address.
+        loaded: the same model in this process, for transformers' own answers.
+        context: context of the server in tokens.
+        most: tokens that a long prompt may have.
+    """
+
+    url: str
+    loaded: LoadedModel
+    context: int
+    most: int
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """Send a request over a connection of its own."""
+        client = Client(self.url)
+        try:
+            return client.post(path, body)
+        finally:
+            client.close()
+
+    def ask(self, path: str, **body: Any) -> Answer:
+        """Return the answer to a request."""
+        return answer_of(path, self.post(path, body))
+
+    def tokens(self, body: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Return the ids of a chat's prompt and of its answer."""
+        prompt, reply = (self.post(path, {**body, "return_token_ids": True}) for path in ("/tokenize", CHAT))
+        expect(prompt.status == reply.status == 200, f"{reply.status}: {reply.body[:200]!r}")
+        return prompt.json["tokens"], reply.json["choices"][0]["token_ids"]
+
+    def generated(self, ids: list[int], body: Mapping[str, Any]) -> list[int]:
+        """Return transformers' answer to a prompt."""
+        arguments: dict[str, Any] = {"max_new_tokens": body["max_tokens"], "do_sample": body["temperature"] != 0}
+        if arguments["do_sample"]:
+            arguments |= {name: body[name] for name in ("temperature", "top_p", "top_k")}
+            torch.manual_seed(body["seed"])
+        given = torch.tensor([ids])
+        out = self.loaded.model.generate(given, attention_mask=torch.ones_like(given), **arguments)
+        answer: list[int] = out[0, len(ids) :].tolist()
+        return answer
+
+    def same(self, body: Mapping[str, Any]) -> list[int]:
+        """Return the answer to a chat, after holding it against transformers' on the same ids."""
+        ids, answer = self.tokens({**body, "cache_salt": next(_salts)})
+        expect(answer == self.generated(ids, body), f"not model.generate's answer to {len(ids):,} tokens")
+        return answer
+
+    def decoded(self, tokens: list[int]) -> str:
+        """Return the text of an answer."""
+        return str(self.loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def said(content: str, **more: Any) -> dict[str, Any]:
+    """A message of a user."""
+    return {"role": "user", "content": content, **more}
+
+
+def haystack(tried: Tried, tokens: int) -> str:
+    """Return notes of about so many tokens, one of which has the secret number."""
+
+    def lines() -> Iterator[str]:
+        rng, things = random.Random(3), ("lamp", "chair", "book", "clock", "bottle", "map", "coat", "letter")
+        for number in range(tokens):
+            yield f"Note {number}: the {rng.choice(things)} on shelf {rng.randrange(90)} costs {rng.randrange(900)}."
+
+    kept, count = list[str](), 0
+    for line in lines():
+        count += len(tried.loaded.tokenizer(f"{line}\n", add_special_tokens=False)["input_ids"])
+        if count > tokens - 20:
+            break
+        kept.append(line)
+    kept.insert(3 * len(kept) // 8, f"The secret number is {SECRET}.")
+    return "\n".join(kept)
+
+
+def as_generate(tried: Tried) -> str:
+    """Short answers, greedy and seeded, are those of transformers."""
+    questions = ["What is the capital of France?", "Write a function that adds two numbers.", "Name three colours."]
+    answers = [tried.same({"messages": [said(each)], **how}) for each in questions for how in (GREEDY, SEEDED)]
+    return f"{len(answers)} answers equal; the first: {tried.decoded(answers[0])[:40]!r}"
+
+
+def needle(tried: Tried) -> str:
+    """A prompt as long as the context takes, with one line that matters."""
+    tokens = min(tried.context - ROOM, tried.most)
+    question = f"{haystack(tried, tokens)}\n\nWhat is the secret number? Answer with the number."
+    answer = tried.decoded(tried.same({"messages": [said(question)], **GREEDY}))
+    return f"{tokens:,} tokens: model.generate's answer; {'found' if SECRET in answer else 'the model did not find it'}"
+
+
+def long_tool(tried: Tried) -> str:
+    """An answer of a tool of 25,000 tokens, or of as many as the options allow; and one that is too long."""
+    tokens = min(TOOL_TOKENS, tried.most)
+    fits = tokens <= tried.context - ROOM
+    call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+
+    def body(length: int) -> dict[str, Any]:
+        asked = [said("Read the notes."), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        result = {"role": "tool", "tool_call_id": "call_1", "content": haystack(tried, length)}
+        return {"messages": [*asked, result, said("What is the secret number?")], "tools": TOOLS, **GREEDY}
+
+    if fits:
+        answer = tried.decoded(tried.same(body(tokens)))
+        told = (
+            f"{tokens:,} tokens: model.generate's answer, {'found' if SECRET in answer else 'not found by the model'}"
+        )
+    refused = tried.post(CHAT, body(tried.context + 10 if fits else tokens))
+    error = refused.json.get("error", {})
+    clean = refused.status == 400 and error.get("code") == "context_length_exceeded"
+    expect(clean and str(tried.context) in error["message"], f"too long: {refused.status} {refused.body[:200]!r}")
+    limit = f"refused by 400, which names the limit of {tried.context:,}"
+    return f"{told}; a longer one {limit}" if fits else f"{tokens:,} tokens: {limit}"
+
+
+def agent(tried: Tried) -> str:
+    """Forty turns with tools: calls are of the schema, prefixes are reused, answers are those of plain decoding."""
+    conversation, calls, cached, prompts, choices = list[dict[str, Any]](), 0, 0, 0, ["required", "auto"]
+    body: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "max_tokens": 120}
+    for turn in range(TURNS):
+        conversation.append(said(f"{turn}: how many things of kind {turn % 7} are there?"))
+        asked = {**body, "messages": conversation, "tool_choice": choices[turn % len(choices)]}
+        reply = tried.post(CHAT, {**asked, "cache_salt": "agent"})
+        if reply.status == 400 and "markup" in reply.json["error"]["message"] and not calls:
+            choices = ["auto"]  # the model's template has no calls that can be demanded
+            asked["tool_choice"] = "auto"
+            reply = tried.post(CHAT, {**asked, "cache_salt": "agent"})
+        expect(reply.status == 200, f"turn {turn + 1}: {reply.status} {reply.body[:200]!r}")
+        if turn % 10 == 9:
+            alone = tried.ask(CHAT, **asked, **ALONE)
+            answer = answer_of(CHAT, reply)
+            expect(answer.text == alone.text and len(answer.choices) == len(alone.choices), f"turn {turn + 1} differs")
+        message, usage = reply.json["choices"][0]["message"], reply.json["usage"]
+        prompts += usage["prompt_tokens"]
+        cached += usage["prompt_tokens_details"]["cached_tokens"]
+        conversation.append({"role": "assistant", "content": message.get("content") or ""})
+        if made := message.get("tool_calls"):
+            conversation[-1]["tool_calls"] = made
+        for call in made or ():
+            check_schema(call["function"]["arguments"], f"turn {turn + 1}")
+            conversation.append({"role": "tool", "tool_call_id": call["id"], "content": str(turn)})
+        expect(made or asked["tool_choice"] == "auto", f"turn {turn + 1}: no call, though one is required")
+        calls += len(made or ())
+        if usage["prompt_tokens"] > min(tried.context - ROOM / 2, tried.most):  # as clients do: the older half goes
+            users = [at for at, each in enumerate(conversation) if each["role"] == "user"]
+            del conversation[: users[len(users) // 2]]
+    demanded = "" if len(choices) > 1 else ", which the template cannot demand"
+    return f"{TURNS} turns, {calls} calls{demanded}; {cached / prompts:.0%} of {prompts:,} prompt tokens cached"
+
+
+def check_schema(text: str, where: str) -> None:
+    """Raise `FailedError` unless a text is JSON of `SCHEMA`."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise FailedError(f"{where}: not JSON: {text[:80]!r}") from None
+    expect(set(found) == set(SCHEMA["required"]), f"{where}: {text[:80]!r} lacks members")
+    expect(isinstance(found["name"], str) and found["count"] in range(100), f"{where}: {text[:80]!r}")
+
+
+def json_under_load(tried: Tried) -> str:
+    """Eight answers in JSON at once: all are of the schema, and equal to those given alone."""
+    form = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA}}
+    bodies = [
+        {"messages": [said(f"An object about number {n}.")], "response_format": form, **how, "max_tokens": 80}
+        for n in range(AT_ONCE // 2)
+        for how in (GREEDY, SEEDED)
+    ]
+    alone = [tried.ask(CHAT, **body, **ALONE).text for body in bodies]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        together = [answer.text for answer in pool.map(lambda body: tried.ask(CHAT, **body), bodies)]
+    for text in together:
+        check_schema(text, "under load")
+    equal = sum(one == other for one, other in zip(alone, together, strict=True))
+    expect(equal == AT_ONCE, f"{AT_ONCE} parse, but {equal} equal the answer given alone")
+    return f"{AT_ONCE} at once: all parse, all equal to the answer given alone"
+
+
+def reasoning(tried: Tried) -> str:
+    """Marks of reasoning are parsed, or there are none."""
+    body = {"messages": [said("Think: what is 17 times 3?")], "reasoning_effort": "low", **GREEDY, "max_tokens": 120}
+    whole, streamed = (tried.ask(CHAT, **body, stream=stream) for stream in (False, True))
+    expect("think>" not in whole.text, f"a mark in the text: {whole.text[:80]!r}")
+    expect(whole == streamed, "streamed, it is another answer")
+    thoughts = "".join(whole.of_kind("reasoning"))
+    return f"{len(thoughts)} characters of reasoning apart from the text" if thoughts else "no reasoning, and no marks"
+
+
+def stops(tried: Tried) -> str:
+    """Answers end before the first stop text, streamed or not."""
+    body = {"prompt": "The days of the week are Monday, Tuesday,", "max_tokens": 40, "temperature": 0}
+    whole = tried.ask(COMPLETIONS, **body).text
+    places = [at for at in (len(whole) // 4, len(whole) // 2, 3 * len(whole) // 4) if whole[at : at + 4]]
+    expect(places, "the answer is empty")
+    for at in places:
+        stop = whole[at : at + 4]
+        cut = whole[: whole.index(stop)]
+        for stream in (False, True):
+            found = tried.ask(COMPLETIONS, **body, stop=[stop, "never said"], stream=stream)
+            expect(found.text == cut and found.ends == ["stop"], f"stop {stop!r}: {found.text!r}, not {cut!r}")
+    return f"{2 * len(places)} answers cut at their stop text"
+
+
+def streams(tried: Tried) -> str:
+    """What is streamed is what is answered whole, by four APIs."""
+    question = "Tell me about the sea."
+    fields = {
+        CHAT: {"messages": [said(question)]}, COMPLETIONS: {"prompt": question},
+        RESPONSES: {"input": question}, MESSAGES: {"messages": [said(question)]},
+    }  # fmt: skip
+    for path, own in fields.items():
+        for how in (GREEDY, SEEDED):
+            body = {**own, **how}
+            if path == RESPONSES:
+                body["max_output_tokens"] = body.pop("max_tokens")
+            expect(tried.ask(path, **body) == tried.ask(path, **body, stream=True), f"{path}: they differ")
+    return f"{2 * len(fields)} pairs equal"
+
+
+def seeds(tried: Tried) -> str:
+    """A seed gives one answer, `n` choices those of the seeds that follow."""
+    body = {"messages": [said("Invent a name for a ship.")], **SEEDED}
+    three = tried.ask(CHAT, **{**body, "n": 3}).choices
+    lone = [tried.ask(CHAT, **{**body, "seed": SEEDED["seed"] + k}).choices[0] for k in range(3)]
+    expect(three == lone, "choices of n=3 are not those of the three seeds")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        again = list(pool.map(lambda _: tried.ask(CHAT, **body).choices[0], range(AT_ONCE)))
+    expect(all(each == lone[0] for each in again), f"of {AT_ONCE} at once some differ")
+    return f"n=3 are three seeds; {AT_ONCE} at once equal"
+
+
+def health(tried: Tried) -> str:
+    """Probes are green, metrics add up, nothing is left in progress."""
+    client = Client(tried.url)
+    statuses = [client.get(path).status for path in ("/live", "/ready", "/health", "/version", "/v1/models")]
+    lines = client.get("/metrics").body.decode().splitlines()
+    client.close()
+    expect(set(statuses) == {200}, f"statuses {statuses}")
+    named = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
+    used = [value for name, value in named.items() if name.startswith("lade_kv_slots_used")]
+    ended = {n: v for n, v in named.items() if n.startswith("lade_requests_total")}
+    failed = sum(value for name, value in ended.items() if 'outcome="error"' in name)
+    expect(used == [0.0] and not failed, f"{used} slots in use, {failed:g} failed")
+    return f"5 probes green; {sum(ended.values()):.0f} answers counted, none failed"
+
+
+Check = Callable[[Tried], str]
+CHECKS: dict[str, Check] = {
+    "as model.generate": as_generate,
+    "needle in a long context": needle,
+    "long answer of a tool": long_tool,
+    "forty turns with tools": agent,
+    "JSON under load": json_under_load,
+    "reasoning": reasoning,
+    "stop texts": stops,
+    "streamed as whole": streams,
+    "seeds": seeds,
+    "health and metrics": health,
+}
+"""Checks by name; each returns what happened, or raises `FailedError`."""
+
+
+def by_name(name: str, tried: Tried) -> Callable[[], str]:
+    """Return a check to be called."""
+    return partial(CHECKS[name], tried)
