@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ TOOL = {"name": "look_up", "description": "Look up how many there are.", "parame
 TOOLS = [{"type": "function", "function": TOOL}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "seed": 7, "max_tokens": 24}
-ALONE: dict[str, Any] = {"lookahead": None, "cache_salt": "plain decoding, nothing cached"}
 ROOM = 600
 """Tokens left for templates, questions and answers."""
 _salts = (f"fresh {number}" for number in range(10**9))
@@ -73,6 +71,10 @@ class Tried:
     def ask(self, path: str, **body: Any) -> Answer:
         """Return the answer to a request."""
         return answer_of(path, self.post(path, body))
+
+    def alone(self, body: Mapping[str, Any]) -> Answer:
+        """Return the answer to a chat decoded plainly, with nothing cached."""
+        return self.ask(CHAT, **{**body, "lookahead": None, "cache_salt": next(_salts)})
 
     def tokens(self, body: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Return the ids of a chat's prompt and of its answer."""
@@ -178,9 +180,7 @@ def agent(tried: Tried) -> str:
             reply = tried.post(CHAT, {**asked, "cache_salt": "agent"})
         expect(reply.status == 200, f"turn {turn + 1}: {reply.status} {reply.body[:200]!r}")
         if turn % 10 == 9:
-            alone = tried.ask(CHAT, **asked, **ALONE)
-            answer = answer_of(CHAT, reply)
-            expect(answer.text == alone.text and len(answer.choices) == len(alone.choices), f"turn {turn + 1} differs")
+            expect(answer_of(CHAT, reply) == tried.alone(asked), f"turn {turn + 1} is not as decoded plainly")
         message, usage = reply.json["choices"][0]["message"], reply.json["usage"]
         prompts += usage["prompt_tokens"]
         cached += usage["prompt_tokens_details"]["cached_tokens"]
@@ -217,7 +217,7 @@ def json_under_load(tried: Tried) -> str:
         for n in range(AT_ONCE // 2)
         for how in (GREEDY, SEEDED)
     ]
-    alone = [tried.ask(CHAT, **body, **ALONE).text for body in bodies]
+    alone = [tried.alone(body).text for body in bodies]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         together = [answer.text for answer in pool.map(lambda body: tried.ask(CHAT, **body), bodies)]
     for text in together:
@@ -255,7 +255,7 @@ def stops(tried: Tried) -> str:
 def streams(tried: Tried) -> str:
     """What is streamed is what is answered whole, by four APIs."""
     question = "Tell me about the sea."
-    fields = {
+    fields: dict[str, dict[str, Any]] = {
         CHAT: {"messages": [said(question)]}, COMPLETIONS: {"prompt": question},
         RESPONSES: {"input": question}, MESSAGES: {"messages": [said(question)]},
     }  # fmt: skip
@@ -309,8 +309,3 @@ CHECKS: dict[str, Check] = {
     "health and metrics": health,
 }
 """Checks by name; each returns what happened, or raises `FailedError`."""
-
-
-def by_name(name: str, tried: Tried) -> Callable[[], str]:
-    """Return a check to be called."""
-    return partial(CHECKS[name], tried)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -69,7 +70,7 @@ def run(
 
     from lade.cli.loading.load import load
     from lade.native import processor_name
-    from lade_lab.acceptance.checks import CHECKS, Tried, by_name
+    from lade_lab.acceptance.checks import CHECKS, Tried
     from lade_lab.live_server import Client, live_server
 
     loaded = load(loading, term=term, pack=None, images=None, invariant=None)
@@ -86,10 +87,10 @@ def run(
         context = client.get("/v1/models").json["data"][0]["max_model_len"]
         client.close()
         tried = Tried(server.url, loaded, context, long)
-        for name in CHECKS:
+        for name, check in CHECKS.items():
             if any(part in name for part in only):
                 term.show_status(name)
-                lines.append(timed(name, by_name(name, tried)))
+                lines.append(timed(name, partial(check, tried)))
     if any(part in "two models in turn" for part in only):
         term.show_status("serving a second model")
         lines.append(timed("two models in turn", lambda: in_turn(second, folder)))
