@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +16,9 @@ from lade_lab.live_server import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Answer,
 
 TOOL_TOKENS, TURNS, AT_ONCE = 25_000, 40, 8
 SECRET = "48151"
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "count"],
-    "additionalProperties": False,
-}
-TOOL = {"name": "look_up", "description": "Look up how many there are.", "parameters": SCHEMA}
-TOOLS = [{"type": "function", "function": TOOL}]
+MEMBERS = {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer", "minimum": 0, "maximum": 99}}
+SCHEMA = {"type": "object", "properties": MEMBERS, "required": [*MEMBERS], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Count things.", "parameters": SCHEMA}}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "seed": 7, "max_tokens": 24}
 ROOM = 600
@@ -39,7 +31,7 @@ class FailedError(Exception):
 
 
 def expect(true: object, otherwise: str) -> None:
-    """Raise `FailedError` unless it is true."""
+    """Raise `FailedError` otherwise."""
     if not true:
         raise FailedError(otherwise)
 
@@ -62,11 +54,7 @@ class Tried:
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
         """Send a request over a connection of its own."""
-        client = Client(self.url)
-        try:
-            return client.post(path, body)
-        finally:
-            client.close()
+        return Client(self.url).post(path, body)
 
     def ask(self, path: str, **body: Any) -> Answer:
         """Return the answer to a request."""
@@ -84,14 +72,11 @@ class Tried:
 
     def generated(self, ids: list[int], body: Mapping[str, Any]) -> list[int]:
         """Return transformers' answer to a prompt."""
-        arguments: dict[str, Any] = {"max_new_tokens": body["max_tokens"], "do_sample": body["temperature"] != 0}
-        if arguments["do_sample"]:
-            arguments |= {name: body[name] for name in ("temperature", "top_p", "top_k")}
-            torch.manual_seed(body["seed"])
-        given = torch.tensor([ids])
-        out = self.loaded.model.generate(given, attention_mask=torch.ones_like(given), **arguments)
-        answer: list[int] = out[0, len(ids) :].tolist()
-        return answer
+        given, sampled = torch.tensor([ids]), body["temperature"] != 0
+        arguments = {name: body[name] for name in ("temperature", "top_p", "top_k") if sampled}
+        arguments |= {"attention_mask": torch.ones_like(given), "max_new_tokens": body["max_tokens"]}
+        torch.manual_seed(body.get("seed", 0))
+        return list(self.loaded.model.generate(given, do_sample=sampled, **arguments)[0, len(ids) :].tolist())
 
     def same(self, body: Mapping[str, Any]) -> list[int]:
         """Return the answer to a chat, after holding it against transformers' on the same ids."""
@@ -104,37 +89,31 @@ class Tried:
         return str(self.loaded.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def said(content: str, **more: Any) -> dict[str, Any]:
-    """A message of a user."""
-    return {"role": "user", "content": content, **more}
+def said(content: str) -> dict[str, Any]:
+    """Return a message of a user."""
+    return {"role": "user", "content": content}
 
 
 def haystack(tried: Tried, tokens: int) -> str:
     """Return notes of about so many tokens, one of which has the secret number."""
-
-    def lines() -> Iterator[str]:
-        rng, things = random.Random(3), ("lamp", "chair", "book", "clock", "bottle", "map", "coat", "letter")
-        for number in range(tokens):
-            yield f"Note {number}: the {rng.choice(things)} on shelf {rng.randrange(90)} costs {rng.randrange(900)}."
-
-    kept, count = list[str](), 0
-    for line in lines():
-        count += len(tried.loaded.tokenizer(f"{line}\n", add_special_tokens=False)["input_ids"])
-        if count > tokens - 20:
-            break
-        kept.append(line)
+    rng, things, kept, count = random.Random(3), ("lamp", "chair", "book", "clock", "map"), list[str](), 20
+    while count < tokens - 40:
+        kept.append(
+            f"Note {len(kept)}: the {rng.choice(things)} on shelf {rng.randrange(90)} costs {rng.randrange(900)}."
+        )
+        count += len(tried.loaded.tokenizer(f"{kept[-1]}\n", add_special_tokens=False)["input_ids"])
     kept.insert(3 * len(kept) // 8, f"The secret number is {SECRET}.")
     return "\n".join(kept)
 
 
-def as_generate(tried: Tried) -> str:
+def as_model_generate(tried: Tried) -> str:
     """Short answers, greedy and seeded, are those of transformers."""
     questions = ["What is the capital of France?", "Write a function that adds two numbers.", "Name three colours."]
     answers = [tried.same({"messages": [said(each)], **how}) for each in questions for how in (GREEDY, SEEDED)]
     return f"{len(answers)} answers equal; the first: {tried.decoded(answers[0])[:40]!r}"
 
 
-def needle(tried: Tried) -> str:
+def needle_in_a_long_context(tried: Tried) -> str:
     """A prompt as long as the context takes, with one line that matters."""
     tokens = min(tried.context - ROOM, tried.most)
     question = f"{haystack(tried, tokens)}\n\nWhat is the secret number? Answer with the number."
@@ -142,7 +121,7 @@ def needle(tried: Tried) -> str:
     return f"{tokens:,} tokens: model.generate's answer; {'found' if SECRET in answer else 'the model did not find it'}"
 
 
-def long_tool(tried: Tried) -> str:
+def long_answer_of_a_tool(tried: Tried) -> str:
     """An answer of a tool of 25,000 tokens, or of as many as the options allow; and one that is too long."""
     tokens = min(TOOL_TOKENS, tried.most)
     fits = tokens <= tried.context - ROOM
@@ -155,18 +134,16 @@ def long_tool(tried: Tried) -> str:
 
     if fits:
         answer = tried.decoded(tried.same(body(tokens)))
-        told = (
-            f"{tokens:,} tokens: model.generate's answer, {'found' if SECRET in answer else 'not found by the model'}"
-        )
+        found = "found" if SECRET in answer else "not found by the model"
     refused = tried.post(CHAT, body(tried.context + 10 if fits else tokens))
     error = refused.json.get("error", {})
     clean = refused.status == 400 and error.get("code") == "context_length_exceeded"
     expect(clean and str(tried.context) in error["message"], f"too long: {refused.status} {refused.body[:200]!r}")
     limit = f"refused by 400, which names the limit of {tried.context:,}"
-    return f"{told}; a longer one {limit}" if fits else f"{tokens:,} tokens: {limit}"
+    return f"{tokens:,} tokens: " + (f"model.generate's answer, {found}; a longer one {limit}" if fits else limit)
 
 
-def agent(tried: Tried) -> str:
+def forty_turns_with_tools(tried: Tried) -> str:
     """Forty turns with tools: calls are of the schema, prefixes are reused, answers are those of plain decoding."""
     conversation, calls, cached, prompts, choices = list[dict[str, Any]](), 0, 0, 0, ["required", "auto"]
     body: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "max_tokens": 120}
@@ -175,8 +152,7 @@ def agent(tried: Tried) -> str:
         asked = {**body, "messages": conversation, "tool_choice": choices[turn % len(choices)]}
         reply = tried.post(CHAT, {**asked, "cache_salt": "agent"})
         if reply.status == 400 and "markup" in reply.json["error"]["message"] and not calls:
-            choices = ["auto"]  # the model's template has no calls that can be demanded
-            asked["tool_choice"] = "auto"
+            choices, asked["tool_choice"] = ["auto"], "auto"  # the template has no calls that can be demanded
             reply = tried.post(CHAT, {**asked, "cache_salt": "agent"})
         expect(reply.status == 200, f"turn {turn + 1}: {reply.status} {reply.body[:200]!r}")
         if turn % 10 == 9:
@@ -200,13 +176,10 @@ def agent(tried: Tried) -> str:
 
 
 def check_schema(text: str, where: str) -> None:
-    """Raise `FailedError` unless a text is JSON of `SCHEMA`."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        raise FailedError(f"{where}: not JSON: {text[:80]!r}") from None
-    expect(set(found) == set(SCHEMA["required"]), f"{where}: {text[:80]!r} lacks members")
-    expect(isinstance(found["name"], str) and found["count"] in range(100), f"{where}: {text[:80]!r}")
+    """Raise `FailedError` or `ValueError` unless a text is JSON of `SCHEMA`."""
+    found = json.loads(text)
+    right = isinstance(found, dict) and set(found) == set(MEMBERS)
+    expect(right and isinstance(found["name"], str) and found["count"] in range(100), f"{where}: {text[:80]!r}")
 
 
 def json_under_load(tried: Tried) -> str:
@@ -222,7 +195,7 @@ def json_under_load(tried: Tried) -> str:
         together = [answer.text for answer in pool.map(lambda body: tried.ask(CHAT, **body), bodies)]
     for text in together:
         check_schema(text, "under load")
-    equal = sum(one == other for one, other in zip(alone, together, strict=True))
+    equal = sum(map(str.__eq__, alone, together))
     expect(equal == AT_ONCE, f"{AT_ONCE} parse, but {equal} equal the answer given alone")
     return f"{AT_ONCE} at once: all parse, all equal to the answer given alone"
 
@@ -237,14 +210,13 @@ def reasoning(tried: Tried) -> str:
     return f"{len(thoughts)} characters of reasoning apart from the text" if thoughts else "no reasoning, and no marks"
 
 
-def stops(tried: Tried) -> str:
+def stop_texts(tried: Tried) -> str:
     """Answers end before the first stop text, streamed or not."""
     body = {"prompt": "The days of the week are Monday, Tuesday,", "max_tokens": 40, "temperature": 0}
     whole = tried.ask(COMPLETIONS, **body).text
     places = [at for at in (len(whole) // 4, len(whole) // 2, 3 * len(whole) // 4) if whole[at : at + 4]]
     expect(places, "the answer is empty")
-    for at in places:
-        stop = whole[at : at + 4]
+    for stop in [whole[at : at + 4] for at in places]:
         cut = whole[: whole.index(stop)]
         for stream in (False, True):
             found = tried.ask(COMPLETIONS, **body, stop=[stop, "never said"], stream=stream)
@@ -252,7 +224,7 @@ def stops(tried: Tried) -> str:
     return f"{2 * len(places)} answers cut at their stop text"
 
 
-def streams(tried: Tried) -> str:
+def streamed_as_whole(tried: Tried) -> str:
     """What is streamed is what is answered whole, by four APIs."""
     question = "Tell me about the sea."
     fields: dict[str, dict[str, Any]] = {
@@ -280,32 +252,23 @@ def seeds(tried: Tried) -> str:
     return f"n=3 are three seeds; {AT_ONCE} at once equal"
 
 
-def health(tried: Tried) -> str:
+def health_and_metrics(tried: Tried) -> str:
     """Probes are green, metrics add up, nothing is left in progress."""
-    client = Client(tried.url)
-    statuses = [client.get(path).status for path in ("/live", "/ready", "/health", "/version", "/v1/models")]
-    lines = client.get("/metrics").body.decode().splitlines()
-    client.close()
-    expect(set(statuses) == {200}, f"statuses {statuses}")
+    paths = ("/live", "/ready", "/health", "/version", "/v1/models", "/metrics")
+    replies = [Client(tried.url).get(path) for path in paths]
+    expect({each.status for each in replies} == {200}, f"statuses {[each.status for each in replies]}")
+    lines = replies[-1].body.decode().splitlines()
     named = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
-    used = [value for name, value in named.items() if name.startswith("lade_kv_slots_used")]
-    ended = {n: v for n, v in named.items() if n.startswith("lade_requests_total")}
-    failed = sum(value for name, value in ended.items() if 'outcome="error"' in name)
-    expect(used == [0.0] and not failed, f"{used} slots in use, {failed:g} failed")
-    return f"5 probes green; {sum(ended.values()):.0f} answers counted, none failed"
+
+    def total(*parts: str) -> float:
+        return sum(value for name, value in named.items() if all(part in name for part in parts))
+
+    used, failed = total("lade_kv_slots_used"), total("lade_requests_total", 'outcome="error"')
+    expect(not used and not failed, f"{used:g} slots in use, {failed:g} failed")
+    return f"5 probes green; {total('lade_requests_total'):.0f} answers counted, none failed"
 
 
-Check = Callable[[Tried], str]
-CHECKS: dict[str, Check] = {
-    "as model.generate": as_generate,
-    "needle in a long context": needle,
-    "long answer of a tool": long_tool,
-    "forty turns with tools": agent,
-    "JSON under load": json_under_load,
-    "reasoning": reasoning,
-    "stop texts": stops,
-    "streamed as whole": streams,
-    "seeds": seeds,
-    "health and metrics": health,
-}
+FIRST = as_model_generate, needle_in_a_long_context, long_answer_of_a_tool, forty_turns_with_tools, json_under_load
+LAST = reasoning, stop_texts, streamed_as_whole, seeds, health_and_metrics
+CHECKS = {each.__name__.replace("_", " "): each for each in (*FIRST, *LAST)}
 """Checks by name; each returns what happened, or raises `FailedError`."""

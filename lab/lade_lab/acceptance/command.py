@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from lade.cli.options import decoding as options
+from lade.cli.options.model import Loading, ModelChoice
 from lade.cli.terminal import Terminal, terminal
 
 EXAMPLE = "Example:  [bold]python -m lade_lab acceptance -m SmolLM2-135M-Instruct.gguf[/bold]"
@@ -36,11 +37,9 @@ class Line(NamedTuple):
 @options.grouped
 def acceptance(
     *,
-    loading: options.Loading,
+    choice: ModelChoice,
     long: Annotated[int, typer.Option(help="Most tokens of a long prompt. Default: what the context takes.")] = 10**9,
-    second: Annotated[
-        str | None, typer.Option(help="Model to serve after the first. Default: the embedded one.")
-    ] = None,
+    second: Annotated[str | None, typer.Option(help="Model to serve next. Default: the embedded one.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only the checks whose names have this. Repeatable.")] = None,
     json: options.Json = False,
     output: options.Output,
@@ -52,7 +51,7 @@ def acceptance(
     Exit code 1: a check did not pass.
     """
     with terminal(output) as term, tempfile.TemporaryDirectory() as folder:
-        facts, lines = run(loading, long, second, only or [""], Path(folder), term)
+        facts, lines = run(choice, long, second, only or [""], Path(folder), term)
         if json:
             term.write_json({**facts, "checks": [line._asdict() for line in lines]})
         else:
@@ -62,7 +61,7 @@ def acceptance(
 
 
 def run(
-    loading: options.Loading, long: int, second: str | None, only: list[str], folder: Path, term: Terminal
+    choice: ModelChoice, long: int, second: str | None, only: list[str], folder: Path, term: Terminal
 ) -> tuple[dict[str, Any], list[Line]]:
     """Do it; return facts about the model, and the lines of the table."""
     import torch
@@ -71,33 +70,34 @@ def run(
     from lade.cli.loading.load import load
     from lade.native import processor_name
     from lade_lab.acceptance.checks import CHECKS, Tried
-    from lade_lab.live_server import Client, live_server
+    from lade_lab.live_server import Client, NoServerError, live_server
 
-    loaded = load(loading, term=term, pack=None, images=None, invariant=None)
-    template, lines = folder / "template", list[Line]()
-    serve = [] if loading.model is None else ["--model", loading.model]
-    serve += ["--dtype", loading.dtype, "--quiet"]
+    loaded = load(Loading(choice.model, choice.dtype, choice.device), term=term, pack=None, images=None, invariant=None)
+    facts, lines, log = {**loaded.facts, "context": 0}, list[Line](), folder / "log"
+    serve = ["--dtype", choice.dtype, "--device", choice.device, "--quiet"]
+    if choice.model is not None:
+        serve += ["--model", choice.model]
     if not loaded.tokenizer.chat_template:
-        template.write_text(TEMPLATE, encoding="utf-8")
-        serve += ["--chat-template", str(template)]
+        (folder / "template").write_text(TEMPLATE, encoding="utf-8")
+        serve += ["--chat-template", str(folder / "template")]
     term.show_status("starting the server")
-    log = folder / "log"
-    with live_server(serve, log) as server:
-        client = Client(server.url)
-        context = client.get("/v1/models").json["data"][0]["max_model_len"]
-        client.close()
-        tried = Tried(server.url, loaded, context, long)
-        for name, check in CHECKS.items():
-            if any(part in name for part in only):
-                term.show_status(name)
-                lines.append(timed(name, partial(check, tried)))
-    if any(part in "two models in turn" for part in only):
-        term.show_status("serving a second model")
-        lines.append(timed("two models in turn", lambda: in_turn(second, folder)))
+    try:
+        with live_server(serve, log) as server:
+            facts |= {"context": Client(server.url).get("/v1/models").json["data"][0]["max_model_len"]}
+            tried = Tried(server.url, loaded, facts["context"], long)
+            for name, check in CHECKS.items():
+                if any(part in name for part in only):
+                    term.show_status(name)
+                    lines.append(timed(name, partial(check, tried)))
+        if any(part in "two models in turn" for part in only):
+            term.show_status("serving a second model")
+            lines.append(timed("two models in turn", lambda: in_turn(second, folder)))
+    except NoServerError as problem:
+        lines.append(Line("end of the server", False, str(problem), 0.0))
     problems = log.read_text(encoding="utf-8").strip()
     lines.append(Line("log of the server", not problems, problems[-300:] or "no warnings, no errors", 0.0))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name()}
-    return {**loaded.facts, "context": context, **versions}, lines
+    facts |= {"torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name()}
+    return facts, lines
 
 
 def timed(name: str, check: Callable[[], str]) -> Line:
@@ -116,9 +116,8 @@ def in_turn(second: str | None, folder: Path) -> str:
 
     options = [*([] if second is None else ["--model", second]), "--quiet"]
     with live_server(options, folder / "log") as server:
-        client = Client(server.url)
-        answer = answer_of(COMPLETIONS, client.post(COMPLETIONS, {"prompt": "def f(", "max_tokens": 8}))
-        client.close()
+        reply = Client(server.url).post(COMPLETIONS, {"prompt": "def f(", "max_tokens": 8})
+        answer = answer_of(COMPLETIONS, reply)
     return f"the first ended with 0, then {server.model} answered ({len(answer.text)} characters), and ended with 0"
 
 
