@@ -235,11 +235,13 @@ def _responses(body: dict[str, Any]) -> Answer:
 
 
 def _messages(body: dict[str, Any]) -> Answer:
-    found = list[Part]()
-    for block in body["content"]:
+    """A call at which the answer is cut off has no arguments: the API has its beginning as text in streams alone."""
+    found, cut = list[Part](), body["stop_reason"] == "max_tokens"
+    for number, block in enumerate(body["content"], 1):
         match block["type"]:
             case "tool_use":
-                found.append(_call(block["name"], block["input"]))
+                ends = cut and number == len(body["content"])
+                found.append(_call(block["name"], {} if ends else block["input"]))
             case "thinking":
                 found.append(("reasoning", block["thinking"]))
             case _:
@@ -292,10 +294,10 @@ def _streamed_message(events: list[dict[str, Any]]) -> Answer:
             delta, block = event["delta"], blocks[event["index"]]
             member = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "json"}[delta["type"]]
             block[member] += delta["partial_json" if member == "json" else member]
-    for block in blocks.values():
-        if block["json"]:
-            block["input"] = json.loads(block["json"])
     end = next(event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta")
+    for block in blocks.values():
+        if block["json"] and not (end == "max_tokens" and block is blocks[max(blocks)]):
+            block["input"] = json.loads(block["json"])
     return _messages({"content": [blocks[index] for index in sorted(blocks)], "stop_reason": end})
 
 
