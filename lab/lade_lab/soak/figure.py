@@ -26,29 +26,23 @@ def draw(samples: Sequence[Sample]) -> Figure:
     if len(kept) > 1:
         memory.axvline(kept[0]["minute"], color=LIGHT.soft, ls=":")
         text = f"{slope(kept, 'rss_mb'):+.2f} MB a minute from here on"
-        memory.annotate(
-            text,
-            (kept[0]["minute"], 0.06),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-        )
+        memory.text(kept[0]["minute"] + minutes[-1] / 100, 20, text)
     for name, color in zip(("descriptors", "threads"), LIGHT.lines, strict=False):
         counts.plot(minutes, [each[name] for each in samples], color=color, marker=".", lw=1.2, label=name)
     counts.legend(frameon=False, ncols=2, loc="lower right")
-    latency.plot(
-        minutes, [each["probe_ms"] for each in samples], color=LIGHT.lines[0], marker=".", lw=1.2, label="time"
-    )
-    processor = [each["probe_processor_ms"] for each in samples]
-    latency.plot(minutes, processor, color=LIGHT.lines[1], marker=".", lw=1.2, label="processor time")
+    for name, label, color in (
+        ("probe_ms", "time", LIGHT.lines[0]),
+        ("probe_processor_ms", "processor", LIGHT.lines[1]),
+    ):
+        latency.plot(minutes, [each[name] for each in samples], color=color, marker=".", lw=1.2, label=label)
     latency.set_ylabel("probe, ms")
     latency.set_xlabel(f"minutes; {samples[-1]['requests']:,} requests")
-    latency.legend(frameon=False, ncols=2, loc="lower right")
+    latency.legend(frameon=False, ncols=2, loc="upper left")
     for axes in (memory, counts, latency):
         _dress(axes)
     return figure
 
 
 def _dress(axes: Axes) -> None:
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.grid(axis="y", alpha=0.4)
