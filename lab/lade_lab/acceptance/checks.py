@@ -146,10 +146,11 @@ def long_answer_of_a_tool(tried: Tried) -> str:
 def forty_turns_with_tools(tried: Tried) -> str:
     """Forty turns with tools: calls are of the schema, prefixes are reused, answers are those of plain decoding."""
     conversation, calls, cached, prompts, choices = list[dict[str, Any]](), 0, 0, 0, ["required", "auto"]
-    body: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, "temperature": 0, "max_tokens": 120}
+    body: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, "temperature": 0}
     for turn in range(TURNS):
         conversation.append(said(f"{turn}: how many things of kind {turn % 7} are there?"))
         asked = {**body, "messages": conversation, "tool_choice": choices[turn % len(choices)]}
+        asked["max_tokens"] = 32 if asked["tool_choice"] == "auto" else 120
         reply = tried.post(CHAT, {**asked, "cache_salt": "agent"})
         if reply.status == 400 and "markup" in reply.json["error"]["message"] and not calls:
             choices, asked["tool_choice"] = ["auto"], "auto"  # the template has no calls that can be demanded
