@@ -17,12 +17,11 @@ from lade.cli.options.model import Loading, ModelChoice
 from lade.cli.terminal import Terminal, terminal
 
 EXAMPLE = "Example:  [bold]python -m lade_lab acceptance -m SmolLM2-135M-Instruct.gguf[/bold]"
-TEMPLATE = (
+TEMPLATE = (  # for models that have none
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
     "{% for call in m['tool_calls'] or () %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""For models that have no chat template."""
 
 
 class Line(NamedTuple):
@@ -52,10 +51,7 @@ def acceptance(
     """
     with terminal(output) as term, tempfile.TemporaryDirectory() as folder:
         facts, lines = run(choice, long, second, only or [""], Path(folder), term)
-        if json:
-            term.write_json({**facts, "checks": [line._asdict() for line in lines]})
-        else:
-            tell(facts, lines, term)
+        tell(facts, lines, term, json=json)
     if not all(line.passed for line in lines):
         raise typer.Exit(1)
 
@@ -75,8 +71,7 @@ def run(
     loaded = load(Loading(choice.model, choice.dtype, choice.device), term=term, pack=None, images=None, invariant=None)
     facts, lines, log = {**loaded.facts, "context": 0}, list[Line](), folder / "log"
     serve = ["--dtype", choice.dtype, "--device", choice.device, "--quiet"]
-    if choice.model is not None:
-        serve += ["--model", choice.model]
+    serve += [] if choice.model is None else ["--model", choice.model]
     if not loaded.tokenizer.chat_template:
         (folder / "template").write_text(TEMPLATE, encoding="utf-8")
         serve += ["--chat-template", str(folder / "template")]
@@ -121,13 +116,14 @@ def in_turn(second: str | None, folder: Path) -> str:
     return f"the first ended with 0, then {server.model} answered ({len(answer.text)} characters), and ended with 0"
 
 
-def tell(facts: dict[str, Any], lines: list[Line], term: Terminal) -> None:
-    """Print the table."""
-    term.hide_status()
+def tell(facts: dict[str, Any], lines: list[Line], term: Terminal, *, json: bool) -> None:
+    """Print the table, or JSON."""
+    if json:
+        term.write_json({**facts, "checks": [line._asdict() for line in lines]})
+        return
     kind = ", ".join([str(facts["dtype"]), *(name for name in ("packed", "invariant") if facts[name])])
     term.out.print(f"{facts['model']} ({kind}), context {facts['context']:,}")
     table = Table("check", "", "what happened", "s", box=None)
-    for line in lines:
-        passed = "[green]pass[/green]" if line.passed else "[bold red]FAIL[/bold red]"
-        table.add_row(line.check, passed, line.what, f"{line.seconds:.1f}")
+    for check, passed, what, seconds in lines:
+        table.add_row(check, "[green]pass" if passed else "[bold red]FAIL", what, f"{seconds:.1f}")
     term.out.print(table)
