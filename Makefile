@@ -194,6 +194,7 @@ figures: $(VENV)/.installed ## draw the pictures of README and docs anew
 	$(BIN)/python scripts/draw_step.py docs/images
 	$(BIN)/python scripts/draw_window.py docs/images
 	$(BIN)/python scripts/draw_output.py docs/images
+	$(BIN)/python -m lade_lab soak --report lab/log/soak.jsonl --out docs/images
 
 docs: $(DOCS)/.installed ## build the documentation into build/site; any warning is an error (SITE_URL=, REPO_URL=: where it is published)
 	$(DOCS)/bin/zensical build --strict --clean

@@ -56,7 +56,7 @@ class Soak:
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 4
     every: Annotated[float, typer.Option(help="Seconds between samples.")] = 60.0
     seed: Annotated[int, typer.Option(help="Seed of the choice of requests.")] = 1
-    out: Annotated[Path, typer.Option(help="Folder for samples, picture and log.")] = Path("soak-results")
+    out: Annotated[Path | None, typer.Option(help="Folder for samples, picture and log. Default: soak-results.")] = None
     serve: Annotated[list[str] | None, typer.Option(help="Further option of lade serve. Repeatable.")] = None
 
 
@@ -75,8 +75,9 @@ def soak(
     """
     with terminal(output) as term:
         check_drawing()
-        samples = run(how, term) if report is None else samples_of(report)
-        passed = tell(samples, (how.out if report is None else report.parent) / "soak.svg", term)
+        folder = how.out or (Path("soak-results") if report is None else report.parent)
+        samples = run(how, folder, term) if report is None else samples_of(report)
+        passed = tell(samples, folder / "soak.svg", term)
     if not passed:
         raise typer.Exit(1)
 
@@ -109,13 +110,13 @@ class Log:
             file.write(json.dumps(record) + "\n")
 
 
-def run(how: Soak, term: Terminal) -> list[Sample]:
+def run(how: Soak, out: Path, term: Terminal) -> list[Sample]:
     """Serve, send and take samples until the time is over or Ctrl-C is pressed."""
     import torch
     import transformers
 
-    how.out.mkdir(parents=True, exist_ok=True)
-    log = Log(how.out / "soak.jsonl")
+    out.mkdir(parents=True, exist_ok=True)
+    log = Log(out / "soak.jsonl")
     log.path.unlink(missing_ok=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name()}
     log({"kind": "start", "hours": how.hours, "rate": how.rate, "clients": how.clients, "seed": how.seed, **versions})
@@ -123,7 +124,7 @@ def run(how: Soak, term: Terminal) -> list[Sample]:
         template = Path(folder) / "template"
         template.write_text(TEMPLATE, encoding="utf-8")
         serve = ["--quiet", "--prefix-cache", PREFIX_CACHE, "--chat-template", str(template), *(how.serve or ())]
-        with live_server(serve, how.out / "server.log") as server:
+        with live_server(serve, out / "server.log") as server:
             return soaked(server, how, log, term)
 
 
