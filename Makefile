@@ -28,10 +28,12 @@ SANITIZERS = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-na
 BIN := $(VENV)/bin
 # A demo needs no developers' tools; where they are installed, it runs beside them.
 SHOWN := $(if $(wildcard $(VENV)/.installed),$(VENV),$(DEMO))
+HOURS ?= 1
+MODEL ?=
 # Each process takes a part of the tests in their order, so that what a module's tests share is mostly made once.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-newest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel test-native native lint figures docs traces wheel clean
+.PHONY: help demo test test-core test-fast test-slow test-gpu test-distributed test-oldest test-newest test-kernel test-quantised test-frameworks test-clients test-scale test-schema test-vllm test-page test-wheel test-native soak acceptance native lint figures docs traces wheel clean
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -177,6 +179,12 @@ test-page: $(PAGE)/.installed ## the chat page in Chromium (found in PATH, else 
 test-vllm: $(VLLM)/.installed ## our drafts inside vLLM's CPU build (3 GB are installed; five minutes)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engines/test_vllm.py
 
+soak: $(VENV)/.installed ## a server under mixed requests for HOURS=1: memory, descriptors, latency, answers (build/soak)
+	OMP_NUM_THREADS=1 $(BIN)/python -m lade_lab soak --hours $(HOURS) --out build/soak
+
+acceptance: $(VENV)/.installed ## what users try, at a server of MODEL=FILE.gguf (or the embedded one), as a table
+	$(BIN)/python -m lade_lab acceptance $(if $(MODEL),--model $(MODEL))
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -186,6 +194,7 @@ figures: $(VENV)/.installed ## draw the pictures of README and docs anew
 	$(BIN)/python scripts/draw_step.py docs/images
 	$(BIN)/python scripts/draw_window.py docs/images
 	$(BIN)/python scripts/draw_output.py docs/images
+	$(BIN)/python -m lade_lab soak --report lab/log/soak.jsonl --out docs/images
 
 docs: $(DOCS)/.installed ## build the documentation into build/site; any warning is an error (SITE_URL=, REPO_URL=: where it is published)
 	$(DOCS)/bin/zensical build --strict --clean

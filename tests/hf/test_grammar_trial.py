@@ -23,6 +23,7 @@ QUICK = {
     "a pattern": Grammar.regex("[a-z]+é"),
     "many texts": Grammar.choice([f"word {number}" for number in range(2_000)]),
     "a special token": Grammar.lark('start: <|end|> "a"'),
+    "several lines": Grammar.lark('start: a  <|end|>\na: "x\\n  y"\n'),
     "a token by number": Grammar.lark('start: <[7]> "a"'),
     "no grammar at all": Grammar("start: nothing"),  # which is found out with the tokenizer
 }
@@ -30,7 +31,9 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def trial():
-    made = GrammarTrial(["<|end|>"])
+    made = GrammarTrial(
+        ["<|end|>", "\n", "  ", '"', "[multimodal]"]
+    )  # added tokens as Gemma's, of which one has a name
     yield made
     made.close()
 

@@ -34,9 +34,9 @@ _ATTEMPTS = 2
 _SLOW = 3
 _BY_ITSELF = (_SLOW, -signal.SIGABRT, 134)
 """How the process ends by a grammar's fault: its own watch, or Rust's abort where memory is refused."""
-_BYTES = 2 * 2**30
-_LOOK_EVERY_S = 0.02
+_BYTES, _LOOK_EVERY_S = 2 * 2**30, 0.02
 _TOKEN_IDS = re.compile(r"<\[[\d,*^-]*\]>")
+_NAME = re.compile(r"<[^<>\s]+>")  # of a token in a grammar; other added tokens, such as Gemma's "\n", are text there
 _ANY_TOKEN = "<[*]>"
 
 
@@ -53,7 +53,7 @@ class GrammarTrial:
     """
 
     def __init__(self, specials: Iterable[str] = (), seconds: float = SECONDS) -> None:
-        self._specials = sorted((json.dumps(text)[1:-1] for text in specials if text), key=len, reverse=True)
+        self._specials = sorted((json.dumps(text)[1:-1] for text in filter(_NAME.fullmatch, specials)), key=len)[::-1]
         self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
