@@ -45,8 +45,9 @@ class Role(Generic[T]):
     Args:
         name: its name in `PLAYED_BY`.
 
-    >>> MEDIA: Role[Media] = Role("media")
-    >>> MEDIA.load().prompts(prepared, texts)
+    Example:
+        MEDIA: Role[Media] = Role("media")
+        MEDIA.load().prompts(prepared, texts)
     """
 
     def __init__(self, name: str) -> None:

@@ -68,8 +68,9 @@ def raise_file_limit() -> None:
     wanted = 2 * CONNECTIONS + RESERVED_FILES
     if 0 <= soft < wanted:
         raised = min(wanted, hard) if hard >= 0 else wanted
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-        logger.info("this process may open %d files now, instead of %d", raised, soft)
+        if raised > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            logger.info("this process may open %d files now, instead of %d", raised, soft)
         if raised < wanted:
             most, needed = most_connections()[0], f"{CONNECTIONS} take {wanted}"
             logger.warning("the hard limit of open files allows %d connections, and %s: raise it", most, needed)

@@ -153,7 +153,8 @@ def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCo
     None where there is no memory for captured passes. Those of an eager runner are measured then.
     """
     name = type(model).__name__
-    announce(logger, f"measuring the step cost of {name}, batch of {batch}, once on this machine: a second or two")
+    takes = "minutes, as torch.compile compiles a pass for each size" if runner.facts.compiled else "a second or two"
+    announce(logger, f"measuring the step cost of {name}, batch of {batch}, once on this machine: {takes}")
     try:
         cost = measure_step_cost(runner, vocabulary=token_embeddings(model).weight.shape[0], batch=batch)
     except torch.OutOfMemoryError:

@@ -213,3 +213,12 @@ def test_the_limit_of_open_files_is_raised_and_told_of(monkeypatch, caplog, soft
     said = f"this process may open {raised} files now, instead of {soft}"
     assert limits[-1] == (raised or soft, hard) and caplog.messages[:1] == ([said] if raised else [])
     assert len(caplog.messages) == (2 if raised == 1500 else 1 if raised else 0)
+
+
+def test_a_limit_that_cannot_be_raised_is_warned_of_alone(monkeypatch, caplog):
+    monkeypatch.setattr(listen.resource, "getrlimit", lambda _: (1024, 1024))
+    caplog.set_level("INFO", "lade")
+    listen.raise_file_limit()
+    assert [message.split(",")[0] for message in caplog.messages] == [
+        "the hard limit of open files allows 728 connections"
+    ]

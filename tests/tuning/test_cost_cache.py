@@ -49,6 +49,15 @@ def test_a_model_is_measured_once(model, measured, tmp_path):
     assert measured == [1]
 
 
+@pytest.mark.parametrize(("compiled", "said"), [(False, "a second or two"), (True, "minutes, as torch.compile")])
+def test_it_says_how_long_measuring_takes(model, measured, tmp_path, caplog, compiled, said):
+    caplog.set_level("INFO", "lade")
+    if compiled:
+        model.compile(backend="eager")
+    profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    assert "measuring the step cost" in caplog.messages[0] and said in caplog.messages[0]
+
+
 @pytest.mark.measured_cost
 def test_what_drafting_was_worth_is_known_to_the_next_call_and_to_that_kind_of_text_alone(measured, monkeypatch):
     """Two calls with one model: the second begins with what the first has learned, and ends with more."""
