@@ -6,7 +6,7 @@ best size: the yield of the step less what its time yields elsewhere (renewal re
 
 **The yield.** Trees grow best first, so a step that feeds many nodes tells about all smaller trees: the ranks of the
 accepted nodes say what each would have yielded. The curve of a model is the mean of that, by doublings of the tree.
-A text has one factor of its own to it, which begins at 1. One half of E(S) is the curve, the other half a step's own
+A text has one factor of its own to it, which begins at 1. Two thirds of E(S) are the curve, the rest a step's own
 scores, by what such scores have brought in each doubling. And feeding teaches: logits of rejected nodes are learned.
 
 **The seconds.** t(S) is the curve of the model on this machine (`step_cost`) and the library's own time, a median of
