@@ -81,18 +81,22 @@ class Free(StepCost):
 
 
 def in_large_trees(place, rank):
-    """Whether texts are those of plain decoding, the size of the largest tree, and of this process's largest pass."""
+    """Whether texts are those of plain decoding, the sizes of trees, and the largest part of one that is no chain.
+
+    A chain cannot be split: each node needs all those before it. Only the process that drafts knows the trees.
+    """
     job.step_cost_for = lambda model, runner, batch=1: Free.of({1: [1.0], 256: [1.001]})
-    reference, model, memory, trees, fed, right = whole(place), lade.parallel(whole(place)), Memory(), [0], [], []
+    reference, model, memory, trees, fed, right = whole(place), lade.parallel(whole(place)), Memory(), [], [0], []
     flat, forward = leading.flattened, EagerRunner.forward
 
     def sent(tree):
-        trees.append(len(tree))
+        trees.append((len(tree), max(tree.depths)))
         return flat(tree)
 
-    def noted(runner, trees, *rest):
-        fed.extend(map(len, trees))
-        return forward(runner, trees, *rest)
+    def noted(runner, parts, *rest):
+        if len(parts) == 1 and (not trees or trees[-1][1] < trees[-1][0] / 4):
+            fed.append(len(parts[0]))
+        return forward(runner, parts, *rest)
 
     lookahead_parallel.flattened, leading.flattened, EagerRunner.forward = sent, sent, noted
     for seed in range(2):
@@ -102,7 +106,7 @@ def in_large_trees(place, rank):
             torch.manual_seed(seed)
             config = LookaheadConfig(memory=memory)
             right.append(both(lade.generate(model, ids, max_new_tokens=100, lookahead=config, **arguments)) == expected)
-    return [all(right), max(trees), max(fed)]
+    return [all(right), max([size for size, _ in trees], default=0), max(fed)]
 
 
 @pytest.mark.distributed
@@ -111,11 +115,11 @@ def test_adaptive_trees_are_as_large_as_all_processes_feed(size, folder):
     place = saved("llama", folder)
     answers = in_processes(size, lambda rank: in_large_trees(place, rank))
     assert all(right for right, _, _ in answers)
-    (_, largest, _), most = answers[0], max(fed for _, _, fed in answers)
+    _, largest, most = answers[0]
     if size == 1:
-        assert largest == most == LARGEST
+        assert largest == LARGEST >= most
     else:
-        assert LARGEST < largest <= max_tree_size(size) and most < 0.8 * largest
+        assert LARGEST < largest <= max_tree_size(size) and 0 < most < 0.8 * largest
 
 
 @pytest.mark.measured_cost
