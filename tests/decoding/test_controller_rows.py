@@ -1,4 +1,4 @@
-"""One size for all rows of a batch."""
+"""One size for all rows of a batch: how the controller weighs them."""
 
 import math
 from collections.abc import Sequence
