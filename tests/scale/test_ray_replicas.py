@@ -49,18 +49,20 @@ def test_both_say_what_generate_says_and_keep_their_sessions(replicas):
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     text = tokenizer.decode(model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :])
 
-    def replica(session):
-        return client.get("/v1/lade/status", headers={"x-session-id": session}).json()["replica"]
+    def places():
+        return {
+            each: client.get("/v1/lade/status", headers={"x-session-id": each}).json()["replica"] for each in SESSIONS
+        }
 
-    end = time.monotonic() + READY_S
-    while len(set((at := {session: replica(session) for session in SESSIONS}).values())) < 2:
+    end, at = time.monotonic() + READY_S, places()
+    while len(set(at.values())) < 2 or at != (at := places()):  # sessions move once, when the second one comes
         assert time.monotonic() < end, "only one of them is used"
         time.sleep(0.5)
     for session in SESSIONS:
         body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 20}
         answer = client.post("/v1/chat/completions", json=body, headers={"x-session-id": session})
         assert answer.json()["choices"][0]["message"]["content"] == text
-    assert {session: replica(session) for session in SESSIONS} == at
+    assert places() == at
     name = at[SESSIONS[0]]
     scrape = client.get("/metrics", headers={"x-session-id": SESSIONS[0]}).text
     assert f'replica="{name}"' in scrape and "lade_ready" in scrape
