@@ -331,4 +331,4 @@ def test_a_streamed_request_is_followed_in_few_files():
     finally:
         threading.setprofile(None)
     assert events[-1] == "[DONE]" and {"routes.py", "answer.py", "chat.py", "choice.py"} < files
-    assert len(files) <= 19, sorted(files)  # one of them is the watchdog's
+    assert len(files) <= 20, sorted(files)  # one of them is the watchdog's, and metrics may come a moment later
