@@ -10,40 +10,46 @@ namespace {
 
 constexpr double FAR = -12.0;  // block maxima this far below the best score are negligible in the sum
 
-// Maps float32 bits to an int32 of the same order, or back.
-inline int32_t flipped(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
+// Maps the bits of a float to a signed integer of the same order, or back; `Bits` has as many bits as the float.
+template <typename Bits>
+inline Bits flipped(Bits bits) {
+    constexpr int SIGN = 8 * sizeof(Bits) - 1;
+    return static_cast<Bits>(bits ^ ((bits >> SIGN) & std::numeric_limits<Bits>::max()));
+}
 
-// Maps float32 bits to an order-preserving int32; NaN sorts above everything. Integer maxima are vectorised.
+// Maps them to an order-preserving integer; NaN sorts above everything. Integer maxima are vectorised.
 inline int32_t sortable(int32_t bits) { return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : flipped(bits); }
+inline int16_t sortable(int16_t bits) { return (bits & 0x7FFF) > 0x7F80 ? 0x7FC0 : flipped(bits); }
 
-// Returns the float32 bits of a logit; bfloat16 is their upper half.
-inline int32_t bits_of(const uint16_t* logit) { return static_cast<int32_t>(static_cast<uint32_t>(*logit) << 16); }
+// Returns the bits of a logit; of bfloat16 half as many, of which a vector holds twice as many.
+inline int16_t bits_of(const uint16_t* logit) { return static_cast<int16_t>(*logit); }
 inline int32_t bits_of(const float* logit) {
     int32_t bits;
     std::memcpy(&bits, logit, sizeof bits);
     return bits;
 }
 
-// Returns a logit as float32.
-inline float value_of(const float* logit) { return *logit; }
-inline float value_of(const uint16_t* logit) {
-    int32_t bits = bits_of(logit);
+// Returns a logit as float32, given its bits or where it is.
+inline float value_of(int32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
+inline float value_of(int16_t bits) { return value_of(static_cast<int32_t>(static_cast<uint32_t>(bits) << 16)); }
+inline float value_of(const float* logit) { return *logit; }
+inline float value_of(const uint16_t* logit) { return value_of(bits_of(logit)); }
 
 template <typename Logit>
 __attribute__((always_inline)) inline void find_maxima_of(const Logit* logits, int64_t vocabulary, float* maxima) {
     for (int64_t first = 0; first < vocabulary; first += BLOCK) {
-        int32_t best = std::numeric_limits<int32_t>::min();
+        using Bits = decltype(bits_of(logits));
+        Bits best = std::numeric_limits<Bits>::min();
         int64_t count = std::min<int64_t>(BLOCK, vocabulary - first);
         for (int64_t at = 0; at < count; ++at) {
-            int32_t ordered = sortable(bits_of(logits + first + at));
+            Bits ordered = sortable(bits_of(logits + first + at));
             best = ordered > best ? ordered : best;
         }
-        best = flipped(best);
-        std::memcpy(maxima + first / BLOCK, &best, sizeof best);
+        maxima[first / BLOCK] = value_of(flipped(best));
     }
 }
 
