@@ -21,18 +21,19 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from transformers import AutoTokenizer
 
 import lade
 from lade.embedded.files import model_path
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
-from lade_lab.replay import recorded, replay, table, windowed
+from lade_lab.replay import read_model, recorded, replay, table, without_end
 from lade_lab.served import ask, server
 
 BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 999))
@@ -237,46 +238,68 @@ NAMES = [_name(bucket) for bucket in BUCKETS]
 """Columns by turn."""
 
 
+def rows(
+    model: str,
+    found: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    sizes: Sequence[int],
+    methods: Sequence[str] = METHODS,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table for recorded runs, given as messages by their source; see `read_model`."""
+    _, tokenizer = read_model(model)
+    for (data, conversations), size in product(found.items(), sizes):
+        replayed = [list(turns(messages, partial(ids_of, tokenizer))) for messages in conversations]
+        for name in methods if replayed else ():
+            loaded = without_end(model, longest(replayed))  # what is learned of its MTP layer stays with a model
+            if name.startswith("server"):
+                counts = list(by_server(size, conversations, loaded, tokenizer))
+            elif name.startswith("adaptive"):
+                counts = list(by_engine(Way("kept" in name, "answers" in name), size, replayed, loaded))
+            else:
+                counts = list(by_peer(name, size, replayed, loaded.config.vocab_size))
+            yield {"runs of": data, "size": size, "method": name, **summary(counts)}
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Return a text's ids, without special ones."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def longest(runs: Sequence[Sequence[Turn]]) -> int:
+    """Return the most tokens that a turn of these runs has, prompt and answer."""
+    return max(len(turn.prompt) + len(turn.answer) for run in runs for turn in run)
+
+
 def main(
     tau: Annotated[Path | None, typer.Option(help="file of recorded runs of tau-bench")] = None,
     swe: Annotated[Path | None, typer.Option(help="folder of trajectories of SWE-agent")] = None,
-    model: Annotated[str, typer.Option(help="folder of a Llama checkpoint")] = str(model_path()),
+    model: Annotated[str, typer.Option(help="folder, hub id or GGUF file")] = str(model_path()),
     runs: int = 30,
     sizes: str = "8,16",
     methods: str = ";".join(METHODS),
     times: Annotated[bool, typer.Option(help="measure the time to the first token only")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    found = {"tau-bench": [] if tau is None else tau_runs(tau), "SWE-agent": [] if swe is None else swe_runs(swe)}
-    rows = list[dict[str, Any]]()
-    for data, conversations in found.items():
-        replayed = [list(turns(messages, encode)) for messages in conversations[:runs]]
-        for size in map(int, sizes.split(",") if replayed else ()):
-            if times:
-                print(table(["", "all", *NAMES], list(first_tokens(size, replayed, windowed(model)))))
-                continue
-            for name in methods.split(";"):
-                loaded = windowed(model)  # what is learned of its MTP layer stays with a model
-                if name.startswith("server"):
-                    counts = list(by_server(size, conversations[:runs], loaded, tokenizer))
-                elif name.startswith("adaptive"):
-                    counts = list(by_engine(Way("kept" in name, "answers" in name), size, replayed, loaded))
-                else:
-                    counts = list(by_peer(name, size, replayed, loaded.config.vocab_size))
-                rows.append({"runs of": data, "size": size, "method": name, **summary(counts)})
-                print(rows[-1], flush=True)
+    found = {
+        "tau-bench": [] if tau is None else tau_runs(tau)[:runs],
+        "SWE-agent": [] if swe is None else swe_runs(swe)[:runs],
+    }
+    by_size = [int(size) for size in sizes.split(",")]
     if times:
+        _, tokenizer = read_model(model)
+        for conversations, size in product(found.values(), by_size):
+            if replayed := [list(turns(messages, partial(ids_of, tokenizer))) for messages in conversations]:
+                loaded = without_end(model, longest(replayed))
+                print(table(["", "all", *NAMES], list(first_tokens(size, replayed, loaded))))
         return
+    made = list[dict[str, Any]]()
+    for row in rows(model, found, by_size, methods.split(";")):
+        made.append(row)
+        print(row, flush=True)
     columns = ["all", *NAMES, "fed", "reused, %", "turns", "tokens"]
-    print(table(["runs of", "size", "method", *columns], rows))
+    print(table(["runs of", "size", "method", *columns], made))
     if output is not None:
-        output.write_text(json.dumps(rows, indent=1) + "\n")
+        output.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

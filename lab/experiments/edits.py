@@ -19,11 +19,10 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from transformers import AutoTokenizer
 
 import lade
 from lade.embedded.files import model_path
-from lade_lab.replay import recorded, replay, table, windowed
+from lade_lab.replay import read_model, recorded, replay, table, without_end
 
 SIZES = (8, 16, 32)
 CONTEXT_LINES = 1
@@ -119,7 +118,7 @@ def replayed(found: Sequence[Edit], load: Callable[[], Any]) -> dict[tuple[int, 
 
 def summary(stats: dict[tuple[int, str], list[lade.Stats]]) -> list[dict[str, Any]]:
     """Return a row of the table by size and method: tokens per step over all tasks, and how often it is best."""
-    rows = list[dict[str, Any]]()
+    made = list[dict[str, Any]]()
     for (size, name), figures in stats.items():
         others = zip(*(stats[size, other] for other in METHODS), strict=True)
         best = [max(each.tokens_per_step for each in of_task) for of_task in others]
@@ -129,25 +128,32 @@ def summary(stats: dict[tuple[int, str], list[lade.Stats]]) -> list[dict[str, An
             total.merge(each)
         row = {"size": size, "method": name, "tokens per step": total.tokens_per_step, "best in": wins}
         sums = {"fed": total.fed_tokens / total.steps, "tokens": total.new_tokens, "steps": total.steps}
-        rows.append({**row, **sums, "tasks": len(figures)})
-    return rows
+        made.append({**row, **sums, "tasks": len(figures)})
+    return made
+
+
+def rows(model: str, data: Path, limit: int) -> list[dict[str, Any]]:
+    """Return the rows of the table for the first tasks of `data/edit_eval.jsonl`, see `read_model`."""
+    _, tokenizer = read_model(model)
+    tasks = [json.loads(line) for line in (data / "edit_eval.jsonl").read_text().splitlines()[:limit]]
+    made = list[dict[str, Any]]()
+    for name, form in FORMS.items():
+        found = list(edits(tasks, tokenizer, form))
+        longest = max(len(edit.prompt) + len(edit.answer) for edit in found)
+        made += [{"form": name, **row} for row in summary(replayed(found, partial(without_end, model, longest)))]
+    return made
 
 
 def main(
     data: Annotated[Path, typer.Option(help="folder with edit_eval.jsonl")],
-    model: Annotated[str, typer.Option(help="folder of a Llama checkpoint")] = str(model_path()),
+    model: Annotated[str, typer.Option(help="folder, hub id or GGUF file")] = str(model_path()),
     limit: int = 97,
     output: Annotated[Path | None, typer.Option("--json", help="file for the figures")] = None,
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tasks = [json.loads(line) for line in (data / "edit_eval.jsonl").read_text().splitlines()[:limit]]
-    rows = list[dict[str, Any]]()
-    for name, form in FORMS.items():
-        found = list(edits(tasks, tokenizer, form))
-        rows += [{"form": name, **row} for row in summary(replayed(found, partial(windowed, model)))]
-    print(table(["form", "size", "method", "tokens per step", "fed", "best in", "tasks", "tokens"], rows))
+    made = rows(model, data, limit)
+    print(table(["form", "size", "method", "tokens per step", "fed", "best in", "tasks", "tokens"], made))
     if output is not None:
-        output.write_text(json.dumps(rows, indent=1) + "\n")
+        output.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

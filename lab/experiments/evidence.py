@@ -1,21 +1,25 @@
-"""Regenerate the tables of docs/evidence.md from the files that its experiments wrote.
+"""Run the experiments behind docs/evidence.md on a model, and renew the page's tables from what they wrote.
 
-    python lab/experiments/evidence.py --results FOLDER [--page docs/evidence.md]
+    python lab/experiments/evidence.py --model FILE.gguf --data FOLDER --results FOLDER [--minutes 60]
+    python lab/experiments/evidence.py --results FOLDER
 
-FOLDER may have ledger.jsonl, schemas.jsonl, calls.json, edits.json, agents.json and peers.jsonl. On the page each table
-stands below a comment, `<!-- table: NAME -->`; those whose file is missing stay as they are. The sentences are written
-by hand: what they say of a table must be compared with it afterwards.
+The data are the files that the page names, below one folder. Results are `FOLDER/*.json` and `*.jsonl`: a file that is
+there is not written again (one of JSON lines is continued), so that a run goes on where it ended. On the page each
+table stands below a comment, `<!-- table: NAME -->`; those whose file is missing stay as they are. The sentences are
+written by hand: what they say of a table must be compared with it afterwards.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import agents
+import edits
 import ledger
 import structured
 import structured_peers
@@ -24,6 +28,10 @@ import typer
 from lade_lab.replay import table
 
 Record = dict[str, Any]
+SCHEMAS, CALLED, EDITS, RUNS = 60, 60, 40, 2
+"""Schemas, questions of each set of BFCL, edits, and runs of agents of each kind."""
+TOKENS, SIZES = 128, (8, 16)
+"""Tokens of an answer at most, and tokens fed, of agents."""
 CALLS = {
     "asked": "asked",
     "calls": "calls that ended",
@@ -74,6 +82,7 @@ def agents_table(rows: Sequence[Record]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ledger": ("ledger.jsonl", ledger_table),
+    "ledger of the model": ("model.jsonl", ledger_table),
     "schemas": ("schemas.jsonl", schemas_table),
     "refusals": ("schemas.jsonl", refusals_table),
     "calls": ("calls.json", calls_table),
@@ -103,10 +112,49 @@ def renewed(page: str, results: Path) -> str:
     return page
 
 
+def run(model: str, data: Path, results: Path, minutes: float) -> None:
+    """Run all experiments that have no result yet.
+
+    Args:
+        model: folder, hub id or GGUF file.
+        data: folder with the data.
+        results: folder of the results.
+        minutes: how long the ledger and the schemas may take, each; the others take the tasks that they take.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    prompts = data / "mt_bench" / "question.jsonl"
+    until = time.monotonic() + 60 * minutes
+    ledger.run(results / "model.jsonl", list(ledger.PATHS), [model], prompts, until=until)
+    until = time.monotonic() + 60 * minutes
+    with structured.serving(model) as (url, loaded, tokenizer):
+        schemas = structured.lines(data / "jsonschemabench" / "maskbench_400.jsonl")[:SCHEMAS]
+        plain = structured.Plain(loaded, tokenizer, TOKENS)
+        structured.run_schemas(url, plain, schemas, TOKENS, results / "schemas.jsonl", until)
+        written(results / "calls.json", lambda: structured.run_calls(url, data / "bfcl", CALLED, TOKENS, float("inf")))
+    written(results / "edits.json", lambda: edits.rows(model, data / "instructcoder", EDITS))
+    recorded = {
+        "tau-bench": agents.tau_runs(data / "tau_bench" / "gpt-4o-airline.json")[:RUNS],
+        "SWE-agent": agents.swe_runs(data / "swe_agent")[:RUNS],
+    }
+    written(results / "agents.json", lambda: list(agents.rows(model, recorded, SIZES)))
+
+
+def written(path: Path, make: Callable[[], Any]) -> None:
+    """Write what an experiment returns, unless it is there."""
+    if not path.exists():
+        path.write_text(json.dumps(make(), indent=1) + "\n")
+    print(path, flush=True)
+
+
 def main(
     results: Annotated[Path, typer.Option(help="folder with the files of the experiments")],
+    model: Annotated[str, typer.Option(help="run them first, on this folder or GGUF file")] = "",
+    data: Annotated[Path, typer.Option(help="folder with the data")] = Path("data"),
+    minutes: Annotated[float, typer.Option(help="for the ledger, and for the schemas")] = 60.0,
     page: Annotated[Path, typer.Option(help="the page")] = Path("docs/evidence.md"),
 ) -> None:
+    if model:
+        run(model, data, results, minutes)
     page.write_text(renewed(page.read_text(), results))
 
 

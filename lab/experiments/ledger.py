@@ -1,13 +1,14 @@
 """Exactness ledger: tokens compared with plain `model.generate` on every path, and how many differed.
 
-    python lab/experiments/ledger.py --out FILE.jsonl [--pieces 10000] [--seconds S] [--model FOLDER ...]
+    python lab/experiments/ledger.py --out FILE.jsonl [--pieces 10000] [--seconds S]
+    python lab/experiments/ledger.py --out FILE.jsonl --model FILE.gguf --prompts question.jsonl --seconds 900
     torchrun --nproc-per-node 2 lab/experiments/ledger.py --out FILE.jsonl --paths "several processes" --pieces 100
 
 Each piece is a path, a model and a seed, which draws prompt, sizes and arguments. It is appended to --out when it is
 compared, and the next run goes on behind it, so that any number of tokens is a matter of time; the table is made of the
 whole file. Toys are random models of a few thousand parameters, whose texts hardly repeat; the embedded model is
 trained and has an MTP layer. Models in bfloat16 are invariant (`lade.invariant`), and compared with `model.generate`
-of the same invariant model. Further checkpoints come by --model.
+of the same invariant model. With --model it is other models that are compared, on the prompts of a file.
 
 The next piece is of the path with the fewest tokens, where batches may have SHARE times as many, and of the model that
 this path has spent the least time on.
@@ -24,7 +25,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -32,15 +33,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.embedded.files import model_path
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
 from lade.testing import toy_model
-from lade_lab.replay import table
+from lade_lab.replay import read_model, table
 from lade_lab.served import ask, ask_streamed, server
+from lade_lab.workloads import Item, load
 
 TOKENS = 128
 """New tokens of a text."""
@@ -65,6 +66,7 @@ class Subject:
         model: the model.
         tokenizer: its tokenizer; None for toys.
         stack: closed at the end of the run.
+        questions: ids that prompts are taken from; random ones if there are none.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Subject:
     model: Any
     tokenizer: Any
     stack: ExitStack
+    questions: Sequence[list[int]] = field(default=())
 
     @cached_property
     def url(self) -> str:
@@ -90,7 +93,9 @@ class Subject:
         return lade.parallel(reloaded(self))
 
     def prompt(self, rng: random.Random) -> list[int]:
-        """Return a random prompt; some of its tokens recur."""
+        """Return one of the questions, or a random prompt of which some tokens recur."""
+        if self.questions:
+            return list(rng.choice(self.questions))
         vocabulary = self.model.config.vocab_size
         some = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(4, 40))]
         return [*some, *some[: rng.randrange(len(some))]]
@@ -285,15 +290,32 @@ def applies(path: str, subject: Subject) -> bool:
     return path not in ("server", "grammar") or subject.tokenizer is not None
 
 
-def subjects(folders: Sequence[str], stack: ExitStack) -> Iterator[Subject]:
-    """Yield toys, the embedded model, and the checkpoints given; those in bfloat16 are invariant."""
+def subjects(paths: Sequence[str], prompts: Path | None, stack: ExitStack) -> Iterator[Subject]:
+    """Yield the models given, which answer `prompts`; without any, toys and the embedded model.
+
+    Those in bfloat16 are invariant.
+    """
+    for path in paths:
+        model, tokenizer = read_model(path)
+        dtype = str(model.dtype).removeprefix("torch.")
+        questions = [] if prompts is None else [item_ids(tokenizer, item) for item in load(prompts).items]
+        yield Subject(Path(path).stem, dtype, model, tokenizer, stack, questions)
+    if paths:
+        return
     for family, dtype in (("llama", "float64"), ("qwen3", "float32"), ("gpt2", "float64"), ("llama", "bfloat16")):
         yield Subject(f"toy {family}", dtype, promised(toy_model(family, dtype=DTYPES[dtype])), None, stack)
-    embedded = str(model_path())
-    for folder, dtype in ((embedded, "float32"), (embedded, "bfloat16"), *((folder, "float32") for folder in folders)):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval().requires_grad_(False)
-        name = "embedded" if folder == embedded else Path(folder).name
-        yield Subject(name, dtype, promised(model), AutoTokenizer.from_pretrained(folder), stack)
+    for dtype in ("float32", "bfloat16"):
+        model, tokenizer = read_model(str(model_path()), DTYPES[dtype])
+        yield Subject("embedded", dtype, promised(model), tokenizer, stack)
+
+
+def item_ids(tokenizer: Any, item: Item) -> list[int]:
+    """Return the ids of a prompt's first turn, by the tokenizer's chat template if it has one."""
+    (text, *_), templated = item.worded(tokenizer.chat_template is not None), item.chat and tokenizer.chat_template
+    if not templated:
+        return list(tokenizer(text)["input_ids"])
+    message = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
 
 def promised(model: Any) -> Any:
@@ -335,19 +357,36 @@ def summary(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*rows, {"path": "all", "models": "", **sums}]
 
 
-def run(out: Path, wanted: Sequence[str], folders: Sequence[str], pieces: int, until: float) -> None:
-    """Compare piece by piece, next what is behind, until there are enough pieces or the time is over."""
+def run(
+    out: Path,
+    wanted: Sequence[str],
+    models: Sequence[str] = (),
+    prompts: Path | None = None,
+    *,
+    pieces: int = 10_000,
+    until: float = float("inf"),
+) -> None:
+    """Compare piece by piece, next what is behind, until there are enough pieces or the time is over.
+
+    Args:
+        out: the ledger, which is continued.
+        wanted: names of paths.
+        models: folders or GGUF files; none for toys and the embedded model.
+        prompts: a file of prompts for `models`; see `lade_lab.workloads`.
+        pieces: how many to compare.
+        until: when to begin no further one, by `time.monotonic`.
+    """
     leads, known = os.environ.get("RANK", "0") == "0", records(out)
     with ExitStack() as stack:
-        models = list(subjects(folders, stack))
-        paths = [path for path in wanted if any(applies(path, each) for each in models)]
+        found = list(subjects(models, prompts, stack))
+        paths = [path for path in wanted if any(applies(path, each) for each in found)]
         while paths and pieces and time.monotonic() < until:
-            path, subject, seed = behind(known, paths, models)
+            path, subject, seed = behind(known, paths, found)
             began = time.perf_counter()
-            found = PATHS[path](subject, random.Random(f"{path} {subject.name} {seed}"))
+            pairs = PATHS[path](subject, random.Random(f"{path} {subject.name} {seed}"))
             pieces -= 1
-            piece = {"path": path, "model": subject.name, "dtype": subject.dtype, "seed": seed, "texts": len(found)}
-            piece |= {"tokens": sum(len(plain) for plain, _ in found), "different": differing(found)}
+            piece = {"path": path, "model": subject.name, "dtype": subject.dtype, "seed": seed, "texts": len(pairs)}
+            piece |= {"tokens": sum(len(plain) for plain, _ in pairs), "different": differing(pairs)}
             piece["seconds"] = round(time.perf_counter() - began, 3) if leads and "WORLD_SIZE" not in os.environ else 0
             known.append(piece)
             if leads:
@@ -373,11 +412,12 @@ def behind(
 def main(
     out: Annotated[Path, typer.Option(help="the ledger; a run goes on behind its end")],
     paths: Annotated[str, typer.Option(help="names of paths, separated by semicolons")] = ";".join(PATHS),
-    model: Annotated[list[str] | None, typer.Option(help="folder of a further checkpoint; repeatable")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="folder or GGUF file in place of toys; repeatable")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines that these models answer")] = None,
     pieces: Annotated[int, typer.Option(help="texts or groups of texts to compare in this run")] = 10_000,
     seconds: Annotated[float, typer.Option(help="time after which no piece is begun; for one process only")] = 1e9,
 ) -> None:
-    run(out, paths.split(";"), model or [], pieces, time.monotonic() + seconds)
+    run(out, paths.split(";"), model or [], prompts, pieces=pieces, until=time.monotonic() + seconds)
     if os.environ.get("RANK", "0") == "0":
         print(table(["path", "models", "texts", "tokens", "different"], summary(records(out))))
 

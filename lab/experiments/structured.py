@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,13 +27,12 @@ from typing import Annotated, Any
 import jsonschema
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.embedded.files import model_path
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
-from lade_lab.replay import table
+from lade_lab.replay import read_model, table
 from lade_lab.served import Reply, ask, ask_streamed, server
 
 CELLS = ("alone", "many at once", "streamed", "prefix reused", "cancelled neighbours")
@@ -239,22 +239,29 @@ def _fits(arguments: Any, schema: Any) -> bool:
     return True
 
 
+@contextmanager
+def serving(model: str) -> Iterator[tuple[str, Any, Any]]:
+    """Serve a model that `read_model` reads; yield the URL, the model and its tokenizer."""
+    loaded, tokenizer = read_model(model, torch.float64)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = TOOLS
+    context = loaded.config.max_position_embeddings
+    settings = Settings(max_rows=8, max_waiting=4 * USERS, prefix_cache=2**28)
+    with server(ServedModel(loaded, tokenizer, context=context), settings) as url:
+        yield url, loaded, tokenizer
+
+
 def main(
     out: Annotated[Path, typer.Option(help="file of answers; a run goes on where it ended")],
     schemas: Annotated[Path | None, typer.Option(help="schemas, one a line")] = None,
     bfcl: Annotated[Path | None, typer.Option(help="folder with BFCL's files")] = None,
-    model: Annotated[str, typer.Option(help="folder or hub id")] = str(model_path()),
+    model: Annotated[str, typer.Option(help="folder, hub id or GGUF file")] = str(model_path()),
     limit: int = 200,
     tokens: int = 128,
     seconds: float = 1e9,
 ) -> None:
     until = time.monotonic() + seconds
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = TOOLS
-    context = loaded.config.max_position_embeddings
-    settings = Settings(max_rows=8, max_waiting=4 * USERS, prefix_cache=2**28)
-    with server(ServedModel(loaded, tokenizer, context=context), settings) as url:
+    with serving(model) as (url, loaded, tokenizer):
         if schemas is not None:
             run_schemas(url, Plain(loaded, tokenizer, tokens), lines(schemas)[:limit], tokens, out, until)
         if bfcl is not None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lade
 from lade.clock import Duration
@@ -36,6 +36,7 @@ from lade.embedded.files import model_path, prompts
 from lade.hf import job
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.tuning import cost_cache
+from lade_lab.replay import read_model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 PASSES_MS = {
@@ -208,16 +209,6 @@ def compare(
     return cells
 
 
-def load(path: Path | None) -> tuple[Any, Any]:
-    """Return a model that rounds alike in all passes, and its tokenizer."""
-    if path is not None and path.suffix == ".gguf":
-        model, tokenizer = lade.load_gguf(path)
-        lade.invariant(model)
-        return model, tokenizer
-    folder = path or model_path()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-
-
 def read(path: Path) -> list[str]:
     """Return the prompt of each line: its field `prompt` or `question`, or the first of `turns`."""
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -239,7 +230,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="a file that keeps what fixed sizes fed and yielded")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, tokenizer = load(args.model)
+    model, tokenizer = read_model(str(args.model or model_path()))
 
     def encoded(texts: Sequence[str]) -> dict[str, torch.Tensor]:
         chat = not args.raw and bool(tokenizer.chat_template)

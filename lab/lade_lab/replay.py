@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import lade
 from lade import LookaheadConfig
@@ -138,16 +138,38 @@ def recorded(model: Any, text: Sequence[int], start: int = 0) -> Iterator[None]:
         handle.remove()
 
 
-def windowed(folder: str) -> Any:
-    """Load a Llama checkpoint in float32; each token sees the last `WINDOW` ones only, so that texts may be long."""
-    llama = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def read_model(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Return a model whose passes all round alike, and its tokenizer.
+
+    Args:
+        path: folder or hub id, read in `dtype`; or a GGUF file, whose weights stay as they are.
+        dtype: float32 or float64.
+    """
+    if path.endswith(".gguf"):
+        model, tokenizer = lade.load_gguf(path)
+        lade.invariant(model)
+    else:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path, dtype=dtype), AutoTokenizer.from_pretrained(path)
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def without_end(path: str, longest: int) -> Any:
+    """Return the model of `read_model`, which never ends a text; windowed if its context is shorter than `longest`."""
+    model, _ = read_model(path)
+    if model.config.max_position_embeddings < longest:
+        model = windowed(model)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def windowed(llama: Any) -> Any:
+    """Return a Llama model of which each token sees the last `WINDOW` ones only, so that texts may be long."""
     assert isinstance(llama, LlamaForCausalLM), "only Llama has the layers of Mistral"
     values = {**llama.config.to_dict(), "sliding_window": WINDOW, "max_position_embeddings": 2**17}
     for name in ("model_type", "architectures", "mlp_bias", "attention_bias", "pretraining_tp"):
         values.pop(name, None)
     model = MistralForCausalLM(MistralConfig(**values))
     model.load_state_dict(llama.state_dict())
-    model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
 
 

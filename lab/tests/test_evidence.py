@@ -113,22 +113,31 @@ def test_the_ledger_counts_from_the_first_difference_on(ledger):
 
 def test_the_ledger_goes_on_behind_its_end_and_notices_what_differs(ledger, quick, tmp_path, monkeypatch):
     toy = ledger.Subject("toy", "float64", toy_model("llama"), None, ExitStack())
-    monkeypatch.setattr(ledger, "subjects", lambda folders, stack: [toy])
+    monkeypatch.setattr(ledger, "subjects", lambda models, prompts, stack: [toy])
     monkeypatch.setattr(ledger, "TOKENS", 12)
     out = tmp_path / "ledger.jsonl"
     alone = [path for path in ledger.PATHS if ledger.applies(path, toy)]
     assert set(ledger.PATHS) - set(alone) == {"server", "grammar", "MTP", "several processes"}
     with toy.stack:
-        ledger.run(out, alone, [], len(alone), 1e18)
-        ledger.run(out, ["greedy"], [], 2, 1e18)
+        ledger.run(out, alone, pieces=len(alone))
+        ledger.run(out, ["greedy"], pieces=2)
         wrong = ledger.PATHS["greedy"](toy, random.Random(0))
     pieces = ledger.records(out)
     assert len(pieces) == len(alone) + 2 and [p["seed"] for p in pieces if p["path"] == "greedy"] == [0, 1, 2]
     total = ledger.summary(pieces)[-1]
     assert total["different"] == 0 and total["tokens"] == 12 * total["texts"]
     monkeypatch.setitem(ledger.PATHS, "greedy", lambda s, rng: [(wrong[0][0], [*wrong[0][0][:-2], 0, 1])])
-    ledger.run(out, ["greedy"], [], 1, 1e18)
+    ledger.run(out, ["greedy"], pieces=1)
     assert ledger.summary(ledger.records(out))[-1]["different"] > 0
+
+
+def test_the_ledger_asks_a_given_model_the_questions_of_a_file(ledger, tmp_path):
+    questions = tmp_path / "question.jsonl"
+    questions.write_text(json.dumps({"prompt": "def f(x):"}) + "\n")
+    with ExitStack() as stack:
+        (subject,) = ledger.subjects([str(model_path())], questions, stack)
+        assert (subject.name, subject.dtype) == (model_path().name, "float32")
+        assert subject.tokenizer.decode(subject.prompt(random.Random(0)), skip_special_tokens=True) == "def f(x):"
 
 
 def test_the_ledger_takes_the_path_with_fewest_tokens_and_the_model_with_least_time(ledger):
@@ -167,7 +176,7 @@ def test_recorded_answers_are_decoded_by_a_server(quick, monkeypatch):
         {"role": "tool", "content": "nothing there"},
         {"role": "assistant", "content": "nothing there at all", "tool_calls": [call]},
     ]
-    model, tokenizer = agents.windowed(str(model_path())), AutoTokenizer.from_pretrained(model_path())
+    model, tokenizer = agents.without_end(str(model_path()), 2**17), AutoTokenizer.from_pretrained(model_path())
     first, second = agents.by_server(16, [messages], model, tokenizer)
     assert (first.number, second.number) == (1, 2) and first.cached_tokens == 0 < second.cached_tokens
     assert second.prompt_tokens > first.prompt_tokens and 1 <= second.stats.steps < second.stats.new_tokens
