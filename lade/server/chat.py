@@ -82,16 +82,15 @@ class ChatFormatter(Formatter):
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
-        return self._chunks.whole(map(self._choice, self.output.choices))
+        choices = self.output.choices
+        return {**self._chunks.whole(map(self._choice, choices)), **self._prompt_ids(choices[0])}
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`; the chunk of a choice that has its role."""
         for choice in self.output.choices:
-            ids = {"prompt_token_ids": choice.prompt.ids} if self._returns_ids else {}
             delta = {"role": "assistant", "content": ""}
-            yield self._chunks.chunk(
-                {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **ids}
-            )
+            first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self._chunks.chunk(first, self._prompt_ids(choice))
 
     def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         """See `Formatter.step`."""
@@ -100,6 +99,10 @@ class ChatFormatter(Formatter):
     def last(self) -> Iterator[bytes]:
         """See `Formatter.last`."""
         return self._chunks.last()
+
+    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        """Return the ids of the prompt where vLLM has them: beside the choices, which share it."""
+        return {"prompt_token_ids": choice.prompt.ids} if self._returns_ids else {}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         parts = choice.parts

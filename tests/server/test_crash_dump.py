@@ -206,7 +206,8 @@ def test_a_replay_sends_together_what_had_not_ended(tmp_path, monkeypatch):
     _, lines = sent_again(path, monkeypatch, served=slow_served(0.002))
     names = [line.split()[0] for line in lines]
     assert names.index("b") < names.index("c") < names.index("long"), "those that had ended, one by one"
-    assert sorted(names) == ["b", "c", "long", "none"] and " status 400 " in lines[names.index("none")]
+    assert sorted(names) == ["b", "c", "long", "none"]
+    assert lines[names.index("none")] == "none /v1/completions is left out: its body was too long for the dump"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ def test_a_greedy_answer_is_that_of_generate(server, content):
     answer = server.chat(content, temperature=0, max_tokens=30, return_token_ids=True).json()
     (choice,) = answer["choices"]
     assert choice["token_ids"] == tokens and choice["message"]["content"] == text_of(tokens)
+    assert answer["prompt_token_ids"] == templated(messages)
+    events = server.events("/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True)
+    assert events[0]["prompt_token_ids"] == templated(messages)
     assert answer["usage"]["prompt_tokens"] == len(templated(messages))
     assert answer["usage"]["completion_tokens"] == len(tokens)
     assert choice["finish_reason"] == "length" and answer["model"] == "toy" and answer["object"] == "chat.completion"

@@ -24,7 +24,8 @@ POLL_S = 0.05
 def replay(requests: Sequence[DumpedRequest], service: Service, url: str, write: Callable[[str], None]) -> None:
     """Begin to send the requests of a dump to a server in this process, which ends with them, or when it fails.
 
-    Those that had ended are sent one by one, and those that had not, together: these met in the engine.
+    Those that had ended are sent one by one, and those that had not, together: these met in the engine. One whose body
+    was too long for the dump cannot be sent.
 
     Args:
         requests: those of the dump.
@@ -32,6 +33,10 @@ def replay(requests: Sequence[DumpedRequest], service: Service, url: str, write:
         url: where the server listens.
         write: function that takes a line.
     """
+    for each in requests:
+        if each.body is None:
+            write(f"{each.id} {each.path} is left out: its body was too long for the dump\n")
+    requests = [each for each in requests if each.body is not None]
     ids = {each.id for each in requests}
 
     def ended(context: RequestContext, route: str) -> None:
