@@ -243,7 +243,7 @@ def _fits(arguments: Any, schema: Any) -> bool:
 def serving(model: str) -> Iterator[tuple[str, Any, Any]]:
     """Serve a model that `read_model` reads; yield the URL, the model and its tokenizer."""
     loaded, tokenizer = read_model(model, torch.float64)
-    if tokenizer.chat_template is None:
+    if "tools" not in (tokenizer.chat_template or ""):  # the model's own has no calls
         tokenizer.chat_template = TOOLS
     context = loaded.config.max_position_embeddings
     settings = Settings(max_rows=8, max_waiting=4 * USERS, prefix_cache=2**28)
