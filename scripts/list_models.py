@@ -111,10 +111,11 @@ def first_line(problem: Exception) -> str:
 
 
 def section(title: str, found: dict[str, str]) -> str:
-    """Heading, what is served, and tables of what is not, by reason."""
+    """Heading, what is served, and a table of the rest by reason, without the errors of what could not be tried."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for model_type, what in found.items():
-        by_reason[what].append(f"`{model_type}`")
+        untried = what.startswith((NOT_BUILT, NOT_DECODED))
+        by_reason[what.partition(":")[0] if untried else what].append(f"`{model_type}`")
     served = by_reason.pop(SERVED, [])
     rows = sorted(by_reason.items(), key=lambda item: (item[0].startswith("not "), item[0]))
     table = "\n".join(f"| {', '.join(names)} | {cell(reason)} |" for reason, names in rows)

@@ -1,6 +1,6 @@
 """The tree attention backend: the implementation `lade_tree` of transformers' attention interface.
 
->>> import lade
+>>> import lade.backends.tree_attention.backend  # makes the name known to transformers
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lade_tree")
 
 An ordinary pass uses SDPA. A step over trees brings a `TreeMask`; then the Triton kernel reads the cache once, without
