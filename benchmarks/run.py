@@ -1,8 +1,8 @@
 """Runs benchmarks of this folder, one after the other; see README.md.
 
     python benchmarks/run.py                                   what there is
-    python benchmarks/run.py embedded-code code-100M-bf16      these
-    python benchmarks/run.py all --stories stories3M-hf --prompts tinystories_openings.jsonl
+    python benchmarks/run.py embedded-code                     this one
+    python benchmarks/run.py all --models FOLDER --data FOLDER
 
 One that is complete is only reported again, and one that was interrupted is continued, so the same command can be
 given at any time. To repeat a benchmark, give another folder with --out, and compare both with `lade bench compare`.
@@ -19,7 +19,6 @@ from pathlib import Path
 from catalogue import BENCHMARKS, FOLDER, Benchmark
 
 QUICK = "--limit 2 --max-new-tokens 6"
-QUICK_INFLATED = "--inflate 5e6"
 QUICK_SCALING = "--windows 1,3 --ngrams 2,3"
 INTERRUPTED = 130
 DIFFERENT = 1
@@ -37,11 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}: give all, or some of {', '.join(known)}")
     wanted = BENCHMARKS if "all" in given.names else [known[name] for name in dict.fromkeys(given.names)]
-    if any(each.model == "stories" for each in wanted) and not (given.stories and given.prompts):
-        parser.error("give the model that writes stories as --stories, and its prompts as --prompts")
+    for folder, option, files in _needed(wanted, given):
+        if missing := [file for file in files if folder is None or not (folder / file).is_file()]:
+            parser.error(f"give the folder with {', '.join(missing)} as {option}; see README.md")
     if given.quick and given.out == FOLDER:
         parser.error("give --out with --quick: its figures are worth nothing")
     return _run(wanted, given)
+
+
+def _needed(wanted: list[Benchmark], given: argparse.Namespace) -> list[tuple[Path | None, str, list[str]]]:
+    """Return of models and prompts the folder, the option that gives it, and the files that have to be there."""
+    models = list(dict.fromkeys(each.model for each in wanted if each.model))
+    prompts = list(dict.fromkeys(file for each in wanted for file in each.prompts))
+    return [(given.models, "--models", models), (given.data, "--data", prompts)]
 
 
 def complete(benchmark: Benchmark, out: Path) -> bool:
@@ -69,11 +76,10 @@ def _run(wanted: list[Benchmark], given: argparse.Namespace) -> int:
 
 def _call(benchmark: Benchmark, given: argparse.Namespace) -> int:
     """Run it in a process of its own: threads and memory are its own, and Ctrl-C leaves it time to save."""
-    words = benchmark.words(given.stories, given.prompts, given.out / benchmark.name)
+    words = benchmark.words(given.models or Path(), given.data or Path(), given.out / benchmark.name)
     if given.quick:
-        inflated = [QUICK_INFLATED] if "--inflate" in words else []
         scaling = [QUICK_SCALING] if benchmark.command == "bench scaling" else []
-        words += " ".join([QUICK, *inflated, *scaling]).split()  # of an option given twice the last counts
+        words += " ".join([QUICK, *scaling]).split()  # of an option given twice the last counts
     process = subprocess.Popen([sys.executable, "-m", "lade", *words])
     try:
         return process.wait()
@@ -92,8 +98,8 @@ def _show(out: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="run.py", description="Run benchmarks; without names, list them.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="a folder of this one, or all")
-    parser.add_argument("--stories", metavar="FOLDER", help="the model that writes stories")
-    parser.add_argument("--prompts", metavar="FILE", help="JSON lines with beginnings of stories under `prompt`")
+    parser.add_argument("--models", metavar="FOLDER", type=Path, help="has the models, as GGUF files")
+    parser.add_argument("--data", metavar="FOLDER", type=Path, help="has the prompts")
     parser.add_argument("--out", metavar="DIR", type=lambda text: Path(text).resolve(), default=FOLDER, help="not here")
     parser.add_argument("--quick", action="store_true", help="a few tokens, only to see that everything runs")
     return parser

@@ -10,7 +10,6 @@ A page has places like these, and what lies between the two lines is made here:
     <!-- scaling: scaling.json -->       the same of the scaling law
     <!-- text: parity.txt -->            a file as it is
     <!-- overview -->                    all benchmarks with their headline figures
-    <!-- headlines: benchmarks -->       the first screen of the project's own README
     <!-- benchmarks: ../benchmarks --> the overview without links, for docs/measurements.md
     <!-- end -->
 """
@@ -31,39 +30,26 @@ from catalogue import BENCHMARKS, FOLDER, Benchmark
 from lade_lab.report.figures import MEANINGS, save_figures
 from lade_lab.report.prose import LOSS, MISSING, count, is_loss, number, rate
 from lade_lab.report.table import as_markdown
-from lade_lab.results import Results, Sample
+from lade_lab.results import Results
 from lade_lab.scaling_law import Scaling
 from lade_lab.scaling_law import save_figures as save_scaling
-from lade_lab.summary import CALL, Row, Summary, key_of, speedup, summarise
+from lade_lab.summary import Row, Summary, summarise
 
 NOT_YET = "Not run yet."
 FIGURES = MEANINGS | {"scaling": "Tokens per step against tokens fed and against guesses, with the fitted laws"}
 SHOWN = ("torch", "transformers", "cuda")
 HEADLINES = ("hf-prompt-lookup", "plain", "lookahead", "adaptive", "adaptive-warm")
-FIRST_SCREEN = {
-    "code-500M-bf16": "code, padded to 500 M parameters, bfloat16",
-    "stories-500M-bf16": "stories, padded to 500 M parameters, bfloat16",
-    "code-500M-fp32": "code, padded to 500 M parameters, float32",
-    "stories3M": "stories, 3 M parameters, float32",
-    "sampling/temperature-0.7": "the same, sampled at temperature 0.7",
-}
-"""Rows of the project's README: gains, and two models too small to gain."""
-COLUMNS = ("packed weights alone", "drafting", "both", "both, memory kept")
 GPU = [
-    Benchmark(f"gpu/results/{name}", "embedded", f"a chat model at the cost of 7B parameters, bfloat16, {more}", "", 0)
+    Benchmark(f"gpu/results/{name}", f"a chat model at the cost of 7B parameters, bfloat16, {more}", "", 0)
     for name, more in (("text", "on a GPU"), ("sampled", "at temperature 0.7, on a GPU"))
 ]
-_PLACE = re.compile(
-    r"(<!-- (overview|(?:results|scaling|text|headlines|benchmarks): \S+) -->\n).*?(<!-- end -->)", re.DOTALL
-)
+_PLACE = re.compile(r"(<!-- (overview|(?:results|scaling|text|benchmarks): \S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages(folder: Path = FOLDER) -> list[Path]:
     """Return all pages of a folder of benchmarks, and those beside the folder that have a place for its figures."""
-    beside = [folder.parent / "README.md", folder.parent / "docs" / "measurements.md"]
-    place = re.compile(rf"<!-- (headlines|benchmarks): (\.\./)?{re.escape(folder.name)} -->")
-    told = [page for page in beside if page.exists() and place.search(page.read_text(encoding="utf-8"))]
-    return sorted(folder.rglob("README.md")) + told
+    beside = folder.parent / "docs" / "measurements.md"
+    return sorted(folder.rglob("README.md")) + [beside] * beside.exists()
 
 
 def made(page: Path) -> str:
@@ -72,7 +58,6 @@ def made(page: Path) -> str:
         "results": _results,
         "scaling": _scaling,
         "text": _text,
-        "headlines": _first_screen,
         "benchmarks": _without_links,
     }
 
@@ -191,34 +176,6 @@ def _overview(folder: Path) -> str:
     if len(machines) == 1:
         return f"{table}\n\nMeasured on {next(iter(machines))}."
     return "\n\n".join([table, *(f"Measured on {machine}: {', '.join(names)}." for machine, names in machines.items())])
-
-
-def _first_screen(above: Path, folder: Path) -> str:
-    rows, machines = [], dict[str, None]()
-    for name, meaning in FIRST_SCREEN.items():
-        file = above / folder / name / "results.json"
-        if file.exists():
-            results = Results.load(file)
-            machines[_machine(results)] = None
-            rows.append([f"[{meaning}]({folder / name})", *_parts_of_speedup(results)])
-    table = _table(["speed-up over `model.generate`", *COLUMNS], rows, left=1)
-    return f"{table}\n\nMeasured on {'; '.join(machines)}." if rows else NOT_YET
-
-
-def _parts_of_speedup(results: Results) -> list[str]:
-    """Return a cell per column; without packed weights drafting is all there is."""
-    samples = {method.name: list(results.of(method.name, None)) for method in results.methods}
-    packed = any(method.packed for method in results.methods if method.name == "adaptive")
-    pairs = [("adaptive", "plain"), ("adaptive", "hf"), ("adaptive-warm", "hf")]
-    if packed:
-        return [_median(samples, "plain", "hf"), *(_median(samples, own, other) for own, other in pairs)]
-    return [MISSING, _median(samples, "adaptive", "hf"), MISSING, _median(samples, "adaptive-warm", "hf")]
-
-
-def _median(samples: dict[str, list[Sample]], method: str, other: str) -> str:
-    others = {key_of(sample): sample for sample in samples.get(other, [])}
-    found = speedup(samples.get(method, []), others, CALL)
-    return MISSING if found is None else number(found.each.median)
 
 
 def _machine(results: Results) -> str:

@@ -113,10 +113,10 @@ def test_losses_near_ties_and_interrupted_runs_are_told(scripts, copied):
         if sample["method"] == "adaptive":
             sample["seconds"] *= 100
     found["methods"] = [method for method in found["methods"] if method["kind"] != "hf-prompt-lookup"]
-    (copied / "stories3M" / "results.json").write_text(json.dumps(found))
+    (copied / "smollm2-135m" / "results.json").write_text(json.dumps(found))
     scripts.summarize.write_pages(copied)
-    assert "Run on 2026-01-02, interrupted:" in (copied / "stories3M" / "README.md").read_text("utf-8")
-    (line,) = re.findall(r"^\| \[stories3M\].*$", (copied / "README.md").read_text("utf-8"), re.M)
+    assert "Run on 2026-01-02, interrupted:" in (copied / "smollm2-135m" / "README.md").read_text("utf-8")
+    (line,) = re.findall(r"^\| \[smollm2-135m\].*$", (copied / "README.md").read_text("utf-8"), re.M)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[2] == "incomplete; 1 of 15 diverge at near ties" and cells[4] == "-" and cells[7].startswith("▼ 0.0")
 
@@ -132,14 +132,14 @@ def test_the_scaling_law_becomes_tables(scripts, copied):
 
 
 def test_a_changed_figure_is_noticed(scripts, copied, capsys):
-    (copied / "stories3M" / "results.json").write_text(json.dumps(named("tiny")))
+    (copied / "smollm2-135m" / "results.json").write_text(json.dumps(named("tiny")))
     assert scripts.summarize.main([], copied) == 0
     assert scripts.summarize.main(["--check"], copied) == 0
-    page = copied / "stories3M" / "README.md"
+    page = copied / "smollm2-135m" / "README.md"
     changed, places = re.subn(r"(\| adaptive-warm \| equal \| \d\.\d)\d", r"\g<1>x", page.read_text("utf-8"))
     page.write_text(changed)
     assert places == 1 and scripts.summarize.main(["--check"], copied) == 1
-    assert "not what the results say: stories3M/README.md" in capsys.readouterr().out
+    assert "not what the results say: smollm2-135m/README.md" in capsys.readouterr().out
 
 
 def test_every_benchmark_has_a_page_that_shows_it_and_says_its_command(scripts):
@@ -150,7 +150,7 @@ def test_every_benchmark_has_a_page_that_shows_it_and_says_its_command(scripts):
         assert re.search(rf"<!-- (results|scaling): {re.escape(str(file))} -->", text), benchmark.name
         (command,) = re.findall(r"^    python benchmarks/run.py .*$", text, re.M)
         assert benchmark.name in command.split()
-        assert ("--stories FOLDER --prompts FILE" in command) == (benchmark.model == "stories")
+        assert ("--models FOLDER --data FOLDER" in command) == bool(benchmark.model)
 
 
 def test_links_lead_somewhere():
@@ -185,7 +185,7 @@ def test_commands_are_recorded_without_folders(tmp_path, monkeypatch):
 def test_the_commands_are_valid(scripts, tmp_path):
     command = typer.main.get_command(app)
     for benchmark in scripts.catalogue.BENCHMARKS:
-        words = benchmark.words("model", "prompts.jsonl", tmp_path)
+        words = benchmark.words(Path("models"), Path("data"), tmp_path)
         context = command.commands["bench"].make_context("bench", words[1:])
         if benchmark.command == "bench":
             told = context.params
@@ -194,7 +194,8 @@ def test_the_commands_are_valid(scripts, tmp_path):
             seeds = [int(seed) for seed in told["seeds"].split(",")]
             check_settings(Settings(told["max_new_tokens"], temperature=told["temperature"], seeds=seeds))
         assert {"--resume", "--figures"} <= set(words) and words[words.index("--out") + 1] == str(tmp_path)
-        assert ("prompts.jsonl" in words) == (benchmark.model == "stories")
+        assert (str(Path("models") / benchmark.model) in words) == bool(benchmark.model)
+        assert words.count("--prompts") == len(benchmark.prompts)
     names = [benchmark.name for benchmark in scripts.catalogue.BENCHMARKS]
     assert len(set(names)) == len(names)
 
@@ -202,9 +203,9 @@ def test_the_commands_are_valid(scripts, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["frobnicate"], "no benchmark frobnicate: give all, or some of stories3M, "),
-        (["stories3M"], "give the model that writes stories as --stories"),
-        (["all", "--stories", "x"], "and its prompts as --prompts"),
+        (["frobnicate"], "no benchmark frobnicate: give all, or some of embedded-code, "),
+        (["scaling"], "give the folder with SmolLM2-135M-Instruct.gguf as --models; see README.md"),
+        (["all", "--models", "nowhere"], "SmolLM2-135M-Instruct.gguf, Qwen2.5-Coder-0.5B-Instruct.gguf, "),
         (["embedded-code", "--quick"], "give --out with --quick"),
     ],
 )
@@ -247,41 +248,53 @@ def process(scripts, monkeypatch):
     return Process
 
 
+def given_folders(folder, scripts):
+    """Options with folders that have all models and prompts, as files without content."""
+    for benchmark in scripts.catalogue.BENCHMARKS:
+        files = [folder / "data" / file for file in benchmark.prompts]
+        for file in [*files, *([folder / "models" / benchmark.model] if benchmark.model else [])]:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    return ["--models", str(folder / "models"), "--data", str(folder / "data")]
+
+
 def test_benchmarks_run_in_turn_and_a_difference_ends_nothing(scripts, process, tmp_path, capsys):
     process.codes = [1, 0]
-    names = ["code-100M-bf16", "embedded-code", "code-100M-bf16"]
+    names = ["scaling", "embedded-code", "scaling"]
+    folders = given_folders(tmp_path, scripts)
     (tmp_path / "embedded-code").mkdir()
     (tmp_path / "embedded-code" / "results.json").write_text('{"complete": true}')
-    assert scripts.run.main([*names, "--out", str(tmp_path), "--quick"]) == 1
+    assert scripts.run.main([*names, *folders, "--out", str(tmp_path), "--quick"]) == 1
     assert [words[:4] for words in process.calls] == [[sys.executable, "-m", "lade", "bench"]] * 2
     first, second = process.calls
-    assert first[first.index("--out") + 1] == str(tmp_path / "code-100M-bf16") and "5e6" in first
-    assert second[second.index("--out") + 1] == str(tmp_path / "embedded-code") and "5e6" not in second
+    assert first[first.index("--out") + 1] == str(tmp_path / "scaling") and first.count("--windows") == 2
+    assert second[second.index("--out") + 1] == str(tmp_path / "embedded-code") and "--windows" not in second
     said = capsys.readouterr().out
-    assert "1 of 2: code-100M-bf16; about 3 min left in all" in said
+    assert "1 of 2: scaling; about 4 min left in all" in said
     assert "2 of 2: embedded-code; about 0 min left in all" in said, "complete ones take no time"
-    assert said.endswith("outputs differ: code-100M-bf16\n")
+    assert said.endswith("outputs differ: scaling\n")
 
 
 def test_all_are_all(scripts, process, tmp_path):
     process.codes = [0] * len(scripts.catalogue.BENCHMARKS)
-    words = ["all", "--out", str(tmp_path), "--stories", "model", "--prompts", "file"]
+    words = ["all", "--out", str(tmp_path), *given_folders(tmp_path, scripts)]
     assert scripts.run.main(words) == 0 and not process.codes
 
 
 def test_an_interruption_or_bad_input_ends_it_when_the_process_has_ended(scripts, process, tmp_path):
     process.codes, process.interrupted = [130, 0], True
-    assert scripts.run.main(["embedded-code", "code-100M-bf16", "--out", str(tmp_path)]) == 130
+    words = ["embedded-code", "scaling", *given_folders(tmp_path, scripts), "--out", str(tmp_path)]
+    assert scripts.run.main(words) == 130
     assert process.codes == [0], "it did not wait for the process, or went on"
     process.codes = [2]
-    assert scripts.run.main(["embedded-code", "code-100M-bf16", "--out", str(tmp_path)]) == 2
+    assert scripts.run.main(words) == 2
 
 
 @pytest.mark.slow
 def test_one_is_run(scripts, tmp_path):
     words = [sys.executable, FOLDER / "run.py", "embedded-code", "--quick", "--out", tmp_path]
     subprocess.run(words, check=True, capture_output=True)
-    assert scripts.run.complete(scripts.catalogue.BENCHMARKS[1], tmp_path)
+    assert scripts.run.complete(scripts.catalogue.BENCHMARKS[0], tmp_path)
     again = subprocess.run(words, check=True, capture_output=True, text=True)
     assert "about 0 min left" in again.stdout and "reported again" in again.stderr
 
