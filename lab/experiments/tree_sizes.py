@@ -40,7 +40,7 @@ from lade_lab.replay import read_model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 PASSES_MS = {
-    "smol": (6.76, 7.07, 7.35, 9.23, 14.25, 19.9, 32.4, 55.3),  # SmolLM2-135M as a GGUF file, two cores of a Zen 5
+    "smol": (4.18, 4.46, 5.27, 7.29, 11.5, 21.3, 38.0, 72.0),  # SmolLM2-135M as a GGUF file, two cores of a Zen 5
     "qwen": (17.3, 18.9, 24.2, 24.9, 41.5, 73.9, 136.0, 265.0),  # Qwen2.5-Coder-0.5B as such a file: a ledge at 8
     "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
     "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),  # supposed, as is the next
@@ -49,8 +49,8 @@ PASSES_MS = {
     "h200 fused": (4.67, 4.76, 4.76, 4.76, 4.88, 5.04, 5.25, 6.08),
 }
 """Milliseconds of a pass over each of `SIZES`."""
-OWN_S, LOOK_S, NODE_S = 120e-6, 110e-6, 10e-6
-"""The library's own time: of any step, what looking for guesses adds, and each node: measured beside "small"."""
+OWN_S, LOOK_S, NODE_S = 200e-6, 250e-6, 8e-6
+"""The library's own time: of any step, what looking for guesses adds, and each node: measured beside "smol"."""
 GPU_OWN_S, CAPTURE_S = 1.0e-3, 0.2
 """On a GPU, what a step takes more, and the first pass of a shape."""
 HICCUP = 0.067
