@@ -28,9 +28,9 @@ import typer
 from lade_lab.replay import table
 
 Record = dict[str, Any]
-SCHEMAS, CALLED, EDITS, RUNS = 60, 60, 40, 2
+SCHEMAS, CALLED, EDITS, RUNS = 60, 40, 24, 2
 """Schemas, questions of each set of BFCL, edits, and runs of agents of each kind."""
-TOKENS, SIZES = 128, (8, 16)
+TOKENS, SIZES = 128, (16,)
 """Tokens of an answer at most, and tokens fed, of agents."""
 CALLS = {
     "asked": "asked",
