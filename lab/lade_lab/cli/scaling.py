@@ -130,11 +130,11 @@ def scaling(
         source = workloads.load(wanted.workload, wanted.format, wanted.limit)
         from lade.cli.loading.load import load
 
-        loaded = load(loading, term=term, invariant=None)  # else texts of 16-bit weights differ at near ties
-        if wanted.threads is not None:
+        if wanted.threads is not None:  # before a model is made invariant, which holds for so many
             import torch
 
             torch.set_num_threads(wanted.threads)
+        loaded = load(loading, term=term, invariant=None)  # else texts of 16-bit weights differ at near ties
         _run(_study(loaded, loading.label(), source, sizes, wanted, results), results, term)
 
 

@@ -4,6 +4,7 @@ import json
 import signal
 
 import pytest
+import torch
 from test_cli_errors import fails
 
 from lade.backends.cpu.invariant_marker import invariance_of
@@ -166,5 +167,11 @@ def test_a_model_in_16_bits_is_made_invariant(scaling, monkeypatch):
         "complete",
         lambda self, *arguments: seen.append(invariance_of(self._model)) or complete(self, *arguments),
     )
-    assert scaling("--dtype", "bf16").exit_code == 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:  # for the threads that it is then called with
+        result = scaling("--dtype", "bf16", "--threads", "1")
+    finally:
+        torch.set_num_threads(before)
+    assert result.exit_code == 0, result.output
     assert seen and None not in seen
