@@ -34,10 +34,10 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpPasses
-from lade.errors import ConfigError, UnsupportedArgumentError
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import GRAMMARS
-from lade.hf.arguments import predictions_by_row
 from lade.hf.processors import Record
+from lade.hf.refusals import refuse
 from lade.model.facts import ModelFacts, as_cache
 from lade.model.inputs import batch_bucket
 from lade.model.kv_cache import TreeCache
@@ -148,7 +148,7 @@ class DraftSpec:
         vocabulary = prepared.vocabulary
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
-        predictions = predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
+        predictions = _predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
         grammars = GRAMMARS.loaded() if prepared.logits_processor else None
         constraints = [None] * rows if grammars is None else grammars.constraints_for(prepared, prompts)
         kind = text_kind(prepared, config)
@@ -157,6 +157,34 @@ class DraftSpec:
             cls(config, memory, excluded, vocabulary, text, prediction, constraint, kind)
             for text, prediction, constraint in zip(texts, predictions, constraints, strict=True)
         ]
+
+
+def _predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> Sequence[Sequence[int] | None]:
+    """Return the prediction of each row, `[B]`.
+
+    Args:
+        prepared: inputs prepared by `model.generate`, with predictions.
+        config: the method and its sizes.
+        rows: B, the number of rows.
+
+    Raises:
+        InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
+        UnsupportedArgumentError: the method drafts from no text.
+    """
+    texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
+    if config.only:
+        refuse("prediction with only=True", "the sources draft alone then")
+    if not config.adaptive and not config.guesses:
+        refuse("prediction with guesses=0", "nothing but the window is drafted then")
+    if len(texts) * repeated != rows:
+        raise InputError(
+            f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one per prompt, which may be empty"
+        )
+    vocabulary = prepared.vocabulary
+    for token in (token for text in texts for token in text):
+        if not 0 <= token < vocabulary:
+            raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")
+    return [text for text in texts for _ in range(repeated)]
 
 
 _SEVERAL_KINDS = "several kinds"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -163,6 +164,9 @@ class _InvariantModels(_Refuses, Protocol):
 
 class _SplitModels(_Refuses, Protocol):
     def has_parts(self, model: PreTrainedModel) -> bool: ...
+    def leads(self, model: Any) -> bool: ...
+    def decoding_plainly(self, model: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[None]: ...
+    def refuse_plain_steps(self, model: Any) -> None: ...
 
 
 class _Fusion(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
-from lade.hf.arguments import Generated, is_decoded_plainly
+from lade.hf.call import Generated, is_decoded_plainly
 from lade.hf.generate import generate as lookahead_generate
 
 FIELDS = tuple(field.name for field in fields(LookaheadConfig))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lade.config import Lookahead, resolve
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.grammar import Grammar
-from lade.hf.arguments import Prediction, check_stats
+from lade.hf.call import Prediction, check_stats
 from lade.model.facts import ModelFacts
 from lade.model.supports import may_be_shared, supports, unwrap
 from lade.serving.batch import EngineBatch
