@@ -256,18 +256,13 @@ def mtp_support(facts: ModelFacts) -> MtpSupport:
 
 
 def support_by(facts: ModelFacts, wrapped: Any) -> Support:
-    """Return the result of `supports` for a model that has been surveyed already.
-
-    Args:
-        facts: facts about the transformers model.
-        wrapped: the model as the caller has it.
-    """
+    """Return the result of `supports` for a model that has been surveyed already."""
     model = facts.model
     name, config = type(model).__name__, decoder_config(model)
     reason = (
         _refusal_of_architecture(facts, config)
         or _refusal_of_setup(facts, config)
-        or _refusal_of_adapters(facts, wrapped)
+        or ("" if (peft := adapters()) is None else peft.adapter_refusal(wrapped, facts))
         or _refusal_of_trials(facts)
     )
     if reason:
@@ -370,11 +365,6 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     if window := window_too_short(config):
         return f"its {window} is less than two tokens, and transformers' cache does not apply so short a window"
     return ""
-
-
-def _refusal_of_adapters(facts: ModelFacts, wrapped: Any) -> str:
-    peft = adapters()
-    return "" if peft is None else peft.adapter_refusal(wrapped, facts)
 
 
 def _refusal_of_trials(facts: ModelFacts) -> str:

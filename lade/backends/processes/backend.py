@@ -34,12 +34,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def split_refusal(facts: ModelFacts, config: PretrainedConfig) -> str:
-    """Return why a model split by tensor parallelism cannot be served; an empty string if it can be, or is not split.
-
-    Args:
-        facts: survey of the model.
-        config: configuration of its decoder.
-    """
+    """Return why a model split by tensor parallelism cannot be served; empty if it can be, or is not split."""
     model = facts.model
     size = tensor_parallel_size(model)
     if size == 1:
