@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.filesize import decimal
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import check_out
+from lade.cli.options.grouping import check_out, option
 from lade.cli.prompts import Prompt, read_file
 from lade.cli.terminal import EXIT_INTERRUPTED, terminal
 from lade.errors import ConfigError, UnsupportedModelError
@@ -34,17 +34,14 @@ _MIB = 2**20
 class WarmOptions:
     """Options of `lade warm`."""
 
-    prompts: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="Text file with one prompt, or .jsonl file with one per line. Repeatable."),
-    ]
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the memory; if it exists, it is extended.")]
+    prompts: list[Path] = option(
+        MISSING, "FILE", "Text file with one prompt, or .jsonl file with one per line. Repeatable."
+    )
+    out: Path = option(MISSING, "FILE", "File of the memory; if it exists, it is extended.")
     max_new_tokens: options.MaxNewTokens = 200
-    max_mib: Annotated[
-        int | None, typer.Option(metavar="M", help="Size limit of the memory in MiB. Default: as saved, or 128.")
-    ] = None
-    limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts.")] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, even if --out exists.")] = False
+    max_mib: int | None = option(None, "M", "Size limit of the memory in MiB. Default: as saved, or 128.")
+    limit: int | None = option(None, "P", "Only the first P prompts.")
+    fresh: bool = option(False, "", "Start over, even if --out exists.", "--fresh")
 
     def check(self) -> None:
         """Raise `ConfigError` for a value out of range, or a path that cannot be written."""

@@ -117,13 +117,7 @@ def check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> 
 
 
 def row_processors(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
-    """Return the processors for one row of a batch that does not need lock-step.
-
-    Args:
-        processors: logits processors of the batch.
-        row: index of the row.
-        rows: B, the number of rows in the batch.
-    """
+    """Return the processors for one row of a batch that does not need lock-step."""
     return LogitsProcessorList([_for_row(processor, row, rows) for processor in processors])
 
 

@@ -166,9 +166,6 @@ def check_generate(model: Any) -> None:
     """Raise `UnsupportedModelError` for a model whose checkpoint brings its own decoding method.
 
     Transformers replaces `generate` by that method when it loads the model; it need not accept `custom_generate=`.
-
-    Args:
-        model: the model inside any wrapper.
     """
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
@@ -198,11 +195,6 @@ UNFORWARDED = {
 
 def arguments_for_callable(model: Any, inner: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with which `model.generate` calls a callable and gives it all that it needs.
-
-    Args:
-        model: the model as the caller has it.
-        inner: the model inside any wrapper.
-        arguments: the caller's arguments, by name.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: `model.generate` would not call it.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from lade.backends.processes import channel, team
+from lade.backends.processes import team
 from lade.backends.processes.backend import SHARED
 from lade.backends.processes.follower import DismissedError, PlainDecode
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
@@ -71,7 +72,7 @@ def follow_until_dismissed(model: Any) -> None:
         except ClusterError:
             raise
         except BaseException:
-            if not channel.is_connected():
+            if not dist.is_initialized():
                 raise
 
 

@@ -405,11 +405,6 @@ def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -
 def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
     """Return the passes of a model's MTP layer for the rows of one batch; None without a layer.
 
-    Args:
-        runner: runner of the model's passes.
-        configs: the configs of the rows.
-        kind: kind of text; observations about one kind are not used for another.
-
     Raises:
         UnsupportedArgumentError: a config requires MTP layers, and none can be used.
     """

@@ -22,9 +22,9 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from lade.errors import LadeError
 from lade.hf.call import Generated, NeedsGenerateError, clean_up, original_generate, refuse_autocast
 from lade.model.facts import CACHE_NAMES, needs_synced_passes
+from lade.model.module_changes import hooked
 from lade.model.prepared import USER_CACHES, Prepared, argument_of, ids_of
 from lade.model.supports import SPLIT_MODELS, unwrap
-from lade.model.thread_patches import hooked
 from lade.stats import Stats, Step
 
 EVERY_PASS = sys.maxsize

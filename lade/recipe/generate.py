@@ -80,9 +80,6 @@ class OwnGenerate:
 
     Where a model's folder holds a recipe, `from_pretrained` puts that in place of the model's `generate`; a recipe that
     called it would call itself.
-
-    Args:
-        model: a transformers model.
     """
 
     def __init__(self, model: Any) -> None:

@@ -22,6 +22,7 @@ from lade.serving.request import RequestOptions, prepare
 from lade.serving.scheduler import Scheduler
 from lade.serving.snapshot import CurrentWork, EngineSnapshot
 from lade.stats import Stats, Step
+from lade.tuning.cost_cache import forget_texts
 
 
 class Engine:
@@ -215,6 +216,10 @@ class Engine:
     def limit_waiting(self, max_waiting: int) -> None:
         """Set the maximum number of waiting requests from now on; those that wait stay."""
         self._scheduler.max_waiting = max_waiting
+
+    def forget_texts(self) -> None:
+        """Forget what the texts so far have taught about drafting, as after a warm-up with texts of another kind."""
+        forget_texts(unwrap(self._model))
 
     def close(self) -> None:
         """Cancel all requests, free their memory and return. Idempotent.
