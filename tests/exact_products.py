@@ -86,14 +86,14 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: 
 def quick_kernels(monkeypatch: pytest.MonkeyPatch, *, attends: bool) -> None:
     """Have products of 64 rows, and what is interpreted row by row, computed by torch; attention too if `attends`."""
     from lade.backends.cuda_graphs import fused_kernels
-    from lade.backends.cuda_graphs.invariant import attention, make_invariant
+    from lade.backends.cuda_graphs.invariant import attention, layers
 
     if attends:
         monkeypatch.setattr(attention, "attend", attend)
-        monkeypatch.setattr(make_invariant, "attend", attend)
+        monkeypatch.setattr(layers, "attend", attend)
 
     exact_dots(monkeypatch)
-    monkeypatch.setattr(make_invariant, "linear", exact_linear)
+    monkeypatch.setattr(layers, "linear", exact_linear)
     for function in (norm, gated_product, rotate_and_store):
         monkeypatch.setattr(fused_kernels, function.__name__, function)
-        monkeypatch.setattr(make_invariant, function.__name__, function, raising=False)
+        monkeypatch.setattr(layers, function.__name__, function, raising=False)

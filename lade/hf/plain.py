@@ -261,10 +261,15 @@ def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> I
     """Run `model.generate` as an iterator with one `Step` per token. Stopping early ends the generation.
 
     Raises:
+        UnsupportedArgumentError: other processes would have to follow.
         LadeError: it is read in a forked process, which lacks the generating thread.
     """
     if (split := SPLIT_MODELS.loaded()) is not None:
         split.refuse_plain_steps(unwrap(model))
+    return _steps(model, stats, arguments)
+
+
+def _steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> Iterator[Step]:
     channel, casting = _Channel(), _autocasts(unwrap(model))
     _prepare(_cache_in(arguments), unwrap(model))
 

@@ -129,9 +129,9 @@ def test_a_trial_decides(
         place = torch.arange(64, device=x.device)[:, None]
         return exact_linear(x, weight, bias) * (1 + place / 64)
 
-    from lade.backends.cuda_graphs.invariant import make_invariant
+    from lade.backends.cuda_graphs.invariant import layers
 
-    monkeypatch.setattr(make_invariant, "linear", by_rows)
+    monkeypatch.setattr(layers, "linear", by_rows)
     assert "first part that rounds a token differently" in making.make_invariant(model, graphs.pool(model))
     assert type(model.lm_head) is before and not is_invariant(model)
 
@@ -163,7 +163,7 @@ def test_models_of_other_families_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 64, 70])
 def test_products_are_made_of_64_rows(rows: int, device: torch.device, graphs: Graphs) -> None:
     from lade.backends.cuda_graphs.fused_kernels import roomy
-    from lade.backends.cuda_graphs.invariant.make_invariant import product
+    from lade.backends.cuda_graphs.invariant.layers import product
 
     weight, x = torch.randn(24, 32, device=device), torch.randn(1, rows, 32, device=device)
     expected = torch.cat([product(x[:, row : row + 1], weight) for row in range(rows)], 1)

@@ -81,7 +81,7 @@ def _is_invariant_or_of(kind: type, modules: tuple[str, ...]) -> bool:
     """Return True for a class from these modules, and for one that `lade.invariant` made of any other."""
     return (
         kind.__module__.startswith(modules)
-        or kind.__mro__[1].__module__ == "lade.backends.cuda_graphs.invariant.make_invariant"
+        or kind.__mro__[1].__module__ == "lade.backends.cuda_graphs.invariant.layers"
     )
 
 
