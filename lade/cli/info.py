@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
@@ -70,7 +70,7 @@ def facts_of(loaded: LoadedModel) -> dict[str, Any]:
 
 def show_facts(facts: Mapping[str, Any], term: Terminal) -> None:
     """Print facts as a table of two columns."""
-    table = Table(show_header=False, box=None)
+    table = Table("", Column(overflow="fold"), show_header=False, box=None)
     for name, value in facts.items():
         style = "" if name != "supported" else "bold green" if value else "bold red"
         table.add_row(Text(name.replace("_", " "), "dim"), Text(_shown(value), style))

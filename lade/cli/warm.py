@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
+from lade.cli.info import show_facts
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import check_out, option
 from lade.cli.prompts import Prompt, read_file
@@ -125,7 +124,7 @@ def warm(
             figures = _figures(result, memory, job.out, perf_counter() - start)
             term.write_json({**loaded.facts, "continued": continues, **figures})
         else:
-            term.out.print(_table(result, memory, job.out))
+            show_facts(_shown(result, memory, job.out), term)
         if result.interrupted:
             term.say(f"interrupted: {str(job.out)!r} has the contexts so far", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -151,21 +150,15 @@ def _figures(result: WarmResult, memory: Memory, out: Path, seconds: float) -> d
     }
 
 
-def _table(result: WarmResult, memory: Memory, out: Path) -> Table:
+def _shown(result: WarmResult, memory: Memory, out: Path) -> dict[str, str]:
     first, last = result.first_tenth, result.last_tenth
-    rows = {
+    return {
         "prompts": f"{len(result.runs)}{f', {len(result.skipped)} skipped' if result.skipped else ''}",
         "tokens": str(result.new_tokens),
         "tokens per step": f"{first:.2f} in the first tenth of the prompts, {last:.2f} in the last",
         "contexts": str(len(memory)),
         "file": f"{out}, {decimal(_size(out))}",
     }
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("", overflow="fold")
-    for name, value in rows.items():
-        table.add_row(Text(name, "dim"), Text(value))
-    return table
 
 
 def _size(file: Path) -> int:

@@ -253,18 +253,7 @@ def refuse_streamed_beams(beams: int, streamer: object = None) -> None:
         )
 
 
-def check_decode(stats: object) -> None:
-    """Check the arguments of `lade.decode` beyond those that transformers has prepared.
-
-    Raises:
-        UnsupportedArgumentError: the calling `model.generate` was given a streamer.
-        ConfigError: `stats` is not a `Stats`.
-    """
-    _refuse_unforwarded_streamer()
-    check_stats(stats)
-
-
-def _refuse_unforwarded_streamer() -> None:
+def refuse_unforwarded_streamer() -> None:
     """Raise `UnsupportedArgumentError` for the `streamer=` of a `model.generate` that has called `lade.decode`.
 
     Transformers does not forward it and never ends it: the reader of a `TextIteratorStreamer` would block forever. No

@@ -30,11 +30,6 @@ _PER_PROCESS = {
 }
 
 
-def led_by_this_process(model: Any) -> team.LedCall | None:
-    """Begin a call led by this process for all that decode a model, and return it; None if it decodes alone."""
-    return team.led_by_this_process(model) if isinstance(model, PreTrainedModel) else None
-
-
 def follow(model: Any) -> Any:
     """Take part in the next call of the first process, and return its result.
 
@@ -84,7 +79,7 @@ def call_together(model: Any, call: Callable[[], T], arguments: Mapping[str, Any
         _refuse_per_process(inner, arguments)
         return _without_cache(call(), inner)
 
-    return team.together(inner, led, _plainly(model)) if isinstance(inner, PreTrainedModel) else call()
+    return team.together(inner, led, _plainly(model))
 
 
 def stream_together(model: Any, begin: Callable[[], Iterator[Step]], arguments: Mapping[str, Any]) -> Iterator[Step]:
@@ -95,7 +90,7 @@ def stream_together(model: Any, begin: Callable[[], Iterator[Step]], arguments: 
         _refuse_per_process(inner, arguments)
         return begin()
 
-    return team.steps_together(inner, led, _plainly(model)) if isinstance(inner, PreTrainedModel) else begin()
+    return team.steps_together(inner, led, _plainly(model))
 
 
 def _refuse_per_process(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from lade.hf.call import (
     NeedsGenerateError,
     Prediction,
     arguments_for_callable,
-    check_decode,
+    check_stats,
     cleaning_up,
     num_beams,
     prediction_ids,
@@ -31,6 +31,7 @@ from lade.hf.call import (
     refuse_streamed_beams,
     refuse_streamed_rows,
     refuse_streamed_segments,
+    refuse_unforwarded_streamer,
     refuse_unused_prediction,
     shared,
 )
@@ -81,7 +82,8 @@ def decode(
         InputError: the prompt cannot be decoded.
     """
     with cleaning_up(model):
-        check_decode(stats)
+        refuse_unforwarded_streamer()
+        check_stats(stats)
         config, auto = resolve(lookahead)
         refuse_unused_prediction(prediction, config)
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)

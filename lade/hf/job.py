@@ -412,7 +412,10 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
     wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
     if not wanting:
         return None
-    found = _runner_refusal(runner) or mtp_search_refusal(runner.facts) or MTP_LAYERS.load().layer_for(runner, kind)
+    if runner.exposes_states:
+        found = mtp_search_refusal(runner.facts) or MTP_LAYERS.load().layer_for(runner, kind)
+    else:
+        found = f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
     if isinstance(found, str):
         _refuse_mtp(wanting, found)
         return None
@@ -423,10 +426,3 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
 def _chooses_mtp(config: LookaheadConfig) -> bool:
     """Return whether the cost of its passes decides about the use of an MTP layer."""
     return config.mtp is None and config.budget is None
-
-
-def _runner_refusal(runner: EagerRunner) -> str:
-    """Return why a runner's passes cannot feed MTP layers; empty if they can."""
-    if not runner.exposes_states:
-        return f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
-    return ""

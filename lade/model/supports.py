@@ -163,6 +163,7 @@ class _InvariantModels(_Refuses, Protocol):
 
 
 class _SplitModels(_Refuses, Protocol):
+    def has_team(self, model: PreTrainedModel) -> bool: ...
     def has_parts(self, model: PreTrainedModel) -> bool: ...
     def leads(self, model: Any) -> bool: ...
     def decoding_plainly(self, model: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[None]: ...
@@ -298,7 +299,10 @@ def _reference(thing: Any) -> Callable[[], Any]:
 
 def may_be_shared(model: Any) -> bool:
     """Return whether several processes may decode a model; false only if this process certainly decodes it alone."""
-    return SPLIT_MODELS.loaded() is not None or (getattr(model, "_tp_size", None) or 1) > 1
+    if not isinstance(model, PreTrainedModel):
+        return False
+    split = SPLIT_MODELS.loaded()
+    return (getattr(model, "_tp_size", None) or 1) > 1 or (split is not None and split.has_team(model))
 
 
 def unwrap(model: Any) -> Any:

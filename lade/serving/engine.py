@@ -90,7 +90,7 @@ class Engine:
         self._model = model
         led = None
         if may_be_shared(unwrap(model)):
-            from lade.hf.distributed import led_by_this_process
+            from lade.backends.processes.team import led_by_this_process
 
             led = led_by_this_process(unwrap(model))
         try:

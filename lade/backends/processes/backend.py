@@ -72,6 +72,7 @@ def _splits_keys(model: Any) -> bool:
 class ProcessesBackend:
     """Several processes that decode one model: tensor parallelism and `lade.parallel`, see `lade.model.registry`."""
 
+    has_team = staticmethod(team.has_team)
     has_parts = staticmethod(team.has_parts)
 
     def leads(self, model: Any) -> bool:

@@ -139,6 +139,11 @@ def leader_of(model: PreTrainedModel) -> Leader | None:
     return None if team is None else team.leader
 
 
+def has_team(model: PreTrainedModel) -> bool:
+    """Return True if several processes are known to decode this model."""
+    return model in _teams
+
+
 def has_parts(model: PreTrainedModel) -> bool:
     """Return True if the processes of this model have the whole model each, and feed a part of each tree."""
     team = _teams.get(model)
