@@ -106,13 +106,7 @@ def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]
 
 
 def _decode_prepared(call: Call, prepared: Prepared, *, unassisted: bool = True) -> Generated:
-    """Decode prepared inputs.
-
-    Args:
-        call: the call that has prepared them.
-        prepared: inputs prepared by `model.generate`.
-        unassisted: as in `decoding_method`; false for a caller that calls `model.generate` again.
-    """
+    """Decode prepared inputs; `unassisted` as in `decoding_method`, false where `model.generate` is called again."""
     session = session_for(call, prepared)
     if session is not None:
         return session.run()

@@ -160,17 +160,7 @@ class DraftSpec:
 
 
 def _predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> Sequence[Sequence[int] | None]:
-    """Return the prediction of each row, `[B]`.
-
-    Args:
-        prepared: inputs prepared by `model.generate`, with predictions.
-        config: the method and its sizes.
-        rows: B, the number of rows.
-
-    Raises:
-        InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
-        UnsupportedArgumentError: the method drafts from no text.
-    """
+    """Return the prediction of each row, `[B]`; see `DraftSpec.of_rows` for the errors raised."""
     texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
     if config.only:
         refuse("prediction with only=True", "the sources draft alone then")
@@ -403,11 +393,7 @@ def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -
 
 
 def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
-    """Return the passes of a model's MTP layer for the rows of one batch; None without a layer.
-
-    Raises:
-        UnsupportedArgumentError: a config requires MTP layers, and none can be used.
-    """
+    """Return the passes of a model's MTP layer for the rows of one batch; None without a layer that none requires."""
     # Without sizes that go by the cost of passes nothing tells whether the layer pays: then it has to be asked for.
     wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
     if not wanting:
