@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, settings
 import lade
 from lade import native
 from lade.errors import UnsupportedModelError
+from lade.files import Records
 from lade.hf import job, refusals
 from lade.model import supports as support
 from lade.testing import toy_model
-from lade.tuning import cost_file as store
+from lade.tuning import cost_cache
 from lade_lab.fakes import nearly_flat_cost
 
 pytest_plugins = ["shell_fixtures"]
@@ -167,7 +168,7 @@ def cache_folder(tmp_path_factory):
     folder.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
-        patch.setattr(store, "default_folder", lambda: folder)
+        patch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", folder))
         yield folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import lade
 from lade.embedded.files import model_path
-from lade.recipe.export import recipe_path
+from lade.recipe import recipe_path
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else str(model_path())
 DTYPE = "auto" if len(sys.argv) > 1 else "float32"  # 16 bits, as checkpoints have them, may diverge at near ties

@@ -8,20 +8,21 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 
 from lade.errors import InputError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 MAX_AGE_S = 30 * 24 * 3600.0
-"""Age at which a record of `Records` is found anew."""
+"""Age at which a record of `Records` is made anew."""
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str, *, durable: bool = False) -> None:
@@ -57,25 +58,6 @@ def digest_of(key: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_record(path: Path, key: Mapping[str, object], fields: Mapping[str, object]) -> None:
-    """Save fields under a key that people can read; makes the folder. Raises `OSError` if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"key": dict(key), **fields}, indent=1))
-
-
-def read_record(path: Path, key: Mapping[str, object]) -> dict[str, Any]:
-    """Return the fields that `write_record` saved under a key.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError, RecursionError: it is damaged, or of another key.
-    """
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(record, dict) or digest_of({"key": record.get("key")}) != digest_of({"key": key}):
-        raise ValueError("it was saved under another key")
-    return record
-
-
 @dataclass(frozen=True)
 class Records:
     """What was measured or tried here, in the user's cache folder: one small JSON file per key.
@@ -99,25 +81,36 @@ class Records:
         users = Path(platformdirs.user_cache_dir("lookahead-decoding", appauthor=False))
         return (self.folder or users / self.kind) / f"{digest_of(key)}.json"
 
-    def load(self, key: Mapping[str, object]) -> dict[str, Any] | None:
-        """Return the fields saved under a key; None if there are none that can be used."""
+    def load(self, key: Mapping[str, object], read: Callable[[dict[str, Any]], T]) -> T | None:
+        """Return what is saved under a key; None if nothing is that can be used.
+
+        Args:
+            key: what it was saved under.
+            read: makes it of the fields; raises `ValueError`, `KeyError` or `TypeError` if these are damaged.
+        """
         path = self.path_of(key)
         try:
-            record = read_record(path, key)
-            return record if abs(time() - record["saved_at"]) <= MAX_AGE_S else None
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if digest_of({"key": record["key"]}) != digest_of({"key": key}):
+                raise ValueError("it was saved under another key")
+            found = read(record)
+            return found if abs(time() - record["saved_at"]) <= MAX_AGE_S else None
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as problem:
-            logger.warning("%s in %s cannot be used and is found again: %r", self.what, path, problem)
+            logger.warning("%s in %s cannot be used and will be measured again: %r", self.what, path, problem)
             return None
 
-    def save(self, key: Mapping[str, object], fields: Mapping[str, object]) -> None:
-        """Save fields under a key."""
+    def save(self, key: Mapping[str, object], fields: Mapping[str, object]) -> bool:
+        """Save fields under a key, beside the time or with their own `saved_at`; return whether that was possible."""
         path = self.path_of(key)
         try:
-            write_record(path, key, {**fields, "saved_at": time()})
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({"key": dict(key), "saved_at": time(), **fields}, indent=1))
         except OSError as problem:
-            logger.warning("%s cannot be saved in %s, and is found again later: %s", self.what, path.parent, problem)
+            logger.warning("%s cannot be saved in %s, and is measured again: %s", self.what, path.parent, problem)
+            return False
+        return True
 
 
 _LONGEST, _CONTEXT = 60, 20  # characters of a value in a message; of these, how many of a common prefix

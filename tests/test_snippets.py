@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.embedded.files import model_path
-from lade.recipe.export import export_recipe
+from lade.recipe import export_recipe
 
 ROOT = Path(__file__).parent.parent
 HUB_ID = "Qwen/Qwen3-0.6B"

@@ -44,12 +44,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
 
 
 def adapter_refusal(wrapped: Any, facts: ModelFacts) -> str:
-    """Return why a model's adapters treat a token in a tree differently from the token alone; empty if they do not.
-
-    Args:
-        wrapped: the model as the caller has it.
-        facts: facts about the transformers model inside it.
-    """
+    """Return why a model's adapters treat a token in a tree differently from the token alone; empty if they do not."""
     model: PreTrainedModel = facts.model
     config = getattr(wrapped, "active_peft_config", None)
     # While PEFT generates with such an adapter, it replaces the model's input preparation.
@@ -103,7 +98,9 @@ def _layer_refusal(facts: ModelFacts) -> str:
         return ""
     model: PreTrainedModel = facts.model
     for name, layer in model.named_modules():
-        if not _is_peft(type(layer)) or "base_layer" not in layer._modules or not _is_on(layer):
+        if not _is_peft(type(layer)) or "base_layer" not in layer._modules:
+            continue
+        if not layer.active_adapters or layer.disable_adapters or layer.merged:
             continue
         if _is_activated(layer):
             return ACTIVATED
@@ -111,10 +108,6 @@ def _layer_refusal(facts: ModelFacts) -> str:
         if kind in MIXING or (kind not in TOKEN_WISE and _mixes_tokens(layer, model)):
             return f"its adapter ({kind}, of layer {name!r}) mixes the tokens of a pass"
     return ""
-
-
-def _is_on(layer: Any) -> bool:
-    return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
 
 
 def _is_activated(layer: Any) -> bool:

@@ -26,8 +26,8 @@ from lade.errors import UnsupportedModelError
 from lade.model.config import field
 from lade.model.facts import ModelFacts
 from lade.model.masks import INDEXED, Inputs, StepInputs
+from lade.model.module_changes import Override, hooked, overridden
 from lade.model.runner import SLOTS
-from lade.model.thread_patches import Override, hooked, overridden
 
 
 class SlotPatches:
@@ -36,7 +36,7 @@ class SlotPatches:
     def __init__(self, facts: ModelFacts) -> None:
         self._alibi = facts.model.base_model if facts.has_alibi else None
         layers = facts.having("attn_temperature_tuning") if _has_temperature(facts) else ()
-        self._tempered = [layer for layer in layers if _scales_queries(layer)]
+        self._tempered = [layer for layer in layers if layer.attn_temperature_tuning and not layer.use_rope]
         self._indexers = facts.indexers
 
     def __bool__(self) -> bool:
@@ -80,10 +80,6 @@ def _has_temperature(facts: ModelFacts) -> bool:
     return bool(getattr(facts.text_config, "attn_temperature_tuning", False))
 
 
-def _scales_queries(layer: Any) -> bool:
-    return bool(layer.attn_temperature_tuning) and not layer.use_rope
-
-
 def _biased_by_position(decoder: Any, key_positions: torch.Tensor) -> AbstractContextManager[Override]:
     def own(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def build_alibi_tensor(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -113,11 +109,7 @@ def _tempered_by_position(layer: Any, inputs: Inputs) -> Iterator[Override]:
 
 
 class KeyPicks:
-    """The keys that an indexer selects for the nodes of one step.
-
-    Args:
-        inputs: inputs of the step, with K slots of the cache and of the step.
-    """
+    """The keys that an indexer selects for the nodes of one step."""
 
     def __init__(self, inputs: StepInputs) -> None:
         self._inputs = inputs

@@ -48,12 +48,7 @@ def lacks_indexer(cache: Any, facts: ModelFacts) -> bool:
 
 
 def prepare_for_plain(cache: Any, model: nn.Module) -> None:
-    """Prepare a user's cache for plain decoding: a `TreeCache` needs the recurrent layers of the model added.
-
-    Args:
-        cache: the user's cache.
-        model: the model inside any wrapper.
-    """
+    """Prepare a user's cache for plain decoding: a `TreeCache` needs the recurrent layers of the model added."""
     recurrence = ModelFacts.of(model).recurrence if isinstance(cache, TreeCache) else None
     if recurrence is not None:
         if recurrence.forgets:  # its content would be ignored silently
@@ -210,11 +205,7 @@ def _cache_after(model: Any, kind: str | None, ids: torch.Tensor, mask: torch.Te
 
 
 class UnreadCache(DynamicCache):
-    """A cache that is filled when it is first read, and is of transformers' kind from then on.
-
-    Args:
-        fill: makes the cache.
-    """
+    """A cache that is filled when it is first read, and is of transformers' kind from then on."""
 
     def __init__(self, fill: Callable[[], Cache]) -> None:
         self._fill = fill

@@ -21,7 +21,7 @@ from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.cpu.packing.panels import DOT_PANEL, TILE_PANEL
+from lade.backends.cpu.packing.panel_weight import DOT_PANEL, TILE_PANEL
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.cli.demo import questions_for
 from lade.cli.encoder import Encoder
@@ -35,8 +35,8 @@ from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports, unwrap
 from lade.native import COMPILER_REMEDY, WITHOUT, library, library_path, processor_name
-from lade.tuning import cost_cache, cost_file, measure
-from lade.tuning.cost_file import key_of
+from lade.tuning import cost_cache, measure
+from lade.tuning.cost_cache import key_of
 from lade.version import TESTED_TRANSFORMERS, __version__, minor_version
 
 FREE = 1.2
@@ -162,7 +162,7 @@ def measured_curve(loaded: LoadedModel, cached: int, seconds: float) -> Curve:
     curve = Curve(timer.cached, {size: taken[size][1:] or taken[size] for size in sorted(taken)})
     key, cost = key_of(model, runner), StepCost.of(curve.samples, measured_at=time())
     if cost_cache.use(model, key, cost):
-        curve.saved = str(cost_file.path_of(key))
+        curve.saved = str(cost_cache.RECORDS.path_of(key))
     return curve
 
 

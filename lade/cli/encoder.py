@@ -108,10 +108,6 @@ def _on_device(value: Any, model: Any) -> Any:
 class Encoder:
     """Encodes prompts as token ids.
 
-    Args:
-        loaded: model to generate with, and its tokenizer.
-        template: checked chat template options.
-
     Attributes:
         templated: texts are formatted with a chat template.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import chat, demo, doctor, generate, info, pack, warm
+from lade.cli import chat, demo, generate, info, pack, warm
 from lade.cli.batch import command as batch_file
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import ShellCommand, ShellGroup
@@ -66,8 +66,8 @@ def export_recipe(
     Pipelines, agents and evaluations pass it on. The folder can be uploaded to the hub as it is.
     """
     with terminal(output) as term:
-        from lade.recipe.export import CARD
-        from lade.recipe.export import export_recipe as export
+        from lade.recipe import CARD
+        from lade.recipe import export_recipe as export
 
         written = export(folder, force=force)
         for file in written:
@@ -83,7 +83,7 @@ for _name, _epilog, _command in (
     ("serve", serve.EXAMPLE, serve.serve),
     ("batch", batch_file.EXAMPLE, batch_file.batch),
     ("info", info.EXAMPLE, info.info),
-    ("doctor", doctor.EXAMPLE, doctor.doctor),
+    ("doctor", info.DOCTOR_EXAMPLE, info.doctor),
     ("warm", warm.EXAMPLE, warm.warm),
     ("pack", pack.EXAMPLE, pack.pack),
     ("export-recipe", _RECIPE_EXAMPLE, export_recipe),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import option
 from lade.cli.options.model import WEIGHTS
 from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, terminal
@@ -28,18 +28,12 @@ class PackOptions:
     """Options of `lade pack`."""
 
     model_argument: options.NamedModel = None
-    check: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text for perplexity before and after, and for the errors of layers."),
-    ] = None
-    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens of the text.")] = 4096
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Layer that keeps its dtype, such as lm_head or 'layers.0.*'. Repeatable."),
-    ] = None
-    save: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save the packed model to this folder, for --model.")
-    ] = None
+    check: Path | None = option(None, "FILE", "Text for perplexity before and after, and for the errors of layers.")
+    tokens: int = option(4096, "N", "Maximum number of tokens of the text.")
+    keep: list[str] | None = option(
+        None, "NAME", "Layer that keeps its dtype, such as lm_head or 'layers.0.*'. Repeatable."
+    )
+    save: Path | None = option(None, "DIR", "Save the packed model to this folder, for --model.")
 
     def text(self) -> str:
         """Return the text to compare on; empty without `--check`.

@@ -187,7 +187,9 @@ def fill_memory(
                     result.skipped.append((name, str(problem)))
                 else:
                     room = loaded.room(ids, max_new_tokens, within=True)
-                    run = decode(loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=_ignore)
+                    run = decode(
+                        loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda step: None
+                    )
                     result.runs.append(run.stats)
                     result.interrupted = run.interrupted
                 rate = f"prompts · {result.rate:.2f} tokens per step"
@@ -203,7 +205,3 @@ def fill_memory(
             save()
         result.interrupted |= interrupt.requested
     return result
-
-
-def _ignore(step: object) -> None:
-    """Do nothing with a step: the answers are not shown."""

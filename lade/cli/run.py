@@ -196,13 +196,7 @@ def generate_arguments(loaded: LoadedModel, choices: Choices) -> dict[str, Any]:
 
 
 def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
-    """Return the finish reason of a generation that was not interrupted; see `Generation`.
-
-    Args:
-        loaded: model that generated the tokens.
-        run: generation with its tokens, prompt and choices.
-        room: token limit of the generation.
-    """
+    """Return the finish reason of a generation that was not interrupted; see `Generation`."""
     if len(run.token_ids) < room:
         return "stop"
     end = loaded.model.generation_config.eos_token_id
@@ -377,13 +371,7 @@ class Palette:
 
 
 class Painter:
-    """Writes steps as text, coloured on a terminal.
-
-    Args:
-        loaded: model to generate with, and its tokenizer.
-        term: terminal to write to.
-        context: ids of the prompt that the text continues.
-    """
+    """Writes steps as text, coloured on a terminal."""
 
     def __init__(self, loaded: LoadedModel, term: Terminal, context: Iterable[int] = ()) -> None:
         self._term, self._palette = term, Palette()

@@ -171,11 +171,7 @@ class YieldingConsole(Console):
 
 
 class LogHandler(logging.Handler):
-    """Shows log records of the library: INFO as status, warnings as lines, with --debug all as lines.
-
-    Args:
-        term: terminal that shows the records.
-    """
+    """Shows log records of the library: INFO as status, warnings as lines, with --debug all as lines."""
 
     def __init__(self, term: Any) -> None:
         super().__init__()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
+from lade.cli.info import show_facts
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import check_out
+from lade.cli.options.grouping import check_out, option
 from lade.cli.prompts import Prompt, read_file
 from lade.cli.terminal import EXIT_INTERRUPTED, terminal
 from lade.errors import ConfigError, UnsupportedModelError
@@ -34,17 +33,14 @@ _MIB = 2**20
 class WarmOptions:
     """Options of `lade warm`."""
 
-    prompts: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="Text file with one prompt, or .jsonl file with one per line. Repeatable."),
-    ]
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the memory; if it exists, it is extended.")]
+    prompts: list[Path] = option(
+        MISSING, "FILE", "Text file with one prompt, or .jsonl file with one per line. Repeatable."
+    )
+    out: Path = option(MISSING, "FILE", "File of the memory; if it exists, it is extended.")
     max_new_tokens: options.MaxNewTokens = 200
-    max_mib: Annotated[
-        int | None, typer.Option(metavar="M", help="Size limit of the memory in MiB. Default: as saved, or 128.")
-    ] = None
-    limit: Annotated[int | None, typer.Option(metavar="P", help="Only the first P prompts.")] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, even if --out exists.")] = False
+    max_mib: int | None = option(None, "M", "Size limit of the memory in MiB. Default: as saved, or 128.")
+    limit: int | None = option(None, "P", "Only the first P prompts.")
+    fresh: bool = option(False, "", "Start over, even if --out exists.", "--fresh")
 
     def check(self) -> None:
         """Raise `ConfigError` for a value out of range, or a path that cannot be written."""
@@ -128,7 +124,7 @@ def warm(
             figures = _figures(result, memory, job.out, perf_counter() - start)
             term.write_json({**loaded.facts, "continued": continues, **figures})
         else:
-            term.out.print(_table(result, memory, job.out))
+            show_facts(_shown(result, memory, job.out), term)
         if result.interrupted:
             term.say(f"interrupted: {str(job.out)!r} has the contexts so far", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -154,21 +150,15 @@ def _figures(result: WarmResult, memory: Memory, out: Path, seconds: float) -> d
     }
 
 
-def _table(result: WarmResult, memory: Memory, out: Path) -> Table:
+def _shown(result: WarmResult, memory: Memory, out: Path) -> dict[str, str]:
     first, last = result.first_tenth, result.last_tenth
-    rows = {
+    return {
         "prompts": f"{len(result.runs)}{f', {len(result.skipped)} skipped' if result.skipped else ''}",
         "tokens": str(result.new_tokens),
         "tokens per step": f"{first:.2f} in the first tenth of the prompts, {last:.2f} in the last",
         "contexts": str(len(memory)),
         "file": f"{out}, {decimal(_size(out))}",
     }
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("", overflow="fold")
-    for name, value in rows.items():
-        table.add_row(Text(name, "dim"), Text(value))
-    return table
 
 
 def _size(file: Path) -> int:

@@ -53,11 +53,6 @@ class TokenPrice:
     def observe(self, fed: int, emitted: int, seconds: float) -> None:
         """Learn from a pass.
 
-        Args:
-            fed: tokens that the engine fed, of all requests.
-            emitted: tokens that all requests together got.
-            seconds: time from this pass to the next, drafting included.
-
         Raises:
             InputError: one of them is out of range.
         """

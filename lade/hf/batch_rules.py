@@ -8,7 +8,6 @@ is the same, as they treat each row independently; for a user's own it is unknow
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -117,13 +116,7 @@ def check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> 
 
 
 def row_processors(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
-    """Return the processors for one row of a batch that does not need lock-step.
-
-    Args:
-        processors: logits processors of the batch.
-        row: index of the row.
-        rows: B, the number of rows in the batch.
-    """
+    """Return the processors for one row of a batch that does not need lock-step."""
     return LogitsProcessorList([_for_row(processor, row, rows) for processor in processors])
 
 
@@ -135,10 +128,8 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
         case "GrammarProcessor":
             return processor.of_row(row, rows)
         case "PrefixConstrainedLogitsProcessor":
-            allowed = functools.partial(
-                _call_with_row, processor._prefix_allowed_tokens_fn, row // processor._num_beams
-            )
-            return PrefixConstrainedLogitsProcessor(allowed, 1)
+            allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+            return PrefixConstrainedLogitsProcessor(lambda _, input_ids: allowed(prompt, input_ids), 1)
         case "RepetitionPenaltyLogitsProcessor":
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
                 own = copy.copy(processor)
@@ -161,11 +152,6 @@ def _repeats_prompts(processor: Any) -> bool:
     rows = 2 * processor.encoder_input_ids.shape[0]
     scores = torch.ones(rows, int(processor.encoder_input_ids.max()) + 1, device=processor.encoder_input_ids.device)
     return not torch.equal(processor(processor.encoder_input_ids, scores.clone())[-1], scores[-1])
-
-
-def _call_with_row(allowed: Any, row: int, batch_id: int, input_ids: torch.Tensor) -> Any:
-    """Call a user's `prefix_allowed_tokens_fn` with the row's index in the batch."""
-    return allowed(row, input_ids)
 
 
 def _refuse(what: str, why: str) -> None:

@@ -7,47 +7,27 @@ memory. All processes return its result, and torch's generators advance alike in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from lade.backends.processes import channel, team
+from lade.backends.processes import team
+from lade.backends.processes.backend import SHARED
 from lade.backends.processes.follower import DismissedError, PlainDecode
-from lade.backends.processes.leader import Leader
 from lade.errors import ClusterError, UnsupportedArgumentError, UnsupportedModelError
 from lade.hf.plain import generate_plainly
-from lade.model.facts import CACHE, tensor_parallel_size
-from lade.model.prepared import argument_of
+from lade.model.facts import CACHE, with_present_cache_name
 from lade.model.supports import unwrap
 from lade.stats import Step
 
 T = TypeVar("T")
 
-_SPLIT = "a model that several processes decode"
 _PER_PROCESS = {
     CACHE: "each of them needs a cache of its own",
     "assistant_model": "the others do not take part in its passes",
 }
-
-
-def leader_of(model: Any) -> Leader | None:
-    """Return the leader of the other processes for the present call of this one; None if this process decodes alone.
-
-    Args:
-        model: the model inside any wrapper.
-    """
-    return team.leader_of(model) if isinstance(model, PreTrainedModel) else None
-
-
-def led_by_this_process(model: Any) -> team.LedCall | None:
-    """Begin a call led by this process for all that decode a model, and return it; None if it decodes alone."""
-    return team.led_by_this_process(model) if isinstance(model, PreTrainedModel) else None
-
-
-def _has_parts(model: Any) -> bool:
-    return isinstance(model, PreTrainedModel) and team.has_parts(model)
 
 
 def follow(model: Any) -> Any:
@@ -87,74 +67,38 @@ def follow_until_dismissed(model: Any) -> None:
         except ClusterError:
             raise
         except BaseException:
-            if not channel.is_connected():
+            if not dist.is_initialized():
                 raise
 
 
-def is_shared(model: Any) -> bool:
-    """Return whether calls are made together with other processes."""
+def call_together(model: Any, call: Callable[[], T], arguments: Mapping[str, Any]) -> T:
+    """Make a call with these arguments together with the other processes of a model, if there are any."""
     inner = unwrap(model)
-    return isinstance(inner, PreTrainedModel) and team.team_of(inner) is not None
+
+    def led() -> T:
+        _refuse_per_process(inner, arguments)
+        return _without_cache(call(), inner)
+
+    return team.together(inner, led, _plainly(model))
 
 
-def call_together(model: Any, call: Callable[[], T]) -> T:
-    """Make a call together with the other processes of a model."""
+def stream_together(model: Any, begin: Callable[[], Iterator[Step]], arguments: Mapping[str, Any]) -> Iterator[Step]:
+    """Stream steps together with the other processes of a model, if there are any."""
     inner = unwrap(model)
-    return team.together(inner, lambda: _without_cache(call(), inner), _plainly(model))
+
+    def led() -> Iterator[Step]:
+        _refuse_per_process(inner, arguments)
+        return begin()
+
+    return team.steps_together(inner, led, _plainly(model))
 
 
-def stream_together(model: Any, begin: Callable[[], Iterator[Step]]) -> Iterator[Step]:
-    """Stream steps together with the other processes of a model."""
-    return team.steps_together(unwrap(model), begin, _plainly(model))
-
-
-@contextmanager
-def sharing_plainly(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Send the arguments to a model's other processes, which decode plainly while the context lasts.
-
-    Raises:
-        UnsupportedArgumentError: the arguments cannot be sent, or limit the time.
-    """
-    inner = unwrap(model)
-    leader = leader_of(inner)
-    if leader is None or _has_parts(inner):  # the first process has the whole model and decodes alone
-        yield
-        return
-    remedy = "leave it out, or give arguments that lookahead decoding serves"
-    if argument_of(inner, arguments, "max_time") is not None:
-        raise UnsupportedArgumentError(f"max_time cannot be used with plain decoding of {_SPLIT}", remedy)
-    try:
-        sent = channel.packed(dict(arguments))
-    except Exception as problem:
-        reason = f"arguments that cannot be pickled ({problem}) cannot be used with plain decoding of {_SPLIT}"
-        raise UnsupportedArgumentError(reason, remedy) from problem
-    with leader.announced("plain", sent, channel.generator_states(inner.device)):
-        yield
-
-
-def refuse_shared(model: Any, arguments: Mapping[str, Any]) -> None:
+def _refuse_per_process(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
     """Raise `UnsupportedArgumentError` for arguments that each of the processes would need a counterpart of."""
-    given = [name for name in _PER_PROCESS if arguments.get(name) is not None]
-    if given and leader_of(unwrap(model)) is not None:
-        name = given[0]
-        raise UnsupportedArgumentError(f"{name} cannot be used with {_SPLIT}: {_PER_PROCESS[name]}", "leave it out")
-
-
-def refuse_unshared(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedArgumentError` if a sharded model is decoded without its other processes taking part."""
-    if tensor_parallel_size(model) > 1 and leader_of(model) is None:
-        raise UnsupportedArgumentError(
-            f"custom_generate=lade.decode cannot be used with {_SPLIT}", "call lade.generate, or lade.enable(model)"
-        )
-
-
-def refuse_shared_steps(model: Any) -> None:
-    """Raise `UnsupportedArgumentError` for streamed plain decoding, which cannot be stopped in all processes."""
-    inner = unwrap(model)
-    if leader_of(inner) is not None and not _has_parts(inner):
-        raise UnsupportedArgumentError(
-            f"lade.stream decodes plainly here, and cannot do so with {_SPLIT}", "call lade.generate"
-        )
+    arguments = with_present_cache_name(arguments)
+    name = next((name for name in _PER_PROCESS if arguments.get(name) is not None), None)
+    if name is not None and team.leader_of(model) is not None:
+        raise UnsupportedArgumentError(f"{name} cannot be used with {SHARED}: {_PER_PROCESS[name]}", "leave it out")
 
 
 def _plainly(model: Any) -> PlainDecode:
@@ -163,6 +107,6 @@ def _plainly(model: Any) -> PlainDecode:
 
 def _without_cache(output: T, model: PreTrainedModel) -> T:
     """Return an output object without its cache, of which each process has only a part."""
-    if not isinstance(output, ModelOutput) or leader_of(model) is None:
+    if not isinstance(output, ModelOutput) or team.leader_of(model) is None:
         return output
     return type(output)(**{name: value for name, value in output.items() if name != CACHE})

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.announcements import announce
 from lade.config import Lookahead, resolve
-from lade.hf.arguments import (
+from lade.hf.call import (
     REPLACED,
     check_generate,
     check_stats,

@@ -34,10 +34,10 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpPasses
-from lade.errors import ConfigError, UnsupportedArgumentError
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import GRAMMARS
-from lade.hf.arguments import predictions_by_row
 from lade.hf.processors import Record
+from lade.hf.refusals import refuse
 from lade.model.facts import ModelFacts, as_cache
 from lade.model.inputs import batch_bucket
 from lade.model.kv_cache import TreeCache
@@ -148,7 +148,7 @@ class DraftSpec:
         vocabulary = prepared.vocabulary
         shares = rows > 1 and config.adaptive and config.memory is None
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
-        predictions = predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
+        predictions = _predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
         grammars = GRAMMARS.loaded() if prepared.logits_processor else None
         constraints = [None] * rows if grammars is None else grammars.constraints_for(prepared, prompts)
         kind = text_kind(prepared, config)
@@ -157,6 +157,24 @@ class DraftSpec:
             cls(config, memory, excluded, vocabulary, text, prediction, constraint, kind)
             for text, prediction, constraint in zip(texts, predictions, constraints, strict=True)
         ]
+
+
+def _predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> Sequence[Sequence[int] | None]:
+    """Return the prediction of each row, `[B]`; see `DraftSpec.of_rows` for the errors raised."""
+    texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
+    if config.only:
+        refuse("prediction with only=True", "the sources draft alone then")
+    if not config.adaptive and not config.guesses:
+        refuse("prediction with guesses=0", "nothing but the window is drafted then")
+    if len(texts) * repeated != rows:
+        raise InputError(
+            f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one per prompt, which may be empty"
+        )
+    vocabulary = prepared.vocabulary
+    for token in (token for text in texts for token in text):
+        if not 0 <= token < vocabulary:
+            raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")
+    return [text for text in texts for _ in range(repeated)]
 
 
 _SEVERAL_KINDS = "several kinds"
@@ -375,21 +393,15 @@ def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -
 
 
 def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
-    """Return the passes of a model's MTP layer for the rows of one batch; None without a layer.
-
-    Args:
-        runner: runner of the model's passes.
-        configs: the configs of the rows.
-        kind: kind of text; observations about one kind are not used for another.
-
-    Raises:
-        UnsupportedArgumentError: a config requires MTP layers, and none can be used.
-    """
+    """Return the passes of a model's MTP layer for the rows of one batch; None without a layer that none requires."""
     # Without sizes that go by the cost of passes nothing tells whether the layer pays: then it has to be asked for.
     wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
     if not wanting:
         return None
-    found = _runner_refusal(runner) or mtp_search_refusal(runner.facts) or MTP_LAYERS.load().layer_for(runner, kind)
+    if runner.exposes_states:
+        found = mtp_search_refusal(runner.facts) or MTP_LAYERS.load().layer_for(runner, kind)
+    else:
+        found = f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
     if isinstance(found, str):
         _refuse_mtp(wanting, found)
         return None
@@ -400,10 +412,3 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
 def _chooses_mtp(config: LookaheadConfig) -> bool:
     """Return whether the cost of its passes decides about the use of an MTP layer."""
     return config.mtp is None and config.budget is None
-
-
-def _runner_refusal(runner: EagerRunner) -> str:
-    """Return why a runner's passes cannot feed MTP layers; empty if they can."""
-    if not runner.exposes_states:
-        return f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
-    return ""

@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
@@ -20,11 +20,11 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lade.errors import LadeError
-from lade.hf.arguments import Generated, NeedsGenerateError, clean_up, original_generate, refuse_autocast
+from lade.hf.call import Generated, NeedsGenerateError, clean_up, original_generate, refuse_autocast
 from lade.model.facts import CACHE_NAMES, needs_synced_passes
+from lade.model.module_changes import hooked
 from lade.model.prepared import USER_CACHES, Prepared, argument_of, ids_of
-from lade.model.supports import unwrap
-from lade.model.thread_patches import hooked
+from lade.model.supports import SPLIT_MODELS, unwrap
 from lade.stats import Stats, Step
 
 EVERY_PASS = sys.maxsize
@@ -129,8 +129,10 @@ def decode_prepared(
         unassisted: let assisted modes decode without their assistant, see `decoding_method`.
 
     Raises:
-        NeedsGenerateError: no loop decodes in this mode, see `decoding_method`.
+        NeedsGenerateError: no loop decodes in this mode, see `decoding_method`, or other processes have to follow it.
     """
+    if (split := SPLIT_MODELS.loaded()) is not None and split.leads(prepared.model):
+        raise NeedsGenerateError("prepared inputs cannot be sent to other processes", "call model.generate")
     method = decoding_method(prepared, unassisted=unassisted)
     _prepare(prepared.user_cache, prepared.model)
     streamed = {} if streamer is None else {"streamer": streamer}
@@ -148,7 +150,7 @@ def decode_prepared(
 def generate_plainly(
     model: Any, stats: Stats | None, streamer: BaseStreamer | None, arguments: dict[str, Any]
 ) -> Generated:
-    """Call the plain `model.generate`, even on an enabled model.
+    """Call the plain `model.generate`, even on an enabled model; in all processes that share its layers.
 
     Args:
         model: the model as the caller has it.
@@ -161,7 +163,9 @@ def generate_plainly(
     _prepare(_cache_in(arguments), inner)
     if streamer is not None:
         arguments = {**arguments, "streamer": streamer}
-    with metered(model, stats) as rows, original_generate(model) as generate:
+    split = SPLIT_MODELS.loaded()
+    sharing = nullcontext() if split is None else split.decoding_plainly(inner, arguments)
+    with sharing, metered(model, stats) as rows, original_generate(model) as generate:
         output: Generated = generate(**arguments)
         if stats is not None:
             rows.extend(_lengths_from_arguments(inner, arguments, output))
@@ -257,8 +261,15 @@ def plain_steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> I
     """Run `model.generate` as an iterator with one `Step` per token. Stopping early ends the generation.
 
     Raises:
+        UnsupportedArgumentError: other processes would have to follow.
         LadeError: it is read in a forked process, which lacks the generating thread.
     """
+    if (split := SPLIT_MODELS.loaded()) is not None:
+        split.refuse_plain_steps(unwrap(model))
+    return _steps(model, stats, arguments)
+
+
+def _steps(model: Any, stats: Stats | None, arguments: dict[str, Any]) -> Iterator[Step]:
     channel, casting = _Channel(), _autocasts(unwrap(model))
     _prepare(_cache_in(arguments), unwrap(model))
 

@@ -304,11 +304,6 @@ class StopRules:
 
     Length, EOS and a `TokenCriterion` are evaluated on plain numbers; if there is any other criterion, all of them are
     called, once per emitted token as in plain decoding.
-
-    Args:
-        criteria: criteria of the row.
-        transcript: the text so far.
-        record: provides scores for the criteria, and gets the reason of the end.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, transcript: Transcript, record: Record) -> None:

@@ -106,10 +106,7 @@ def check(
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, images: bool) -> None:
     """Refuse arguments that lookahead decoding does not support, whatever the prompt.
 
-    Args:
-        prepared: inputs prepared by `generate`.
-        modes: generation modes that the caller supports.
-        images: whether prompts have media inputs; other arguments are taken from the inputs of plain decoding then.
+    If prompts have media inputs, `images`, other arguments are taken from the inputs of plain decoding.
     """
     config = prepared.generation_config
     mode = config.get_generation_mode()

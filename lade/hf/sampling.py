@@ -186,12 +186,7 @@ class Draws:
 
 
 class RowSampler:
-    """Draws for one row of a batch; see `Sampler`.
-
-    Args:
-        draws: the draws of the batch.
-        row: index of the row.
-    """
+    """Draws for one row of a batch; see `Sampler`."""
 
     def __init__(self, draws: Draws, row: int) -> None:
         self._draws, self._row = draws, row

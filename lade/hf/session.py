@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol
 
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
@@ -14,10 +15,12 @@ from lade.config import LookaheadConfig
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
-from lade.hf.batch_rules import check_lengths
+from lade.errors import UnsupportedError
+from lade.hf.batch_rules import check_lengths, needs_lock_step
+from lade.hf.call import Call, Generated
 from lade.hf.job import DecodeJob, DraftSpec, Output, output_of, record_for, runner_of, with_use_mtp
 from lade.hf.processors import row_for
-from lade.hf.refusals import check, check_switch, warn_of_precision
+from lade.hf.refusals import check, check_switch, refuse_slow_beams, warn_of_precision
 from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
 from lade.model.masks import MaskPlan
 from lade.model.prepared import Prepared
@@ -180,3 +183,41 @@ class Session:
         """
         cache = None if self._as_batch else self._given_cache
         return output_of(self._prepared, [row.written for row in self._rows], self._record, cache)
+
+
+class DecodeSession(Protocol):
+    """A generation that has been checked and composed, and has not begun."""
+
+    def run(self) -> Generated:
+        """Decode to the end, and return the result of `model.generate`."""
+        ...
+
+
+def session_for(call: Call, prepared: Prepared) -> DecodeSession | None:
+    """Return the session that decodes prepared inputs, or None to decode them plainly.
+
+    This is the single place for refusals, before anything is fed, drawn or streamed; errors are those of `Session`.
+    """
+    if call.config is None:
+        return None
+    try:
+        return _session(call, prepared, call.config)
+    except UnsupportedError as problem:
+        call.fall_back(problem)
+        return None
+
+
+def _session(call: Call, prepared: Prepared, config: LookaheadConfig) -> DecodeSession:
+    stats, streamer = Stats() if call.stats is None else call.stats, call.streamer
+    session: DecodeSession
+    if prepared.beams > 1:
+        if call.auto:
+            refuse_slow_beams(prepared)
+        session = import_module("lade.hf.lock_step").BeamSession(prepared, config=config, stats=stats)
+        return session
+    rules, several = prepared.positional[1:], len(prepared.prompts) > 1
+    if several and needs_lock_step(*rules, streamed=streamer is not None):
+        make = import_module("lade.hf.lock_step").LockStepSession  # few calls need it
+        session = make(prepared, config=config, stats=stats, streamer=streamer)
+        return session
+    return Session(prepared, config=config, stats=stats, streamer=streamer)

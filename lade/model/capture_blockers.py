@@ -24,11 +24,11 @@ from torch import nn
 from torch.utils import dlpack
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lade.model import thread_patches
+from lade.model import module_changes
 from lade.model.facts import PACKED, SURVEYED, ModelFacts
 from lade.model.masks import MaskPlan
 
-_IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", thread_patches.__name__})
+_IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", module_changes.__name__})
 """Modules whose hooks have no effect here: transformers leaves its hooks on a model that has returned hidden states,
 and those of this package act in other threads."""
 GIVE_INSIDE = "pass the wrapped model, its .module"

@@ -19,11 +19,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 def field(config: PretrainedConfig, name: str, default: Any = None) -> Any:
     """Return the value of a configuration field.
 
-    Args:
-        config: the text config of a model.
-        name: name of the field.
-        default: value for configs without that field.
-
     Returns:
         One value, or the list of the layers' values where they differ: transformers raises an error if such a field
         (`head_dim` of Gemma 4) is read from the model's config.

@@ -352,7 +352,8 @@ class ModelFacts:
         """
         config = self.text_config
         found = [
-            *_attention_functions(config),
+            ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation),
+            torch.nn.functional.scaled_dot_product_attention,
             *_hooks(vars(torch_module), "_global_forward_hooks", "_global_forward_pre_hooks"),
         ]
         found.extend([vars(self.model).get(name) for name in _METHODS])
@@ -396,12 +397,6 @@ def _classes_and_methods(kinds: Sequence[type]) -> list[Any]:
     """Return the classes and their methods, which may have been patched in classes of trusted packages."""
     bases = dict.fromkeys(chain.from_iterable([kind.__mro__ for kind in kinds]))
     return [*kinds, *[vars(base).get(name) for base in bases for name in _METHODS]]
-
-
-def _attention_functions(config: PretrainedConfig) -> Iterator[Any]:
-    """Yield the functions of the attention implementation."""
-    yield ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    yield torch.nn.functional.scaled_dot_product_attention
 
 
 def _hooks(state: Mapping[str, Any], *tables: str) -> Iterator[Any]:

@@ -35,10 +35,10 @@ from lade.model import prompt_logits
 from lade.model.facts import CACHE, ModelFacts, as_cache
 from lade.model.kv_cache import PositionOffsets, TreeCache
 from lade.model.masks import MaskPlan
+from lade.model.module_changes import hooked
 from lade.model.prepared import Prepared, PromptTexts
 from lade.model.prompt_logits import HiddenStates
 from lade.model.registry import Role
-from lade.model.thread_patches import hooked
 
 PASS_TOKENS = {"cpu": 64, "cuda": 256}
 """Fixed cost of a pass, in tokens, by device type. On a CPU three models of 0.3 to 134 million parameters took 45 to
@@ -115,9 +115,6 @@ class FrequencySwitch:
 
 class TextPieces:
     """Split points of texts for one model.
-
-    Args:
-        facts: facts about the model.
 
     Attributes:
         anywhere: whether a text may be split anywhere; if not, an answer within it has to be fed as decoding fed it.

@@ -93,11 +93,6 @@ TOKEN_TYPE_ARGUMENTS = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm
 """Token type arguments. In multimodal models 0 stands for text; in others such ids have embeddings of their own."""
 
 
-def is_media_name(name: str) -> bool:
-    """Return whether an argument of that name holds image, video or audio inputs."""
-    return name.startswith(MEDIA_PREFIXES)
-
-
 def is_unset(value: Any) -> bool:
     """Return whether an argument has no effect, such as the `mm_encoder_outputs={}` of a text prompt."""
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)
@@ -105,7 +100,7 @@ def is_unset(value: Any) -> bool:
 
 def holds_media(arguments: Mapping[str, Any]) -> bool:
     """Return whether arguments of `generate`, as given or prepared, hold images, video or audio."""
-    return any(is_media_name(name) and not is_unset(value) for name, value in arguments.items())
+    return any(name.startswith(MEDIA_PREFIXES) and not is_unset(value) for name, value in arguments.items())
 
 
 def marks_only_text(model: PreTrainedModel, name: str, value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.decoding.loop import PromptLogitsHook
-from lade.model.thread_patches import hooked
+from lade.model.module_changes import hooked
 
 MOST_TOKENS = 1024
 """Maximum number of last prompt tokens whose hidden states are kept, to bound the cost of the head."""

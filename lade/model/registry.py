@@ -20,8 +20,8 @@ PLAYED_BY = {
     "layers that use slots": "slots",  # `facts.uses_slots`
     "media": "media",  # a prompt has images, video or audio
     "recurrent layers": "recurrent.backend",  # `facts.recurrent_functions`
-    "encoders": "encoder_decoder.backend",  # `facts.has_encoder`
-    "encoded runners": "encoder_decoder.backend",
+    "encoders": "encoder_decoder",  # `facts.has_encoder`
+    "encoded runners": "encoder_decoder",
     "grammars": "grammar.backend",  # a `lade.Grammar` is used
     "packed layers": "cpu.backend",  # the model has such layers
     "placed masks": "cpu.backend",  # the model is batch-invariant

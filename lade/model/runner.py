@@ -25,11 +25,11 @@ from lade.model.facts import CACHE, ModelFacts
 from lade.model.inputs import RootInputs
 from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
 from lade.model.masks import Inputs, MaskPlan
+from lade.model.module_changes import hooked
 from lade.model.prefill import PASS_TOKENS, FrequencySwitch, PreparedPrompts, PromptPasses, TextPieces, grouped
 from lade.model.prepared import USER_CACHES, Prepared
 from lade.model.prompt_logits import HiddenStates
 from lade.model.registry import Role
-from lade.model.thread_patches import hooked
 
 
 class _PassPatches(Protocol):

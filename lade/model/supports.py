@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -162,7 +163,11 @@ class _InvariantModels(_Refuses, Protocol):
 
 
 class _SplitModels(_Refuses, Protocol):
+    def has_team(self, model: PreTrainedModel) -> bool: ...
     def has_parts(self, model: PreTrainedModel) -> bool: ...
+    def leads(self, model: Any) -> bool: ...
+    def decoding_plainly(self, model: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[None]: ...
+    def refuse_plain_steps(self, model: Any) -> None: ...
 
 
 class _Fusion(Protocol):
@@ -252,18 +257,13 @@ def mtp_support(facts: ModelFacts) -> MtpSupport:
 
 
 def support_by(facts: ModelFacts, wrapped: Any) -> Support:
-    """Return the result of `supports` for a model that has been surveyed already.
-
-    Args:
-        facts: facts about the transformers model.
-        wrapped: the model as the caller has it.
-    """
+    """Return the result of `supports` for a model that has been surveyed already."""
     model = facts.model
     name, config = type(model).__name__, decoder_config(model)
     reason = (
         _refusal_of_architecture(facts, config)
         or _refusal_of_setup(facts, config)
-        or _refusal_of_adapters(facts, wrapped)
+        or ("" if (peft := adapters()) is None else peft.adapter_refusal(wrapped, facts))
         or _refusal_of_trials(facts)
     )
     if reason:
@@ -299,7 +299,10 @@ def _reference(thing: Any) -> Callable[[], Any]:
 
 def may_be_shared(model: Any) -> bool:
     """Return whether several processes may decode a model; false only if this process certainly decodes it alone."""
-    return SPLIT_MODELS.loaded() is not None or (getattr(model, "_tp_size", None) or 1) > 1
+    if not isinstance(model, PreTrainedModel):
+        return False
+    split = SPLIT_MODELS.loaded()
+    return (getattr(model, "_tp_size", None) or 1) > 1 or (split is not None and split.has_team(model))
 
 
 def unwrap(model: Any) -> Any:
@@ -366,11 +369,6 @@ def _refusal_of_setup(facts: ModelFacts, config: PretrainedConfig) -> str:
     if window := window_too_short(config):
         return f"its {window} is less than two tokens, and transformers' cache does not apply so short a window"
     return ""
-
-
-def _refusal_of_adapters(facts: ModelFacts, wrapped: Any) -> str:
-    peft = adapters()
-    return "" if peft is None else peft.adapter_refusal(wrapped, facts)
 
 
 def _refusal_of_trials(facts: ModelFacts) -> str:

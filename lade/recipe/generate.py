@@ -11,7 +11,7 @@ from typing import Any
 
 from lade.config import Lookahead, LookaheadConfig
 from lade.errors import ConfigError
-from lade.hf.arguments import Generated, is_decoded_plainly
+from lade.hf.call import Generated, is_decoded_plainly
 from lade.hf.generate import generate as lookahead_generate
 
 FIELDS = tuple(field.name for field in fields(LookaheadConfig))
@@ -80,9 +80,6 @@ class OwnGenerate:
 
     Where a model's folder holds a recipe, `from_pretrained` puts that in place of the model's `generate`; a recipe that
     called it would call itself.
-
-    Args:
-        model: a transformers model.
     """
 
     def __init__(self, model: Any) -> None:

@@ -102,11 +102,7 @@ class AccessLog:
 
 
 class _Records(logging.Handler):
-    """Logging handler that forwards records.
-
-    Args:
-        log: the access log.
-    """
+    """Logging handler that forwards records."""
 
     def __init__(self, log: AccessLog) -> None:
         super().__init__()

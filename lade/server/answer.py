@@ -22,6 +22,7 @@ from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import TOO_LONG, ApiError, deadline_exceeded, error_for, invalid
+from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import (
     CLIENT_CLOSED,
@@ -35,7 +36,7 @@ from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import EventStream, Json
 from lade.server.served_model import ServedModel, TextTooLongError
 from lade.server.service import Service
-from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS, NO_LIMITS
+from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
 from lade.server.structured_output import UntriedGrammarError, check_ends
 
 
@@ -84,11 +85,7 @@ class Preprocessor(ABC):
 
 
 class Formatter(ABC):
-    """Writes an answer in the format of one API.
-
-    Args:
-        output: the choices to write.
-    """
+    """Writes an answer in the format of one API."""
 
     endpoint: ClassVar[str]
     prompt_field: ClassVar[str] = "messages"
@@ -136,70 +133,65 @@ class Formatter(ABC):
         return invalid(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.", TOO_LONG)
 
 
-class Chunks:
-    """Envelopes of OpenAI's completions APIs: a whole answer, or a stream of chunks.
+class ChunkFormatter(Formatter):
+    """Writes an answer in the envelopes of OpenAI's completions APIs: a whole answer, or a stream of chunks."""
 
-    Args:
-        output: the choices to write.
-        prefix: prefix of the answer's id.
-        kind: `object` of a whole answer.
-        chunk_kind: `object` of a chunk.
-    """
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    """`object` of a whole answer."""
+    chunk_kind: ClassVar[str]
+    """`object` of a chunk."""
 
-    def __init__(self, output: RequestOutput, prefix: str, kind: str, chunk_kind: str) -> None:
-        self._output, self._prefix, self._kind, self._chunk_kind = output, prefix, kind, chunk_kind
-        self._options, self._trace = output.body.stream_options, output.body.lade.trace
+    @abstractmethod
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """Return the JSON of a whole choice."""
 
-    def whole(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return a whole answer."""
-        output = self._output
-        own = {"choices": list(choices), "usage": output.usage(), "lade": output.figures()}
-        return {**self._head(self._kind), **own, **output.metrics()}
+    @abstractmethod
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the JSON of a part of a choice."""
+
+    def whole(self) -> dict[str, Any]:
+        """See `Formatter.whole`."""
+        output = self.output
+        own = {"choices": list(map(self.choice, output.choices)), "usage": output.usage(), "lade": output.figures()}
+        return {**self._head(self.kind), **own, **output.metrics()}
 
     def chunk(self, choice: dict[str, Any], more: Mapping[str, Any] | None = None) -> bytes:
         """Return the event of a choice's increment."""
-        usage, options = dict[str, Any](), self._options
+        usage, options = dict[str, Any](), self.output.body.stream_options
         if options is not None and options.include_usage:
-            usage = {"usage": self._output.usage() if options.continuous_usage_stats else None}
+            usage = {"usage": self.output.usage() if options.continuous_usage_stats else None}
         value = {**self._chunk_head, "choices": [choice], **usage, **(more or {})}
         padded = options is not None and options.include_obfuscation
         return serialization.event(serialization.padded(value) if padded else value)
 
-    def step(
-        self, choice: Choice, delta: ChoiceDelta, formatted: Callable[[Choice, ChoiceDelta], dict[str, Any]]
-    ) -> Iterator[bytes]:
-        """Yield the events of a step, or of the end of a choice: held-back text, then the finish reason.
-
-        Args:
-            choice: the choice that grows.
-            delta: its new part.
-            formatted: function that returns the JSON of a part.
-        """
+    def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        """See `Formatter.step`: at the end of a choice held-back text, then the finish reason."""
         if delta.step is not None:
-            yield self.chunk(formatted(choice, delta), self._traced(delta) if self._trace else None)
+            yield self.chunk(self.delta(choice, delta), self._traced(delta) if self.output.body.lade.trace else None)
             return
         if delta.parts:
-            yield self.chunk(formatted(choice, delta))
-        end = {**formatted(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
+            yield self.chunk(self.delta(choice, delta))
+        end = {**self.delta(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
         if choice.stop_reason is not None:
             end["stop_reason"] = choice.stop_reason
         yield self.chunk(end, {"lade": choice.figures})
 
     def last(self) -> Iterator[bytes]:
-        """Yield the usage, if requested, and the end mark."""
-        if self._output.body.include_usage:
-            end = {"choices": [], "usage": self._output.usage(), **self._output.metrics()}
+        """See `Formatter.last`: the usage, if requested, and the end mark."""
+        if self.output.body.include_usage:
+            end = {"choices": [], "usage": self.output.usage(), **self.output.metrics()}
             yield serialization.event({**self._chunk_head, **end})
         yield serialization.DONE
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
-        return self._head(self._chunk_kind)
+        return self._head(self.chunk_kind)
 
     def _head(self, kind: str) -> dict[str, Any]:
-        output = self._output
+        output = self.output
         return {
-            "id": f"{self._prefix}{output.key}",
+            "id": f"{self.id_prefix}{output.key}",
             "object": kind,
             "created": output.created,
             "model": output.service.settings.name,
@@ -236,15 +228,7 @@ async def respond(
 
 
 class Answer:
-    """Submits the choices of one request and sends them.
-
-    Args:
-        context: the request context.
-        output: the choices, none so far.
-        preprocessor: converter of the request body.
-        formatter: writer of the answer.
-        sent: the body as the client sent it.
-    """
+    """Submits the choices of one request and sends them."""
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -22,9 +21,9 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Scope
 
 from lade.server import errors
-from lade.server.crash_dump import LONGEST_BODY
+from lade.server.failures import LONGEST_BODY
 from lade.server.middleware import AnthropicErrors, AuthMiddleware, BodyMiddleware
-from lade.server.request_context import RequestContext, RequestContextMiddleware
+from lade.server.request_context import RequestContextMiddleware
 from lade.server.routes import router
 from lade.server.service import Service
 from lade.version import __version__
@@ -100,9 +99,6 @@ def mount_page(app: Starlette) -> frozenset[str]:
 
     Files are read once. The routes need no key, since they hold no user data; hosts and origins are checked by the app.
 
-    Args:
-        app: a Starlette or FastAPI application.
-
     Returns:
         The paths that are served.
     """
@@ -120,11 +116,7 @@ def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]
 
 
 def build_app(service: Service) -> FastAPI:
-    """Return the application of a server; its model begins to load on startup.
-
-    Args:
-        service: the served state.
-    """
+    """Return the application of a server; its model begins to load on startup."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -154,12 +146,8 @@ def build_app(service: Service) -> FastAPI:
             expose_headers=["x-request-id", "x-lade-ignored"],
         )
     app.add_middleware(AnthropicErrors)
-    app.add_middleware(RequestContextMiddleware, ended=partial(_ended, app, service))
+    app.add_middleware(RequestContextMiddleware, ended=lambda context: service.ended(context, _known(context.path)))
     return app
-
-
-def _ended(app: FastAPI, service: Service, context: RequestContext) -> None:
-    service.ended(context, _known(app, context.path))
 
 
 def _wants_body(scope: Scope) -> bool:
@@ -167,7 +155,7 @@ def _wants_body(scope: Scope) -> bool:
     return scope["method"] == "POST" and any(route.matches(scope)[0] is Match.FULL for route in router.routes)
 
 
-def _known(app: FastAPI, path: str) -> str:
+def _known(path: str) -> str:
     """Return the route's path, which bounds the number of metric labels."""
     scope = {"type": "http", "path": path, "root_path": "", "method": "GET", "headers": []}
     for route in router.routes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lade.grammar import Grammar
-from lade.server.answer import Chunks, Formatter, Preprocessor
+from lade.server.answer import ChunkFormatter, Preprocessor
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import unsupported
 from lade.server.output_parser import MarkupParser, Parts, PlainParser
@@ -20,11 +20,6 @@ from lade.stats import Step
 
 class ChatPreprocessor(Preprocessor):
     """Renders a conversation by the chat template; one prompt.
-
-    Args:
-        service: the served state.
-        body: the request body.
-        names: client-side names of the response format, for errors.
 
     Raises:
         ApiError: the request's `generation_config` is invalid.
@@ -70,41 +65,33 @@ class ChatPreprocessor(Preprocessor):
         return None if made is None else (made, param)
 
 
-class ChatFormatter(Formatter):
+class ChatFormatter(ChunkFormatter):
     """Chat completions: `chat.completion` objects and chunks."""
 
     endpoint = "chat"
+    id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, output: RequestOutput) -> None:
         super().__init__(output)
-        self._chunks = Chunks(output, "chatcmpl-", "chat.completion", "chat.completion.chunk")
         self._returns_ids = output.body.return_token_ids
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
-        choices = self.output.choices
-        return {**self._chunks.whole(map(self._choice, choices)), **self._prompt_ids(choices[0])}
+        return {**super().whole(), **self._prompt_ids(self.output.choices[0])}
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`; the chunk of a choice that has its role."""
         for choice in self.output.choices:
             delta = {"role": "assistant", "content": ""}
             first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self._chunks.chunk(first, self._prompt_ids(choice))
-
-    def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        """See `Formatter.step`."""
-        return self._chunks.step(choice, delta, self._delta)
-
-    def last(self) -> Iterator[bytes]:
-        """See `Formatter.last`."""
-        return self._chunks.last()
+            yield self.chunk(first, self._prompt_ids(choice))
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         """Return the ids of the prompt where vLLM has them: beside the choices, which share it."""
         return {"prompt_token_ids": choice.prompt.ids} if self._returns_ids else {}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """See `ChunkFormatter.choice`."""
         parts = choice.parts
         calls = {"tool_calls": [call.whole for call in parts.tool_calls]} if parts.tool_calls else {}
         message = {"role": "assistant", "refusal": None, **_texts(parts), **calls}
@@ -119,7 +106,8 @@ class ChatFormatter(Formatter):
             **({"token_ids": choice.tokens} if self._returns_ids else {}),
         }
 
-    def _delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """See `ChunkFormatter.delta`."""
         members = _texts(delta.parts)
         if delta.parts.tool_calls:
             members["tool_calls"] = [call.delta for call in delta.parts.tool_calls]

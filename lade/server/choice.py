@@ -176,11 +176,6 @@ def _ms(seconds: float | None) -> float | None:
 class RequestOutput:
     """The choices of one request.
 
-    Args:
-        service: the served state.
-        body: the request body.
-        request_id: id of the request in the log.
-
     Attributes:
         model: the served model, set when the request is accepted.
         choices: the choices, by prompt; empty until they are submitted.

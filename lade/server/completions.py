@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lade.grammar import Grammar
-from lade.server.answer import Chunks, Formatter, Preprocessor
+from lade.server.answer import ChunkFormatter, Preprocessor
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
 from lade.server.errors import invalid
 from lade.server.output_parser import PlainParser
@@ -20,12 +20,7 @@ from lade.stats import Step, TokenLogprobs
 
 
 class CompletionPreprocessor(Preprocessor):
-    """Encodes one or several texts.
-
-    Args:
-        service: the served state.
-        body: the request body.
-    """
+    """Encodes one or several texts."""
 
     body: CompletionRequest
 
@@ -78,22 +73,18 @@ class CompletionPreprocessor(Preprocessor):
         return {"prompt_logprobs": self.body.logprobs} if _echoes_logprobs(self.body) else {}
 
 
-class CompletionFormatter(Formatter):
+class CompletionFormatter(ChunkFormatter):
     """Text completions: `text_completion` objects and chunks."""
 
     endpoint = "completions"
+    id_prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     prompt_field = "prompt"
 
     def __init__(self, output: RequestOutput) -> None:
         super().__init__(output)
         assert isinstance(output.body, CompletionRequest)  # the route's schema
         self._body = output.body
-        self._chunks = Chunks(output, "cmpl-", "text_completion", "text_completion")
         self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(output.service.token_text))
-
-    def whole(self) -> dict[str, Any]:
-        """See `Formatter.whole`."""
-        return self._chunks.whole(map(self._choice, self.output.choices))
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`: the echoed prompts; with logprobs they come with the first step instead."""
@@ -102,19 +93,10 @@ class CompletionFormatter(Formatter):
             echo = choice.prompt.text if body.echo and not _echoes_logprobs(body) else ""
             if echo or body.return_token_ids:
                 ids = {"prompt_token_ids": choice.prompt.ids} if body.return_token_ids else {}
-                yield self._chunks.chunk(
-                    {"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids}
-                )
+                yield self.chunk({"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids})
 
-    def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        """See `Formatter.step`."""
-        return self._chunks.step(choice, delta, self._delta)
-
-    def last(self) -> Iterator[bytes]:
-        """See `Formatter.last`."""
-        return self._chunks.last()
-
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """See `ChunkFormatter.choice`."""
         body = self._body
         echo = choice.prompt.text if body.echo else ""
         ids = {"prompt_token_ids": choice.prompt.ids, "token_ids": choice.tokens} if body.return_token_ids else {}
@@ -127,7 +109,8 @@ class CompletionFormatter(Formatter):
             **ids,
         }
 
-    def _delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """See `ChunkFormatter.delta`."""
         first = delta is choice.deltas[0]
         echo = choice.prompt.text if first and _echoes_logprobs(self._body) else ""
         steps = [] if delta.step is None else [delta.step]
@@ -161,11 +144,7 @@ LogprobLists = dict[str, list[Any]]
 
 
 class CompletionLogprobs:
-    """Incremental logprobs of one choice, whose text offsets depend on the tokens before.
-
-    Args:
-        token_text: decoder of single tokens.
-    """
+    """Incremental logprobs of one choice, whose text offsets depend on the tokens before."""
 
     def __init__(self, token_text: TokenText) -> None:
         self._token_text, self._offsets = token_text, TextOffsets(token_text)

@@ -197,13 +197,7 @@ def anthropic_status(status: int) -> int:
 
 
 def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """Return an error in Anthropic's format.
-
-    Args:
-        status: HTTP status of OpenAI's API for the error.
-        message: description of the problem and its remedy.
-        request_id: id of the request.
-    """
+    """Return an error in Anthropic's format."""
     default = "invalid_request_error" if status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(anthropic_status(status), default)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -253,9 +253,6 @@ class Server(uvicorn.Server):
 
     After the first signal new requests are refused and `/ready` reports it, over connections that stay open; uvicorn
     would close them. Once the last answer has ended or timed out, uvicorn shuts down as usual.
-
-    Args:
-        service: the served state.
     """
 
     def __init__(self, service: Service) -> None:

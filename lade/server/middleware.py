@@ -30,10 +30,11 @@ from lade.server.errors import (
     overloaded,
     validation_error,
 )
+from lade.server.keys import Key, Keys
 from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
 from lade.server.serialization import TooManyValuesError, decoded, encoded
 from lade.server.service import SMALL, Service
-from lade.server.settings import PROBES, Key, Keys, Settings
+from lade.server.settings import PROBES, Settings
 
 T = TypeVar("T")
 
@@ -50,11 +51,6 @@ class AuthMiddleware:
 
     A web page can make a browser send requests to this machine and, under a name that resolves to it (DNS rebinding),
     even read the answers. So names in `Host` must be allowed; IP addresses cannot be rebound.
-
-    Args:
-        app: the inner application.
-        settings: the server's hosts and origins.
-        keys: function that returns the current keys.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, keys: Callable[[], Keys]) -> None:

@@ -204,12 +204,7 @@ class CallParser:
 
 
 class StreamedCall:
-    """A tool call in progress, streamed once its name is known and its arguments have begun.
-
-    Args:
-        index: index among the tool calls of the answer.
-        opening: the tag before the call.
-    """
+    """A tool call in progress, streamed once its name is known and its arguments have begun."""
 
     def __init__(self, index: int, opening: str) -> None:
         self._index, self._text = index, CallParser()
@@ -404,11 +399,7 @@ def _call(index: int, call: dict[str, Any]) -> ToolCall:
 
 
 class Markup:
-    """Chooses the parser of a model, by its response template or by the tags in its chat template.
-
-    Args:
-        model: the served model.
-    """
+    """Chooses the parser of a model, by its response template or by the tags in its chat template."""
 
     def __init__(self, model: ServedModel) -> None:
         self._own: dict[str, Any] | None = getattr(model.tokenizer, "response_template", None)

@@ -17,7 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.server.errors import internal, invalid
-from lade.server.settings import LONGEST_TIMEOUT_S, NO_LIMITS, KeyLimits
+from lade.server.keys import NO_LIMITS, KeyLimits
+from lade.server.settings import LONGEST_TIMEOUT_S
 from lade.serving.handle import Handle, QueueSlot
 
 T = TypeVar("T")
@@ -200,10 +201,6 @@ class RequestContextMiddleware:
     """Outermost ASGI middleware: creates request contexts and ends their in-flight requests.
 
     However a request ends, its decoding ends with it: frameworks cancel the handler on a disconnect, not its rows.
-
-    Args:
-        app: the inner application.
-        ended: called with each context at its end.
     """
 
     def __init__(self, app: ASGIApp, ended: Callable[[RequestContext], None]) -> None:

@@ -343,11 +343,7 @@ def check(body: BaseRequest, settings: Settings) -> list[str]:
 
 
 def without_effect(requested: BaseRequest) -> list[str]:
-    """Return the names of known fields that are set but have no effect.
-
-    Args:
-        requested: the request body as its client has sent it.
-    """
+    """Return the names of known fields that are set but have no effect."""
     return [
         name for name, anyway in _WITHOUT_EFFECT.items() if (_value(requested, name) or None) not in (None, *anyway)
     ]

@@ -104,12 +104,7 @@ def event(value: dict[str, Any], name: str | None = None) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events, with headers that keep proxies from buffering.
-
-    Args:
-        events: encoded events.
-        headers: additional response headers.
-    """
+    """A response of server-sent events, with headers that keep proxies from buffering."""
 
     def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**_HEADERS, **(headers or {})})

@@ -60,11 +60,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText:
-    """Text and bytes of single tokens.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-    """
+    """Text and bytes of single tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -99,9 +95,6 @@ class TokenText:
 
 class TextOffsets:
     """Incremental offsets of tokens in a text, in characters.
-
-    Args:
-        token_text: decoder of single tokens.
 
     Attributes:
         end: length of the text so far.

@@ -18,26 +18,21 @@ from typing import Literal, TypeVar
 from lade.config import Lookahead, resolve
 from lade.errors import InputError
 from lade.hf.refusals import precision_note
-from lade.model.facts import ModelFacts
-from lade.model.supports import unwrap
 from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
-from lade.server.crash_dump import CrashDump
 from lade.server.errors import ApiError, overloaded
+from lade.server.failures import CrashDump, FailedRequests, Watchdog, described
 from lade.server.metrics import Metrics, since
 from lade.server.output_parser import Markup
-from lade.server.quotas import FailedRequests, Quotas
 from lade.server.request_context import InFlightRequest, RequestContext
 from lade.server.served_model import ServedModel, TextEncoder, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
-from lade.server.tenant_memories import TenantMemories
-from lade.server.watchdog import Watchdog, described
-from lade.serving.capacity import default_max_tokens, weight_shares
+from lade.server.tenants import Quotas, TenantMemories
+from lade.serving.capacity import default_prefix_bytes
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
 from lade.serving.snapshot import EngineSnapshot
-from lade.tuning.cost_cache import forget_texts
 from lade.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -66,7 +61,7 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
         for handle in handles:
             handle.result()
         rows *= 2
-    forget_texts(unwrap(model.model))  # these say nothing about those to come
+    engine.forget_texts()  # these say nothing about those to come
     # exempt what lives as long as the server from garbage collection, which stops all threads
     gc.collect()
     gc.freeze()
@@ -87,10 +82,6 @@ class FairExecutor:
         """Run a task and return its result; a task cancelled before its turn never starts.
 
         The next task starts once the thread is free, even if the caller of this one is cancelled.
-
-        Args:
-            client: the client in whose turn the task runs.
-            work: function to run in the thread.
         """
         if self._busy:
             await self._wait(client)
@@ -135,7 +126,6 @@ SAVE_S = 180.0
 SMALL = 64 * 2**10
 """Body size in bytes up to which requests are small; larger ones have threads of their own."""
 
-_SHARE_OF_CACHE = 0.1
 _BODY, _BODY_WITH_IMAGES = 4 * 2**20, 16 * 2**20
 
 
@@ -238,12 +228,10 @@ class Service:
             self._announce(model)
 
     def _prefix_bytes(self, model: ServedModel) -> int:
-        given, inner = self.settings.prefix_cache, unwrap(model.model)
         if self.settings.share == "none":
             return 0
-        if given is not None:
-            return given
-        return 0 if ModelFacts.of(inner).recurrent else int(_SHARE_OF_CACHE * default_max_tokens(weight_shares(inner)))
+        given = self.settings.prefix_cache
+        return default_prefix_bytes(model.model) if given is None else given
 
     def _set_up(self, model: ServedModel) -> None:
         self.grammars = GrammarCompiler(model)  # `close` ends it, if there is a model

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from time import thread_time
 from typing import Any, NamedTuple, TypeVar
 
+from lade.backends.grammar.backend import GrammarProcessor, processor_of
 from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
-from lade.backends.grammar.processor import GrammarProcessor, processor_of
 from lade.backends.grammar.trial import GrammarTrial, TrialError
 from lade.errors import InputError, MissingExtraError
 from lade.grammar import Grammar
@@ -155,10 +155,6 @@ class GrammarCompiler:
 
 def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
     """Return the grammar of a request and the field that sets it; None if unconstrained.
-
-    Args:
-        body: the request body.
-        names: client-side names of fields, for errors.
 
     Raises:
         ApiError: the grammar is invalid, too long, or set twice.

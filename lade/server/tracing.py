@@ -20,11 +20,7 @@ from lade.serving.handle import Handle
 
 
 class Tracing:
-    """Makes the spans of a server.
-
-    Args:
-        model: name of the served model.
-    """
+    """Makes the spans of a server."""
 
     def __init__(self, model: str) -> None:
         self._model, self._own = model, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,10 +13,12 @@ from transformers import PreTrainedModel
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
+from lade.model.facts import ModelFacts
 from lade.model.kv_cache import BufferSizes, TreeCache
 from lade.model.runner import EagerRunner, input_device
+from lade.model.supports import unwrap
 
-_SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.25, 0.8
+_SHARE_OF_HOST, _SHARE_OF_DEVICE, _SHARE_OF_PREFIXES = 0.25, 0.8, 0.1
 _PEAK = 2.75
 """Peak cache memory in units of the largest cache: old and new buffers while it grows, plus the cache of the joining
 prompt, which may be 1.5 times the prompt's own size.
@@ -137,6 +140,14 @@ def default_max_tokens(token_bytes: Mapping[torch.device, float]) -> int:
         token_bytes: bytes of one slot on each device.
     """
     return max(1, min(int(_cache_bytes(device) / size) for device, size in token_bytes.items()))
+
+
+def default_prefix_bytes(model: Any) -> int:
+    """Return a tenth of the default size of a model's KV cache in bytes; 0 if its states cannot be cached."""
+    inner = unwrap(model)
+    if ModelFacts.of(inner).recurrent:
+        return 0
+    return int(_SHARE_OF_PREFIXES * default_max_tokens(weight_shares(inner)))
 
 
 def weight_shares(model: PreTrainedModel) -> dict[torch.device, float]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lade.config import Lookahead, resolve
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.grammar import Grammar
-from lade.hf.arguments import Prediction, check_stats
+from lade.hf.call import Prediction, check_stats
 from lade.model.facts import ModelFacts
 from lade.model.supports import may_be_shared, supports, unwrap
 from lade.serving.batch import EngineBatch
@@ -22,6 +22,7 @@ from lade.serving.request import RequestOptions, prepare
 from lade.serving.scheduler import Scheduler
 from lade.serving.snapshot import CurrentWork, EngineSnapshot
 from lade.stats import Stats, Step
+from lade.tuning.cost_cache import forget_texts
 
 
 class Engine:
@@ -89,7 +90,7 @@ class Engine:
         self._model = model
         led = None
         if may_be_shared(unwrap(model)):
-            from lade.hf.distributed import led_by_this_process
+            from lade.backends.processes.team import led_by_this_process
 
             led = led_by_this_process(unwrap(model))
         try:
@@ -215,6 +216,10 @@ class Engine:
     def limit_waiting(self, max_waiting: int) -> None:
         """Set the maximum number of waiting requests from now on; those that wait stay."""
         self._scheduler.max_waiting = max_waiting
+
+    def forget_texts(self) -> None:
+        """Forget what the texts so far have taught about drafting, as after a warm-up with texts of another kind."""
+        forget_texts(unwrap(self._model))
 
     def close(self) -> None:
         """Cancel all requests, free their memory and return. Idempotent.

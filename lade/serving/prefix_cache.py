@@ -268,12 +268,6 @@ def prefill_group(
 
     A request is prefilled alone if its prefill has begun, if it has images or prompt logprobs, or if a prefix of it is
     cached, or will be once those before it have been fed.
-
-    Args:
-        queue: requests in the order in which they are fed.
-        max_tokens: upper bound on the tokens fed, padding included.
-        runner: the runner that feeds them.
-        reuse: gives access to the prefix cache.
     """
     group: list[ActiveRequest] = []
     for active in queue if runner.pads else ():

@@ -16,7 +16,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import GRAMMARS, Grammar
-from lade.hf.arguments import (
+from lade.hf.call import (
     Prediction,
     arguments_for_callable,
     clean_up,

@@ -196,10 +196,6 @@ class KvAllocator:
     The need is recomputed when the running set has changed or rows have outgrown the last result, not at every step:
     it takes a good part of the time of a small model's pass.
 
-    Args:
-        cache: the KV cache of all rows.
-        running: the running set.
-
     Attributes:
         checked: changes of the running set and size of the buffers at the last check; a new tuple each time.
     """

@@ -1,8 +1,7 @@
 """What a step costs on this machine: measured once, saved, and refreshed by the steps that are taken.
 
     measure.py      measures it, with real passes over dummy trees
-    cost_file.py    saved curves, one small file each: what they depend on, and the user's cache folder
-    cost_cache.py   the curve of a model: in use already, else saved, else measured now
+    cost_cache.py   the curve of a model: in use already, else saved, else measured now; what a saved one depends on
 
 The curve itself is `lade.decoding.drafting.step_cost`: t(S), seconds of one forward pass that feeds S tokens.
 """

@@ -1,31 +1,98 @@
-"""The step cost of a model: the curve that is in use already, else the saved one, else a new one.
+"""Saved step costs, and the step cost of a model: the curve in use already, else the saved one, else a new one.
 
-A curve in use belongs to the model, as the result of `lade.supports` does, and is freed with it.
+A curve in use belongs to the model, as the result of `lade.supports` does, and is freed with it. A saved one is a small
+JSON file for each combination of machine, model, settings and versions, see `lade.files.Records`:
+
+    <user's cache folder>/lookahead-decoding/step-cost/<hash of the key>.json    {"key": {...}, "cost": {...}}
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from lade.announcements import announce, contention_now
 from lade.decoding.drafting.step_cost import StepCost
-from lade.files import digest_of
+from lade.files import Records, digest_of
 from lade.locks import ForkSafeLock
-from lade.model.config import token_embeddings
+from lade.model.config import field, token_embeddings
+from lade.model.facts import ModelFacts, bytes_by_kind
 from lade.model.inputs import batch_bucket
 from lade.model.runner import EagerRunner
-from lade.tuning import cost_file as store
-from lade.tuning.cost_file import key_of
+from lade.native import processor_name
 from lade.tuning.measure import measure_step_cost
+from lade.version import __version__
+
+Key = Mapping[str, object]
+"""What a saved curve is good for, by readable names; anything JSON can hold."""
+
+RECORDS = Records("step-cost", "step cost")
+_SHAPE = """
+    model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+
+
+def key_of(model: PreTrainedModel, runner: EagerRunner, batch: int = 1) -> dict[str, object]:
+    """All that a step's cost depends on, but for the length of the text and the machine's other load.
+
+    These two change from step to step: the curve follows them while it is used.
+    """
+    facts = runner.facts
+    config = facts.text_config
+    return {
+        "devices": _names(weight.device for weight in facts.weights),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # which can be limited from outside
+        "model": type(model).__name__,
+        "shape": {name: field(config, name) for name in _SHAPE},
+        "parameters": sum(weight.numel() for weight in facts.weights),
+        # These two tell packed, quantised and adapted weights from plain ones: they sit in modules of other classes,
+        # or are tensors of other classes, or other numbers of bytes.
+        "modules": _counts(facts),
+        "weights": bytes_by_kind(facts.weights),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": config._attn_implementation,
+        "runner": type(runner).__name__,
+        "batch": batch_bucket(batch),
+        **({"processes": runner.processes} if runner.processes > 1 else {}),
+        "lade": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def devices_of(model: PreTrainedModel) -> list[str]:
+    """Names of the hardware that a model's weights lie on, one for each device."""
+    return _names(parameter.device for parameter in model.parameters())
+
+
+def _names(devices: Iterable[torch.device]) -> list[str]:
+    return sorted(map(_device_name, set(devices))) or ["none"]
+
+
+def _counts(facts: ModelFacts) -> dict[str, int]:
+    """Modules by the name of their class."""
+    counts = Counter[str]()
+    for kind, modules in facts.kinds.items():
+        counts[kind.__name__] += len(modules)
+    return dict(counts)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
+
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +103,7 @@ SAVE_EVERY_S = 30.0
 file takes as long to write as half a step of a small model."""
 
 
-@dataclass
+@dataclasses.dataclass
 class CurveInUse:
     """A curve that steps refresh.
 
@@ -50,11 +117,11 @@ class CurveInUse:
             take nearly as long: then it is not saved, and measured again once the machine is quiet.
     """
 
-    key: store.Key
+    key: Key
     cost: StepCost
     saved: Sequence[float]
     saved_at: float = -math.inf
-    shapes: set[tuple[int, int]] = field(default_factory=set)
+    shapes: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     is_kept: bool = True
 
 
@@ -62,9 +129,7 @@ _in_use: WeakKeyDictionary[PreTrainedModel, dict[str, CurveInUse]] = WeakKeyDict
 _measuring = ForkSafeLock()  # two threads that measured at once would measure each other
 
 
-def step_cost_for(
-    model: PreTrainedModel, runner: EagerRunner, *, batch: int = 1, folder: Path | None = None
-) -> StepCost:
+def step_cost_for(model: PreTrainedModel, runner: EagerRunner, *, batch: int = 1) -> StepCost:
     """The step cost of a model as this runner runs it; measured now, in a second or two, if it never was.
 
     The same object is returned as long as model, settings and machine are the same: what one generation observes, the
@@ -74,7 +139,6 @@ def step_cost_for(
         model: a model that `lade.supports`.
         runner: runs the steps.
         batch: B, rounded up to a power of two, so that a batch that loses rows seldom measures again.
-        folder: folder of saved curves; None for the user's cache folder.
     """
     key = key_of(model, runner, batch)
     name = digest_of(key)
@@ -83,9 +147,9 @@ def step_cost_for(
     if curve is None or (not curve.is_kept and not _is_busy(model)):
         with _measuring:
             if curves.get(name) is curve:  # else another thread has measured it meanwhile
-                made = _new_curve(key, model, runner, batch=batch_bucket(batch), folder=folder)
+                made = _new_curve(key, model, runner, batch=batch_bucket(batch))
                 if made is None:
-                    return step_cost_for(model, runner.eager(), batch=batch, folder=folder)
+                    return step_cost_for(model, runner.eager(), batch=batch)
                 if curve is not None:
                     made.cost.take_over_texts(curve.cost)
                 curves[name] = made
@@ -102,17 +166,15 @@ def forget_texts(model: PreTrainedModel) -> None:
         curve.cost.forget_texts()
 
 
-def _new_curve(
-    key: store.Key, model: PreTrainedModel, runner: EagerRunner, *, batch: int, folder: Path | None
-) -> CurveInUse | None:
+def _new_curve(key: Key, model: PreTrainedModel, runner: EagerRunner, *, batch: int) -> CurveInUse | None:
     """The saved curve, or one that is measured and saved now; None if it cannot be measured."""
-    cost, is_kept = store.load(key, folder), True
+    cost, is_kept = _load(key), True
     if cost is None:
         cost, is_kept = _measured(model, runner, batch), not _is_busy(model)
         if cost is None:
             return None
         if is_kept:
-            store.save(key, cost, folder)
+            _save(key, cost)
         else:
             logger.info("the machine is busy: the step cost is not saved, and measured again once it is quiet")
     else:
@@ -120,12 +182,21 @@ def _new_curve(
     return CurveInUse(key, cost, cost.table, is_kept=is_kept)
 
 
+def _load(key: Key) -> StepCost | None:
+    return RECORDS.load(key, lambda record: StepCost.from_json(record["cost"]))
+
+
+def _save(key: Key, cost: StepCost) -> bool:
+    """Save a curve, which is as old as its first measurement: passes only refresh the sizes they have."""
+    return RECORDS.save(key, {"cost": cost.to_json(), "saved_at": cost.measured_at})
+
+
 def _is_busy(model: PreTrainedModel) -> bool:
     """Return whether other processes compete for the cores that compute passes."""
     return model.device.type == "cpu" and bool(contention_now(torch.get_num_threads()))
 
 
-def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> None:
+def save_refreshed(model: PreTrainedModel) -> None:
     """Save those curves of a model that its steps have moved by more than a tenth; for the end of a generation.
 
     Not those that were saved a short while ago: what moves them further is saved by the first generation after it. Nor
@@ -136,15 +207,15 @@ def save_refreshed(model: PreTrainedModel, *, folder: Path | None = None) -> Non
         if now - curve.saved_at < SAVE_EVERY_S or not curve.is_kept or _is_busy(model):
             continue
         if curve.cost.change_since(curve.saved) > WORTH_SAVING:
-            store.save(curve.key, curve.cost, folder)
+            _save(curve.key, curve.cost)
             curve.saved, curve.saved_at = curve.cost.table, now
 
 
-def use(model: PreTrainedModel, key: store.Key, cost: StepCost, *, folder: Path | None = None) -> bool:
+def use(model: PreTrainedModel, key: Key, cost: StepCost) -> bool:
     """Use a curve that was measured with more care, and save it unless the machine is busy; whether it was saved."""
     is_kept = not _is_busy(model)
     _in_use.setdefault(model, {})[digest_of(key)] = CurveInUse(key, cost, cost.table, is_kept=is_kept)
-    return is_kept and store.save(key, cost, folder)
+    return is_kept and _save(key, cost)
 
 
 def _measured(model: PreTrainedModel, runner: EagerRunner, batch: int) -> StepCost | None:

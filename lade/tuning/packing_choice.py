@@ -5,8 +5,6 @@ The curves are those that drafting goes by, and are kept in the same file: on th
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from transformers import PreTrainedModel
 
 from lade.backends.cpu.packing import pack as packing
@@ -23,14 +21,13 @@ TOLERANCE = 1.02
 """A pass may take so many times as long as before: curves are no more exact than that."""
 
 
-def pack_if_it_pays(model: PreTrainedModel, *, folder: Path | None = None) -> str | None:
+def pack_if_it_pays(model: PreTrainedModel) -> str | None:
     """Pack a model if passes over a few tokens get faster by it, and those over one token no slower.
 
     So no text is decoded more slowly than without, guessed or not.
 
     Args:
         model: unpacked, on the CPU; packed afterwards, or as it was.
-        folder: of saved curves; None for the user's cache folder.
 
     Returns:
         Why it was not packed; None if it was.
@@ -40,11 +37,11 @@ def pack_if_it_pays(model: PreTrainedModel, *, folder: Path | None = None) -> st
             return "its layers are small"
     except UnsupportedModelError as problem:
         return str(problem)
-    before = _cost_of(model, folder)
+    before = _cost_of(model)
     if before is None:
         return "what its steps take cannot be measured beforehand"
     packing.pack(model)
-    after = _cost_of(model, folder)
+    after = _cost_of(model)
     assert after is not None  # as before
     if pays(before, after):
         return None
@@ -62,11 +59,9 @@ def pays(before: StepCost, after: StepCost) -> bool:
     return after.seconds(1) + after.seconds(FEW) < before.seconds(1) + before.seconds(FEW)
 
 
-def _cost_of(model: PreTrainedModel, folder: Path | None) -> StepCost | None:
+def _cost_of(model: PreTrainedModel) -> StepCost | None:
     """What passes of a model take as it is; None where there is no runner without a prompt, or none at all."""
     support = supports(model)
     if not support or model.config.is_encoder_decoder:
         return None
-    return step_cost_for(
-        model, runner_for(ModelFacts.of(model), support.require(), model.generation_config), folder=folder
-    )
+    return step_cost_for(model, runner_for(ModelFacts.of(model), support.require(), model.generation_config))

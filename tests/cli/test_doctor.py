@@ -10,8 +10,8 @@ import torch
 
 from lade.cli import diagnosis
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
+from lade.files import Records
 from lade.tuning import cost_cache, measure
-from lade.tuning import cost_file as store
 
 
 def knee(size):
@@ -35,7 +35,7 @@ def steady(monkeypatch, tmp_path):
 
     monkeypatch.setattr(measure.StepTimer, "__call__", call)
     monkeypatch.setattr(measure, "samples_of", functools.partial(measure.samples_of, clock=lambda: state["now"]))
-    monkeypatch.setattr(store, "default_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", tmp_path / "cache"))
     monkeypatch.setattr(diagnosis, "LONGEST_ANSWER", 24)
     for module in (cost_cache, diagnosis):
         monkeypatch.setattr(module, "contention_now", lambda threads: "")
@@ -66,7 +66,7 @@ def test_it_examines_measures_and_tries(lade, folder, steady, saved):
     assert 19.0 < steady["now"] <= 20.0, "all of the time is used"
     (record,) = saved()
     assert StepCost.from_json(record["cost"]).seconds(24) == pytest.approx(knee(24))
-    assert found["curve"]["saved"] == str(store.path_of(record["key"]))
+    assert found["curve"]["saved"] == str(cost_cache.RECORDS.path_of(record["key"]))
     assert found["trial"]["same_tokens"] and found["trial"]["tokens"] <= 3 * 24
     assert found["trial"]["explanation"].startswith("Drafted in ")
 
@@ -159,7 +159,7 @@ def test_threads(lade, folder, saved):
 
 def test_a_folder_that_cannot_be_written_to_is_told(lade, folder, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(store, "default_folder", lambda: tmp_path / "file" / "folder")
+    monkeypatch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", tmp_path / "file" / "folder"))
     result = lade("doctor", "-m", folder, "--seconds", 2)
     assert result.exit_code == 0 and "not saved" in result.stderr and "cannot be saved" in caplog.text
 

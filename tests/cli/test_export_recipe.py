@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lade.recipe.export import CARD, CODE, MARK, recipe_path
+from lade.recipe import CARD, CODE, MARK, recipe_path
 
 FILES = sorted((*CODE, CARD))
 

@@ -172,8 +172,8 @@ def test_what_the_library_logs_is_what_it_is_doing(monkeypatch, capsys):
 
 def test_a_warning_in_the_log_is_a_line(capsys):
     with terminal(Output(quiet=True)):
-        logging.getLogger("lade.tuning.cost_file").info("nothing")
-        logging.getLogger("lade.tuning.cost_file").warning("the folder is gone")
+        logging.getLogger("lade.tuning.cost_cache").info("nothing")
+        logging.getLogger("lade.tuning.cost_cache").warning("the folder is gone")
         logging.getLogger("lade.server.service").warning("16 bits; loading the model in float32 prevents it")
     assert capsys.readouterr().err == "the folder is gone\n16 bits; --dtype float32 prevents it\n"
 

@@ -24,5 +24,5 @@ def test_from_generate_to_the_model_there_are_few_frames_of_our_own():
     model.register_forward_pre_hook(note)
     lade.generate(model, IDS, max_new_tokens=20, do_sample=False)
     _, *steps = stacks
-    assert len(steps) > 3 and all(stack[0] == "generate" for stack in stacks)
+    assert len(steps) > 3 and all(stack[1] == "generate" for stack in stacks)
     assert max(map(len, steps)) <= FRAMES, steps[0]

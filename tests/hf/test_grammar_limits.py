@@ -12,6 +12,7 @@ from transformers import LogitsProcessor
 import lade
 from lade import Grammar, InputError
 from lade.backends.grammar import compiled as matchers
+from lade.backends.grammar.backend import processor_of
 from lade.backends.grammar.compiled import (
     LIMITS,
     GrammarBudget,
@@ -20,7 +21,6 @@ from lade.backends.grammar.compiled import (
     Vocabulary,
     vocabulary_of_tokenizer,
 )
-from lade.backends.grammar.processor import processor_of
 
 ENDLESS = Grammar.regex("(?s:.*)a(?s:.{200})")
 """Its lexer finds states as long as an answer goes on."""

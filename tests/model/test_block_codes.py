@@ -17,7 +17,7 @@ from lade.backends.cpu.kernels import dtype_code, kernel
 from lade.backends.cpu.packing import weight
 from lade.backends.cpu.packing.blocks import _fused, quantised
 from lade.backends.cpu.packing.integers import Int8Linear
-from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, PanelWeight, block_row_groups, has_block_kernels
+from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, PanelWeight, code_groups, has_block_kernels
 from lade.backends.cpu.packing.weight import HugePages
 from lade.backends.cpu.worker_threads import At, Room, Stages
 from lade.errors import UnsupportedModelError
@@ -157,7 +157,7 @@ def test_inputs_are_rounded_to_the_same_codes(inputs, dtype):
         memory = torch.empty(room.size, dtype=torch.int8)
         stages.run((x.data_ptr(), memory.data_ptr()))
         expected, steps = quantised(torch.nn.functional.pad(x, (0, -inputs % 64)))
-        together = block_row_groups().together_for(rows)
+        together = code_groups().together_for(rows)
         codes = memory[: laid_out.facts.offset].view(-1, blocks, together, 2, 32).permute(0, 2, 1, 3, 4)
         assert torch.equal(codes.reshape(-1, 2 * blocks, 32)[:rows], expected)
         facts = memory[laid_out.facts.offset :].view(torch.int32)[: len(codes) * together * 8 * blocks]

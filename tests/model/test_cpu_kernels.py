@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 import lade
 from lade.backends.cpu import kernels
-from lade.backends.cpu.invariant import activations, attention, norms
+from lade.backends.cpu.invariant import attention, functions
 from lade.backends.cpu.invariant.attention import PlacedMask
-from lade.backends.cpu.packing import panel_products, panel_weight, panels
+from lade.backends.cpu.packing import panel_products, panel_weight
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.panel_weight import PanelWeight
-from lade.backends.cpu.packing.panels import DOT_PANEL, in_panels
+from lade.backends.cpu.packing.panel_weight import DOT_PANEL, PanelWeight, in_panels
 from lade.backends.cpu.packing.weight import HugePages
 from lade.testing import toy_model
 
@@ -36,7 +35,7 @@ def assert_same_bits(call, instructions: str) -> None:
     """What a call gives by these instructions alone is what it gives by the best."""
     expected = call()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activations, attention, norms):
+        for module in (attention, functions):
             patch.setattr(module, "kernel", lambda name: kernels.kernel(name, instructions))
         assert torch.equal(bits(call()), bits(expected))
 
@@ -89,8 +88,8 @@ def test_norms_have_the_same_bits(instructions, data):
     rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(32, 150))
     x = drawn(data, rows, columns, dtypes=FLOATS[:2])
     weight = drawn(data, columns).to(x.dtype)
-    formula = data.draw(st.sampled_from([norms.LLAMA, norms.WHOLE, norms.GEMMA]))
-    assert_same_bits(lambda: norms._normalised(x, weight, 1e-6, formula), instructions)
+    formula = data.draw(st.sampled_from([functions.LLAMA, functions.WHOLE, functions.GEMMA]))
+    assert_same_bits(lambda: functions._normalised(x, weight, 1e-6, formula), instructions)
 
 
 @with_each("logistic_product")
@@ -98,7 +97,7 @@ def test_norms_have_the_same_bits(instructions, data):
 @given(st.data())
 def test_activations_have_the_same_bits(instructions, data):
     x, cubic = drawn(data, data.draw(st.integers(0, 200))), data.draw(st.sampled_from([0.0, 0.07]))
-    assert_same_bits(lambda: activations.times_logistic(x, 1.6, cubic), instructions)
+    assert_same_bits(lambda: functions.times_logistic(x, 1.6, cubic), instructions)
 
 
 @with_each("quantise_rows")
@@ -156,7 +155,7 @@ def test_without_the_library_models_are_packed_by_torch_and_not_made_invariant(m
     monkeypatch.setattr(kernels, "kernel", kernels.CpuKernel)
     from lade.backends.cpu.invariant import make_invariant
 
-    for module in (make_invariant, panels, panel_products):
+    for module in (make_invariant, panel_weight, panel_products):
         monkeypatch.setattr(module, "kernel", kernels.CpuKernel)
     monkeypatch.setattr(panel_products, "has_tiles", panel_products.has_tiles.__wrapped__)
     model, ids = toy_model(dtype=torch.float32), torch.arange(1, 9)[None]

@@ -89,8 +89,8 @@ def test_texts_are_the_same_where_another_thread_loads_models():
 
 
 def test_kernels_do_not_follow_the_default_device():
-    from lade.backends.cpu.invariant.activations import times_logistic
     from lade.backends.cpu.invariant.attention import PlacedMask, attention_of
+    from lade.backends.cpu.invariant.functions import times_logistic
 
     query, key, value = (
         torch.randn(1, 2, count, 16, generator=torch.Generator().manual_seed(1)) for count in (5, 9, 9)

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 import lade
 from lade.backends.cpu.invariant.fused import FusedLayer
 from lade.backends.cpu.packing import gguf_model as load
-from lade.backends.cpu.packing.gguf_codes import _KINDS, codes_of, has_codes, values_of
-from lade.backends.cpu.packing.gguf_file import TensorPlace, read_header
+from lade.backends.cpu.packing.gguf_file import _KINDS, TensorPlace, codes_of, has_codes, read_header, values_of
 from lade.backends.cpu.packing.integers import GgufLinear
 from lade.backends.cpu.packing.pack import packed_layers
 from lade.errors import InputError, UnsupportedModelError

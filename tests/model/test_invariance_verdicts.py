@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import lade
-from lade.backends.cpu.invariant import make_invariant, padded_rows, verdicts, weights
+from lade.backends.cpu.invariant import make_invariant, padded_rows, trials, weights
 from lade.backends.cpu.invariant.padded_rows import NO_PADDING, RowPadding, padding_of
 from lade.backends.cpu.invariant.trials import distinct_layers
 from lade.backends.cpu.packing.panel_products import panel_for
@@ -22,7 +22,7 @@ HALF = torch.bfloat16
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
-    monkeypatch.setattr(verdicts, "RECORDS", Records("invariant", "the verdict", tmp_path))
+    monkeypatch.setattr(trials, "RECORDS", Records("invariant", "the verdict", tmp_path))
     return tmp_path
 
 
@@ -75,7 +75,7 @@ def test_whatever_may_change_the_verdict_is_tried_anew(records, tried, change):
 def test_a_kept_padding_that_is_wrong_here_is_found_by_the_short_trial(records, monkeypatch):
     """As where something changed that is not part of the key."""
     model = toy_model(dtype=HALF)
-    key = verdicts.key_of(model)
+    key = trials.key_of(model)
     monkeypatch.setattr(padded_rows, "_rounds_alike", lambda *given: True)
     lade.variant(lade.invariant(model))  # what was kept is no padding at all
     (record,) = records.iterdir()
@@ -88,7 +88,7 @@ def test_a_kept_padding_that_is_wrong_here_is_found_by_the_short_trial(records, 
     monkeypatch.setattr(nn.Linear, "forward", rounds_by_company)
     with pytest.raises(UnsupportedModelError, match="rounds a token differently"):
         lade.invariant(model)
-    assert verdicts.key_of(model) == key
+    assert trials.key_of(model) == key
 
 
 @pytest.mark.parametrize("content", ['{"key": 1}', "[]", "{", '{"paddings": 3}'])
@@ -102,8 +102,8 @@ def test_a_damaged_record_is_as_good_as_none(records, tried, content):
 
 
 def test_a_record_of_other_products_is_not_used(records, tried):
-    key = verdicts.key_of(toy_model(dtype=HALF))
-    verdicts.keep_paddings(key, [RowPadding(4, 4)])
+    key = trials.key_of(toy_model(dtype=HALF))
+    trials.keep_paddings(key, [RowPadding(4, 4)])
     tried[0].clear()
     assert NO_PADDING in paddings(lade.invariant(toy_model(dtype=HALF)))
     assert tried[0]

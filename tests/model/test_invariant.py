@@ -23,9 +23,9 @@ from transformers import (
 
 import lade
 from lade.backends.cpu import worker_threads
-from lade.backends.cpu.invariant import activations, attention, make_invariant, verdicts
-from lade.backends.cpu.invariant.activations import times_logistic
+from lade.backends.cpu.invariant import attention, functions, make_invariant, trials
 from lade.backends.cpu.invariant.attention import attention_of, invariant_attention
+from lade.backends.cpu.invariant.functions import times_logistic
 from lade.backends.cpu.invariant.padded_rows import (
     NO_PADDING,
     PaddedRows,
@@ -42,8 +42,7 @@ from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import pack
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight
-from lade.backends.cpu.packing.panels import in_panels
+from lade.backends.cpu.packing.panel_weight import PanelWeight, in_panels
 from lade.files import Records
 from lade.testing import toy_model
 
@@ -55,7 +54,7 @@ HALF = torch.bfloat16
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch, tmp_path):
     """One text, behind which the tree crosses the border of a tile; no verdict is known."""
-    monkeypatch.setattr(verdicts, "RECORDS", Records("invariant", "the verdict", tmp_path))
+    monkeypatch.setattr(trials, "RECORDS", Records("invariant", "the verdict", tmp_path))
     monkeypatch.setattr(make_invariant, "TEXTS", (61,))
     monkeypatch.setattr("lade.backends.cpu.invariant.trials.TEXTS", (60,))
 
@@ -222,7 +221,11 @@ def test_rows_of_a_batch_that_are_multiplied_apart_are_caught_and_named(monkeypa
         lade.invariant(model)
 
 
-OF_LOGISTIC = {"silu": activations.SILU, "gelu_tanh": activations.GELU_TANH, "quick_gelu": activations.QUICK_GELU}
+OF_LOGISTIC = {
+    "silu": functions.SILU,
+    "gelu_tanh": functions.GELU_TANH,
+    "quick_gelu": functions.QUICK_GELU,
+}
 
 
 @pytest.mark.parametrize("function", ["gelu", *OF_LOGISTIC])
@@ -234,7 +237,7 @@ def test_activations_are_what_they_are_wherever_a_number_stands(function):
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     }
     logistic, x = OF_LOGISTIC.get(function), 3 * torch.randn(4001, dtype=torch.float32)
-    ours = activations.gelu if logistic is None else lambda x: activations.times_logistic(x, *logistic)
+    ours = functions.gelu if logistic is None else lambda x: functions.times_logistic(x, *logistic)
     for dtype, tolerance in ((torch.float32, 1e-6), (HALF, 8e-3), (torch.float16, 1e-3)):
         numbers = x.to(dtype)
         whole = ours(numbers)
@@ -260,11 +263,11 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, team = times_logistic(x), activations.run_on_team
+    alone, team = times_logistic(x), functions.run_on_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shared = []
     monkeypatch.setattr(
-        activations, "run_on_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs))
+        functions, "run_on_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs))
     )
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 

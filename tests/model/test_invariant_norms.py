@@ -9,8 +9,15 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lade.backends.cpu import worker_threads
-from lade.backends.cpu.invariant.norms import GEMMA, LLAMA, WHOLE, InvariantNorm, _normalised, replace_norms
-from lade.model.in_place_subclassing import restore
+from lade.backends.cpu.invariant.functions import (
+    GEMMA,
+    LLAMA,
+    WHOLE,
+    InvariantNorm,
+    _normalised,
+    replace_norms,
+)
+from lade.model.module_changes import restore
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -18,15 +18,20 @@ from trees import attention
 
 import lade
 from lade import native
-from lade.backends.cpu.invariant import norms
-from lade.backends.cpu.invariant.activations import InvariantActivation, replace_activations, times_logistic
+from lade.backends.cpu.invariant import functions
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
-from lade.backends.cpu.invariant.norms import LLAMA, InvariantNorm, replace_norms
+from lade.backends.cpu.invariant.functions import (
+    LLAMA,
+    InvariantActivation,
+    InvariantNorm,
+    replace_activations,
+    replace_norms,
+    times_logistic,
+)
 from lade.backends.cpu.packing.integers import Int8Linear, int8_codes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels
-from lade.backends.cpu.packing.panels import in_panels
+from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels, in_panels
 from lade.backends.cpu.packing.weight import HugePages
 from lade.decoding import readout
 from lade.decoding.drafting.memory import ContextMemory
@@ -115,7 +120,7 @@ def test_a_norm_is_right_or_refused(x, data):
     served = size == x.shape[-1] >= 32 and x.dtype == dtype in (torch.float32, HALF) and weight.is_contiguous()
     served = served and {of_x, of_weight} == {"as it is"}
     given = made(of_x, x), made(of_weight, weight)
-    found = norms._normalised(*given, 1e-5, LLAMA) if norms._takes(*given) else None
+    found = functions._normalised(*given, 1e-5, LLAMA) if functions._takes(*given) else None
     assert (found is not None) == served
     if found is not None:
         numbers = x.double()

@@ -10,7 +10,7 @@ import torch
 import lade
 from lade import files
 from lade.backends.cpu.packing import pack as packing
-from lade.backends.cpu.packing import product_choice
+from lade.backends.cpu.packing import panel_products
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.testing import toy_model
@@ -21,8 +21,12 @@ SHAPES = Counter({(2048, 2048): 4})
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
+def records_in(folder, monkeypatch):
+    monkeypatch.setattr(panel_products, "RECORDS", files.Records("products", "the choice of products", folder))
+
+
 @pytest.fixture
-def measured(monkeypatch):
+def measured(monkeypatch, tmp_path):
     """Shapes that were measured; own products take 0.9 of the time."""
     found = []
 
@@ -30,60 +34,62 @@ def measured(monkeypatch):
         found.append(shapes)
         return 1.0, 0.9
 
-    product_choice._own_are_faster.cache_clear()
-    monkeypatch.setattr(product_choice, "_measured", measure)
-    monkeypatch.setattr(product_choice, "panel_for", lambda dtype: 16)
+    panel_products._own_are_faster.cache_clear()
+    records_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(panel_products, "_measured", measure)
+    monkeypatch.setattr(panel_products, "panel_for", lambda dtype: 16)
     yield found
-    product_choice._own_are_faster.cache_clear()
+    panel_products._own_are_faster.cache_clear()
 
 
 def next_process():
-    product_choice._own_are_faster.cache_clear()
+    panel_products._own_are_faster.cache_clear()
 
 
 def test_a_choice_is_measured_once_for_shapes_and_threads(measured, tmp_path):
     for _ in range(2):
-        assert product_choice.faster_panel(SHAPES, tmp_path) == 16
+        assert panel_products.faster_panel(SHAPES) == 16
         next_process()
     assert measured == [((2048, 2048, 4),)]
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before + 1)
-        product_choice.faster_panel(SHAPES, tmp_path)
+        panel_products.faster_panel(SHAPES)
     finally:
         torch.set_num_threads(before)
-    product_choice.faster_panel(SHAPES + Counter({(64, 64): 1}), tmp_path)
+    panel_products.faster_panel(SHAPES + Counter({(64, 64): 1}))
     assert len(measured) == 3 == len(list(tmp_path.iterdir()))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", b"\xff"])
 def test_a_damaged_or_old_record_is_measured_again(measured, tmp_path, content, monkeypatch, caplog):
-    product_choice.faster_panel(SHAPES, tmp_path)
+    panel_products.faster_panel(SHAPES)
     next_process()
     (file,) = tmp_path.iterdir()
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    product_choice.faster_panel(SHAPES, tmp_path)
+    panel_products.faster_panel(SHAPES)
     assert len(measured) == 2 and "cannot be used" in caplog.text
     next_process()
     monkeypatch.setattr(files, "MAX_AGE_S", -1)
-    product_choice.faster_panel(SHAPES, tmp_path)
+    panel_products.faster_panel(SHAPES)
     assert len(measured) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(measured, tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_is_no_error(measured, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
-    assert product_choice.faster_panel(SHAPES, tmp_path / "file") == 16
+    records_in(tmp_path / "file", monkeypatch)
+    assert panel_products.faster_panel(SHAPES) == 16
     assert "cannot be saved" in caplog.text
 
 
 @pytest.mark.parametrize(("own", "panel"), [(0.94, 16), (0.96, 0)])
 def test_own_products_have_to_gain_five_per_cent(measured, tmp_path, monkeypatch, own, panel):
-    monkeypatch.setattr(product_choice, "_measured", lambda shapes, panel: (1.0, own))
-    assert product_choice.faster_panel(SHAPES, tmp_path) == panel
+    monkeypatch.setattr(panel_products, "_measured", lambda shapes, panel: (1.0, own))
+    assert panel_products.faster_panel(SHAPES) == panel
 
 
 def test_small_models_are_not_measured(measured, tmp_path):
-    assert product_choice.faster_panel(Counter({(2048, 2048): 1}), tmp_path) == 0 == len(measured)
+    assert panel_products.faster_panel(Counter({(2048, 2048): 1})) == 0 == len(measured)
 
 
 def test_a_very_large_weight_is_timed_in_part_and_counts_as_a_whole(monkeypatch):
@@ -93,17 +99,17 @@ def test_a_very_large_weight_is_timed_in_part_and_counts_as_a_whole(monkeypatch)
         timed.append((outputs, inputs, copies))
         return float(outputs * inputs * copies), 0.0
 
-    monkeypatch.setattr(product_choice, "_timed", time)
+    monkeypatch.setattr(panel_products, "_timed", time)
     shapes = ((2**20, 4096, 1), (4096, 4096, 30), (256, 256, 3))
-    theirs, _ = product_choice._measured(shapes, 16)
+    theirs, _ = panel_products._measured(shapes, 16)
     assert theirs == sum(outputs * inputs * count for outputs, inputs, count in shapes)
-    assert all(2 * outputs * inputs * copies <= product_choice._TRIAL_BYTES for outputs, inputs, copies in timed)
+    assert all(2 * outputs * inputs * copies <= panel_products._TRIAL_BYTES for outputs, inputs, copies in timed)
 
 
 @needs_panels
 def test_both_products_are_timed(monkeypatch):
-    monkeypatch.setattr(product_choice, "SECONDS", 0)
-    assert all(seconds > 0 for seconds in product_choice._timed(64, 64, 2, PANEL))
+    monkeypatch.setattr(panel_products, "SECONDS", 0)
+    assert all(seconds > 0 for seconds in panel_products._timed(64, 64, 2, PANEL))
 
 
 @pytest.fixture(params=[0, PANEL] if PANEL else [0])

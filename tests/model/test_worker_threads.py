@@ -11,7 +11,7 @@ import torch
 from forked import in_fork
 
 from lade.backends.cpu import worker_threads
-from lade.backends.cpu.invariant.activations import times_logistic
+from lade.backends.cpu.invariant.functions import times_logistic
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.worker_threads import At, Room, Stages, ThreadTeam, run_on_team
 

@@ -15,7 +15,7 @@ from transformers import Florence2Config, Florence2ForConditionalGeneration, Sto
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.backends.encoder_decoder.backend import source_of
+from lade.backends.encoder_decoder import source_of
 from lade.backends.trials.tree_check import worst_error
 from lade.model.facts import CACHE
 from lade.model.prepared import Prepared, custom_generate_for

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
 from lade.backends.trials import backend as trials
-from lade.backends.trials.lengths import named_lengths
+from lade.backends.trials.backend import named_lengths
 from lade.backends.trials.tree_check import worst_error
 from lade.model.facts import CACHE
 from lade.model.masks import plan_for

@@ -37,7 +37,7 @@ from lade.backends.trials import linear_check as layer_trial
 from lade.backends.trials.backend import BACKEND as TRIALS
 from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner
-from lade.tuning.cost_file import key_of
+from lade.tuning.cost_cache import key_of
 from lade_lab import inflate
 
 # PEFT asks transformers for a name that transformers is about to drop.

@@ -25,7 +25,7 @@ from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.hf import job
 from lade.hf.plain import metered
-from lade.model.thread_patches import hooked
+from lade.model.module_changes import hooked
 
 FAMILIES = ("llama", "bloom", "llama4_text", "gemma2")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lade.recipe.export import recipe_path
+from lade.recipe import recipe_path
 
 RECIPE = {"custom_generate": str(recipe_path()), "trust_remote_code": True}
 FIXED = {"budget": 16}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lade.recipe.export import export_recipe, recipe_path
+from lade.recipe import export_recipe, recipe_path
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {"docs/frameworks.md": ROOT / "docs" / "frameworks.md", "the card": recipe_path() / "README.md"}

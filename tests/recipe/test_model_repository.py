@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import lade
-from lade.recipe.export import export_recipe
+from lade.recipe import export_recipe
 from lade.testing import toy_model
 
 PROMPT = torch.tensor([[5, 9, 2, 7, 5, 9, 2]])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from lade.recipe.export import CARD, CODE, recipe_path
+from lade.recipe import CARD, CODE, recipe_path
 from lade.recipe.folder.custom_generate import generate
 from lade.testing import toy_model
 from lade.version import __version__

@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 from served import SERVED, Passes, byte_model, running, slow_served, until
 
-from lade.cli.serve.replay import replay
+from lade.cli.serve.command import replay
 from lade.errors import InputError
-from lade.server import crash_dump
-from lade.server.crash_dump import FINISHED, read_dump
+from lade.server import failures
+from lade.server.failures import FINISHED, read_dump
+from lade.server.keys import Key, Keys
 from lade.server.listen import Server, run
 from lade.server.service import Service
-from lade.server.settings import Key, Keys, Settings, bound
+from lade.server.settings import Settings, bound
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 SECRET = "sk-one-secret"
@@ -144,7 +145,7 @@ def test_a_disk_that_is_full_costs_a_line(tmp_path, monkeypatch, caplog, problem
     def full(path, content):
         raise problem
 
-    monkeypatch.setattr(crash_dump, "write_whole", full)
+    monkeypatch.setattr(failures, "write_whole", full)
     saved = []
     device = Device()
     with running(replace(device.served, save=lambda: saved.append(1)), crash_dump=tmp_path) as server:

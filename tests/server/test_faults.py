@@ -21,7 +21,7 @@ from lade.hf.detokenizer import AnswerText
 from lade.hf.sampling import LoneSampler
 from lade.server import answer, chat, chat_template, metrics, service
 from lade.server.errors import ApiError
-from lade.server.quotas import FailedRequests
+from lade.server.failures import FailedRequests
 from lade.serving import batch, handle, prefix_cache, scheduler
 from lade.serving import running as running_set
 from lade_lab.fakes import nearly_flat_cost

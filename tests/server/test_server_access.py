@@ -7,7 +7,7 @@ from served import running, until
 
 from lade.errors import InputError
 from lade.server.access_log import AccessLog
-from lade.server.settings import NO_KEYS, Keys
+from lade.server.keys import NO_KEYS, Keys
 
 SECRET = "sk-very-secret"
 ROUTES = [

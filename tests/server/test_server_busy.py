@@ -8,8 +8,8 @@ import time
 import pytest
 from served import running, slow_served, until
 
+from lade.server.keys import Key, Keys
 from lade.server.listen import SWITCH_S
-from lade.server.settings import Key, Keys
 
 TIMES = 12
 SOON, LATEST = 2, 20

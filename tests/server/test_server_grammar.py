@@ -29,9 +29,9 @@ from lade.backends.grammar.trial import TrialError
 from lade.server import answer as answers
 from lade.server import structured_output
 from lade.server.errors import ApiError
+from lade.server.keys import Key, Keys
 from lade.server.schemas import ChatRequest
 from lade.server.served_model import ServedModel
-from lade.server.settings import Key, Keys
 from lade.server.structured_output import message_grammar, requested_calls, requested_grammar
 
 MESSAGES = [{"role": "user", "content": "hello"}]

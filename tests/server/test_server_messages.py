@@ -12,8 +12,8 @@ from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
 
 from lade.server.errors import ApiError
+from lade.server.keys import Key, Keys
 from lade.server.messages import MessagesRequest, as_chat
-from lade.server.settings import Key, Keys
 
 GREEDY = {"extra_body": {"temperature": 0}}
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from lade.config import LookaheadConfig
 from lade.server.output_parser import Markup, Parts
 from lade.server.served_model import ServedModel, TextOffsets, TokenText
-from lade.server.tenant_memories import MAX_SCOPES, TenantMemories
+from lade.server.tenants import MAX_SCOPES, TenantMemories
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -7,8 +7,8 @@ from served import Passes, running, slow_served, until, until_placed
 
 from lade.errors import InputError
 from lade.server.errors import ApiError
-from lade.server.quotas import Quotas
-from lade.server.settings import NO_LIMITS, Key, KeyLimits, Keys
+from lade.server.keys import NO_LIMITS, Key, KeyLimits, Keys
+from lade.server.tenants import Quotas
 
 KEYS = Keys(
     (Key("alice", "sk-a", limits=KeyLimits(rows=2)), Key("bob", "sk-b", limits=KeyLimits(2, 40)), Key("c", "sk-c"))

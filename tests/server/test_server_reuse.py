@@ -8,7 +8,7 @@ import pytest
 from served import SERVED, Passes, plain, running, slow_served, templated, text_of, until
 
 from lade import LookaheadConfig, Memory
-from lade.server.settings import NO_KEYS, Key, Keys
+from lade.server.keys import NO_KEYS, Key, Keys
 
 KEYS = Keys((Key("a", "ka"), Key("b", "kb")))
 QUESTIONS = ["tell me a long story about a fox", "and then", "why", "what did the fox say", "the end"]

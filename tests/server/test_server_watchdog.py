@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from served import Passes, running, slow_served, until
 
-from lade.server import watchdog
-from lade.server.watchdog import SET_UP, Watchdog
+from lade.server import failures
+from lade.server.failures import SET_UP, Watchdog
 from lade.serving.snapshot import CurrentWork
 
 BODY = {"max_tokens": 30, "ignore_eos": True}
@@ -52,7 +52,7 @@ def test_many_short_passes_are_no_hang(caplog):
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr(watchdog, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(failures, "perf_counter", lambda: self.now)
 
     def looks(self, dog, seconds, began, frame=None):
         """Look ten times a second."""

@@ -6,7 +6,7 @@ import httpx2 as httpx
 import pytest
 from served import Passes, running, slow_served, until, until_placed
 
-from lade.server.settings import Key, Keys
+from lade.server.keys import Key, Keys
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the extra [otel] is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra [otel] is not installed")

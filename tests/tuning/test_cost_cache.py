@@ -10,15 +10,20 @@ import torch
 import lade
 from lade import native
 from lade.decoding.drafting.step_cost import StepCost
+from lade.files import Records
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
-from lade.tuning import cost_file as store
 
 
 def runner_of(model):
     return EagerRunner(model, supports(model).require(), model.generation_config)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(profile, "RECORDS", Records("step-cost", "step cost", tmp_path))
 
 
 @pytest.fixture
@@ -33,18 +38,18 @@ def measured(monkeypatch):
 
     def measure(runner, *, vocabulary, batch):
         batches.append(batch)
-        return StepCost.of({1: [10e-3] * 9, 128: [10e-3] * 9}, measured_at=store.time.time())
+        return StepCost.of({1: [10e-3] * 9, 128: [10e-3] * 9}, measured_at=time.time())
 
     monkeypatch.setattr(profile, "measure_step_cost", measure)
     return batches
 
 
 def test_a_model_is_measured_once(model, measured, tmp_path):
-    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is cost
+    cost = profile.step_cost_for(model, runner_of(model))
+    assert profile.step_cost_for(model, runner_of(model)) is cost
     assert measured == [1]
     twin = toy_model("llama", dtype=torch.float32, seed=5)  # as another process finds it
-    loaded = profile.step_cost_for(twin, runner_of(twin), folder=tmp_path)
+    loaded = profile.step_cost_for(twin, runner_of(twin))
     assert loaded is not cost and loaded.to_json() == cost.to_json()
     assert measured == [1]
 
@@ -54,7 +59,7 @@ def test_it_says_how_long_measuring_takes(model, measured, tmp_path, caplog, com
     caplog.set_level("INFO", "lade")
     if compiled:
         model.compile(backend="eager")
-    profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    profile.step_cost_for(model, runner_of(model))
     assert "measuring the step cost" in caplog.messages[0] and said in caplog.messages[0]
 
 
@@ -85,7 +90,7 @@ def test_what_others_draw_while_it_is_measured_is_not_taken_back(model, measured
     torch.manual_seed(3)
     expected = torch.rand(10)
     torch.manual_seed(3)
-    profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    profile.step_cost_for(model, runner_of(model))
     assert measured and torch.equal(torch.cat([*drawn, torch.rand(5)]), expected)
 
 
@@ -95,7 +100,7 @@ def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monk
 
     def again():
         count = len(measured)
-        profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+        profile.step_cost_for(model, runner_of(model))
         return len(measured) > count
 
     assert again() and not again()
@@ -109,17 +114,17 @@ def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monk
     assert again() and not again()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another one")
     assert again() and not again()
-    monkeypatch.setattr(store, "__version__", "0.0.0")
+    monkeypatch.setattr(profile, "__version__", "0.0.0")
     assert again() and not again()
-    monkeypatch.setattr(store.transformers, "__version__", "0.0.0")
+    monkeypatch.setattr(profile.transformers, "__version__", "0.0.0")
     assert again() and not again()
-    monkeypatch.setattr(store, "_device_name", lambda device: "another machine")
+    monkeypatch.setattr(profile, "_device_name", lambda device: "another machine")
     assert again() and not again()
 
 
 def test_another_shape_is_another_key(model):
     def key(other):
-        return store.key_of(other, runner_of(other))
+        return profile.key_of(other, runner_of(other))
 
     own = key(model)
     assert own == key(toy_model("llama", dtype=torch.float32, seed=9))
@@ -130,9 +135,7 @@ def test_another_shape_is_another_key(model):
 
 
 def test_batches_are_measured_by_powers_of_two(model, measured, tmp_path):
-    costs = {
-        batch: profile.step_cost_for(model, runner_of(model), batch=batch, folder=tmp_path) for batch in range(1, 10)
-    }
+    costs = {batch: profile.step_cost_for(model, runner_of(model), batch=batch) for batch in range(1, 10)}
     assert measured == [1, 2, 4, 8, 16]
     assert costs[5] is costs[8] and costs[2] is not costs[1]
 
@@ -147,7 +150,7 @@ def test_threads_wait_for_a_measurement_that_is_going_on(model, measured, tmp_pa
 
     def cost_for(number):
         start.wait(10)
-        return profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+        return profile.step_cost_for(model, runner_of(model))
 
     monkeypatch.setattr(profile, "measure_step_cost", slowly)
     with ThreadPoolExecutor(4) as pool:
@@ -156,39 +159,39 @@ def test_threads_wait_for_a_measurement_that_is_going_on(model, measured, tmp_pa
 
 
 def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, tmp_path, monkeypatch):
-    cost, save = profile.step_cost_for(model, runner_of(model), folder=tmp_path), store.save
+    cost, save = profile.step_cost_for(model, runner_of(model)), profile._save
 
     def measuring_meanwhile(*args):
-        monkeypatch.setattr(store, "save", save)
-        profile.step_cost_for(model, runner_of(model), batch=2, folder=tmp_path)
+        monkeypatch.setattr(profile, "_save", save)
+        profile.step_cost_for(model, runner_of(model), batch=2)
         return save(*args)
 
     for _ in range(30):
         cost.observe(16, 20e-3)
     cost.refresh()
-    monkeypatch.setattr(store, "save", measuring_meanwhile)
-    profile.save_refreshed(model, folder=tmp_path)
+    monkeypatch.setattr(profile, "_save", measuring_meanwhile)
+    profile.save_refreshed(model)
     assert measured == [1, 2] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path, monkeypatch):
-    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    path = store.path_of(store.key_of(model, runner_of(model)), tmp_path)
+    cost = profile.step_cost_for(model, runner_of(model))
+    path = profile.RECORDS.path_of(profile.key_of(model, runner_of(model)))
     saved = path.read_text()
-    profile.save_refreshed(model, folder=tmp_path)
+    profile.save_refreshed(model)
     cost.observe(16, 10.1e-3)
     cost.refresh()
-    profile.save_refreshed(model, folder=tmp_path)
+    profile.save_refreshed(model)
     assert path.read_text() == saved, "nothing worth saving"
     for _ in range(30):
         cost.observe(16, 20e-3)
     cost.refresh()
-    profile.save_refreshed(model, folder=tmp_path)
+    profile.save_refreshed(model)
     assert path.read_text() != saved
-    assert store.load(store.key_of(model, runner_of(model)), tmp_path).table == cost.table
+    assert profile._load(profile.key_of(model, runner_of(model))).table == cost.table
     path.unlink()
     later(monkeypatch)
-    profile.save_refreshed(model, folder=tmp_path)
+    profile.save_refreshed(model)
     assert not path.exists(), "it has not moved since"
 
 
@@ -200,75 +203,75 @@ def later(monkeypatch):
 
 def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, tmp_path, monkeypatch):
     """A server of short answers would write a file after each of them."""
-    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    path, texts = store.path_of(store.key_of(model, runner_of(model)), tmp_path), []
+    cost = profile.step_cost_for(model, runner_of(model))
+    path, texts = profile.RECORDS.path_of(profile.key_of(model, runner_of(model))), []
     for pass_s in (20e-3, 40e-3, 80e-3):
         for _ in range(30):
             cost.observe(16, pass_s)
         cost.refresh()
         if pass_s > 40e-3:
             later(monkeypatch)
-        profile.save_refreshed(model, folder=tmp_path)
+        profile.save_refreshed(model)
         texts.append(path.read_text())
     assert texts[0] == texts[1] != texts[2]
-    assert store.load(store.key_of(model, runner_of(model)), tmp_path).table == cost.table
+    assert profile._load(profile.key_of(model, runner_of(model))).table == cost.table
 
 
 def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
-    profile.save_refreshed(model, folder=tmp_path)
+    profile.save_refreshed(model)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_better_curve_is_used_at_once(model, measured, tmp_path):
-    better = StepCost.of({1: [1.0]}, measured_at=store.time.time())
-    assert profile.use(model, store.key_of(model, runner_of(model)), better, folder=tmp_path)
-    assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is better
+    better = StepCost.of({1: [1.0]}, measured_at=time.time())
+    assert profile.use(model, profile.key_of(model, runner_of(model)), better)
+    assert profile.step_cost_for(model, runner_of(model)) is better
     assert not measured and len(list(tmp_path.iterdir())) == 1
 
 
 def test_curves_go_with_their_model(measured, tmp_path):
     model = toy_model("llama")
-    cost = weakref.ref(profile.step_cost_for(model, runner_of(model), folder=tmp_path))
+    cost = weakref.ref(profile.step_cost_for(model, runner_of(model)))
     del model
     gc.collect()
     assert cost() is None
 
 
 def test_the_machine_has_a_name(model, monkeypatch, tmp_path):
-    assert all(store.devices_of(model))
+    assert profile.key_of(model, runner_of(model))["devices"]
     assert native.processor_name(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3: fast\n")
     assert native.processor_name(tmp_path / "cpuinfo") == "Abacus 3: fast"
-    monkeypatch.setattr(store, "processor_name", lambda: "Abacus 3")
-    assert store.devices_of(model)[0].startswith("Abacus 3, ")
+    monkeypatch.setattr(profile, "processor_name", lambda: "Abacus 3")
+    assert profile.key_of(model, runner_of(model))["devices"][0].startswith("Abacus 3, ")
 
 
 def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path):
     prompt = torch.tensor([[1, 2, 3, 4]])
     before = lade.generate(model, input_ids=prompt, max_new_tokens=20)
-    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
+    cost = profile.step_cost_for(model, runner_of(model))
     assert 0 < cost.seconds(1) <= cost.seconds(64)
     assert torch.equal(lade.generate(model, input_ids=prompt, max_new_tokens=20), before)
 
 
 def test_what_is_measured_on_a_busy_machine_is_measured_again_once_it_is_quiet(model, measured, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "contention_now", lambda threads: "The machine is busy")
-    cost = profile.step_cost_for(model, runner_of(model), folder=tmp_path)
-    assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is cost and measured == [1]
+    cost = profile.step_cost_for(model, runner_of(model))
+    assert profile.step_cost_for(model, runner_of(model)) is cost and measured == [1]
     monkeypatch.setattr(profile, "contention_now", lambda threads: "")
     for _ in range(30):
         cost.observe(16, 20e-3)
     cost.refresh()
-    profile.save_refreshed(model, folder=tmp_path)
+    profile.save_refreshed(model)
     assert not list(tmp_path.iterdir())
-    kept = profile.step_cost_for(model, runner_of(model), folder=tmp_path)  # it is quiet now
+    kept = profile.step_cost_for(model, runner_of(model))  # it is quiet now
     assert kept is not cost and kept.state("greedy") is cost.state("greedy"), "texts are as before"
-    assert profile.step_cost_for(model, runner_of(model), folder=tmp_path) is kept
+    assert profile.step_cost_for(model, runner_of(model)) is kept
     (file,) = tmp_path.iterdir()
     before = file.read_text()
     monkeypatch.setattr(profile, "contention_now", lambda threads: "The machine is busy")
     for _ in range(30):
         kept.observe(16, 20e-3)
     kept.refresh()
-    profile.save_refreshed(model, folder=tmp_path)
+    profile.save_refreshed(model)
     assert file.read_text() == before and measured == [1, 1]

@@ -3,13 +3,14 @@ import logging
 import os
 import subprocess
 import sys
-from importlib.util import module_from_spec
 from pathlib import Path
 
 import pytest
 
+from lade import files
 from lade.decoding.drafting.step_cost import StepCost
-from lade.tuning import cost_file as store
+from lade.files import Records
+from lade.tuning import cost_cache as store
 
 KEY = {"devices": ["a cpu"], "threads": 2, "shape": {"layers": 3, "heads": None}, "torch": "2.13"}
 NOW = 1e9
@@ -19,31 +20,42 @@ def curve(seconds=1.0, measured_at=NOW):
     return StepCost.of({1: [seconds], 8: [2 * seconds]}, measured_at=measured_at)
 
 
-def load(key, folder, now=NOW):
-    return store.load(key, folder, now=lambda: now)
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(files, "time", lambda: NOW)
+    use(tmp_path, monkeypatch)
 
 
-def test_what_was_saved_is_loaded(tmp_path):
+def use(folder, monkeypatch):
+    monkeypatch.setattr(store, "RECORDS", Records("step-cost", "step cost", folder))
+
+
+def load(key):
+    return store._load(key)
+
+
+def test_what_was_saved_is_loaded(tmp_path, monkeypatch):
     folder = tmp_path / "made" / "on demand"
-    assert load(KEY, folder) is None
-    assert store.save(KEY, curve(), folder)
-    assert load(KEY, folder).to_json() == curve().to_json()
+    use(folder, monkeypatch)
+    assert load(KEY) is None
+    assert store._save(KEY, curve())
+    assert load(KEY).to_json() == curve().to_json()
     reordered = dict(reversed(KEY.items()))
-    assert load(reordered, folder) is not None
-    assert json.loads(store.path_of(KEY, folder).read_text())["key"] == KEY, "people can read what it is for"
-    assert [path.name for path in folder.iterdir()] == [store.path_of(KEY, folder).name]
+    assert load(reordered) is not None
+    assert json.loads(store.RECORDS.path_of(KEY).read_text())["key"] == KEY, "people can read what it is for"
+    assert [path.name for path in folder.iterdir()] == [store.RECORDS.path_of(KEY).name]
 
 
 @pytest.mark.parametrize(
     "change", [{"torch": "2.14"}, {"threads": 1}, {"shape": {"layers": 4, "heads": None}}, {"batch": 1}], ids=str
 )
-def test_another_key_has_another_curve(change, tmp_path):
-    store.save(KEY, curve(1.0), tmp_path)
+def test_another_key_has_another_curve(change):
+    store._save(KEY, curve(1.0))
     other = {**KEY, **change}
-    assert load(other, tmp_path) is None
-    store.save(other, curve(3.0), tmp_path)
-    assert load(KEY, tmp_path).seconds(1) == 1.0
-    assert load(other, tmp_path).seconds(1) == 3.0
+    assert load(other) is None
+    store._save(other, curve(3.0))
+    assert load(KEY).seconds(1) == 1.0
+    assert load(other).seconds(1) == 3.0
 
 
 def foreign(text):
@@ -63,82 +75,80 @@ def from_another_time(text):
         foreign, from_another_time,
     ],
 )  # fmt: skip
-def test_a_damaged_or_foreign_file_is_reported_and_replaced(damage, tmp_path, caplog):
-    store.save(KEY, curve(), tmp_path)
-    path = store.path_of(KEY, tmp_path)
+def test_a_damaged_or_foreign_file_is_reported_and_replaced(damage, caplog):
+    store._save(KEY, curve())
+    path = store.RECORDS.path_of(KEY)
     damaged = damage(path.read_text())
     path.write_text(damaged)
     with caplog.at_level(logging.WARNING, "lade"):
-        assert load(KEY, tmp_path) is None
+        assert load(KEY) is None
     assert str(path) in caplog.text and "measured again" in caplog.text
     assert path.read_text() == damaged, "reading changes nothing"
-    assert store.save(KEY, curve(), tmp_path)
-    assert load(KEY, tmp_path) is not None
+    assert store._save(KEY, curve())
+    assert load(KEY) is not None
 
 
-def test_a_file_that_is_no_text_is_reported(tmp_path, caplog):
-    store.path_of(KEY, tmp_path).write_bytes(b"\xff\xfe\x00")
-    assert load(KEY, tmp_path) is None
+def test_a_file_that_is_no_text_is_reported(caplog):
+    store.RECORDS.path_of(KEY).write_bytes(b"\xff\xfe\x00")
+    assert load(KEY) is None
     assert "measured again" in caplog.text
 
 
 def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path, caplog):
-    store.path_of(KEY, tmp_path).mkdir()
-    assert load(KEY, tmp_path) is None
-    assert not store.save(KEY, curve(), tmp_path)
+    store.RECORDS.path_of(KEY).mkdir()
+    assert load(KEY) is None
+    assert not store._save(KEY, curve())
     assert "cannot be used" in caplog.text and "cannot be saved" in caplog.text
     assert len(list(tmp_path.iterdir())) == 1, "no temporary file is left"
 
 
-def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
-    assert not store.save(KEY, curve(), tmp_path / "file" / "folder")
+    use(tmp_path / "file" / "folder", monkeypatch)
+    assert not store._save(KEY, curve())
     assert "cannot be saved" in caplog.text and "folder" in caplog.text
-    assert load(KEY, tmp_path / "file" / "folder") is None
+    assert load(KEY) is None
 
 
-def test_a_curve_is_measured_again_after_a_month(tmp_path):
-    store.save(KEY, curve(), tmp_path)
+def test_a_curve_is_measured_again_after_a_month(monkeypatch):
+    store._save(KEY, curve())
     day = 24 * 3600
-    assert load(KEY, tmp_path, NOW + 29 * day) is not None
-    assert load(KEY, tmp_path, NOW + 31 * day) is None
-    assert load(KEY, tmp_path, NOW - 31 * day) is None, "a clock that was wrong then or is now"
+    for days, is_used in ((29, True), (31, False), (-31, False)):  # a clock that was wrong then or is now
+        monkeypatch.setattr(files, "time", lambda days=days: NOW + days * day)
+        assert (load(KEY) is not None) == is_used
 
 
 def test_a_curve_is_replaced_as_a_whole(tmp_path, monkeypatch):
     """Whatever happens while it is written, the old file is there; afterwards the new one, and nothing else."""
-    store.save(KEY, curve(1.0), tmp_path)
+    store._save(KEY, curve(1.0))
     seen = []
     replace = os.replace
 
     def watched(source, target):
-        seen.append((load(KEY, tmp_path).seconds(1), json.loads(Path(source).read_text())["key"]))
+        seen.append((load(KEY).seconds(1), json.loads(Path(source).read_text())["key"]))
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", watched)
-    store.save(KEY, curve(2.0), tmp_path)
+    store._save(KEY, curve(2.0))
     assert seen == [(1.0, KEY)]
-    assert load(KEY, tmp_path).seconds(1) == 2.0
+    assert load(KEY).seconds(1) == 2.0
 
     def full(source, target):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    assert not store.save(KEY, curve(3.0), tmp_path)
-    assert load(KEY, tmp_path).seconds(1) == 2.0
+    assert not store._save(KEY, curve(3.0))
+    assert load(KEY).seconds(1) == 2.0
     assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder does not go by the environment")
 def test_processes_that_tests_start_leave_the_users_folder_alone_too(cache_folder):
-    code = "from lade.tuning import cost_file; print(cost_file.default_folder())"
+    code = "from lade.tuning.cost_cache import RECORDS; print(RECORDS.path_of({}).parent)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert Path(found.strip()) == cache_folder
 
 
-def test_the_default_folder_lies_in_the_users_cache_and_tests_have_another(cache_folder, monkeypatch, tmp_path):
-    assert store.path_of(KEY).parent == cache_folder
-    monkeypatch.setattr(store.platformdirs, "user_cache_dir", lambda name, appauthor: str(tmp_path / name))
-    untouched = module_from_spec(store.__spec__)
-    store.__spec__.loader.exec_module(untouched)
-    assert untouched.path_of(KEY).parent == tmp_path / "lookahead-decoding" / "step-cost"
+def test_the_default_folder_lies_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name, appauthor: str(tmp_path / name))
+    assert Records("step-cost", "").path_of(KEY).parent == tmp_path / "lookahead-decoding" / "step-cost"

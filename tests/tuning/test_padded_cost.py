@@ -13,12 +13,13 @@ from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.drafting.controller import LARGEST_SHARED, Controller
 from lade.decoding.drafting.step_cost import StepCost
+from lade.files import Records
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
-from lade.tuning.cost_file import key_of
+from lade.tuning.cost_cache import key_of
 from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
 
 STAIRS = {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.25, 64: 1.6, 128: 2.6}
@@ -121,12 +122,17 @@ def test_captures_do_not_count_as_passes(batch, monkeypatch):
     assert entry.idle, "who is gone needs no buffers"
 
 
-def test_a_profile_of_graphs_is_one_of_stairs(monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(profile, "RECORDS", Records("step-cost", "step cost", tmp_path))
+
+
+def test_a_profile_of_graphs_is_one_of_stairs():
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
-    cost = profile.step_cost_for(model, runner, folder=tmp_path)
+    cost = profile.step_cost_for(model, runner)
     assert cost.table[9] == cost.table[16] and key_of(model, runner)["runner"] == "GraphRunner"
-    assert profile.step_cost_for(model, runner, folder=tmp_path) is cost
+    assert profile.step_cost_for(model, runner) is cost
 
 
 @pytest.mark.slow
@@ -139,13 +145,13 @@ def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monk
     runner = runner_of(model)
     with monkeypatch.context() as patch:
         patch.setattr(*((Buffers, "__init__") if where == "buffers" else (GraphRunner, "_record")), full)
-        cost = profile.step_cost_for(model, runner, folder=tmp_path)
-        assert profile.step_cost_for(model, runner.eager(), folder=tmp_path) is cost
+        cost = profile.step_cost_for(model, runner)
+        assert profile.step_cost_for(model, runner.eager()) is cost
     assert len(list(tmp_path.iterdir())) == 1, "and are saved as such"
-    assert profile.step_cost_for(model, runner, folder=tmp_path) is not cost
+    assert profile.step_cost_for(model, runner) is not cost
     monkeypatch.setattr(EagerRunner, "forward", full)
     with pytest.raises(torch.OutOfMemoryError):
-        profile.step_cost_for(model, runner.eager(), batch=2, folder=tmp_path)
+        profile.step_cost_for(model, runner.eager(), batch=2)
 
 
 def test_who_has_measured_gives_back_what_it_took():

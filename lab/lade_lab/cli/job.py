@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import in_panel
+from lade.cli.options.grouping import options_in
 from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path("bench-results")
 
-_what, _answers = in_panel("What to run"), in_panel("Answers")
-_results, _model = in_panel("Results"), in_panel("Model")
+_what, _answers = options_in("What to run"), options_in("Answers")
+_results, _model = options_in("Results"), options_in("Model")
 
 
 def whole_numbers(name: str, text: str, least: int, example: str) -> list[int]:
@@ -64,43 +64,31 @@ class Runs:
         drafter: drafters of the user's own, as `module:Class` or `module:Class=8`.
     """
 
-    workload: Annotated[
-        list[str] | None,
-        _what(
-            "--prompts",
-            "-w",
-            metavar="FILE",
-            help="Prompts: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K, ClassEval, or JSON lines with the key prompt. "
-            "Repeatable. Default: builtin, Python to continue.",
-        ),
-    ] = None
-    format: Annotated[
-        str | None, _what(metavar="NAME", help="Format of the files. Default: recognised by their keys.")
-    ] = None
-    limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts of each file.")] = None
-    raw: Annotated[bool, _what("--raw", help="Continue prompts as they are, without the model's chat template.")] = (
-        False
+    workload: list[str] | None = _what(
+        None,
+        "FILE",
+        "Prompts: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K, ClassEval, or JSON lines with the key prompt. "
+        "Repeatable. Default: builtin, Python to continue.",
+        "--prompts",
+        "-w",
     )
-    methods: Annotated[
-        list[str] | None,
-        _what(
-            metavar="M,M,...",
-            help="Such as hf, plain, suffix=16, mtp=4, lookahead=7,5,7 or adaptive; a wrong name lists all. Default: "
-            "this library, transformers, peers and fixed sizes.",
-        ),
-    ] = None
-    draft: Annotated[
-        str | None, _what(metavar="MODEL", help="Folder or hub id of the model that hf-assisted drafts with.")
-    ] = None
+    format: str | None = _what(None, "NAME", "Format of the files. Default: recognised by their keys.")
+    limit: int | None = _what(None, "P", "Only the first P prompts of each file.")
+    raw: bool = _what(False, "", "Continue prompts as they are, without the model's chat template.", "--raw")
+    methods: list[str] | None = _what(
+        None,
+        "M,M,...",
+        "Such as hf, plain, suffix=16, mtp=4, lookahead=7,5,7 or adaptive; a wrong name lists all. Default: "
+        "this library, transformers, peers and fixed sizes.",
+    )
+    draft: str | None = _what(None, "MODEL", "Folder or hub id of the model that hf-assisted drafts with.")
 
-    drafter: Annotated[
-        list[str] | None,
-        _what(
-            metavar="CLASS",
-            help="MODULE:CLASS[=B], a lade.Drafter of your own to run as one more method, with B tokens fed per step. "
-            "Repeatable.",
-        ),
-    ] = None
+    drafter: list[str] | None = _what(
+        None,
+        "CLASS",
+        "MODULE:CLASS[=B], a lade.Drafter of your own to run as one more method, with B tokens fed per step. "
+        "Repeatable.",
+    )
 
     def parsed(self, *, sampling: bool) -> list[Method]:
         """The methods."""
@@ -122,23 +110,15 @@ class Runs:
 class Answers:
     """Options of generation and timing; see `Settings`."""
 
-    max_new_tokens: Annotated[
-        int, _answers("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens to generate.")
-    ] = 128
-    ignore_eos: Annotated[bool, _answers("--ignore-eos", help="Continue after the end-of-text token.")] = False
-    temperature: Annotated[
-        float | None,
-        _answers(metavar="T", help="Sampling temperature; below 1 is less random. Default: greedy decoding."),
-    ] = None
-    top_k: Annotated[int | None, _answers(metavar="K", help="Sample from the K most likely tokens.")] = None
-    top_p: Annotated[
-        float | None, _answers(metavar="P", help="Sample from the most likely tokens whose probabilities add up to P.")
-    ] = None
-    seeds: Annotated[
-        str,
-        _answers("--seed", metavar="S,S,...", help="Sampling seeds; each prompt is answered once per seed."),
-    ] = "0"
-    repeats: Annotated[int, _answers(metavar="R", help="Number of times each answer is generated.")] = 1
+    max_new_tokens: int = _answers(128, "N", "Maximum number of tokens to generate.", "--max-new-tokens", "-n")
+    ignore_eos: bool = _answers(False, "", "Continue after the end-of-text token.", "--ignore-eos")
+    temperature: float | None = _answers(
+        None, "T", "Sampling temperature; below 1 is less random. Default: greedy decoding."
+    )
+    top_k: int | None = _answers(None, "K", "Sample from the K most likely tokens.")
+    top_p: float | None = _answers(None, "P", "Sample from the most likely tokens whose probabilities add up to P.")
+    seeds: str = _answers("0", "S,S,...", "Sampling seeds; each prompt is answered once per seed.", "--seed")
+    repeats: int = _answers(1, "R", "Number of times each answer is generated.")
 
     def settings(self) -> Settings:
         """The same for the record.
@@ -172,16 +152,12 @@ class Files:
         json: whether the summary is printed as JSON.
     """
 
-    out: Annotated[
-        Path | None, _results(metavar="DIR", help="Folder for the results. Default: bench-results/MODEL.")
-    ] = None
-    resume: Annotated[
-        bool, _results("--resume", help="Continue an interrupted run; a complete one is reported again.")
-    ] = False
-    figures: Annotated[bool, _results("--figures", help="Write all pictures as SVG and PNG.")] = False
-    allow_near_ties: Annotated[
-        bool, _results("--allow-near-ties", help="Exit with 0 if rounding explains all differences.")
-    ] = False
+    out: Path | None = _results(None, "DIR", "Folder for the results. Default: bench-results/MODEL.")
+    resume: bool = _results(False, "", "Continue an interrupted run; a complete one is reported again.", "--resume")
+    figures: bool = _results(False, "", "Write all pictures as SVG and PNG.", "--figures")
+    allow_near_ties: bool = _results(
+        False, "", "Exit with 0 if rounding explains all differences.", "--allow-near-ties"
+    )
     json: options.Json = False
 
 
@@ -197,29 +173,23 @@ class Weights:
             None: on a CPU in 16 bits, int8 or int4, where it can be.
     """
 
-    inflate: Annotated[
-        float | None,
-        _model(
-            metavar="PARAMS",
-            help="Pad the model to this many parameters, such as 500e6: the same text at a larger cost.",
-        ),
-    ] = None
+    inflate: float | None = _model(
+        None, "PARAMS", "Pad the model to this many parameters, such as 500e6: the same text at a larger cost."
+    )
     threads: options.Threads = None
-    pack: Annotated[
-        bool | None,
-        _model(
-            "--pack/--no-pack",
-            help="Prepack linear layers for all methods but hf, which gets a copy. Default: if measured to be faster.",
-        ),
-    ] = None
-    invariant: Annotated[
-        bool | None,
-        _model(
-            "--invariant/--no-invariant",
-            help="Batch-invariant kernels for all methods: 16-bit outputs must be equal, too. Default: on a CPU, for "
-            "models in 16 bits, int8 or int4.",
-        ),
-    ] = None
+    pack: bool | None = _model(
+        None,
+        "",
+        "Prepack linear layers for all methods but hf, which gets a copy. Default: if measured to be faster.",
+        "--pack/--no-pack",
+    )
+    invariant: bool | None = _model(
+        None,
+        "",
+        "Batch-invariant kernels for all methods: 16-bit outputs must be equal, too. Default: on a CPU, for "
+        "models in 16 bits, int8 or int4.",
+        "--invariant/--no-invariant",
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import in_panel
+from lade.cli.options.grouping import options_in
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError
 from lade_lab.cli.job import check_drawing, command_line, whole_numbers
@@ -32,7 +32,7 @@ EXIT_DIFFERENT = 1
 _LINE_EVERY_S = 30.0  # where there is no terminal to draw a bar on
 
 
-_what, _results = in_panel("What to run"), in_panel("Results")
+_what, _results = options_in("What to run"), options_in("Results")
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,16 @@ class ScalingOptions:
         threads: of the CPU.
     """
 
-    workload: Annotated[str, _what("--prompts", "-w", metavar="FILE", help="Prompts, as for lade bench.")] = "builtin"
-    windows: Annotated[str, _what(metavar="W,W,...", help="Window sizes; each is also the number of guesses.")] = (
-        "1,2,3,5,7,10,15,20,30,40,60"
+    workload: str = _what("builtin", "FILE", "Prompts, as for lade bench.", "--prompts", "-w")
+    windows: str = _what("1,2,3,5,7,10,15,20,30,40,60", "W,W,...", "Window sizes; each is also the number of guesses.")
+    ngrams: str = _what("3,4,5,6,7", "N,N,...", "N-gram lengths.")
+    format: str | None = _what(None, "NAME", "Format of the file. Default: recognised by its keys.")
+    limit: int | None = _what(None, "P", "Only the first P prompts.")
+    max_new_tokens: int = _what(128, "N", "Maximum number of tokens to generate.", "--max-new-tokens", "-n")
+    ignore_eos: bool = _what(False, "", "Continue after the end-of-text token.", "--ignore-eos")
+    prompt_ngrams: bool = _what(
+        True, "", "Draft n-grams of the prompt and the text, too.", "--prompt-ngrams/--no-prompt-ngrams"
     )
-    ngrams: Annotated[str, _what(metavar="N,N,...", help="N-gram lengths.")] = "3,4,5,6,7"
-    format: Annotated[
-        str | None, _what(metavar="NAME", help="Format of the file. Default: recognised by its keys.")
-    ] = None
-    limit: Annotated[int | None, _what(metavar="P", help="Only the first P prompts.")] = None
-    max_new_tokens: Annotated[
-        int, _what("--max-new-tokens", "-n", metavar="N", help="Maximum number of tokens to generate.")
-    ] = 128
-    ignore_eos: Annotated[bool, _what("--ignore-eos", help="Continue after the end-of-text token.")] = False
-    prompt_ngrams: Annotated[
-        bool, _what("--prompt-ngrams/--no-prompt-ngrams", help="Draft n-grams of the prompt and the text, too.")
-    ] = True
     threads: options.Threads = None
 
     def sizes(self) -> tuple[list[int], list[int]]:
@@ -90,13 +84,9 @@ class ScalingResults:
         figures, json: whether to draw pictures, and to print JSON.
     """
 
-    out: Annotated[Path, _results(metavar="DIR", help="Folder for scaling.json; created if it does not exist.")] = Path(
-        "scaling"
-    )
-    resume: Annotated[
-        bool, _results("--resume", help="Continue an interrupted run; a complete one is reported again.")
-    ] = False
-    figures: Annotated[bool, _results("--figures", help="Write the figures as SVG and PNG, too.")] = False
+    out: Path = _results(Path("scaling"), "DIR", "Folder for scaling.json; created if it does not exist.")
+    resume: bool = _results(False, "", "Continue an interrupted run; a complete one is reported again.", "--resume")
+    figures: bool = _results(False, "", "Write the figures as SVG and PNG, too.", "--figures")
     json: options.Json = False
 
     def check(self) -> None:

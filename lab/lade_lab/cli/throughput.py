@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 
-from lade.cli.options.grouping import in_panel
+from lade.cli.options.grouping import options_in
 from lade.cli.terminal import Terminal
 from lade.errors import ConfigError, InputError
 from lade_lab.cli.job import Files, Plan, Runs, whole_numbers
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXIT_MISMATCH = 1
 _ROWS = 8
-_option = in_panel("Batches")
+_option = options_in("Batches")
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,12 @@ class LoadOptions:
         arrivals: requests per second.
     """
 
-    batch_size: Annotated[
-        str | None,
-        _option(metavar="B,B,...", help="Instead of methods: time batches of B prompts, and the engine with B rows."),
-    ] = None
-    arrivals: Annotated[
-        float | None,
-        _option(metavar="RATE", help="Latency of the engine and of hf with RATE prompts arriving per second."),
-    ] = None
+    batch_size: str | None = _option(
+        None, "B,B,...", "Instead of methods: time batches of B prompts, and the engine with B rows."
+    )
+    arrivals: float | None = _option(
+        None, "RATE", "Latency of the engine and of hf with RATE prompts arriving per second."
+    )
 
     @property
     def given(self) -> bool:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lade.config import LookaheadConfig
 from lade.drafter import Drafter
 from lade.errors import UnsupportedModelError
-from lade.hf.arguments import original_generate
+from lade.hf.call import original_generate
 from lade.hf.session import Session
 from lade.memory import Memory
 from lade.model.facts import CACHE

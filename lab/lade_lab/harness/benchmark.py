@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lade.errors import InputError
 from lade.files import require_same
-from lade.tuning.cost_file import devices_of
+from lade.tuning.cost_cache import devices_of
 from lade.version import __version__
 from lade_lab import results as records
 from lade_lab.harness import methods as known

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lade.hf.arguments import original_generate
+from lade.hf.call import original_generate
 from lade_lab.harness.arms import Place, generate_arguments, inputs_of, seeded
 from lade_lab.results import Mismatch, Settings
 

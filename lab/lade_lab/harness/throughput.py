@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lade.config import LookaheadConfig
-from lade.hf.arguments import original_generate
+from lade.hf.call import original_generate
 from lade.hf.generate import generate
 from lade.memory import Memory
 from lade.serving.engine import Engine

@@ -11,7 +11,7 @@ from torch import nn
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import INVARIANCE, ModelFacts
-from lade.model.in_place_subclassing import Changed
+from lade.model.module_changes import Changed
 from lade.model.registry import Role
 
 

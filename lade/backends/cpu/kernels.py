@@ -102,11 +102,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def refuse(taker: str, takes: str, **given: torch.Tensor | None) -> NoReturn:
     """Raise for tensors that a kernel does not support. Kernels see addresses only, so callers check first.
 
-    Args:
-        taker: name of the kernel, for the message.
-        takes: description of what the kernel supports.
-        given: the arguments, by name.
-
     Raises:
         ValueError: always.
     """

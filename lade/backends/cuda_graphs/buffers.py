@@ -187,11 +187,7 @@ class StateBuffers:
 
 
 class HiddenBuffer:
-    """Hidden states `[B, S, H]` that a captured pass leaves, at a fixed address.
-
-    Args:
-        memory: memory that they lie in.
-    """
+    """Hidden states `[B, S, H]` that a captured pass leaves, at a fixed address."""
 
     def __init__(self, memory: ResultMemory) -> None:
         self._memory = memory

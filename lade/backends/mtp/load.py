@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
+from transformers import PreTrainedModel, modeling_layers
 
 from lade.backends.mtp.find import Found, NoLayersError, copy_layer, find
 from lade.decoding.mtp import MtpHabits
@@ -73,7 +73,9 @@ def layer_of(model: PreTrainedModel) -> Loaded | str:
             known = state, _loaded(model)
             _known[model] = known
     if isinstance(known[1], Loaded):
-        _keep_up(known[1].mtp, model)
+        mtp = known[1].mtp
+        if mtp.shared_head is not model.get_output_embeddings():  # packed or replaced since: it shares those of now
+            mtp.tie_with_main_model(model)
     return known[1]
 
 
@@ -236,7 +238,7 @@ def _stand_in(model: PreTrainedModel, found: Found) -> Any:
         if isinstance(config_field(text, name), int):
             setattr(text, name, 1)
     text.num_mtp_layers = 1
-    if _typed(config):
+    if config_field(text, "layer_types"):
         types = config_field(text, "mtp_layer_types") or [_like_the_last(text.layer_types)]
         _set_types(text, "mtp_layer_types", types)
         if set(types[:1]) & set(_RECURRENT):
@@ -253,17 +255,6 @@ def _set_types(config: Any, name: str, types: Sequence[str]) -> None:
         setattr(config, name, list(types)[:1])
 
 
-def _typed(config: PretrainedConfig) -> bool:
-    """Return True where a configuration names the types of layers."""
-    return bool(config_field(config.get_text_config(decoder=True), "layer_types"))
-
-
 def _like_the_last(layer_types: list[str]) -> str:
     """The type of an MTP layer that nobody named: full attention, where there are such layers."""
     return _FULL_ATTENTION if _FULL_ATTENTION in layer_types else layer_types[-1]
-
-
-def _keep_up(mtp: Any, model: Any) -> None:
-    """Share the model's embedding and head as they are now: they may have been packed or replaced since."""
-    if mtp.shared_head is not model.get_output_embeddings():
-        mtp.tie_with_main_model(model)

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.decoding.mtp import RowText
+from lade.model.module_changes import hooked
 from lade.model.prompt_logits import MOST_TOKENS
-from lade.model.thread_patches import hooked
 
 
 class PromptPass(NamedTuple):
@@ -69,12 +69,7 @@ class KnownStates:
 
 
 class StateRecorder:
-    """Records the prompts that this thread feeds to a model, and their states.
-
-    Args:
-        model: a decoder-only model.
-        cache_name: under which name its forward takes the cache.
-    """
+    """Records the prompts that this thread feeds to a model, and their states."""
 
     def __init__(self, model: PreTrainedModel, cache_name: str) -> None:
         self._model: Any = model
@@ -105,13 +100,7 @@ class StateRecorder:
 
 
 def states_in(passes: Sequence[PromptPass], row: RowText, known: KnownStates | None) -> KnownStates | None:
-    """Return the known states of a row's text after passes over prompts, among which its own are found by their tokens.
-
-    Args:
-        passes: in the order in which they were made.
-        row: the row.
-        known: what was known of it before.
-    """
+    """Return the known states of a row's text after passes over prompts; its own are found by their tokens."""
     for each in passes:
         wanted = row.tokens[each.start : each.start + len(each.ids[0])]
         place = next((at for at, ids in enumerate(each.ids) if ids[: len(wanted)] == wanted), None)

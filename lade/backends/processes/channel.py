@@ -117,11 +117,6 @@ def connect() -> None:
         weakref.finalize(dist, _close, weakref.ref(dist.group.WORLD))
 
 
-def is_connected() -> bool:
-    """Return True if this process is connected to the others of its job."""
-    return dist.is_initialized()
-
-
 def packed(thing: Any) -> bytes:
     """Serialise any object that can be pickled, tensors included."""
     buffer = BytesIO()

@@ -30,12 +30,6 @@ PlainDecode = Callable[[dict[str, Any]], Any]
 class Follower:
     """Takes part in one call of the leader.
 
-    Args:
-        channel: channel that delivers the leader's messages.
-        model: this process's part of the model, or its copy.
-        plain_decode: runs plain decoding, for calls that fall back to it.
-        runner: class of the runner for this process's passes.
-
     Attributes:
         ended: true once the leader has ended the call.
     """
@@ -78,8 +72,8 @@ class Follower:
     def _prefill(self, number: int, rows: list[list[int]], watched: bool, chunk: int | None, sent: int) -> None:
         cache = self._cache(number)
         _check_digest(sent, [], cache)
-        # either all processes run the head over the whole prompt, or none
-        self._runner(chunk).prefill(rows, cache, _no_hook if watched else None)
+        # either all processes run the head over the whole prompt, or none; only the leader reads its logits
+        self._runner(chunk).prefill(rows, cache, (lambda rows, start, logits: None) if watched else None)
 
     def _forward(self, number: int, flattened: list[FlatTree], sent: int) -> None:
         trees, cache = [unflattened(*each) for each in flattened], self._cache(number)
@@ -126,10 +120,6 @@ class Follower:
     def _runner(self, chunk: int | None = None) -> EagerRunner:
         assert self._plan is not None, "an unsupported model runs no passes"
         return self._made_by(self._model, self._plan, GenerationConfig(prefill_chunk_size=chunk))
-
-
-def _no_hook(rows: Sequence[int], start: int, logits: torch.Tensor) -> None:
-    """Ignore the logits of a prompt, which only the leader reads."""
 
 
 def _check_digest(sent: int, trees: Sequence[TokenTree], cache: TreeCache) -> None:

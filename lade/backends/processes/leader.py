@@ -30,11 +30,7 @@ from lade.model.runner import EagerRunner
 
 
 class Leader:
-    """Announces the passes and cache operations of one call to the followers.
-
-    Args:
-        channel: channel to the followers.
-    """
+    """Announces the passes and cache operations of one call to the followers."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -89,9 +85,6 @@ class Leader:
 
 class LeadingCache(TreeCache):
     """A cache whose changes are repeated by the followers.
-
-    Args:
-        leader: leader that announces the changes.
 
     Attributes:
         number: number that identifies the cache in all processes.

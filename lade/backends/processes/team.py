@@ -139,6 +139,11 @@ def leader_of(model: PreTrainedModel) -> Leader | None:
     return None if team is None else team.leader
 
 
+def has_team(model: PreTrainedModel) -> bool:
+    """Return True if several processes are known to decode this model."""
+    return model in _teams
+
+
 def has_parts(model: PreTrainedModel) -> bool:
     """Return True if the processes of this model have the whole model each, and feed a part of each tree."""
     team = _teams.get(model)
@@ -147,10 +152,6 @@ def has_parts(model: PreTrainedModel) -> bool:
 
 class LedCall:
     """A call that the leader makes; `end` ends it in all processes.
-
-    Args:
-        team: team of the model.
-        model: model that the team decodes.
 
     Raises:
         ClusterError: another call is in progress, such as that of an open engine, or a process has exited.
@@ -213,13 +214,7 @@ def led_by_this_process(model: PreTrainedModel) -> LedCall | None:
 
 
 def together(model: PreTrainedModel, call: Callable[[], T], plain_decode: PlainDecode) -> T:
-    """Make a call in the leader, and follow it in the other processes; all return its result.
-
-    Args:
-        model: transformers model, without PEFT or other wrappers.
-        call: makes the call, in the leader.
-        plain_decode: runs plain decoding, in followers.
-    """
+    """Make a call in the leader, and follow it in the other processes; all return its result."""
     team = team_of(model)
     if team is None:
         return call()

@@ -30,7 +30,7 @@ from lade.errors import UnsupportedModelError
 from lade.model.cache_layers import Ancestry
 from lade.model.facts import ModelFacts
 from lade.model.inputs import upload
-from lade.model.thread_patches import Override, overridden
+from lade.model.module_changes import Override, overridden
 
 
 def delta_rule(
@@ -238,11 +238,7 @@ Called with the ancestry, the original function, and its arguments.
 
 
 class CorePatches:
-    """Replaces the functions that the recurrent layers of one model call; see `lade.model.cache_layers.Recurrence`.
-
-    Args:
-        facts: survey of a model with such layers.
-    """
+    """Replaces the functions that the recurrent layers of one model call; see `lade.model.cache_layers.Recurrence`."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._found, self._config = facts.recurrent_functions, facts.model.config

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from lade.model.config import dtype_name
 from lade.model.facts import PACKED, ModelFacts, is_invariant, is_tensor_parallel, packed_classes
-from lade.model.in_place_subclassing import own_class
+from lade.model.module_changes import own_class
 from lade.model.runner import input_device
 
 logger = logging.getLogger(__name__)

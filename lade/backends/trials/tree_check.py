@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from lade.backends.encoder_decoder.runner import Encoded, EncoderDecoderRunner
+from lade.backends.encoder_decoder import Encoded, EncoderDecoderRunner
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.config import decoder_config, token_embeddings
 from lade.model.facts import CACHE, ModelFacts, cache_name

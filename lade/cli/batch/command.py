@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from lade.cli.batch.files import RequestResults, Shard, ShardOption, read_requests
 from lade.cli.options import decoding as options
+from lade.cli.options.grouping import option
 from lade.cli.serve.options import EngineLimits, ServedTemplate, check_all, served_names
 from lade.cli.terminal import terminal
 
@@ -22,14 +20,13 @@ _MAX_BODY = 2**30
 class Files:
     """Request and result files."""
 
-    input: Annotated[Path, typer.Option("--input", "-i", metavar="FILE", help="OpenAI batch file with the requests.")]
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Write the results to this file.")]
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run that wrote --out.")] = False
+    input: Path = option(MISSING, "FILE", "OpenAI batch file with the requests.", "--input", "-i")
+    out: Path = option(MISSING, "FILE", "Write the results to this file.", "--out", "-o")
+    resume: bool = option(False, "", "Continue the run that wrote --out.", "--resume")
     shard: ShardOption = None
-    name: Annotated[
-        list[str] | None,
-        typer.Option("--name", metavar="NAME", help="Model name in requests. Repeatable. Default: from --model."),
-    ] = None
+    name: list[str] | None = option(
+        None, "NAME", "Model name in requests. Repeatable. Default: from --model.", "--name"
+    )
 
 
 @options.grouped

@@ -17,7 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from lade.cli.options.grouping import check_out, in_panel
+import typer
+
+from lade.cli.options.grouping import check_out, options_in
 from lade.cli.prompts import Prompt, PromptSource, numbered_prompts, read_utf8
 from lade.errors import ConfigError, InputError
 from lade.files import require_same, write_whole
@@ -255,11 +257,17 @@ def _encoded(line: Entry) -> str:
 MAX_ROWS = 4096
 _MAX_SHARDS = 10**6
 _SHARD = re.compile(r"(\d{1,7})/(\d{1,7})")
-_option = in_panel("Batches")
+_PANEL = "Batches"
+_option = options_in(_PANEL)
 
 ShardOption = Annotated[
     str | None,
-    _option("--shard", metavar="I/N", help="Take every N-th line of the file only, from the I-th on: 1/4, ..., 4/4."),
+    typer.Option(
+        "--shard",
+        metavar="I/N",
+        rich_help_panel=_PANEL,
+        help="Take every N-th line of the file only, from the I-th on: 1/4, ..., 4/4.",
+    ),
 ]
 
 
@@ -325,11 +333,9 @@ class Batch:
 class BatchOptions:
     """Options for prompt files."""
 
-    batch_size: Annotated[
-        int | None, _option(metavar="B", help="Decode B prompts of a .jsonl file at a time; results are JSON lines.")
-    ] = None
-    out: Annotated[Path | None, _option(metavar="FILE", help="Write the results to this file.")] = None
-    resume: Annotated[bool, _option("--resume", help="Continue the run that wrote --out.")] = False
+    batch_size: int | None = _option(None, "B", "Decode B prompts of a .jsonl file at a time; results are JSON lines.")
+    out: Path | None = _option(None, "FILE", "Write the results to this file.")
+    resume: bool = _option(False, "", "Continue the run that wrote --out.", "--resume")
     shard: ShardOption = None
 
     def batch(self, source: PromptSource) -> Batch | None:
@@ -359,10 +365,6 @@ class BatchOptions:
 
 def _whole_lines(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the complete lines and their length in bytes. A torn last line, left by a killed process, is skipped.
-
-    Args:
-        raw: content of the file.
-        path: path of the file, for the error message.
 
     Raises:
         InputError: a complete line is not a JSON object.

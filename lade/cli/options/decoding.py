@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lade.cli.options.grouping import PANEL as OUTPUT_PANEL
-from lade.cli.options.grouping import Output, grouped, in_panel
+from lade.cli.options.grouping import Output, grouped, options_in
 from lade.cli.options.model import PANEL as MODEL_PANEL
 from lade.cli.options.model import Loading, ModelChoice, NamedModel, Template
 from lade.cli.prompts import check_text, read_text
@@ -62,19 +62,8 @@ Invariant = Annotated[
         help="Same text with and without drafts in 16 bits, too. Default: on a CPU, where possible.",
     ),
 ]
-_speed = in_panel("Speed")
-Method = Annotated[
-    str | None,
-    _speed(
-        metavar="NAME",
-        autocompletion=lambda: list(METHODS),
-        help="plain, adaptive, lookahead (the paper's), or auto: adaptive if supported, else plain.",
-    ),
-]
-_sizes = in_panel("Draft sizes")
-Window = Annotated[int | None, _sizes(metavar="W", help="Columns of the window. Implies --method lookahead.")]
-Ngram = Annotated[int | None, _sizes(metavar="N", help="Length of the n-grams. Implies --method lookahead.")]
-Guesses = Annotated[int | None, _sizes(metavar="G", help="N-grams verified per step. Implies --method lookahead.")]
+_speed, _sizes = options_in("Speed"), options_in("Draft sizes")
+_METHOD = "plain, adaptive, lookahead (the paper's), or auto: adaptive if supported, else plain."
 
 
 @dataclass(frozen=True)
@@ -90,16 +79,14 @@ class Speed:
         invariant: make the model batch invariant; None for a model on the CPU whose rounding would show.
     """
 
-    method: Method = None
-    memory: Annotated[
-        Path | None, _speed(metavar="FILE", help="Draft memory made by lade warm, for the adaptive method.")
-    ] = None
+    method: str | None = _speed(None, "NAME", _METHOD, words=METHODS)
+    memory: Path | None = _speed(None, "FILE", "Draft memory made by lade warm, for the adaptive method.")
     pack: Pack = None
     invariant: Invariant = None
-    window: Window = None
-    ngram: Ngram = None
-    guesses: Guesses = None
-    budget: Annotated[int | None, _sizes(metavar="B", help="Tokens fed per step. Implies --method adaptive.")] = None
+    window: int | None = _sizes(None, "W", "Columns of the window. Implies --method lookahead.")
+    ngram: int | None = _sizes(None, "N", "Length of the n-grams. Implies --method lookahead.")
+    guesses: int | None = _sizes(None, "G", "N-grams verified per step. Implies --method lookahead.")
+    budget: int | None = _sizes(None, "B", "Tokens fed per step. Implies --method adaptive.")
 
     def lookahead(self, *, new_memory: bool = False) -> Lookahead:
         """Return the `lookahead` argument of `lade.generate`.
@@ -188,33 +175,24 @@ def check_threads(threads: int | None) -> None:
         raise ConfigError("threads", threads, f"give a whole number >= 1 and <= {most}")
 
 
-_option = in_panel("Choosing tokens")
+_option = options_in("Choosing tokens")
 
 
 @dataclass(frozen=True)
 class Choices:
     """How tokens are chosen; None is "not given"."""
 
-    temperature: Annotated[
-        float | None, _option(metavar="T", help="Sampling temperature; below 1 is less random. 0: greedy decoding.")
-    ] = None
-    do_sample: Annotated[bool, _option("--do-sample", help="Sample, at the checkpoint's temperature.")] = False
-    top_k: Annotated[int | None, _option(metavar="K", help="Sample from the K most likely tokens; 0: from all.")] = None
-    top_p: Annotated[
-        float | None, _option(metavar="P", help="Sample from the most likely tokens whose probabilities add up to P.")
-    ] = None
-    min_p: Annotated[
-        float | None, _option(metavar="P", help="Sample from tokens at least P times as likely as the best.")
-    ] = None
-    seed: Annotated[
-        int | None,
-        _option(metavar="S", help="Sampling seed of each prompt; in a chat S, S+1, ... Default: random, and reported."),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, _option(metavar="R", help="Above 1: penalise tokens that are already in the text.")
-    ] = None
-    num_beams: Annotated[int, _option(metavar="B", help="Beam search with B beams, shown when complete.")] = 1
-    stop: Annotated[list[str] | None, _option("--stop", metavar="TEXT", help="End after this text. Repeatable.")] = None
+    temperature: float | None = _option(None, "T", "Sampling temperature; below 1 is less random. 0: greedy decoding.")
+    do_sample: bool = _option(False, "", "Sample, at the checkpoint's temperature.", "--do-sample")
+    top_k: int | None = _option(None, "K", "Sample from the K most likely tokens; 0: from all.")
+    top_p: float | None = _option(None, "P", "Sample from the most likely tokens whose probabilities add up to P.")
+    min_p: float | None = _option(None, "P", "Sample from tokens at least P times as likely as the best.")
+    seed: int | None = _option(
+        None, "S", "Sampling seed of each prompt; in a chat S, S+1, ... Default: random, and reported."
+    )
+    repetition_penalty: float | None = _option(None, "R", "Above 1: penalise tokens that are already in the text.")
+    num_beams: int = _option(1, "B", "Beam search with B beams, shown when complete.")
+    stop: list[str] | None = _option(None, "TEXT", "End after this text. Repeatable.", "--stop")
 
     def settled(self, seed: int | None = None, *, by_default: bool = False) -> Choices:
         """Return the choices, checked, with `do_sample` resolved and a seed if tokens are sampled.
@@ -282,23 +260,18 @@ def _option_name(name: str) -> str:
     return name.replace("_", "-")
 
 
-_grammar_option = in_panel("Structured output")
+_grammar_option = options_in("Structured output")
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
     """Structured output options, at most one of them."""
 
-    json_schema: Annotated[
-        Path | None, _grammar_option(metavar="FILE", help="Answer with JSON of the schema in this file.")
-    ] = None
-    regex: Annotated[
-        str | None,
-        _grammar_option(metavar="PATTERN", help="Answer with text that matches this pattern from start to end."),
-    ] = None
-    grammar: Annotated[
-        Path | None, _grammar_option(metavar="FILE", help="Answer with text of the Lark grammar in this file.")
-    ] = None
+    json_schema: Path | None = _grammar_option(None, "FILE", "Answer with JSON of the schema in this file.")
+    regex: str | None = _grammar_option(
+        None, "PATTERN", "Answer with text that matches this pattern from start to end."
+    )
+    grammar: Path | None = _grammar_option(None, "FILE", "Answer with text of the Lark grammar in this file.")
 
     def read(self) -> Grammar | None:
         """Return the grammar; None without these options.

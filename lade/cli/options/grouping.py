@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -16,11 +16,41 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from lade.errors import ConfigError
 
 T = TypeVar("T")
+_OPTION = "option"
+"""Key of a field's metadata: the `typer.Option` to show for it."""
 
 
-def in_panel(panel: str, **shared: Any) -> Callable[..., Any]:
-    """Return `typer.Option` for one panel of the help, with shared arguments."""
-    return functools.partial(typer.Option, rich_help_panel=panel, **shared)
+def option(
+    default: Any,
+    metavar: str,
+    help: str,
+    *names: str,
+    panel: str | None = None,
+    words: Sequence[str] = (),
+    repr: bool = True,
+    **more: Any,
+) -> Any:
+    """Return a field of a group that is an option.
+
+    Args:
+        default: its value if it is not given; `MISSING` if it has to be.
+        metavar: placeholder of its value in the help; "" for a flag.
+        help: its line in the help.
+        names: names as typed; none for the field's own.
+        panel: panel of the help; None for that of the command.
+        words: values that the shell completes.
+        repr: False for a secret.
+        more: further arguments of `typer.Option`.
+    """
+    if words:
+        more["autocompletion"] = lambda: list(words)
+    shown = typer.Option(*names, metavar=metavar or None, help=help, rich_help_panel=panel, **more)
+    return field(default=default, repr=repr, metadata={_OPTION: shown})
+
+
+def options_in(panel: str) -> Callable[..., Any]:
+    """Return `option` for one panel of the help."""
+    return functools.partial(option, panel=panel)
 
 
 def grouped(command: Callable[..., T]) -> Callable[..., T]:
@@ -50,14 +80,13 @@ def grouped(command: Callable[..., T]) -> Callable[..., T]:
 
 
 def _options_of(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    defaults = {
-        each.name: inspect.Parameter.empty if each.default is MISSING else each.default for each in fields(group)
-    }
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in defaults.items()
-    ]
+    hints, found = get_type_hints(group, include_extras=True), []
+    for each in fields(group):
+        default = inspect.Parameter.empty if each.default is MISSING else each.default
+        shown, kind = each.metadata.get(_OPTION), hints[each.name]
+        hint = kind if shown is None else Annotated[kind, shown]
+        found.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+    return found
 
 
 def _by_keyword(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -93,22 +122,16 @@ def _without_types(parameters: list[Any]) -> list[Any]:
 PANEL = "Output"
 
 
-_flag = in_panel(PANEL)
+_flag = options_in(PANEL)
 
 
 @dataclass(frozen=True)
 class Output:
     """Verbosity options; see `terminal.Terminal`."""
 
-    quiet: Annotated[
-        bool,
-        _flag("--quiet", "-q", envvar="LADE_QUIET", help="Only results, warnings and errors."),
-    ] = False
-    no_color: Annotated[bool, _flag("--no-color", help="No colours, as with the variable NO_COLOR.")] = False
-    debug: Annotated[
-        bool,
-        _flag("--debug", help="Show tracebacks, warnings, logs, transformers' messages."),
-    ] = False
+    quiet: bool = _flag(False, "", "Only results, warnings and errors.", "--quiet", "-q", envvar="LADE_QUIET")
+    no_color: bool = _flag(False, "", "No colours, as with the variable NO_COLOR.", "--no-color")
+    debug: bool = _flag(False, "", "Show tracebacks, warnings, logs, transformers' messages.", "--debug")
 
 
 def check_out(path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lade.cli.options.grouping import in_panel
+from lade.cli.options.grouping import options_in
 from lade.cli.prompts import check_text
 from lade.errors import ConfigError
 
@@ -26,16 +25,7 @@ WEIGHTS = ("int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *ALIASES)
 
 
-_EXPERT_PANEL = "Model loading"
-
-
-def _option(*names: str, metavar: str = "", panel: str = PANEL, words: tuple[str, ...] = (), **more: Any) -> Any:
-    """Return a `typer.Option` that completes `words` in the shell."""
-    arguments: Any = {**more, "autocompletion": lambda: list(words)} if words else more
-    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, **arguments)
-
-
-_expert = functools.partial(_option, panel=_EXPERT_PANEL)
+_option, _expert = options_in(PANEL), options_in("Model loading")
 
 
 NamedModel = Annotated[
@@ -49,31 +39,19 @@ NamedModel = Annotated[
 class ModelChoice:
     """The model, its dtype and its device."""
 
-    model: Annotated[
-        str | None,
-        _option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            envvar="LADE_MODEL",
-            help="Folder, hub id or .gguf file. Default: embedded.",
-        ),
-    ] = None
-    dtype: Annotated[
-        str,
-        _option(
-            metavar="NAME",
-            envvar="LADE_DTYPE",
-            words=DTYPES,
-            help="Weight dtype: bf16, fp16, fp32, fp64, or auto, the checkpoint's.",
-        ),
-    ] = "auto"
-    device: Annotated[
-        str,
-        _option(
-            metavar="NAME", envvar="LADE_DEVICE", words=DEVICES, help="cpu, cuda, cuda:1, mps, ..., or auto: the best."
-        ),
-    ] = "auto"
+    model: str | None = _option(
+        None, "MODEL", "Folder, hub id or .gguf file. Default: embedded.", "--model", "-m", envvar="LADE_MODEL"
+    )
+    dtype: str = _option(
+        "auto",
+        "NAME",
+        "Weight dtype: bf16, fp16, fp32, fp64, or auto, the checkpoint's.",
+        envvar="LADE_DTYPE",
+        words=DTYPES,
+    )
+    device: str = _option(
+        "auto", "NAME", "cpu, cuda, cuda:1, mps, ..., or auto: the best.", envvar="LADE_DEVICE", words=DEVICES
+    )
 
     def __post_init__(self) -> None:
         if self.model == EMBEDDED and not Path(EMBEDDED).is_dir():  # overrides LADE_MODEL
@@ -84,45 +62,32 @@ class ModelChoice:
 class Loading(ModelChoice):
     """The model and all options of loading it; see `loading.load`."""
 
-    revision: Annotated[str | None, _expert(metavar="REV", help="Branch, tag or commit on the hub.")] = None
-    adapter: Annotated[str | None, _expert(metavar="PEFT", help="PEFT adapter: folder or hub id.")] = None
-    device_map: Annotated[
-        str | None,
-        _expert(metavar="MAP", envvar="LADE_DEVICE_MAP", help="Several devices: auto, balanced, ..., or JSON."),
-    ] = None
-    quantization: Annotated[
-        str | None,
-        _expert(
-            metavar="NAME",
-            envvar="LADE_QUANTIZATION",
-            words=QUANTIZATIONS,
-            help=f"Quantize while loading: {', '.join(QUANTIZATIONS)}.",
-        ),
-    ] = None
-    weights: Annotated[
-        str | None,
-        _expert(
-            metavar="NAME", words=WEIGHTS, help="int8 or int4: round the weights for the CPU; lade pack shows the loss."
-        ),
-    ] = None
-    attn_implementation: Annotated[
-        str | None,
-        _expert(metavar="NAME", words=("sdpa", "eager"), help="Attention: sdpa, eager, ... Default: the model's."),
-    ] = None
-    trust_remote_code: Annotated[bool, _expert("--trust-remote-code", help="Run Python code of the checkpoint.")] = (
-        False
+    revision: str | None = _expert(None, "REV", "Branch, tag or commit on the hub.")
+    adapter: str | None = _expert(None, "PEFT", "PEFT adapter: folder or hub id.")
+    device_map: str | None = _expert(
+        None, "MAP", "Several devices: auto, balanced, ..., or JSON.", envvar="LADE_DEVICE_MAP"
     )
-    token: Annotated[
-        str | None, _expert(metavar="TOKEN", help="Hub token. Default: HF_TOKEN, or that of hf auth login.")
-    ] = field(default=None, repr=False)
-    cache_dir: Annotated[
-        Path | None,
-        _expert(metavar="DIR", envvar="LADE_CACHE_DIR", help="Folder for downloads. Default: the hub's cache."),
-    ] = None
-    local_files_only: Annotated[
-        bool,
-        _expert("--local-files-only", envvar="LADE_LOCAL_FILES_ONLY", help="Do not access the network."),
-    ] = False
+    quantization: str | None = _expert(
+        None,
+        "NAME",
+        f"Quantize while loading: {', '.join(QUANTIZATIONS)}.",
+        envvar="LADE_QUANTIZATION",
+        words=QUANTIZATIONS,
+    )
+    weights: str | None = _expert(
+        None, "NAME", "int8 or int4: round the weights for the CPU; lade pack shows the loss.", words=WEIGHTS
+    )
+    attn_implementation: str | None = _expert(
+        None, "NAME", "Attention: sdpa, eager, ... Default: the model's.", words=("sdpa", "eager")
+    )
+    trust_remote_code: bool = _expert(False, "", "Run Python code of the checkpoint.", "--trust-remote-code")
+    token: str | None = _expert(None, "TOKEN", "Hub token. Default: HF_TOKEN, or that of hf auth login.", repr=False)
+    cache_dir: Path | None = _expert(
+        None, "DIR", "Folder for downloads. Default: the hub's cache.", envvar="LADE_CACHE_DIR"
+    )
+    local_files_only: bool = _expert(
+        False, "", "Do not access the network.", "--local-files-only", envvar="LADE_LOCAL_FILES_ONLY"
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` for values that are wrong for any model."""
@@ -214,18 +179,18 @@ _RESERVED = frozenset(
 """Arguments of `apply_chat_template` that are set here."""
 
 
-_template_option = in_panel(TEMPLATE_PANEL)
+_template_option = options_in(TEMPLATE_PANEL)
 
 
 @dataclass(frozen=True)
 class Template:
     """Chat template options."""
 
-    raw: Annotated[bool, _template_option("--raw", help="Continue the text without a chat template.")] = False
-    system: Annotated[str | None, _template_option(metavar="TEXT", help="System message.")] = None
-    chat_template_kwargs: Annotated[
-        str | None, _template_option(metavar="JSON", help='Template variables, such as {"enable_thinking": false}.')
-    ] = None
+    raw: bool = _template_option(False, "", "Continue the text without a chat template.", "--raw")
+    system: str | None = _template_option(None, "TEXT", "System message.")
+    chat_template_kwargs: str | None = _template_option(
+        None, "JSON", 'Template variables, such as {"enable_thinking": false}.'
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` or `InputError` for values that are wrong for any model."""

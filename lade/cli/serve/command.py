@@ -1,23 +1,32 @@
-"""`lade serve`."""
+"""`lade serve`, and `--replay`: the requests of a crash dump, sent to the server again."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import fields
 from functools import partial
+from json import dumps
+from time import sleep
 from typing import TYPE_CHECKING
+from urllib.request import Request, urlopen
 
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.serve.options import Access, Limits, Listening, ServedTemplate, check_all
+from lade.cli.serve.options import Access, Limits, Listening, ServedTemplate, check_all, served_names
 from lade.cli.terminal import Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.server.access_log import AccessLog
+    from lade.server.failures import DumpedRequest
+    from lade.server.request_context import RequestContext
     from lade.server.served_model import ServedModel
     from lade.server.service import Service
     from lade.server.settings import Settings
@@ -53,7 +62,7 @@ def serve(
         if processes > 1 and not _leads(loading, speed, processes, term):
             return
         settings, own = settings_of(listening, access, limits, loading, template), template.text()
-        send_again = _replay(listening)
+        dumped = _dumped(listening)
         from lade.server.settings import bound, url_of
 
         socket = bound(listening.host, listening.port)
@@ -70,21 +79,11 @@ def serve(
 
             loaded = partial(load, loading, speed, own, term, processes)
             service = Service(settings, loaded, announce, log)
-            if send_again is not None:
-                send_again(service, url_of(listening.host, socket), term.write)
+            if dumped is not None:
+                replay(dumped, service, url_of(listening.host, socket), term.write)
             code = run(service, socket)
     if code:
         raise typer.Exit(code)
-
-
-def _replay(listening: Listening) -> Callable[[Service, str, Callable[[str], None]], None] | None:
-    """Return what begins to send the requests of a dump again; None without one."""
-    if listening.replay is None:
-        return None
-    from lade.cli.serve.replay import replay
-    from lade.server.crash_dump import read_dump
-
-    return partial(replay, read_dump(listening.replay))
 
 
 def _processes(listening: Listening, term: Terminal) -> int:
@@ -120,33 +119,19 @@ def settings_of(
     """Return the server's settings for these options."""
     from lade.server.settings import Settings
 
+    given = {**vars(listening), **vars(access), **vars(limits)}  # many have the name of the setting
     settings = Settings(
-        host=listening.host,
-        names=listening.names(loading),
-        metrics=listening.metrics,
-        acceptance=listening.acceptance,
-        page=listening.page,
-        otel=listening.otel,
-        crash_dump=listening.crash_dump,
-        config=limits.config,
-        strict=listening.strict,
-        keys=access.keys(),
-        read_keys=None if access.api_key_file is None else access.keys,
-        allowed_hosts=tuple(access.allowed_host or ()),
-        cors_origins=tuple(access.cors_origin or ()),
-        share=access.share,
-        max_rows=limits.max_rows,
-        max_waiting=limits.max_waiting,
-        max_tokens=limits.max_tokens,
-        context=limits.context,
-        answer_tokens=limits.answer_tokens,
-        prefix_cache=limits.prefix_bytes,
-        max_body=limits.body_bytes,
-        queue_timeout=limits.queue_timeout,
-        request_timeout=limits.request_timeout,
-        pass_timeout=limits.pass_timeout,
-        shutdown_timeout=limits.shutdown_timeout,
-        template_arguments=template.arguments,
+        **{
+            **{each.name: given[each.name] for each in fields(Settings) if each.name in given},
+            "names": served_names(listening.name, loading),
+            "keys": access.keys(),
+            "read_keys": None if access.api_key_file is None else access.keys,
+            "allowed_hosts": tuple(access.allowed_host or ()),
+            "cors_origins": tuple(access.cors_origin or ()),
+            "prefix_cache": limits.prefix_bytes,
+            "max_body": limits.body_bytes,
+            "template_arguments": template.arguments,
+        }
     )
     settings.current()  # a file that is wrong ends the command before the model is loaded
     return settings
@@ -173,3 +158,64 @@ def _log(listening: Listening, term: Terminal) -> AccessLog | None:
     term.hide_status()
     term.on_status = log.say
     return log
+
+
+POLL_S = 0.05
+
+
+def _dumped(listening: Listening) -> list[DumpedRequest] | None:
+    """Return the requests of the dump to send again; None without one."""
+    if listening.replay is None:
+        return None
+    from lade.server.failures import read_dump
+
+    return read_dump(listening.replay)
+
+
+def replay(requests: Sequence[DumpedRequest], service: Service, url: str, write: Callable[[str], None]) -> None:
+    """Begin to send the requests of a dump to a server in this process, which ends with them, or when it fails.
+
+    Those that had ended are sent one by one, and those that had not, together: these met in the engine. One whose body
+    was too long for the dump cannot be sent.
+    """
+    from lade.server.access_log import facts_of
+
+    for each in requests:
+        if each.body is None:
+            write(f"{each.id} {each.path} is left out: its body was too long for the dump\n")
+    requests = [each for each in requests if each.body is not None]
+    ids = {each.id for each in requests}
+
+    def ended(context: RequestContext, route: str) -> None:
+        if context.id in ids:
+            facts = {"answer": 0, **facts_of(context)}
+            write("{id} {path} status {status} {ms} ms {answer} tokens\n".format(**facts))
+
+    service.observers.append(ended)
+    threading.Thread(target=_send_all, args=[requests, service, url], daemon=True).start()
+
+
+def _send_all(requests: Sequence[DumpedRequest], service: Service, url: str) -> None:
+    while service.phase == "loading" and service.problem is None:
+        sleep(POLL_S)
+    keys = {key.name: key.secret for key in service.keys.all}
+    with ThreadPoolExecutor(len(requests) + 1) as pool:
+        sent = list[Future[None]]()
+        for each in [*requests, None]:
+            if each is not None:
+                sent.append(pool.submit(_send, each, url, keys.get(each.key, "")))
+            awaited = sent if each is None else sent[-1:] if each.end else []
+            while not all(one.done() for one in awaited):
+                sleep(POLL_S)
+                if service.health["status"] == "stuck":
+                    sys.stdout.flush()
+                    os._exit(1)  # nothing else ends the engine's thread
+    if service.phase == "ready":
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _send(each: DumpedRequest, url: str, key: str) -> None:
+    headers = {"content-type": "application/json", "x-request-id": each.id, "x-api-key": key}
+    request = Request(url + each.path, dumps(each.body).encode(), headers)
+    with suppress(OSError), urlopen(request) as answer:  # raises statuses of errors, which `ended` writes
+        answer.read()

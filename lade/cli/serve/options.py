@@ -7,17 +7,17 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lade.cli.options.decoding import Speed
-from lade.cli.options.grouping import in_panel
+from lade.cli.options.grouping import options_in
 from lade.cli.options.model import Loading, Template
 from lade.cli.prompts import read_utf8
 from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade.cli.options.decoding import Speed
-    from lade.server.settings import Keys
+    from lade.server.keys import Keys
 
 
 SHARES = ("key", "all", "none")
@@ -27,22 +27,20 @@ _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_BODY = 2**30
 
-_server = in_panel("Server")
-_access = in_panel("Access")
-_limits = in_panel("Limits")
-_template = in_panel("Chat template")
+_server = options_in("Server")
+_access = options_in("Access")
+_limits = options_in("Limits")
+_template = options_in("Chat template")
 
 
 @dataclass(frozen=True)
 class ServedTemplate:
     """Chat template options of the server."""
 
-    chat_template: Annotated[
-        Path | None, _template(metavar="FILE", help="Chat template to use instead of the model's.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        str | None, _template(metavar="JSON", help='Template variables, such as {"enable_thinking": false}.')
-    ] = None
+    chat_template: Path | None = _template(None, "FILE", "Chat template to use instead of the model's.")
+    chat_template_kwargs: str | None = _template(
+        None, "JSON", 'Template variables, such as {"enable_thinking": false}.'
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` for invalid template variables."""
@@ -62,38 +60,27 @@ class ServedTemplate:
 class Listening:
     """Network options, and the names of the model."""
 
-    host: Annotated[str, _server(metavar="ADDR", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, _server(metavar="PORT", help="Port to listen on; 0 for any free one.")] = 8000
-    name: Annotated[
-        list[str] | None,
-        _server("--name", metavar="NAME", help="Model name in requests. Repeatable. Default: from --model."),
-    ] = None
-    log_format: Annotated[
-        str, _server(metavar="KIND", autocompletion=lambda: list(LOG_FORMATS), help="Log format: text or json.")
-    ] = "text"
-    metrics: Annotated[bool, _server("--metrics/--no-metrics", help="Serve /metrics to Prometheus.")] = True
-    acceptance: Annotated[
-        str,
-        _server(
-            "--per-request-spec-decode-metrics",
-            metavar="LEVEL",
-            autocompletion=lambda: list(ACCEPTANCE),
-            help="Acceptance of drafts in answers, as in vLLM: none, summary or detailed.",
-        ),
-    ] = "none"
-    otel: Annotated[bool, _server("--otel", help="Send a span per request to an OpenTelemetry collector.")] = False
-    page: Annotated[bool, _server("--page/--no-page", help="Serve the chat page at /.")] = True
-    strict: Annotated[bool, _server("--strict", help="Reject requests with unknown fields.")] = False
-    crash_dump: Annotated[
-        Path | None, _server(metavar="DIR", help="Write the last requests there, with their texts, on a crash.")
-    ] = None
-    replay: Annotated[
-        Path | None, _server(metavar="FILE", help="Send the requests of a crash dump again, and exit.")
-    ] = None
-    tensor_parallel: Annotated[
-        int | None, _server(metavar="N", help="Split the model over N processes, started by torchrun.")
-    ] = None
-    torchrun: Annotated[str | None, _server(envvar="TORCHELASTIC_RUN_ID", hidden=True, help="Set by torchrun.")] = None
+    host: str = _server("127.0.0.1", "ADDR", "Address to listen on; 0.0.0.0 for all.")
+    port: int = _server(8000, "PORT", "Port to listen on; 0 for any free one.")
+    name: list[str] | None = _server(
+        None, "NAME", "Model name in requests. Repeatable. Default: from --model.", "--name"
+    )
+    log_format: str = _server("text", "KIND", "Log format: text or json.", words=LOG_FORMATS)
+    metrics: bool = _server(True, "", "Serve /metrics to Prometheus.", "--metrics/--no-metrics")
+    acceptance: str = _server(
+        "none",
+        "LEVEL",
+        "Acceptance of drafts in answers, as in vLLM: none, summary or detailed.",
+        "--per-request-spec-decode-metrics",
+        words=ACCEPTANCE,
+    )
+    otel: bool = _server(False, "", "Send a span per request to an OpenTelemetry collector.", "--otel")
+    page: bool = _server(True, "", "Serve the chat page at /.", "--page/--no-page")
+    strict: bool = _server(False, "", "Reject requests with unknown fields.", "--strict")
+    crash_dump: Path | None = _server(None, "DIR", "Write the last requests there, with their texts, on a crash.")
+    replay: Path | None = _server(None, "FILE", "Send the requests of a crash dump again, and exit.")
+    tensor_parallel: int | None = _server(None, "N", "Split the model over N processes, started by torchrun.")
+    torchrun: str | None = _server(None, "", "Set by torchrun.", envvar="TORCHELASTIC_RUN_ID", hidden=True)
 
     def check(self) -> None:
         """Raise `ConfigError` for a value out of range; `MissingExtraError` if OpenTelemetry is not installed."""
@@ -115,10 +102,6 @@ class Listening:
             if not name.isprintable() or not 0 < len(name) <= 200:
                 raise ConfigError("name", name[:60], "give 1 to 200 characters that can be printed")
 
-    def names(self, loading: Loading) -> tuple[str, ...]:
-        """Return the names by which requests may call the model."""
-        return served_names(self.name, loading)
-
 
 def served_names(names: list[str] | None, loading: Loading) -> tuple[str, ...]:
     """Return the names that requests may use: those given, or the last part of the model's name, never a path."""
@@ -129,36 +112,25 @@ def served_names(names: list[str] | None, loading: Loading) -> tuple[str, ...]:
 class Access:
     """Authentication and access options."""
 
-    api_key_file: Annotated[
-        Path | None, _access(metavar="FILE", help="API keys, one per line, or name:key. Default: none required.")
-    ] = None
-    api_keys: Annotated[
-        str | None,
-        _access(
-            metavar="KEYS",
-            envvar="LADE_API_KEYS",
-            help="API keys, separated by spaces. The variable keeps them out of process lists.",
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None, _access(metavar="NAME", help="Host name accepted in requests; * for any. Repeatable.")
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None, _access(metavar="URL", help="Origin of web pages that may send requests, or *. Repeatable.")
-    ] = None
+    api_key_file: Path | None = _access(None, "FILE", "API keys, one per line, or name:key. Default: none required.")
+    api_keys: str | None = _access(
+        None,
+        "KEYS",
+        "API keys, separated by spaces. The variable keeps them out of process lists.",
+        envvar="LADE_API_KEYS",
+    )
+    allowed_host: list[str] | None = _access(None, "NAME", "Host name accepted in requests; * for any. Repeatable.")
+    cors_origin: list[str] | None = _access(
+        None, "URL", "Origin of web pages that may send requests, or *. Repeatable."
+    )
 
-    share: Annotated[
-        str,
-        _access(
-            metavar="WHO",
-            autocompletion=lambda: list(SHARES),
-            help="Who shares draft memory and prefix cache: key (requests of one key), all or none.",
-        ),
-    ] = "key"
+    share: str = _access(
+        "key", "WHO", "Who shares draft memory and prefix cache: key (requests of one key), all or none.", words=SHARES
+    )
 
     def keys(self) -> Keys:
         """Return the API keys; raises `InputError` if the file cannot be read or has none."""
-        from lade.server.settings import Keys
+        from lade.server.keys import Keys
 
         return Keys.read(self.api_key_file, self.api_keys)
 
@@ -175,13 +147,9 @@ class Access:
 class EngineLimits:
     """Limits of the engine, of `lade batch` too."""
 
-    max_rows: Annotated[int, _limits(metavar="N", help="Maximum number of requests decoded together.")] = 16
-    max_tokens: Annotated[
-        int | None, _limits(metavar="N", help="KV cache slots: rows times the longest text. Default: as many as fit.")
-    ] = None
-    answer_tokens: Annotated[
-        int, _limits(metavar="N", help="Maximum tokens of an answer, if the request sets no limit.")
-    ] = 1024
+    max_rows: int = _limits(16, "N", "Maximum number of requests decoded together.")
+    max_tokens: int | None = _limits(None, "N", "KV cache slots: rows times the longest text. Default: as many as fit.")
+    answer_tokens: int = _limits(1024, "N", "Maximum tokens of an answer, if the request sets no limit.")
 
     def check(self) -> None:
         """Raise `ConfigError` for a limit out of range."""
@@ -198,36 +166,19 @@ class EngineLimits:
 class Limits(EngineLimits):
     """Limits of the server."""
 
-    max_waiting: Annotated[
-        int, _limits(metavar="N", help="Maximum number of queued requests; further ones get status 503.")
-    ] = 64
-    context: Annotated[
-        int | None, _limits(metavar="N", help="Maximum tokens of prompt and answer together. Default: the model's.")
-    ] = None
-    prefix_cache: Annotated[
-        str | None, _limits(metavar="SIZE", help="Size of the prefix cache; 0: none. Default: a tenth of the KV cache.")
-    ] = None
-    max_body: Annotated[
-        str | None,
-        _limits(
-            metavar="SIZE", help="Maximum size of a request body. Default: 4MiB, or 16MiB for models that take images."
-        ),
-    ] = None
-    queue_timeout: Annotated[
-        float | None, _limits(metavar="S", help="Seconds a request may wait in the queue. Default: no limit.")
-    ] = None
-    request_timeout: Annotated[
-        float | None, _limits(metavar="S", help="Seconds a request may take in all. Default: no limit.")
-    ] = None
-    pass_timeout: Annotated[
-        float, _limits(metavar="S", help="Seconds after which a pass counts as hung: /live is 503. 0: never.")
-    ] = 120.0
-    shutdown_timeout: Annotated[
-        float, _limits(metavar="S", help="Seconds that running requests may take after SIGTERM.")
-    ] = 30.0
-    config: Annotated[
-        Path | None, _limits(metavar="FILE", help="TOML file of limits, such as queue-timeout = 5; SIGHUP rereads it.")
-    ] = None
+    max_waiting: int = _limits(64, "N", "Maximum number of queued requests; further ones get status 503.")
+    context: int | None = _limits(None, "N", "Maximum tokens of prompt and answer together. Default: the model's.")
+    prefix_cache: str | None = _limits(
+        None, "SIZE", "Size of the prefix cache; 0: none. Default: a tenth of the KV cache."
+    )
+    max_body: str | None = _limits(
+        None, "SIZE", "Maximum size of a request body. Default: 4MiB, or 16MiB for models that take images."
+    )
+    queue_timeout: float | None = _limits(None, "S", "Seconds a request may wait in the queue. Default: no limit.")
+    request_timeout: float | None = _limits(None, "S", "Seconds a request may take in all. Default: no limit.")
+    pass_timeout: float = _limits(120.0, "S", "Seconds after which a pass counts as hung: /live is 503. 0: never.")
+    shutdown_timeout: float = _limits(30.0, "S", "Seconds that running requests may take after SIGTERM.")
+    config: Path | None = _limits(None, "FILE", "TOML file of limits, such as queue-timeout = 5; SIGHUP rereads it.")
 
     def check(self) -> None:
         """Raise `ConfigError` for a limit out of range."""

@@ -10,8 +10,8 @@ from served import SERVED, TOKENIZER, byte_tokenizer, plain, running, slow_serve
 
 from conftest import opened
 from lade.server.app import page_files
+from lade.server.keys import Key, Keys
 from lade.server.served_model import ServedModel
-from lade.server.settings import Key, Keys
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

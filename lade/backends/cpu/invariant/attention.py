@@ -93,8 +93,6 @@ def placed_mask(
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
-    allow_is_causal_skip: bool = False,
-    allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> PlacedMask:
     """Return the mask of an ordinary pass, as transformers' mask interface asks for it.
@@ -110,8 +108,7 @@ def placed_mask(
         kv_offset=kv_offset,
         attention_mask=attention_mask,
         device=device,
-        allow_is_causal_skip=False,
-        **kwargs,
+        **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
     )
     slots = torch.arange(kv_length, device=device, dtype=torch.int64) + kv_offset
     positions = slots.expand(batch_size, -1)  # [B, K]

@@ -49,8 +49,8 @@ from lade.backends.cpu.kernels import address_of, dtype_code, kernel
 from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
 from lade.model.cache_layers import TreeLayer
 from lade.model.facts import CACHE, SURVEYED
-from lade.model.in_place_subclassing import Changed, change, has_own_forward
 from lade.model.kv_cache import TreeCache
+from lade.model.module_changes import Changed, change, has_own_forward
 
 _UNUSUAL = FORMER_NAMES | {"dropout", "scaling", "softcap", "s_aux", "is_causal", "position_bias"}
 """Arguments of layers that change what attention computes."""

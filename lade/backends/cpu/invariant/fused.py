@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from lade.backends.cpu.invariant.activations import logistic_of
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
+from lade.backends.cpu.invariant.functions import InvariantNorm, logistic_of
 from lade.backends.cpu.invariant.layer_stages import (
     GATED,
     HEAD_NORMS,
@@ -41,15 +41,13 @@ from lade.backends.cpu.invariant.layer_stages import (
     norms_of,
     projections_of,
 )
-from lade.backends.cpu.invariant.norms import InvariantNorm
 from lade.backends.cpu.kernels import WIDEST, is_plain
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS
-from lade.backends.cpu.packing.panels import TILE_PANEL
+from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, TILE_PANEL
 from lade.backends.cpu.worker_threads import At, Room, Stages
 from lade.model.facts import CACHE, CACHE_NAMES
-from lade.model.in_place_subclassing import Changed, change
+from lade.model.module_changes import Changed, change
 
 _KINDS = (PackedLinear, Int8Linear, Int4Linear, GgufLinear)
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -426,7 +424,8 @@ class _Cache:
 
 def _is_same(module: Any) -> bool:
     """Return True if a module's own forward has the same results, and gives its cache the same, bit for bit."""
-    first, given, caches = _first_layer(module), dict[str, Any](), (_Cache(), _Cache())
+    first: Any = next(each for each in module.modules() if isinstance(each, PackedLinear))
+    given, caches = dict[str, Any](), (_Cache(), _Cache())
     if not isinstance(module, GatedBlock):
         size = getattr(module, "self_attn", module).head_dim
         given = {
@@ -442,10 +441,6 @@ def _is_same(module: Any) -> bool:
 
 def _are_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def _first_layer(module: Any) -> Any:
-    return next(each for each in module.modules() if isinstance(each, PackedLinear))
 
 
 def seeded(*shape: int, dtype: torch.dtype) -> torch.Tensor:

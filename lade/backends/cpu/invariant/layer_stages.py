@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lade.backends.cpu.invariant.activations import logistic_of
+from lade.backends.cpu.invariant.functions import logistic_of
 from lade.backends.cpu.kernels import dtype_code, kernel
 from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
 

@@ -26,24 +26,30 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.announcements import announced_if_slow
-from lade.backends.cpu.invariant.activations import replace_activations
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.chained_decoder import fuse_decoder
+from lade.backends.cpu.invariant.functions import replace_activations, replace_norms
 from lade.backends.cpu.invariant.fused import fuse
-from lade.backends.cpu.invariant.norms import replace_norms
 from lade.backends.cpu.invariant.padded_rows import RowPadding, forget_padding
-from lade.backends.cpu.invariant.trials import Heads, ModelTrial, attention_keeps_order, distinct_layers
-from lade.backends.cpu.invariant.verdicts import keep_paddings, kept_paddings, key_of
+from lade.backends.cpu.invariant.trials import (
+    Heads,
+    ModelTrial,
+    attention_keeps_order,
+    distinct_layers,
+    keep_paddings,
+    kept_paddings,
+    key_of,
+)
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
 from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import ON_GPU, Invariance, changed_modules, invariance_of, set_invariance
 from lade.backends.cpu.kernels import kernel
-from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
+from lade.backends.trials.backend import LONGEST_PROBE_TOKENS
 from lade.errors import UnsupportedModelError
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import decoder_config, dtype_name, field, window_lengths
 from lade.model.facts import ModelFacts
-from lade.model.in_place_subclassing import restore
+from lade.model.module_changes import restore
 from lade.model.supports import supports, unwrap
 from lade.native import COMPILER_REMEDY
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lade.model.in_place_subclassing import Changed, change
+from lade.model.module_changes import Changed, change
 
 _PADDING = "row_padding"
 ROWS = (*range(1, 129), 200, 500)

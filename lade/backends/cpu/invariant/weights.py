@@ -32,8 +32,7 @@ from lade.backends.cpu.invariant.padded_rows import (
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight
-from lade.backends.cpu.packing.panels import in_panels
+from lade.backends.cpu.packing.panel_weight import PanelWeight, in_panels
 from lade.backends.cpu.packing.weight import HugePages, packed_weight
 from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name

@@ -29,8 +29,16 @@ from transformers.utils import logging as _logging
 from lade.announcements import announce, announced_if_slow
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.folder import EmptyOnMeta
-from lade.backends.cpu.packing.gguf_codes import codes_of, has_codes, values_of
-from lade.backends.cpu.packing.gguf_file import Elements, Header, TensorPlace, gguf_file, read_header
+from lade.backends.cpu.packing.gguf_file import (
+    Elements,
+    Header,
+    TensorPlace,
+    codes_of,
+    gguf_file,
+    has_codes,
+    read_header,
+    values_of,
+)
 from lade.backends.cpu.packing.integers import GgufLinear
 from lade.backends.cpu.packing.pack import guard, pack_layers
 from lade.errors import InputError

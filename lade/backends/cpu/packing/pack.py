@@ -7,7 +7,7 @@ that costs as much as the product itself, and `nn.Linear` repeats it in every pa
 >>> lade.unpack(model)      # restores every weight bit for bit
 
 The kernels are oneDNN's, which PyTorch ships and `torch.compile` uses on the CPU; their operators are private. Large
-bfloat16 models take those compiled here if they were measured faster, see `product_choice`.
+bfloat16 models take those compiled here if they were measured faster, see `panel_products`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from lade.backends.cpu.invariant_marker import refuse_invariant
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.integers import RELOAD_REMEDY, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear, PackingGuard, weight_of
-from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.cpu.packing.product_choice import faster_panel
+from lade.backends.cpu.packing.panel_products import faster_panel, panel_for
 from lade.backends.cpu.packing.weight import UNPACK_REMEDY, HugePages, packed_weight, same_bits
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.locks import ForkSafeLock
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.config import dtype_name
 from lade.model.facts import ModelFacts
-from lade.model.in_place_subclassing import HOOKS_REMEDY, has_own_forward
+from lade.model.module_changes import HOOKS_REMEDY, has_own_forward
 
 logger = logging.getLogger(__name__)
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
@@ -66,7 +65,7 @@ def pack(
     `nn.Linear` and GPT-2's `Conv1D` are packed in float32, bfloat16 or, if the processor supports it, float16.
     Everything else (embeddings, norms, experts that are not linear layers) is left alone, and so are small layers. A
     model without a large enough layer is returned unchanged, and layers that are already packed stay packed. In
-    bfloat16, layers use oneDNN's products, or this project's own if these are faster; see `product_choice`.
+    bfloat16, layers use oneDNN's products, or this project's own if these are measured to be faster.
 
     A weight shared with another module, such as a head tied to the embedding, is kept: its packed form is a copy.
     Packed weights must not be changed; `load_state_dict`, moves to another device or dtype, and passes that need
@@ -308,12 +307,7 @@ def check_layer(name: str, layer: nn.Module) -> None:
 
 
 def check_integer_layer(name: str, layer: Any) -> None:
-    """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised.
-
-    Args:
-        name: name of the layer.
-        layer: layer to quantise.
-    """
+    """Raise `UnsupportedModelError` for a layer whose weight cannot be quantised."""
     keep = f"keep it as it is, with keep=[{name!r}]"
     if isinstance(layer, PackedLinear):
         raise UnsupportedModelError(

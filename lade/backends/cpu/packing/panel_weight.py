@@ -1,7 +1,8 @@
 """Weights in panels and their products with rows, which are laid out in blocks, or rounded to int8, in the same call.
 
-A product of a few rows with a small weight takes some 10 us, as long as a few calls of Python. So what calls have in
-common, such as how their work is split, is prepared once per weight and number of rows.
+Drawings of panels, and of the groups in which rows pass through them, are in `lade/native/cpu_dots.h`. A product of a
+few rows with a small weight takes some 10 us, as long as a few calls of Python. So what calls have in common, such as
+how their work is split, is prepared once per weight and number of rows.
 
 Rows are rounded to codes with a scale for every 32 inputs. Products of as many codes are summed up exactly, scaled, and
 added up in the order of the inputs. No row depends on the others.
@@ -15,14 +16,103 @@ from typing import NamedTuple
 import torch
 
 from lade.backends.cpu.kernels import address_of, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.packing.panels import BLOCK, DOT_GROUPS, DOT_PANEL, RowGroups, groups, parts_of_rows
+from lade.backends.cpu.packing.weight import HugePages
 from lade.backends.cpu.worker_threads import At, Room, Stages
 
-WIDE_BLOCKS, NARROW_BLOCKS = RowGroups((1, 2, 4, 6, 8, 12, 16), 16, 1), RowGroups((1, 2, 4), 4, 1)
-"""Groups of rows of products of codes for 32 registers of 64 bytes, and for 16 of 32 bytes."""
-_NEAR, _GROUP = 2**19, 2**17  # bytes of rows and of codes that stay in a core's cache
-_MANY_WEIGHTS = 2**15  # least bytes of codes per part
+BLOCK = 64
+"""Bytes of consecutive inputs, of one row or one output, in a block."""
+DOT_PANEL, TILE_PANEL = 16, 64
+"""Outputs per panel of dot products, and of AMX tiles."""
+TILE_ROWS = 16
+"""Rows of a tile."""
+_WORD = 4  # bytes of the inputs of an output that an instruction adds up
+_COLUMNS = BLOCK // _WORD  # outputs of a tile, or of a line of a panel
+_NEAR = 2**19  # bytes of rows that stay in a core's cache
+_MANY_INPUTS = 2**12  # least inputs per thread
 _SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
+
+
+class RowGroups(NamedTuple):
+    """Numbers of rows that pass through panels together, and how a product is split.
+
+    Attributes:
+        sizes: ascending; few rows, up to the last of them, make one group of the least that holds them.
+        together: rows per group if there are more.
+        columns: panels that such a group passes through at a time.
+        few: number of rows up to which each part of the work has all of them.
+        near_bytes: bytes of panels that stay in a core's cache.
+        least_bytes: least bytes of panels per part of the work with all rows.
+    """
+
+    sizes: tuple[int, ...]
+    together: int
+    columns: int
+    few: int
+    near_bytes: int
+    least_bytes: int
+
+    def together_for(self, rows: int) -> int:
+        """Return the rows interleaved in a group, for a product of `rows` rows; the last group may be padded."""
+        return next((size for size in self.sizes if rows <= size), self.together)
+
+    def shares(self, rows: int, panels: int, blocks: int, panel_bytes: int) -> tuple[int, int]:
+        """Return the rows and panels per part of the work."""
+        if rows <= self.few:
+            return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-self.least_bytes // panel_bytes))
+        near = _NEAR // (blocks * BLOCK) // self.together * self.together
+        columns = self.near_bytes // panel_bytes // self.columns * self.columns
+        return max(self.together, near), max(self.columns, columns)
+
+
+DOTS = RowGroups((1, 2, 4, 6, 8, 12, 16, 24), 8, 2, 24, 2**18, 2**16)
+"""Groups of dot products."""
+WIDE_CODES = RowGroups((1, 2, 4, 6, 8, 12, 16), 16, 1, 32, 2**17, 2**15)
+NARROW_CODES = RowGroups((1, 2, 4), 4, 1, 8, 2**17, 2**15)
+"""Groups of rows of products of codes for 32 registers of 64 bytes, and for 16 of 32 bytes."""
+
+
+def has_dots() -> bool:
+    """Return True if there are dot products of bfloat16, which need AVX512-BF16."""
+    return kernel("multiply_few").available
+
+
+def parts_of_rows(rows: int, inputs: int) -> int:
+    """Return the parts in which rows are laid out in blocks."""
+    return max(1, min(rows, _SHARES * torch.get_num_threads(), inputs // _MANY_INPUTS))
+
+
+def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = TILE_PANEL) -> torch.Tensor:
+    """Return a weight `[out, in]` in panels, padded with zeros.
+
+    A panel's block of 32 inputs is one or more tiles of 16 outputs; a row of a tile holds the same two inputs of each
+    output in turn.
+
+    Args:
+        weight: `[out, in]` bfloat16, left unchanged.
+        pages: memory pool to allocate from; None for ordinary memory.
+        panel: outputs per panel, a multiple of 16: `TILE_PANEL` or `DOT_PANEL`.
+
+    Returns:
+        `[out / panel, in / block, panel / 16, 16, block]`, bfloat16.
+    """
+    outputs, inputs = weight.shape
+    block = BLOCK // weight.element_size()
+    filled = torch.nn.functional.pad(weight, (0, -inputs % block, 0, -outputs % panel)).contiguous()
+    words = filled.view(torch.int32).view(-1, panel // _COLUMNS, _COLUMNS, filled.shape[1] // block, _COLUMNS)
+    words = words.permute(0, 3, 1, 4, 2)
+    room = (
+        pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8, device="cpu")
+    )
+    return room.view(torch.int32).view(words.shape).copy_(words).view(weight.dtype)
+
+
+def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """Invert `in_panels`: return the weight `[out, in]`."""
+    words = panels.view(torch.int32).permute(0, 2, 4, 1, 3)
+    filled = words.reshape(panels.shape[2] * _COLUMNS * len(panels), -1).contiguous().view(panels.dtype)
+    return filled[:outputs, :inputs].contiguous()
+
+
 _CODED = "float32, bfloat16 or float16"  # dtypes of rows that are rounded to codes
 _FACTS = 32  # bytes of the numbers that are noted of each block of a row in codes
 PREPARED_ROWS = 128
@@ -189,21 +279,15 @@ class PanelWeight:
         stages.add(kernel(split.kernel, instructions), parts, fields, joined=joined)
 
     def _split(self, rows: int, instructions: str) -> _Split:
-        count, blocks, *_ = self.panels.shape
-        if self.codes:
-            together = block_row_groups(instructions).together_for(rows)
-            size = blocks * self.panels[0, 0].numel()
-            if rows <= 2 * together:
-                shares = rows, max(-(-count // (_SHARES * torch.get_num_threads())), -(-_MANY_WEIGHTS // size))
-            else:
-                shares = max(together, _NEAR // (blocks * BLOCK) // together * together), max(1, _GROUP // size)
-            return _Split(f"multiply_{self.codes}", together, -(-rows // together) * together, *shares)
-        together = DOT_GROUPS.together_for(rows)
-        name = f"multiply_{'few' if rows <= DOT_GROUPS.sizes[-1] else 'many'}"
-        return _Split(name, together, -(-rows // together) * together, *groups(rows, count, blocks))
+        (count, blocks, *_), panel = self.panels.shape, self.panels[0]
+        groups = code_groups(instructions) if self.codes else DOTS
+        name = self.codes or ("few" if rows <= groups.few else "many")
+        together = groups.together_for(rows)
+        shares = groups.shares(rows, count, blocks, panel.nbytes)
+        return _Split(f"multiply_{name}", together, -(-rows // together) * together, *shares)
 
 
-def block_row_groups(instructions: str = "") -> RowGroups:
+def code_groups(instructions: str = "") -> RowGroups:
     """Return the groups of rows of the kernels of codes for some instructions; empty for the best of this processor."""
     wide = instructions.startswith("avx512") if instructions else kernel("multiply_int8", "avx512").available
-    return WIDE_BLOCKS if wide else NARROW_BLOCKS
+    return WIDE_CODES if wide else NARROW_CODES

@@ -19,8 +19,8 @@ from lade.backends.cuda_graphs.fused_kernels import ROWS, Norm, norm, rotate_and
 from lade.backends.cuda_graphs.invariant.attention import Places, attend
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.model.facts import CACHE_NAMES
-from lade.model.in_place_subclassing import Changed, change
 from lade.model.inputs import FULL
+from lade.model.module_changes import Changed, change
 
 _ALIGNMENT = 256
 """Bytes. Libraries choose their kernels by the alignment of addresses too, up to this."""

@@ -11,12 +11,12 @@ from lade.backends.cpu.invariant_marker import Invariance, changed_modules, set_
 from lade.backends.cuda_graphs.fused import fusion_refusal
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.backends.trials.lengths import LONGEST_PROBE_TOKENS
+from lade.backends.trials.backend import LONGEST_PROBE_TOKENS
 from lade.decoding.tree import TokenTree
 from lade.model.config import window_lengths
 from lade.model.facts import ModelFacts
-from lade.model.in_place_subclassing import restore
 from lade.model.masks import MaskPlan
+from lade.model.module_changes import restore
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 

@@ -1,4 +1,4 @@
-"""Arguments of a call before `model.generate` prepares them: checks, the forms of `prediction=`, and failed calls.
+"""A call of a public function before `model.generate` prepares its arguments: checks, predictions, failed calls.
 
 Nearly all checks are made on the inputs that `model.generate` has prepared, in `lade.hf.refusals`. The checks here come
 earlier: they concern arguments that transformers does not forward to a callable, or fails on before it calls one.
@@ -13,29 +13,130 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
-from lade.config import LookaheadConfig
-from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedModelError
-from lade.hf.refusals import refuse
+from lade.config import Lookahead, LookaheadConfig, resolve
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedError, UnsupportedModelError
+from lade.grammar import GRAMMARS, GrammarArgument
+from lade.hf.refusals import fall_back, refuse
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
-from lade.model.facts import PACKED, adapters, needs_synced_passes
-from lade.model.prepared import REMEDY, Prepared, argument_of, check_shape, holds_media, prompts_in
-from lade.model.supports import PLAIN_REMEDY, supports, unwrap
+from lade.model.facts import PACKED, adapters, needs_synced_passes, with_present_cache_name
+from lade.model.prepared import REMEDY, argument_of, check_shape, holds_media, prompts_in
+from lade.model.supports import PLAIN_REMEDY, may_be_shared, supports, unwrap
 from lade.stats import Stats
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Generated = torch.Tensor | GenerateOutput
 """Result of `generate`: ids `[B, L + new]`, or an output object with `return_dict_in_generate=True`."""
 
 
 class NeedsGenerateError(UnsupportedArgumentError):
     """Only `model.generate` itself can decode in this mode, no single loop can decode prepared inputs."""
+
+
+def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a call be made by all processes that decode the model; nothing below the public functions knows of them.
+
+    Args:
+        streams: the decorated function returns an iterator over steps, which is read in all of them.
+    """
+    together = "stream_together" if streams else "call_together"
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not may_be_shared(unwrap(model)):
+                return function(model, *args, **kwargs)
+            begin = functools.partial(function, model, *args, **kwargs)
+            return getattr(import_module("lade.hf.distributed"), together)(model, begin, kwargs)
+
+        return cast(Callable[P, T], call)
+
+    return decorate
+
+
+@contextmanager
+def cleaning_up(model: Any) -> Iterator[None]:
+    """Remove what PEFT has put on a model for a call that fails in this context."""
+    try:
+        yield
+    except BaseException:
+        clean_up(model)
+        raise
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a public function; nothing has been fed, drawn or streamed yet.
+
+    Attributes:
+        model: the model as the caller has it.
+        inner: the model inside any wrapper.
+        arguments: arguments of `model.generate`, by the names that this transformers has for them.
+        config: settings of lookahead decoding; None decodes plainly.
+        auto: decode plainly where lookahead decoding is not supported.
+        stats: figures to add to; None for none.
+        streamer: gets the prompt, every token, and `end()`; None for none.
+        predictions: ids of the expected answer to each prompt; empty for none.
+    """
+
+    model: Any
+    inner: Any
+    arguments: dict[str, Any]
+    config: LookaheadConfig | None
+    auto: bool
+    stats: Stats | None = None
+    streamer: BaseStreamer | None = None
+    predictions: Sequence[Sequence[int]] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        inputs: torch.Tensor | None,
+        arguments: dict[str, Any],
+        lookahead: Lookahead,
+        stats: Stats | None,
+        prediction: Prediction | None,
+        grammar: GrammarArgument | None,
+        streamer: BaseStreamer | None = None,
+    ) -> Call:
+        """Check the arguments of `lade.generate` and `lade.stream`; errors are theirs."""
+        inner, (config, auto) = unwrap(model), resolve(lookahead)
+        arguments = with_present_cache_name(arguments if inputs is None else {**arguments, "inputs": inputs})
+        refuse_unused_prediction(prediction, config)
+        predictions = prediction_ids(prediction, arguments.get("tokenizer"))
+        check_call(model, arguments, stats)
+        refuse_autocast(inner)
+        if grammar is not None:
+            arguments = GRAMMARS.load().with_grammar(inner, grammar, arguments)
+        if streamer is not None:  # plain beam search would raise too, but after warnings and with another message
+            refuse_streamed_beams(num_beams(inner, arguments), streamer)
+        return cls(model, inner, arguments, config, auto, stats, streamer, predictions)
+
+    def for_callable(self) -> dict[str, Any] | None:
+        """Return the arguments for `model.generate` with a callable; None to decode plainly."""
+        if self.config is None:
+            return None
+        try:
+            return arguments_for_callable(self.model, self.inner, self.arguments)
+        except UnsupportedError as problem:
+            self.fall_back(problem)
+            return None
+
+    def fall_back(self, problem: UnsupportedError) -> None:
+        """Report that this call is decoded plainly, or raise the problem if that was not asked for."""
+        fall_back(self.inner, problem, self.stats, allowed=self.auto)
 
 
 REPLACED = "_generate_before_lade"
@@ -65,9 +166,6 @@ def check_generate(model: Any) -> None:
     """Raise `UnsupportedModelError` for a model whose checkpoint brings its own decoding method.
 
     Transformers replaces `generate` by that method when it loads the model; it need not accept `custom_generate=`.
-
-    Args:
-        model: the model inside any wrapper.
     """
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
@@ -97,11 +195,6 @@ UNFORWARDED = {
 
 def arguments_for_callable(model: Any, inner: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with which `model.generate` calls a callable and gives it all that it needs.
-
-    Args:
-        model: the model as the caller has it.
-        inner: the model inside any wrapper.
-        arguments: the caller's arguments, by name.
 
     Raises:
         UnsupportedModelError, UnsupportedArgumentError: `model.generate` would not call it.
@@ -160,18 +253,7 @@ def refuse_streamed_beams(beams: int, streamer: object = None) -> None:
         )
 
 
-def check_decode(stats: object) -> None:
-    """Check the arguments of `lade.decode` beyond those that transformers has prepared.
-
-    Raises:
-        UnsupportedArgumentError: the calling `model.generate` was given a streamer.
-        ConfigError: `stats` is not a `Stats`.
-    """
-    _refuse_unforwarded_streamer()
-    check_stats(stats)
-
-
-def _refuse_unforwarded_streamer() -> None:
+def refuse_unforwarded_streamer() -> None:
     """Raise `UnsupportedArgumentError` for the `streamer=` of a `model.generate` that has called `lade.decode`.
 
     Transformers does not forward it and never ends it: the reader of a `TextIteratorStreamer` would block forever. No
@@ -343,34 +425,6 @@ def _ids_of(one: Any, tokenizer: Any) -> list[int]:
 
 def _is_id(token: object) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
-
-
-def predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) -> Sequence[Sequence[int] | None]:
-    """Return the prediction of each row, `[B]`.
-
-    Args:
-        prepared: inputs prepared by `model.generate`, with predictions.
-        config: the method and its sizes.
-        rows: B, the number of rows.
-
-    Raises:
-        InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
-        UnsupportedArgumentError: the method drafts from no text.
-    """
-    texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
-    if config.only:
-        refuse("prediction with only=True", "the sources draft alone then")
-    if not config.adaptive and not config.guesses:
-        refuse("prediction with guesses=0", "nothing but the window is drafted then")
-    if len(texts) * repeated != rows:
-        raise InputError(
-            f"prediction has {len(texts)} texts for {rows // repeated} prompts: give one per prompt, which may be empty"
-        )
-    vocabulary = prepared.vocabulary
-    for token in (token for text in texts for token in text):
-        if not 0 <= token < vocabulary:
-            raise InputError(f"prediction has the id {token}, and the model has a vocabulary of {vocabulary}")
-    return [text for text in texts for _ in range(repeated)]
 
 
 ADAPTER_ARGUMENTS = ("adapter_names", "alora_offsets", "task_ids")

@@ -1,16 +1,18 @@
-"""Refusals by what came before: quotas of API keys, and requests that have failed their passes."""
+"""What tenants may use and share: quotas of API keys, and draft memories of their own."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
-from lade.server.errors import RATE_LIMIT, ApiError, invalid, kills_pass
-from lade.server.settings import KeyLimits
+from lade.config import Lookahead, LookaheadConfig
+from lade.memory import Memory
+from lade.server.errors import RATE_LIMIT, ApiError, invalid
+from lade.server.keys import KeyLimits
 
 _MINUTE_S = 60.0
 
@@ -100,37 +102,70 @@ class Quotas:
         return bucket
 
 
-class FailedRequests:
-    """Remembers requests whose passes failed, so that clients' retries do not make all others' texts be fed again.
+MAX_SCOPES, _BYTES = 16, 64 * 2**20
+"""Maximum number of memories, and size of each in bytes."""
 
-    Attributes:
-        TRIES: failures after which a request is refused.
-        SECONDS: time for which failures are remembered: lack of memory may pass.
-        MOST: number of requests that are remembered; the oldest are forgotten first.
-        known: time of the last failure and number of failures by digest. Digesting a large body takes milliseconds, so
-            nothing is checked while there are none.
+
+class TenantMemories:
+    """Per-tenant draft memories, LRU: sharing one speeds up similar texts, which timing could reveal.
+
+    Args:
+        lookahead: the server's default method. A memory of its own, which is one file, serves requests without a salt
+            if `share` is "all", or "key" and there are no two keys.
+        share: "key": shared per key and `cache_salt`; "all": shared by all; "none": not shared.
+        several_keys: function that tells whether requests of several keys are served now.
     """
 
-    TRIES, SECONDS, MOST = 2, 600.0, 256
+    def __init__(self, lookahead: Lookahead, share: str, several_keys: Callable[[], bool] = lambda: False) -> None:
+        config = LookaheadConfig() if lookahead == "auto" else lookahead
+        self._file = None if config is None else config.memory
+        self._default = config if config is None else replace(config, memory=None)
+        self._share, self._several_keys = share, several_keys
+        self._kept: OrderedDict[str, Memory] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def __init__(self) -> None:
-        self.known: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+    def scope(self, key: str, salt: str | None) -> str | None:
+        """Return the tenant scope of a request; None for none. A salt only narrows it."""
+        if self._share == "none":
+            return None
+        return f"{'' if self._share == 'all' else key}\0{salt or ''}"
 
-    def check(self, owner: str, body: object) -> None:
-        """Raise `ApiError` for a request that has failed too often."""
-        last, failures = self.known.get(_digest_of(owner, body), (0.0, 0))
-        if failures >= self.TRIES and perf_counter() - last < self.SECONDS:
-            raise kills_pass()
+    def lookahead(self, requested: LookaheadConfig | str | None, scope: str | None) -> LookaheadConfig | None:
+        """Return the method of a request, with the memory of its scope.
 
-    def add(self, owner: str, body: object) -> None:
-        """Count a failure of a request; of one key, so that no other learns of it."""
-        name, now = _digest_of(owner, body), perf_counter()
-        last, failures = self.known.pop(name, (now, 0))
-        self.known[name] = now, 1 + (failures if now - last < self.SECONDS else 0)
-        while len(self.known) > self.MOST:
-            self.known.popitem(last=False)
+        Args:
+            requested: the request's method; a text for the server's default, None for plain decoding.
+            scope: tenant scope of the request.
+        """
+        config = self._default if isinstance(requested, str) else requested
+        if config is None or not config.adaptive or config.memory is not None or scope is None:
+            return config
+        of_all = self._file if self.serves_file and scope.endswith("\0") else None
+        return replace(config, memory=self._of(scope) if of_all is None else of_all)
+
+    @property
+    def serves_file(self) -> bool:
+        """True unless the memory of the server's default method would be shared by keys that share nothing."""
+        return self._share == "all" or (self._share == "key" and not self._several_keys())
+
+    def _of(self, scope: str) -> Memory:
+        with self._lock:
+            memory = self._kept.setdefault(scope, Memory(_BYTES))
+            self._kept.move_to_end(scope)
+            if len(self._kept) > MAX_SCOPES:
+                del self._kept[self._evicted()]
+        return memory
+
+    def _evicted(self) -> str:
+        """Return the memory to evict: of the key with most memories, the least recently used salted one.
+
+        Clients choose salts freely; by age alone one client could evict all others' memories.
+        """
+        several = Counter(map(_key, self._kept))
+        most = max(several.values())
+        of_key = [scope for scope in self._kept if several[_key(scope)] == most]
+        return next((scope for scope in of_key if most > 1 and not scope.endswith("\0")), of_key[0])
 
 
-def _digest_of(owner: str, body: object) -> bytes:
-    """Return a digest of a validated body, which is its messages or ids and all of its parameters."""
-    return hashlib.sha256(f"{owner}\0{body!r}".encode(errors="replace")).digest()
+def _key(scope: str) -> str:
+    return scope.partition("\0")[0]
