@@ -1,6 +1,7 @@
 // Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one.
 // The functions are those of lade/decoding/kernels/tables.py, which documents them.
 #include <cstring>
+#include <limits>
 
 #include "drafting.h"
 
@@ -27,16 +28,6 @@ int64_t slot_of(const Ints& table, Key key) {
         if (++slot == table.rows) slot = 0;
     }
     return ~slot;
-}
-
-// Inserts an entry into the best ones, in descending order; the last one drops out.
-void insert(int32_t* best, int32_t entry) {
-    int place = WIDTH;
-    while (place > 0 && (entry > best[place - 1] || best[place - 1] == TOKEN)) {
-        if (place < WIDTH) best[place] = best[place - 1];
-        --place;
-    }
-    if (place < WIDTH) best[place] = entry;
 }
 
 // Stores one row under the suffixes of a context; returns the number of newly occupied slots.
@@ -86,24 +77,26 @@ void write_certain(int64_t token, int32_t* row) {
 
 }  // namespace
 
+// Without branches, which entries would decide: half of a step's learning is spent here.
 void average(int32_t* best, const int32_t* before, const int32_t* row) {
-    for (int place = 0; place < WIDTH; ++place) best[place] = TOKEN;
-    for (int first = 0; first < 2 * WIDTH; ++first) {
-        bool is_new = first < WIDTH;
-        int32_t entry = is_new ? row[first] : before[first - WIDTH], token = entry & TOKEN;
-        if (token == TOKEN) continue;
-        int32_t total = entry >> BITS;
-        bool counted = false;
-        for (int second = 0; second < WIDTH; ++second) {
-            int32_t other = is_new ? before[second] : row[second];
-            if ((other & TOKEN) == token) {
-                total += other >> BITS;
-                counted = !is_new;
-                break;
-            }
+    constexpr int32_t NONE = std::numeric_limits<int32_t>::min();
+    int32_t entries[2 * WIDTH], ranks[2 * WIDTH] = {}, sorted[2 * WIDTH];
+    for (int at = 0; at < WIDTH; ++at) {
+        int32_t token = row[at] & TOKEN, other = before[at] & TOKEN, total = 0, known = 0;
+        for (int place = WIDTH - 1; place >= 0; --place) {
+            total = (before[place] & TOKEN) == token ? before[place] >> BITS : total;
+            known |= (row[place] & TOKEN) == other;
         }
-        if (!counted) insert(best, static_cast<int32_t>(static_cast<uint32_t>(total >> 1) << BITS) | token);
+        total = static_cast<int32_t>(static_cast<uint32_t>((total + (row[at] >> BITS)) >> 1) << BITS);
+        int32_t alone = static_cast<int32_t>(static_cast<uint32_t>(before[at] >> (BITS + 1)) << BITS);
+        entries[at] = token == TOKEN ? NONE : total | token;
+        entries[WIDTH + at] = (other == TOKEN) | known ? NONE : alone | other;
     }
+    for (int first = 0; first < 2 * WIDTH; ++first)
+        for (int at = 0; at < 2 * WIDTH; ++at)
+            ranks[at] += (entries[first] > entries[at]) | ((entries[first] == entries[at]) & (first < at));
+    for (int at = 0; at < 2 * WIDTH; ++at) sorted[ranks[at]] = entries[at];
+    for (int at = 0; at < WIDTH; ++at) best[at] = sorted[at] == NONE ? TOKEN : sorted[at];
 }
 
 Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t* rows) {
