@@ -19,10 +19,14 @@ Key key_of(uint64_t state, int kind) {
     return {static_cast<int32_t>(static_cast<uint32_t>(low)), static_cast<int32_t>(static_cast<uint32_t>(state >> 32))};
 }
 
+// Returns the first slot that a key may have, given the upper half of its hash.
+int64_t home_of(const Ints& table, uint64_t upper) {
+    return static_cast<int64_t>(upper * static_cast<uint64_t>(table.rows) >> 32);
+}
+
 // Returns the slot of a key; if it is missing, the bitwise complement of the free slot for it.
 int64_t slot_of(const Ints& table, Key key) {
-    auto home = static_cast<uint64_t>(static_cast<uint32_t>(key.high)) * static_cast<uint64_t>(table.rows);
-    auto slot = static_cast<int64_t>(home >> 32);
+    int64_t slot = home_of(table, static_cast<uint32_t>(key.high));
     for (const int32_t* at = table.row(slot); at[0] != 0; at = table.row(slot)) {
         if (at[0] == key.low && at[1] == key.high) return slot;
         if (++slot == table.rows) slot = 0;
@@ -34,7 +38,8 @@ int64_t slot_of(const Ints& table, Key key) {
 int64_t take_in(const Ints& young, const Ints& old, const int32_t* tail, const int32_t* row, int first, int end) {
     uint64_t state = SEED;
     int64_t taken = 0;
-    int kind = first;
+    int kind = first, averaged = 0;
+    int32_t last[WIDTH], best[WIDTH];
     for (int place = 0; place < LENGTHS[end - 1]; ++place) {
         state = lengthened(state, tail[place]);
         if (place + 1 != LENGTHS[kind]) continue;
@@ -50,8 +55,10 @@ int64_t take_in(const Ints& young, const Ints& old, const int32_t* tail, const i
             young.row(slot)[1] = key.high;
             ++taken;
         }
-        int32_t best[WIDTH];
-        if (before) average(best, before, row);
+        if (before && (averaged++ == 0 || std::memcmp(last, before, ROW_BYTES) != 0)) {  // long contexts often agree
+            average(best, before, row);
+            std::memcpy(last, before, ROW_BYTES);
+        }
         std::memcpy(young.row(slot) + 2, before ? best : row, ROW_BYTES);
     }
     return taken;
@@ -76,6 +83,14 @@ void write_certain(int64_t token, int32_t* row) {
 }
 
 }  // namespace
+
+void fetch_rows(const Ints& table, const int32_t* tail) {
+    uint64_t state = SEED;
+    for (int place = 0; place < LONGEST; ++place) {
+        state = lengthened(state, tail[place]);
+        if (place != 5 && place != 6) LADE_PREFETCH(table.row(home_of(table, state >> 32)));
+    }
+}
 
 // Without branches, which entries would decide: half of a step's learning is spent here.
 void average(int32_t* best, const int32_t* before, const int32_t* row) {
@@ -116,12 +131,14 @@ int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token) {
     return take_in(tables.young, tables.old, tail, certain, TEXT, END);
 }
 
-int64_t learn_step(const Tables& tables, const Ints& tails, const Ints& rows, const Longs& path, const Longs& chosen) {
-    int64_t taken = 0;
+// Stores the rows of a tree and the tokens that followed in the text; returns false, with nothing stored, without room.
+bool learn_step(Tables& tables, const int32_t* tails, const Ints& rows, const Longs& path, const Longs& chosen) {
+    if (tables.taken + TEXT * rows.rows + room_for(path.rows) > tables.most) return false;
     for (int64_t row = 0; row < rows.rows; ++row)
-        taken += take_in(tables.young, tables.old, tails.row(row), rows.row(row), LOGITS, TEXT);
-    for (int64_t at = 0; at < path.rows; ++at) taken += learn_token(tables, tails.row(path[at]), chosen[at]);
-    return taken;
+        tables.taken += take_in(tables.young, tables.old, tails + row * LONGEST, rows.row(row), LOGITS, TEXT);
+    for (int64_t at = 0; at < path.rows; ++at)
+        tables.taken += learn_token(tables, tails + path[at] * LONGEST, chosen[at]);
+    return true;
 }
 
 }  // namespace lade
@@ -134,11 +151,6 @@ LADE_KERNEL int64_t lade_learn(const Ints* young, const Ints* old, const Ints* t
     for (; row < tails->rows && taken + end - first <= most; ++row)
         taken += take_in(*young, *old, tails->row(row), rows->row(row), static_cast<int>(first), static_cast<int>(end));
     return row << 32 | taken;
-}
-
-LADE_KERNEL int64_t lade_learn_step(const Tables* tables, const Ints* tails, const Ints* rows, const Longs* path,
-                                    const Longs* chosen) {
-    return learn_step(*tables, *tails, *rows, *path, *chosen);
 }
 
 LADE_KERNEL void lade_rehash(const Ints* table, const Ints* into) {
