@@ -4,6 +4,8 @@
     python lab/experiments/host_time.py pass --model FOLDER --inflate 500e6 [--weights int8 | dense] [--invariant]
     python lab/experiments/host_time.py call --model FOLDER [--prompt-tokens 20 --prompt-tokens 300]
     python lab/experiments/host_time.py replay --model FOLDER --prompts FILE.jsonl [--budget 64] [--pass-ms 5]
+    python lab/experiments/host_time.py controller [--nodes 64] [--pass-ms 5]
+    python lab/experiments/host_time.py engine [--requests 64 --requests 256] [--pass-ms 5]
 
 "step" times all but the model's forward pass, by part. Each part is timed by wrapping its function, which counts as the
 library's time, so this shows shares; with `--no-parts` the total is right.
@@ -17,6 +19,11 @@ modelling code does between them (rotary positions, residuals, reshapes) and Pyt
 what the library needs next; one on a GPU does. So the passes are made once, and what was read of their logits is
 written down. Then the same texts are written again from that, without a model: growing the trees, filling a captured
 pass's inputs, walking, and learning are all that is left. The tokens must come out the same.
+
+"controller" times the decision about a lone row's tree, which "replay" leaves out: its trees are of one size.
+
+"engine" times what an engine waits for, `propose` and `learn_batch` of many requests, chains whose tokens are
+accepted. Texts are made up: each token decides the next one, and two tokens what else is likely.
 """
 
 from __future__ import annotations
@@ -25,9 +32,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from statistics import median, quantiles
-from time import perf_counter, process_time, sleep
+from time import perf_counter, process_time, sleep, thread_time
 from typing import Annotated, Any
 
 import numpy as np
@@ -41,12 +50,16 @@ from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding import loop
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
-from lade.decoding.drafting.controller import FixedBudget
+from lade.decoding.drafting.controller import Controller, FixedBudget
 from lade.decoding.drafting.copy_drafting import OwnText
+from lade.decoding.drafting.step_cost import StepCost
+from lade.decoding.kernels.layout import BITS, WIDTH, Ints
+from lade.decoding.kernels.tables import tails_of
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row, RowStep
 from lade.decoding.verify import Greedy, walk
+from lade.engines import drafter as engine_drafter
 from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan, StepInputs
@@ -68,15 +81,17 @@ PARTS: list[tuple[Any, str, str]] = [
 ]
 
 
-def timed(function: Callable[..., Any], part: str, spent: Counter[str]) -> Callable[..., Any]:
+def timed(
+    function: Callable[..., Any], part: str, spent: Counter[str], clock: Callable[[], float] = perf_counter
+) -> Callable[..., Any]:
     """The function, with its seconds counted."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        start = perf_counter()
+        start = clock()
         try:
             return function(*args, **kwargs)
         finally:
-            spent[part] += perf_counter() - start
+            spent[part] += clock() - start
 
     return call
 
@@ -304,6 +319,114 @@ def replay(
         low, middle, high = np.percentile(taken.sum(axis=1), [25, 50, 75])
         parts = f"growing {growing:.0f}, inputs {inputs:.0f}, walk {walking:.0f}, learning {learning:.0f}"
         print(f"{size} tokens: {middle:.0f} us a step ({low:.0f} to {high:.0f}); {parts}")
+
+
+@app.command("controller")
+def controller_(
+    nodes: Annotated[int, typer.Option(help="tokens fed in most steps")] = 64,
+    steps: int = 400,
+    pass_ms: Annotated[float, typer.Option(help="time to sleep in place of each pass")] = 0.0,
+) -> None:
+    """Time of the decision about a lone row's tree, and of learning from the step."""
+    knots = {1: 1.0, 8: 1.02, nodes: 1.1, 2 * nodes: 3.0}
+    controller, luck = Controller(StepCost.of({size: [5e-3 * each] for size, each in knots.items()})), Random(0)
+    controller.begin_texts(1)
+    scores, sizes, taken = [0.9**rank for rank in range(nodes)], Counter[int](), list[list[float]]()
+    for _ in range(steps):
+        clock, size, accepted = [perf_counter()], 1, list[int]()
+        skipping = controller.skip_drafting()
+        if not skipping:
+            controller.stages()
+        clock.append(perf_counter())
+        if not skipping:
+            controller.decide([scores])
+            size = controller.choose(scores)
+            controller.fill_size(size)
+        clock.append(perf_counter())
+        sleep(1e-3 * pass_ms)
+        accepted = [rank for rank in (1, 2, 4, 9) if rank < size and luck.random() < 0.8]
+        back = perf_counter()
+        if size > 1:
+            controller.learn(scores[:size], accepted)
+        learned = perf_counter()
+        controller.observe(size, 1 + len(accepted), 5.4e-3, 5e-3)
+        taken.append([*np.diff(clock).tolist(), learned - back, perf_counter() - learned])
+        sizes[size] += 1
+    growth, size_, learning, observing = 1e6 * np.median(taken, axis=0)
+    middle, common = 1e6 * np.median(np.sum(taken, axis=1)), sizes.most_common(3)
+    parts = f"stages {growth:.0f}, size {size_:.0f}, learning {learning:.0f}, observing {observing:.0f}"
+    print(f"{middle:.0f} us a step; {parts}; sizes {common}")
+
+
+WARM_UP = 20
+VOCABULARY, LIKELY = 20_000, 65_536
+
+
+class MadeUpTexts:
+    """Texts in which each token decides the next one, and two tokens what else is likely."""
+
+    def __init__(self) -> None:
+        rng, self._luck = np.random.default_rng(0), Random(0)
+        order = rng.permutation(VOCABULARY).tolist()
+        self.all = [*order, *order[:9]]
+        self.following = dict(pairwise(self.all))
+        self._others = rng.integers(0, VOCABULARY, (LIKELY, WIDTH - 1)).astype(np.int32)
+        self._others |= np.sort(rng.integers(20, 120, (LIKELY, WIDTH - 1)))[:, ::-1].astype(np.int32) << BITS
+
+    def after(self, token: int, count: int) -> list[int]:
+        """The tokens that follow one."""
+        tokens = list[int]()
+        for _ in range(count):
+            token = self.following[token]
+            tokens.append(token)
+        return tokens
+
+    def rows(self, tokens: list[int]) -> Ints:
+        """Entries of the logits at all tokens but the first."""
+        luck = self._luck.getrandbits(2)
+        others = self._others[[(31 * before + last + luck) % LIKELY for before, last in pairwise(tokens)]]
+        best = np.array([200 << BITS | self.following[token] for token in tokens[1:]], np.int32)
+        return np.ascontiguousarray(np.concatenate([best[:, None], others], axis=1))
+
+
+@app.command()
+def engine(
+    requests: Annotated[list[int] | None, typer.Option(help="requests of a pass; may be repeated")] = None,
+    drafted: Annotated[int, typer.Option(help="tokens drafted for each request")] = 4,
+    steps: int = 50,
+    pass_ms: Annotated[float, typer.Option(help="time to sleep in place of each pass")] = 0.0,
+) -> None:
+    """CPU time of `EngineDrafter.propose` and `learn_batch`, which neighbours change less; median and least."""
+    spent, texts = Counter[str](), MadeUpTexts()
+    for name in "propose", "learn_requests":
+        setattr(engine_drafter, name, timed(getattr(engine_drafter, name), name, spent, thread_time))
+    for count in requests or [64, 256]:
+        drafter, names, rng = lade.EngineDrafter(VOCABULARY, price=1e-3), list(range(count)), Random(0)
+        drafter.memory.learn(tails_of(np.array(texts.all), 1, len(texts.all) - 1), texts.rows(texts.all))
+        for name in names:
+            drafter.begin(name, texts.after(rng.randrange(VOCABULARY), 100))
+        taken, accepted = list[list[float]](), 0
+        for _ in range(steps + WARM_UP):
+            spent.clear()
+            start = thread_time()
+            drafts = drafter.propose(names, drafted)
+            proposed = thread_time()
+            sleep(1e-3 * pass_ms)
+            ends = [drafter.text(name)[-2:] for name in names]
+            tokens = [texts.after(end[1], 1 + len(draft)) for end, draft in zip(ends, drafts, strict=True)]
+            tokens = [new[: len(draft.path(new))] for new, draft in zip(tokens, drafts, strict=True)]
+            rows = [texts.rows([*end, *draft.ids]) for end, draft in zip(ends, drafts, strict=True)]
+            accepted += sum(map(len, tokens)) if len(taken) >= WARM_UP else 0
+            back = thread_time()
+            drafter.learn_batch(names, tokens, rows)
+            taken.append([proposed - start, thread_time() - back, spent["propose"], spent["learn_requests"]])
+        own = np.median(1e3 * np.array(taken[WARM_UP:]), axis=0)
+        least = np.min(1e3 * np.array(taken[WARM_UP:]), axis=0)
+        parts = ", ".join(
+            f"{name} {own[at]:.3f} ({least[at]:.3f}), compiled {own[at + 2]:.3f} ({least[at + 2]:.3f})"
+            for at, name in enumerate(("propose", "learn_batch"))
+        )
+        print(f"{count} requests: {own[0] + own[1]:.3f} ms; {parts}; {accepted / steps / count:.1f} tokens a request")
 
 
 if __name__ == "__main__":

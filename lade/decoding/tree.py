@@ -85,9 +85,13 @@ class TokenTree:
 
         Each node's ancestors are the bits of one Python integer, which is fast enough without compiled code.
         """
-        size, masks = len(self), list[int]()
-        for node, parent in enumerate(self.parents):
-            masks.append(1 << node | (masks[parent] if parent >= 0 else 0))
-        width = (size + 7) // 8
-        packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), np.uint8)
+        size, masks, bit = len(self), [1], 1
+        for parent in self.parents[1:]:
+            bit += bit
+            masks.append(masks[parent] | bit)
+        width = 8 * -(-size // 64)
+        if width == 8:  # made at once
+            packed = np.array(masks, "<u8").view(np.uint8)
+        else:
+            packed = np.frombuffer(b"".join([mask.to_bytes(width, "little") for mask in masks]), np.uint8)
         return np.unpackbits(packed.reshape(size, width), axis=1, count=size, bitorder="little").view(np.bool_)

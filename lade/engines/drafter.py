@@ -12,11 +12,11 @@ price per token, as engines pay by the token, and passes are only observed, neve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import accumulate, chain
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,10 @@ import torch
 from lade.decoding import readout
 from lade.decoding.drafting.best_first import OPTIMISM, TreeGrower
 from lade.decoding.drafting.memory import RATE, ContextMemory
-from lade.decoding.kernels import growth, tables
+from lade.decoding.kernels import tables
 from lade.decoding.kernels.growth import Requests, learn_requests, propose
 from lade.decoding.kernels.layout import LONGEST, WIDTH, Ints
+from lade.decoding.kernels.tables import Tables
 from lade.engines.price import FIRST, NEWS, TokenPrice
 from lade.errors import ConfigError, InputError
 from lade.memory import Memory
@@ -79,9 +80,11 @@ class EngineDraft:
 
 
 _ROOT = EngineDraft([], [], [])
+_Learned = tuple["_EngineRequest", Hashable, Sequence[int] | npt.NDArray[Any], npt.NDArray[np.int32], int]
+"""A pass of one request: its state, what `EngineDrafter.learn` takes, and the number of tokens in its draft."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _EngineRequest:
     """The state of a request.
 
@@ -100,14 +103,12 @@ class _EngineRequest:
     is_sure: bool = field(default=False)
 
 
-class _Learned(NamedTuple):
-    """A pass of one request: its name and state, tokens in its draft, and what `EngineDrafter.learn` takes."""
+class _EngineRequests(dict[Hashable, _EngineRequest]):
+    """The requests that have begun and not ended, by name."""
 
-    request: Hashable
-    state: _EngineRequest
-    drafted: int
-    tokens: Sequence[int] | npt.NDArray[Any]
-    rows: npt.NDArray[np.int32]
+    def __missing__(self, request: Hashable) -> NoReturn:
+        """Refuse a name."""
+        raise InputError(f"request={request!r} is not known: begin it first; {len(self)} are known")
 
 
 class EngineDrafter:
@@ -150,9 +151,10 @@ class EngineDrafter:
             raise ConfigError("vocabulary", vocabulary, "give the number of token ids of the model, at least 1")
         self.vocabulary, self.memory, self._trees = vocabulary, Memory() if memory is None else memory, trees
         self._excluded, self._price = tuple(excluded), TokenPrice(price)
-        self._excluded_ids = np.array(sorted(self._excluded), dtype=np.int64)
+        self._excluded_ids = sorted(self._excluded)
         self._with_rows = 1.0  # share of late steps that came with rows of logits
-        self._requests: dict[Hashable, _EngineRequest] = {}
+        self._requests = _EngineRequests()
+        self._batch: tuple[Sequence[_EngineRequest], Mapping[ContextMemory, Tables], Requests] | None = None
 
     @property
     def requests(self) -> list[Hashable]:
@@ -206,11 +208,11 @@ class EngineDrafter:
         each = [budgets] * len(requests) if isinstance(budgets, int) else budgets
         if len(each) != len(requests):
             raise InputError(f"budgets has {len(each)} entries for {len(requests)} requests: give one for each")
-        for budget in each:
+        for budget in each if each is budgets else each[:1]:
             if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 0:
                 raise InputError(f"budgets has {budget!r}: give whole numbers of tokens >= 0")
-        states = [self._state(request) for request in requests]
-        return self._draft(states, np.array(each, dtype=np.int64)) if states else []
+        states = [self._requests[request] for request in requests]
+        return self._draft(states, each) if states else []
 
     def learn(
         self, request: Hashable, tokens: Sequence[int] | npt.NDArray[Any], rows: npt.NDArray[np.int32] | None = None
@@ -228,7 +230,7 @@ class EngineDrafter:
             InputError: the request is not known, ids are not the vocabulary's, or the rows are of another dtype or
                 shape, or more than were drafted, or fewer than the tokens need.
         """
-        state = self._state(request)
+        state = self._requests[request]
         emitted = self._checked("tokens", tokens)
         draft = _ROOT if state.draft is None else state.draft
         path = draft.path(emitted)
@@ -270,41 +272,52 @@ class EngineDrafter:
             raise InputError(f"{counts} and {len(rows)} rows: give one entry for each request, and each request once")
         batch = list[_Learned]()
         for request, new, entries in zip(requests, tokens, rows, strict=True):
-            state = self._state(request)
+            state = self._requests[request]
             if entries is None or state.draft is None:
                 self.learn(request, new, entries)
             else:
-                batch.append(_Learned(request, state, len(state.draft), new, entries))
+                batch.append((state, request, new, entries, len(state.draft.ids)))
         if batch:
-            self._learn_drafted(batch)
+            states, *columns = map(list, zip(*batch, strict=True))
+            self._learn_drafted(states, *columns)
 
-    def _learn_drafted(self, batch: Sequence[_Learned]) -> None:
-        """Learn from a pass of requests whose drafts came with rows."""
-        tokens = self._checked("tokens", list(chain.from_iterable(each.tokens for each in batch)))
-        for each in batch:
-            if not len(each.tokens):
-                raise InputError(f"tokens has none for request={each.request!r}: give at least one")
-            _check_rows(each.rows, each.drafted + 1, 1)
-        token_ends = np.cumsum([len(each.tokens) for each in batch])
-        drafted, flat = np.array([each.drafted for each in batch]), np.array(tokens, dtype=np.int64)
-        rows, row_ends = np.concatenate([each.rows for each in batch]), np.cumsum([len(each.rows) for each in batch])
+    def _learn_drafted(
+        self,
+        states: Sequence[_EngineRequest],
+        names: Sequence[Hashable],
+        tokens: Sequence[Sequence[int] | npt.NDArray[Any]],
+        rows: Sequence[npt.NDArray[np.int32]],
+        drafted: Sequence[int],
+    ) -> None:
+        """Learn from a pass of requests whose drafts, of so many tokens, came with rows."""
+        ids, counts = self._checked("tokens", [*chain.from_iterable(tokens)]), [*map(len, tokens)]
+        if not all(counts):
+            raise InputError(f"tokens has none for request={names[counts.index(0)]!r}: give at least one")
+        for found, count in zip(rows, drafted, strict=True):
+            _check_rows(found, count + 1, 1)
+        ends, row_ends, entries = [*accumulate(counts)], [*accumulate(map(len, rows))], np.concatenate(rows)
         start = 0
-        while start < len(batch):
+        while start < len(states):
             with ExitStack() as stack:
-                memories = sorted({each.state.memory for each in batch}, key=id)
+                memories = sorted({state.memory for state in states}, key=id)
                 lent = {memory: stack.enter_context(memory.lent()) for memory in memories}
-                requests = Requests([(each.state.grower.held, lent[each.state.memory]) for each in batch])
-                stopped = learn_requests(requests, drafted, start, flat, token_ends, rows, row_ends, RATE)
-            for each, end in zip(batch[start:stopped], token_ends[start:stopped].tolist(), strict=True):
-                state, count = each.state, len(each.tokens)
+                batch = self._batch_of(states, lent)
+                stopped = learn_requests(batch, drafted, start, ids, ends, entries, row_ends, RATE)
+            learned = slice(start, stopped)
+            for state, count, end in zip(states[learned], counts[learned], ends[learned], strict=True):
                 state.draft = None
-                state.tokens += tokens[end - count : end]
-                state.grower.read_on(count)
+                state.tokens += ids[end - count : end]
                 self._with_rows += (1.0 - _ROWS_KEPT) * (1.0 - self._with_rows)
             start = stopped
-            if start < len(batch):  # without room, or refused
-                self.learn(batch[start].request, batch[start].tokens, batch[start].rows)
+            if start < len(states):  # without room, or refused
+                self.learn(names[start], tokens[start], rows[start])
                 start += 1
+
+    def _batch_of(self, states: Sequence[_EngineRequest], tables: Mapping[ContextMemory, Tables]) -> Requests:
+        """Return trees and tables of requests as kernels take them; those of the last call if it was for the same."""
+        if self._batch is None or self._batch[:2] != (states, tables):
+            self._batch = states, tables, Requests([(state.grower.held, tables[state.memory]) for state in states])
+        return self._batch[2]
 
     def observe(self, fed: int, emitted: int, seconds: float) -> None:
         """Learn what tokens cost, from a pass of the engine.
@@ -327,8 +340,9 @@ class EngineDrafter:
         Raises:
             InputError: the request is not known.
         """
-        self._state(request)
+        self.text(request)  # refuses a name that is not known
         del self._requests[request]
+        self._batch = None
 
     def text(self, request: Hashable) -> Sequence[int]:
         """Return the ids of a request, prompt included, as the drafter knows them; not to be changed.
@@ -336,7 +350,7 @@ class EngineDrafter:
         Raises:
             InputError: the request is not known.
         """
-        return self._state(request).tokens
+        return self._requests[request].tokens
 
     @staticmethod
     def pack_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -374,25 +388,18 @@ class EngineDrafter:
         """
         return EngineDrafter.unpack_rows(EngineDrafter.pack_rows(logits))
 
-    def _state(self, request: Hashable) -> _EngineRequest:
-        state = self._requests.get(request)
-        if state is None:
-            raise InputError(f"request={request!r} is not known: begin it first; {len(self._requests)} are known")
-        return state
-
-    def _draft(self, states: Sequence[_EngineRequest], budgets: npt.NDArray[np.int64]) -> list[EngineDraft]:
+    def _draft(self, states: Sequence[_EngineRequest], budgets: Sequence[int]) -> list[EngineDraft]:
         """Grow a draft for each request, of at most so many tokens."""
-        prices = np.array([self._price.value, NEWS * self._with_rows, FIRST, OPTIMISM])
-        most, ends = int(budgets.sum()), np.zeros(len(states), np.int64)
+        prices = self._price.value, NEWS * self._with_rows, FIRST, OPTIMISM
+        most, ends = sum(budgets), np.zeros(len(states), np.int64)
         ids, parents, scores = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most)
         limits = self._excluded_ids, self.vocabulary, self._trees
         start = 0
         while start < len(states):
             bound = {memory: memory.bound for memory in {state.memory for state in states}}
-            requests = Requests([(state.grower.held, bound[state.memory]) for state in states])
-            start = propose(requests, budgets, start, prices, *limits, ids, parents, scores, ends)
+            start = propose(self._batch_of(states, bound), budgets, start, prices, *limits, ids, parents, scores, ends)
             if start < len(states):
-                for state, budget in zip(states[start:], budgets[start:].tolist(), strict=True):
+                for state, budget in zip(states[start:], budgets[start:], strict=True):
                     state.grower.reserve(budget + 1)
         end, drafts = 0, list[EngineDraft]()
         tokens, above, likely = (column[: ends[-1]].tolist() for column in (ids, parents, scores))
@@ -429,13 +436,9 @@ def _check_rows(rows: Any, fed: int, needed: int) -> None:
 
 def _learn_step(state: _EngineRequest, path: list[int], chosen: list[int], rows: Ints | None) -> None:
     """Learn from the tree that was fed: `path` `[A]`, the nodes reached, and `chosen` `[A]`, the tokens there."""
-    memory, work = state.memory, state.grower.work
-    nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
-    if rows is not None:
-        state.grower.learn(memory, path, chosen, np.ascontiguousarray(rows))
-        return
-    growth.learn_tree(state.grower.held, memory.bound, _NO_ROWS, nodes, tokens, RATE)
-    memory.learn_step(work.tails[nodes], tables.certain(tokens), np.arange(len(nodes)), tokens)
+    state.grower.learn(state.memory, path, chosen, _NO_ROWS if rows is None else np.ascontiguousarray(rows))
+    if rows is None:
+        state.memory.learn(state.grower.work.tails[path], tables.certain(np.array(chosen, dtype=np.int64)))
 
 
 def _tails(state: _EngineRequest, start: int) -> tuple[Ints, npt.NDArray[np.int64]]:

@@ -2,6 +2,7 @@
 // The constants are those of lade/decoding/kernels/layout.py, the tree is `Work` of work.py: see there.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels.h"
@@ -41,12 +42,6 @@ struct Tables {
     int64_t taken, most;  // occupied slots of `young`; the greatest number of them that may be
 };
 
-// The text that a tree grows from, see `EarlierText`: ids, the previous occurrence of each, and the last one by token.
-struct Text {
-    int32_t *text, *links, *latest;
-    int64_t room, slots;
-};
-
 // The arrays of `Work`, in its order, and their sizes.
 struct Tree {
     int32_t *ids, *parents, *depths;
@@ -80,7 +75,6 @@ struct Tree {
     int32_t* copy_rows_of(int64_t node) const { return copy_rows + node * COPY_KINDS * WIDTH; }
     double* copy_weights_of(int64_t line) const { return copy_weights + line * (COPY_KINDS + 2); }
     int32_t* prediction(int64_t number) const { return mtp_tokens + number * MTP_WIDTH; }
-    Text indexed() const { return {text, links, latest, text_room, text_slots}; }
     double* predicted_odds(int64_t number) const { return mtp_odds + number * MTP_WIDTH; }
 };
 
@@ -97,19 +91,22 @@ struct Hits {
     int logits, text;
 };
 Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t* rows);
+void fetch_rows(const Ints& table, const int32_t* tail);
 void average(int32_t* best, const int32_t* before, const int32_t* row);
-int64_t learn_step(const Tables& tables, const Ints& tails, const Ints& rows, const Longs& path, const Longs& chosen);
+bool learn_step(Tables& tables, const int32_t* tails, const Ints& rows, const Longs& path, const Longs& chosen);
 int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token);
 
+// Returns the number of slots that are kept free for tokens of a text.
+inline int64_t room_for(int64_t tokens) { return std::max<int64_t>((END - TEXT) * tokens, END); }
+
 // growth.cpp
-void index_text(const Text& text, const int64_t* tokens, int64_t count, int64_t start);
-void plant(Tree& tree, int64_t root, const Longs& tail, double promise);
+void index_text(Tree& tree, const Longs& tokens);
+void plant(Tree& tree, int64_t root, double promise);
 bool grow(Tree& tree, const Tables& tables, double size, double least, const Longs& excluded, int64_t vocabulary,
           int64_t max_depth, double promise);
 void grow_chain(Tree& tree, const Tables& tables, const Longs& excluded, int64_t vocabulary, int64_t most, double price,
                 double news, double first);
-void learn_tree(Tree& tree, const Tables& tables, const Ints& entries, const Longs& path, const Longs& chosen,
-                double rate);
+bool learn_tree(Tree& tree, Tables& tables, const Ints& entries, const Longs& path, const Longs& chosen, double rate);
 
 // mixing.cpp
 int64_t note_slot(const Tree& tree, int64_t place, int64_t token);

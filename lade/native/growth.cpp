@@ -129,41 +129,51 @@ int first_offer(Tree& tree, int64_t node, const Longs& excluded, int64_t vocabul
 }
 
 // Returns where the last occurrence of a token is kept; a slot that is free has the index -2.
-int32_t* latest_of(const Text& text, int32_t token) {
-    uint64_t home = (static_cast<uint32_t>(token) * 0x9E3779B1u) * static_cast<uint64_t>(text.slots) >> 32;
-    int32_t* slot = text.latest + 2 * home;
+int32_t* latest_of(const Tree& tree, int32_t token) {
+    uint64_t home = (static_cast<uint32_t>(token) * 0x9E3779B1u) * static_cast<uint64_t>(tree.text_slots) >> 32;
+    int32_t* slot = tree.latest + 2 * home;
     while (slot[1] != -2 && slot[0] != token)
-        if ((slot += 2) == text.latest + 2 * text.slots) slot = text.latest;
+        if ((slot += 2) == tree.latest + 2 * tree.text_slots) slot = tree.latest;
     return slot;
 }
 
 }  // namespace
 
-void index_text(const Text& text, const int64_t* tokens, int64_t count, int64_t start) {
-    for (int64_t at = start; at < start + count; ++at) {
-        auto token = static_cast<int32_t>(tokens[at - start]);
-        int32_t* slot = latest_of(text, token);
-        text.text[at] = token;
-        text.links[at] = slot[1] < 0 ? -1 : slot[1];
+void index_text(Tree& tree, const Longs& tokens) {
+    for (int64_t number = 0; number < tokens.rows; ++number) {
+        auto token = static_cast<int32_t>(tokens[number]);
+        int64_t at = tree.used[READ]++;
+        int32_t* slot = latest_of(tree, token);
+        tree.text[at] = token;
+        tree.links[at] = slot[1] < 0 ? -1 : slot[1];
         slot[0] = token;
         slot[1] = static_cast<int32_t>(at);
     }
 }
 
-void plant(Tree& t, int64_t root, const Longs& tail, double promise) {
-    t.ids[0] = static_cast<int32_t>(tail[tail.rows - 1]);
+// Starts to fetch the notes for a node into the caches.
+void fetch_notes(const Tree& tree, int64_t node) {
+    int64_t place = tree.used[ROOT] + tree.depths[node];
+    LADE_PREFETCH(tree.note(note_slot(tree, place, -1)));
+    LADE_PREFETCH(tree.note(note_slot(tree, place, tree.ids[node])));
+}
+
+void plant(Tree& t, int64_t root, double promise) {
+    bool is_read = t.used[READ] == root + 1;
+    for (int64_t place = 0; place < LONGEST && is_read; ++place)
+        t.tail(0)[place] = place <= root ? t.text[root - place] : -1;
+    t.ids[0] = t.tail(0)[0];
     t.parents[0] = -1;
     t.depths[0] = 0;
     t.scores[0] = 1.0;
     t.logit_hits[0] = -1;
     t.by_mtp[0] = 0;
     t.predicted[0] = t.used[PREDICTED] > 0 ? 0 : -1;
-    for (int64_t place = 0; place < LONGEST; ++place)
-        t.tail(0)[place] = place < tail.rows ? static_cast<int32_t>(tail[tail.rows - 1 - place]) : -1;
     t.used[NODES] = 1;
     t.used[HEAP] = 0;
     t.used[ROOT] = root;
-    t.match_counts[0] = t.used[READ] == root + 1 ? find_matches(t, root) : 0;
+    t.match_counts[0] = is_read ? find_matches(t, root) : 0;
+    fetch_notes(t, 0);
     if (t.match_counts[0] > 0 && t.match_lengths_of(0)[0] >= COPIED) t.used[COPY] = root;
     push(t, promise, 0, -1);
 }
@@ -185,6 +195,8 @@ bool grow(Tree& t, const Tables& tables, double size, double least, const Longs&
         if (token >= vocabulary || is_among(excluded, token)) continue;
         int32_t node = add(t, parent, token);
         t.scores[node] = score;
+        fetch_rows(tables.young, t.tail(node));
+        fetch_notes(t, node);
         if (t.predicted[parent] >= 0) t.by_mtp[node] = led_by_mtp(t, parent, rank);
         push(t, promise * score, node, -1);
     }
@@ -201,34 +213,35 @@ void grow_chain(Tree& t, const Tables& tables, const Longs& excluded, int64_t vo
         if (score + news / (first + static_cast<double>(t.used[NODES])) <= price) break;
         node = add(t, node, t.tokens_of(node)[rank]);
         t.scores[node] = score;
+        fetch_notes(t, node);
     }
 }
 
-void learn_tree(Tree& tree, const Tables& tables, const Ints& entries, const Longs& path, const Longs& chosen,
-                double rate) {
+bool learn_tree(Tree& tree, Tables& tables, const Ints& entries, const Longs& path, const Longs& chosen, double rate) {
+    for (int64_t node = 0; node < entries.rows; ++node) {
+        fetch_rows(tables.young, tree.tail(node));
+        fetch_notes(tree, node);
+    }
     learn_weights(tree, tables, path, chosen, rate);
     note(tree, entries);
+    return learn_step(tables, tree.tails, entries, path, chosen);
 }
 
 }  // namespace lade
 
 using namespace lade;
 
-LADE_KERNEL void lade_learn_tree(Tree* tree, const Tables* tables, const Ints* entries, const Longs* path,
-                                 const Longs* chosen, double rate) {
-    learn_tree(*tree, *tables, *entries, *path, *chosen, rate);
+LADE_KERNEL int64_t lade_learn_tree(Tree* tree, Tables* tables, const Ints* entries, const Longs* path,
+                                    const Longs* chosen, double rate) {
+    return learn_tree(*tree, *tables, *entries, *path, *chosen, rate) ? 1 : 0;
 }
 
-LADE_KERNEL void lade_plant(Tree* tree, int64_t root, const Longs* tail, double promise) {
-    plant(*tree, root, *tail, promise);
-}
+LADE_KERNEL void lade_plant(Tree* tree, int64_t root, double promise) { plant(*tree, root, promise); }
 
 LADE_KERNEL int64_t lade_grow(Tree* tree, const Tables* tables, const Doubles* stages, const Longs* excluded,
                               int64_t vocabulary, int64_t max_depth, double promise) {
-    for (int64_t stage = 0; stage < stages->rows; ++stage) {
-        const double* limits = stages->row(stage);
-        if (!grow(*tree, *tables, limits[0], limits[1], *excluded, vocabulary, max_depth, promise)) break;
-    }
+    for (int64_t at = 0; at < stages->rows; at += 2)
+        if (!grow(*tree, *tables, (*stages)[at], (*stages)[at + 1], *excluded, vocabulary, max_depth, promise)) break;
     return tree->used[NODES];
 }
 
@@ -248,10 +261,8 @@ LADE_KERNEL int64_t lade_candidates(Tree* tree, const Tables* tables, int64_t no
     return tree->candidates[node];
 }
 
-LADE_KERNEL void lade_index_text(const Text* text, const Longs* tokens, int64_t start) {
-    index_text(*text, tokens->data, tokens->rows, start);
-}
+LADE_KERNEL void lade_index_text(Tree* tree, const Longs* tokens) { index_text(*tree, *tokens); }
 
-LADE_KERNEL void lade_take_back(const Text* text, int64_t kept, int64_t known) {
-    for (int64_t at = known - 1; at >= kept; --at) latest_of(*text, text->text[at])[1] = text->links[at];
+LADE_KERNEL void lade_take_back(Tree* tree, int64_t kept) {
+    for (int64_t& read = tree->used[READ]; read > kept; --read) latest_of(*tree, tree->text[read - 1])[1] = tree->links[read - 1];
 }

@@ -19,6 +19,12 @@
 #define LADE_CLONES
 #endif
 
+#if defined(__GNUC__)
+#define LADE_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define LADE_PREFETCH(address)
+#endif
+
 namespace lade {
 
 // A contiguous array of one or two dimensions, see `lade.native.kernel`; an array of one has no columns.

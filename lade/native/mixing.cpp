@@ -39,25 +39,25 @@ struct Candidates {
     double* odds;
     double base;
     int count = 0;
+    uint8_t places[256] = {};  // hash table of the place of each token, counted from 1
 
-    int find(int32_t token) const {
-        int at = 0;
-        while (at < count && tokens[at] != token) ++at;
-        return at;
+    // Returns the place of a token, which is appended if it is new.
+    int place_of(int32_t token) {
+        uint8_t home = static_cast<uint32_t>(token) * 0x9E3779B1u >> 24;
+        while (places[home] != 0 && tokens[places[home] - 1] != token) ++home;
+        if (places[home] == 0) {
+            tokens[count] = token;
+            odds[count] = base;
+            places[home] = static_cast<uint8_t>(++count);
+        }
+        return places[home] - 1;
     }
 
     void add_row(const int32_t* row, double weight) {
         double step = weight * SCALE;
         for (int place = 0; place < WIDTH; ++place) {
             int32_t token = row[place] & TOKEN;
-            if (token == TOKEN) continue;
-            int at = find(token);
-            if (at == count) {
-                tokens[at] = token;
-                odds[at] = base;
-                ++count;
-            }
-            odds[at] += step * (row[place] >> BITS);
+            if (token != TOKEN) odds[place_of(token)] += step * (row[place] >> BITS);
         }
     }
 };
@@ -93,20 +93,18 @@ int length_bucket(int length) {
 
 // Writes the tokens after a node's matches as rows; returns the index within a set of copy weights.
 int write_copy_rows(const Tree& tree, int64_t node, int32_t* rows) {
-    const int32_t* matches = tree.matches_of(node);
     int count = tree.match_counts[node], different = 0;
-    int32_t *latest = rows + LATEST * WIDTH, *each = rows + EACH * WIDTH;
+    int32_t *latest = rows + LATEST * WIDTH, *each = rows + EACH * WIDTH, tokens[MOST_MATCHES];
     std::fill(rows, rows + COPY_KINDS * WIDTH, TOKEN);
+    for (int at = 0; at < MOST_MATCHES; ++at) tokens[at] = at < count ? tree.text[tree.matches_of(node)[at]] : -1;
     for (int at = 0; at < count; ++at) {
-        int32_t token = tree.text[matches[at]];
-        int same = 0;
-        bool known = false;
-        for (int other = 0; other < count; ++other) {
-            if (tree.text[matches[other]] != token) continue;
-            ++same;
-            known = known || other < at;
+        int32_t token = tokens[at];
+        int same = 0, before = 0;
+        for (int other = 0; other < MOST_MATCHES; ++other) {
+            same += tokens[other] == token;
+            before += (tokens[other] == token) & (other < at);
         }
-        if (known || token < 0 || token >= TOKEN) continue;
+        if (before > 0 || token < 0 || token >= TOKEN) continue;
         if (different == 0) latest[0] = 255 << BITS | token;
         double value = (std::log(same / (count - same + NOT_SEEN)) - FLOOR) / SCALE;
         if (different < WIDTH)
@@ -161,11 +159,8 @@ void mix_prediction(Tree& tree, int64_t node, Candidates found) {
     for (int place = 0; place < MTP_WIDTH; ++place) {
         int32_t token = tree.prediction(number)[place];
         if (token < 0) break;
-        int at = found.find(token);
-        if (at < found.count) continue;
-        found.tokens[at] = token;
-        memory_odds[at] = NOT_A_NUMBER;
-        ++found.count;
+        int before = found.count, at = found.place_of(token);
+        if (at == before) memory_odds[at] = NOT_A_NUMBER;
     }
     tree.listed[node] = found.count;
     tree.bases[node] = found.base;

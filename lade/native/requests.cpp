@@ -14,22 +14,12 @@ struct Request {
     Tables* tables;
 };
 
-// Starts a tree after the last token of a request's text.
-void begin(Tree& tree, double promise) {
-    int64_t tail[LONGEST], length = tree.used[READ], count = std::min<int64_t>(length, LONGEST);
-    for (int64_t at = 0; at < count; ++at) tail[at] = tree.text[length - count + at];
-    plant(tree, length - 1, {tail, count, 0}, promise);
-}
-
 // Returns the child of a node that carries a token, among the first `count` nodes; -1 if there is none.
 int64_t child_of(const Tree& tree, int64_t node, int64_t token, int64_t count) {
     for (int64_t child = node + 1; child < count; ++child)
         if (tree.parents[child] == node && tree.ids[child] == token) return child;
     return -1;
 }
-
-// Returns the number of slots that are kept free for tokens of a text.
-int64_t room_for(int64_t tokens) { return std::max<int64_t>((END - TEXT) * tokens, END); }
 
 // Learns a pass of one request; returns false, with nothing changed, where that needs more room or another way.
 bool learn(const Request& request, int64_t drafted, const Longs& tokens, const Ints& rows, double rate) {
@@ -44,9 +34,7 @@ bool learn(const Request& request, int64_t drafted, const Longs& tokens, const I
     if (tables.taken + wanted > tables.most) return false;
     Longs nodes{path, length, 0}, chosen{tokens.data, length, 0};
     learn_tree(tree, tables, rows, nodes, chosen, rate);
-    tables.taken += learn_step(tables, {tree.tails, rows.rows, LONGEST}, rows, nodes, chosen);
-    index_text(tree.indexed(), tokens.data, tokens.rows, known);
-    tree.used[READ] += tokens.rows;
+    index_text(tree, tokens);
     for (int64_t at = known + length; at < tree.used[READ]; ++at) {
         int32_t tail[LONGEST];
         for (int64_t place = 0; place < LONGEST; ++place) tail[place] = place < at ? tree.text[at - 1 - place] : -1;
@@ -70,7 +58,7 @@ LADE_KERNEL int64_t lade_propose(const Request* requests, const Longs* budgets, 
         const Tables& tables = *requests[at].tables;
         int64_t most = (*budgets)[at];
         if (most + 1 > tree.room) return at;
-        begin(tree, promise);
+        plant(tree, tree.used[READ] - 1, promise);
         if (trees != 0) {
             for (int64_t size = 2; size < most + 2; ++size) {
                 double least = std::max(price - news / (first + static_cast<double>(size - 1)), 0.0);

@@ -1,6 +1,7 @@
 // Hash tables of the context memory: rows by hashed context; a row for a known context is averaged with the old one.
 // The functions are those of lade/decoding/kernels/tables.py, which documents them.
 #include <cstring>
+#include <limits>
 
 #include "drafting.h"
 
@@ -18,10 +19,14 @@ Key key_of(uint64_t state, int kind) {
     return {static_cast<int32_t>(static_cast<uint32_t>(low)), static_cast<int32_t>(static_cast<uint32_t>(state >> 32))};
 }
 
+// Returns the first slot that a key may have, given the upper half of its hash.
+int64_t home_of(const Ints& table, uint64_t upper) {
+    return static_cast<int64_t>(upper * static_cast<uint64_t>(table.rows) >> 32);
+}
+
 // Returns the slot of a key; if it is missing, the bitwise complement of the free slot for it.
 int64_t slot_of(const Ints& table, Key key) {
-    auto home = static_cast<uint64_t>(static_cast<uint32_t>(key.high)) * static_cast<uint64_t>(table.rows);
-    auto slot = static_cast<int64_t>(home >> 32);
+    int64_t slot = home_of(table, static_cast<uint32_t>(key.high));
     for (const int32_t* at = table.row(slot); at[0] != 0; at = table.row(slot)) {
         if (at[0] == key.low && at[1] == key.high) return slot;
         if (++slot == table.rows) slot = 0;
@@ -29,21 +34,12 @@ int64_t slot_of(const Ints& table, Key key) {
     return ~slot;
 }
 
-// Inserts an entry into the best ones, in descending order; the last one drops out.
-void insert(int32_t* best, int32_t entry) {
-    int place = WIDTH;
-    while (place > 0 && (entry > best[place - 1] || best[place - 1] == TOKEN)) {
-        if (place < WIDTH) best[place] = best[place - 1];
-        --place;
-    }
-    if (place < WIDTH) best[place] = entry;
-}
-
 // Stores one row under the suffixes of a context; returns the number of newly occupied slots.
 int64_t take_in(const Ints& young, const Ints& old, const int32_t* tail, const int32_t* row, int first, int end) {
     uint64_t state = SEED;
     int64_t taken = 0;
-    int kind = first;
+    int kind = first, averaged = 0;
+    int32_t last[WIDTH], best[WIDTH];
     for (int place = 0; place < LENGTHS[end - 1]; ++place) {
         state = lengthened(state, tail[place]);
         if (place + 1 != LENGTHS[kind]) continue;
@@ -59,8 +55,10 @@ int64_t take_in(const Ints& young, const Ints& old, const int32_t* tail, const i
             young.row(slot)[1] = key.high;
             ++taken;
         }
-        int32_t best[WIDTH];
-        if (before) average(best, before, row);
+        if (before && (averaged++ == 0 || std::memcmp(last, before, ROW_BYTES) != 0)) {  // long contexts often agree
+            average(best, before, row);
+            std::memcpy(last, before, ROW_BYTES);
+        }
         std::memcpy(young.row(slot) + 2, before ? best : row, ROW_BYTES);
     }
     return taken;
@@ -86,24 +84,34 @@ void write_certain(int64_t token, int32_t* row) {
 
 }  // namespace
 
-void average(int32_t* best, const int32_t* before, const int32_t* row) {
-    for (int place = 0; place < WIDTH; ++place) best[place] = TOKEN;
-    for (int first = 0; first < 2 * WIDTH; ++first) {
-        bool is_new = first < WIDTH;
-        int32_t entry = is_new ? row[first] : before[first - WIDTH], token = entry & TOKEN;
-        if (token == TOKEN) continue;
-        int32_t total = entry >> BITS;
-        bool counted = false;
-        for (int second = 0; second < WIDTH; ++second) {
-            int32_t other = is_new ? before[second] : row[second];
-            if ((other & TOKEN) == token) {
-                total += other >> BITS;
-                counted = !is_new;
-                break;
-            }
-        }
-        if (!counted) insert(best, static_cast<int32_t>(static_cast<uint32_t>(total >> 1) << BITS) | token);
+void fetch_rows(const Ints& table, const int32_t* tail) {
+    uint64_t state = SEED;
+    for (int place = 0; place < LONGEST; ++place) {
+        state = lengthened(state, tail[place]);
+        if (place != 5 && place != 6) LADE_PREFETCH(table.row(home_of(table, state >> 32)));
     }
+}
+
+// Without branches, which entries would decide: half of a step's learning is spent here.
+void average(int32_t* best, const int32_t* before, const int32_t* row) {
+    constexpr int32_t NONE = std::numeric_limits<int32_t>::min();
+    int32_t entries[2 * WIDTH], ranks[2 * WIDTH] = {}, sorted[2 * WIDTH];
+    for (int at = 0; at < WIDTH; ++at) {
+        int32_t token = row[at] & TOKEN, other = before[at] & TOKEN, total = 0, known = 0;
+        for (int place = WIDTH - 1; place >= 0; --place) {
+            total = (before[place] & TOKEN) == token ? before[place] >> BITS : total;
+            known |= (row[place] & TOKEN) == other;
+        }
+        total = static_cast<int32_t>(static_cast<uint32_t>((total + (row[at] >> BITS)) >> 1) << BITS);
+        int32_t alone = static_cast<int32_t>(static_cast<uint32_t>(before[at] >> (BITS + 1)) << BITS);
+        entries[at] = token == TOKEN ? NONE : total | token;
+        entries[WIDTH + at] = (other == TOKEN) | known ? NONE : alone | other;
+    }
+    for (int first = 0; first < 2 * WIDTH; ++first)
+        for (int at = 0; at < 2 * WIDTH; ++at)
+            ranks[at] += (entries[first] > entries[at]) | ((entries[first] == entries[at]) & (first < at));
+    for (int at = 0; at < 2 * WIDTH; ++at) sorted[ranks[at]] = entries[at];
+    for (int at = 0; at < WIDTH; ++at) best[at] = sorted[at] == NONE ? TOKEN : sorted[at];
 }
 
 Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t* rows) {
@@ -123,12 +131,14 @@ int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token) {
     return take_in(tables.young, tables.old, tail, certain, TEXT, END);
 }
 
-int64_t learn_step(const Tables& tables, const Ints& tails, const Ints& rows, const Longs& path, const Longs& chosen) {
-    int64_t taken = 0;
+// Stores the rows of a tree and the tokens that followed in the text; returns false, with nothing stored, without room.
+bool learn_step(Tables& tables, const int32_t* tails, const Ints& rows, const Longs& path, const Longs& chosen) {
+    if (tables.taken + TEXT * rows.rows + room_for(path.rows) > tables.most) return false;
     for (int64_t row = 0; row < rows.rows; ++row)
-        taken += take_in(tables.young, tables.old, tails.row(row), rows.row(row), LOGITS, TEXT);
-    for (int64_t at = 0; at < path.rows; ++at) taken += learn_token(tables, tails.row(path[at]), chosen[at]);
-    return taken;
+        tables.taken += take_in(tables.young, tables.old, tails + row * LONGEST, rows.row(row), LOGITS, TEXT);
+    for (int64_t at = 0; at < path.rows; ++at)
+        tables.taken += learn_token(tables, tails + path[at] * LONGEST, chosen[at]);
+    return true;
 }
 
 }  // namespace lade
@@ -141,11 +151,6 @@ LADE_KERNEL int64_t lade_learn(const Ints* young, const Ints* old, const Ints* t
     for (; row < tails->rows && taken + end - first <= most; ++row)
         taken += take_in(*young, *old, tails->row(row), rows->row(row), static_cast<int>(first), static_cast<int>(end));
     return row << 32 | taken;
-}
-
-LADE_KERNEL int64_t lade_learn_step(const Tables* tables, const Ints* tails, const Ints* rows, const Longs* path,
-                                    const Longs* chosen) {
-    return learn_step(*tables, *tails, *rows, *path, *chosen);
 }
 
 LADE_KERNEL void lade_rehash(const Ints* table, const Ints* into) {

@@ -141,7 +141,7 @@ def test_the_window_gets_what_the_memory_leaves():
     drafter = drafter_of(Memory(), FixedBudget(24), text)
     shares = []
     for _ in range(60):
-        drafter._grower._work.notes.fill(-1)  # of places; they would leave nothing from the second step on
+        drafter._grower.work.notes.fill(-1)  # of places; they would leave nothing from the second step on
         shares.append(cells(step(drafter, text, lambda text: (text[-1] + 1) % VOCABULARY)[0].tree))
     assert shares[0] > 0 == shares[-1]
     assert max(shares) >= (LEAST_COLUMNS - 1) * (NGRAM - 1)
@@ -195,11 +195,11 @@ def test_weights_are_learned_from_the_rows_of_the_nodes_that_were_reached(seed, 
     drafter = drafter_of(memory, SetBudget(30, chosen, filled), prompt)
     text, follow = list(prompt), follow_of(1, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growth_module, "RATE", 1e-9)  # so small that it does not matter who comes first
+        patch.setattr("lade.decoding.drafting.memory.RATE", 1e-9)  # so small that it does not matter who comes first
         patch.setattr(growth_module.TreeGrower, "read", lambda self, tokens: None)  # what earlier places say is added
         for _ in range(6):
             before, weights = list(text), memory.weights.copy()
-            drafter._grower._work.notes.fill(-1)  # nothing is noted of any place: what notes say is added
+            drafter._grower.work.notes.fill(-1)  # nothing is noted of any place: what notes say is added
             draft = drafter.draft(text, None)
             readout = read(logits_of(draft.tree, text, follow))
             verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)

@@ -221,7 +221,7 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
     pairs = zip(said, chosen, strict=True)
     expected = sum((downhill(weights, each, token) for each, token in pairs), np.zeros_like(weights))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "RATE", 1e-9)  # so small that it does not matter who comes first
+        patch.setattr("lade.decoding.drafting.memory.RATE", 1e-9)  # so small that it does not matter who comes first
         memory.weights = weights.copy()
         growth.learn(memory, reached, chosen, rows_of([{}] * len(tree)))
     assert (memory.weights - weights) / 1e-9 == pytest.approx(expected, abs=1e-3)
@@ -264,7 +264,7 @@ def test_planted_trees_may_be_large():
 def test_what_is_known_at_a_node_stays_with_it_when_others_are_dropped():
     """Of every array with an entry for each node, whatever is added to them."""
     grower, kept = TreeGrower(), [0, 2, 5, 7]
-    work = grower._work
+    work = grower.work
     per_node = {name: array for name, array in work._asdict().items() if len(array) == len(work.ids)}
     assert {"ids", "parents", "scores", "rows", "odds", "copy_rows"} < per_node.keys()
     for number, array in enumerate(per_node.values()):

@@ -18,7 +18,6 @@ from reference import mixing
 import lade
 from lade import native
 from lade.decoding import readout
-from lade.decoding.drafting import suffix_index
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
@@ -26,7 +25,7 @@ from lade.decoding.kernels import growth, layout, tables
 from lade.decoding.kernels.growth import Requests
 from lade.decoding.kernels.layout import BLOCK, END, LENGTHS, MTP_WIDTH, PREDICTED, TEXT, WIDTH
 from lade.decoding.kernels.tables import Tables
-from lade.decoding.kernels.work import Held, IndexedText
+from lade.decoding.kernels.work import Held
 from lade.decoding.tree import TokenTree
 from lade.engines import drafter
 from lade.native.kernel import NativeKernel
@@ -40,8 +39,6 @@ def clone(argument):
             parts = {id(part): part for pair in argument.pairs for part in pair}  # requests share tables
             copies = {key: clone(part) for key, part in parts.items()}
             return Requests([tuple(copies[id(part)] for part in pair) for pair in argument.pairs])
-        case IndexedText():
-            return IndexedText(argument.text.copy(), argument.links.copy(), argument.latest.copy())
         case Held():
             return Held(argument.work._make(array.copy() for array in argument.work))
         case Tables():
@@ -58,8 +55,6 @@ def arrays_of(argument):
         case Requests():
             parts = enumerate(part for pair in argument.pairs for part in pair)
             return {(at, name): array for at, part in parts for name, array in arrays_of(part).items()}
-        case IndexedText():
-            return {name: getattr(argument, name) for name in IndexedText.__slots__}
         case Held():
             return argument.work._asdict()
         case Tables():
@@ -93,7 +88,7 @@ class Both:
 @contextlib.contextmanager
 def both():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (growth, tables, readout, drafter, suffix_index):
+        for module in (growth, tables, readout, drafter):
             for name, thing in list(vars(module).items()):
                 if isinstance(thing, NativeKernel):
                     patch.setattr(module, name, Both(thing))

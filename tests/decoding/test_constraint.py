@@ -73,10 +73,10 @@ def test_nodes_that_stay_keep_their_contexts():
     tree = drafter.draft(context, None).tree
     tails = [[*context, *path][::-1] for path in paths_of(tree)]
     for node, tail in enumerate(tails):
-        known = grower._work.tails[node].tolist()
+        known = grower.work.tails[node].tolist()
         assert known[: len(tail)] == tail[: len(known)]
-    assert grower._work.parents[: len(tree)].tolist() == tree.parents
-    assert grower._work.depths[: len(tree)].tolist() == tree.depths
+    assert grower.work.parents[: len(tree)].tolist() == tree.parents
+    assert grower.work.depths[: len(tree)].tolist() == tree.depths
 
 
 @pytest.mark.parametrize("lead", [[], [7], [7, 8, 9, 1, 2, 3]])

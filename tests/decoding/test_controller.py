@@ -216,11 +216,11 @@ def test_a_curve_learns_the_doublings_that_were_fed_alone():
     curve = YieldCurve()
     before = copy.deepcopy(curve)
     for _ in range(400):
-        curve.learn(np.ones(2), np.array([0.5, 0.4]), np.array([1.0, 0.25]))
+        curve.learn([1.0, 1.0], [0.5, 0.4], [1.0, 0.25])
     assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.promised[:2] == pytest.approx(
         [0.5, 0.4], abs=0.02
     )
-    assert (curve.gains[2:] == before.gains[2:]).all()
+    assert curve.gains[2:] == before.gains[2:]
 
 
 def test_what_was_fed_in_part_counts_in_part():
@@ -233,4 +233,4 @@ def test_what_was_fed_in_part_counts_in_part():
     assert state.curve.gains[:4] == pytest.approx([1.0, 1.0, 1.0, 1.0 / share], rel=0.25)
     for _ in range(100):
         controller.learn([1.0, *[0.3] * 11], [])
-    assert (state.curve.gains[:4] < 0.75 / share).all() and state.curve.gains[4] == module.PRIOR_GAIN
+    assert max(state.curve.gains[:4]) < 0.75 / share and state.curve.gains[4] == module.PRIOR_GAIN

@@ -15,7 +15,6 @@ from lade import LookaheadConfig, Stats
 from lade.decoding.drafting import best_first
 from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.drafting.suffix_index import EarlierText
 from lade.decoding.kernels.layout import (
     CEILING,
     COPY_KINDS,
@@ -64,32 +63,32 @@ def places_of(text: list[int], path: list[int]) -> list[tuple[int, int]]:
 @settings(max_examples=examples(60))
 @given(st.lists(texts, min_size=1, max_size=6), st.data())
 def test_links_are_those_of_the_text_that_was_read_last(pieces, data):
-    earlier, text = EarlierText(), []
+    earlier, text = TreeGrower(), []
     for piece in pieces:
         text = text[: data.draw(st.integers(0, len(text)))] + piece
         earlier.read(text)
-        assert earlier.text[: len(text)].tolist() == text
-        assert earlier.links[: len(text)].tolist() == links_of(text)
+        assert earlier.work.text[: len(text)].tolist() == text
+        assert earlier.work.links[: len(text)].tolist() == links_of(text)
 
 
 @given(st.lists(texts, min_size=1, max_size=6))
 def test_a_list_that_has_grown_is_read_on(pieces):
-    earlier, text = EarlierText(), []
+    earlier, text = TreeGrower(), []
     for piece in pieces:
         text += piece
         earlier.read(text)
-        assert earlier.text[: len(text)].tolist() == text
-        assert earlier.links[: len(text)].tolist() == links_of(text)
+        assert earlier.work.text[: len(text)].tolist() == text
+        assert earlier.work.links[: len(text)].tolist() == links_of(text)
 
 
 def test_a_text_whose_end_changes_again_and_again_is_read_as_ever():
     """Tokens that occur no more must not fill the table of last occurrences."""
-    earlier = EarlierText()
+    earlier = TreeGrower()
     for number in range(60):
         text = [1, 2, 1, *range(100 * number, 100 * number + 99), 2]
         earlier.read(text)
-        assert earlier.links[: len(text)].tolist() == links_of(text)
-        assert (earlier.latest[:, 1] == -2).any()
+        assert earlier.work.links[: len(text)].tolist() == links_of(text)
+        assert (earlier.work.latest[:, 1] == -2).any()
 
 
 def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
@@ -97,18 +96,16 @@ def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
     for end in (1000, 3000):
         growth.read(text[:end])
         growth.begin(text[:end])
-        count = growth._work.match_counts[0]
-        pairs = zip(
-            growth._work.matches[0, :count].tolist(), growth._work.match_lengths[0, :count].tolist(), strict=True
-        )
+        count = growth.work.match_counts[0]
+        pairs = zip(growth.work.matches[0, :count].tolist(), growth.work.match_lengths[0, :count].tolist(), strict=True)
         assert count and list(pairs) == places_of(text[:end], [])
 
 
 def test_long_texts_have_room():
-    earlier, text = EarlierText(), random.Random(0).choices(range(9), k=5000)
+    earlier, text = TreeGrower(), random.Random(0).choices(range(9), k=5000)
     for end in (1, 1000, 1025, 5000):
         earlier.read(text[:end])
-    assert earlier.links[:5000].tolist()[-500:] == links_of(text)[-500:]
+    assert earlier.work.links[:5000].tolist()[-500:] == links_of(text)[-500:]
 
 
 @settings(max_examples=examples(60))
@@ -119,7 +116,7 @@ def test_a_node_has_the_places_behind_the_longest_ends_of_its_text(text, path):
     growth.begin(text)
     tree.add_path(path, "pool")
     growth.follow(tree, 1)
-    work = growth._work
+    work = growth.work
     for node in range(len(tree)):
         count = work.match_counts[node]
         pairs = zip(work.matches[node, :count].tolist(), work.match_lengths[node, :count].tolist(), strict=True)
@@ -133,7 +130,7 @@ def test_what_followed_counts_as_often_as_it_did():
     growth.begin(text)
     growth.follow(tree, 1)
     growth.learn(Memory(), [ROOT], [7], rows_of([{7: 255}]))  # asks about the root
-    latest, each = ([int(entry) for entry in growth._work.copy_rows[0, kind]] for kind in (LATEST, EACH))
+    latest, each = ([int(entry) for entry in growth.work.copy_rows[0, kind]] for kind in (LATEST, EACH))
     assert [entry & TOKEN for entry in latest] == [9, *[TOKEN] * (WIDTH - 1)]
     values = {entry & TOKEN: FLOOR + SCALE * (entry >> 21) for entry in each if entry & TOKEN != TOKEN}
     assert values == pytest.approx({9: np.log(1 / 3.4), 7: np.log(2 / 2.4), 8: np.log(1 / 3.4)}, abs=SCALE)
@@ -178,7 +175,7 @@ def test_how_far_earlier_places_are_to_be_trusted_is_learned():
         growth.follow(TokenTree(2), 1)
         text = [*text, 50 + end]
         growth.learn(Memory(), [ROOT], text[-1:], rows_of([{text[-1]: 255}]))
-    learned, prior = growth._work.copy_weights, TreeGrower()._work.copy_weights
+    learned, prior = growth.work.copy_weights, TreeGrower().work.copy_weights
     assert (learned[:, COPY_KINDS] < prior[:, COPY_KINDS]).any()
     assert (learned[-1] == prior[-1]).all(), "no end was so long"
 
@@ -189,7 +186,7 @@ def told_set(text: list[int], prompt: int, growth: TreeGrower) -> int:
     growth.read(text)
     growth.begin(text)
     growth.grow(Memory(), [(2, 0.0)])
-    return int(growth._work.copy_line[0]) // (len(growth._work.copy_weights) // 4)
+    return int(growth.work.copy_line[0]) // (len(growth.work.copy_weights) // 4)
 
 
 def test_places_of_the_prompt_and_texts_that_are_copied_have_weights_of_their_own():
@@ -210,9 +207,9 @@ def test_the_prompt_is_known_where_an_encoder_has_read_another_text_before_it():
     drafter = drafter_for(LookaheadConfig(budget=4))
     drafter.begin([50, 51, 52, 1, 2, 3, 4], 6)
     drafter.draft([1, 2, 3, 4], None)
-    assert drafter._grower._work.used[PROMPT] == 3
+    assert drafter._grower.work.used[PROMPT] == 3
     drafter.draft([1, 2, 3, 4, 5, 6], None)
-    assert drafter._grower._work.used[PROMPT] == 3
+    assert drafter._grower.work.used[PROMPT] == 3
 
 
 def quotes() -> tuple[list[int], list[int]]:

@@ -48,6 +48,6 @@ def test_how_far_notes_are_to_be_trusted_is_learned():
     for end in range(60):
         step(growth, Memory(), [*TEXT, *[50] * end], [7], [8, 9])
         step(growth, memory, [*TEXT, *[50] * end, 8], [], [end])  # never what the note said
-    learned, prior = growth._work.note_weights, TreeGrower()._work.note_weights
+    learned, prior = growth.work.note_weights, TreeGrower().work.note_weights
     assert (learned[1:, NOTE_KINDS] < prior[1:, NOTE_KINDS]).any()
     assert (learned[0] == 0.0).all()

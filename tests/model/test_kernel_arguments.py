@@ -38,7 +38,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import growth, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
-from lade.native.kernel import ArrayType
+from lade.native.kernel import LONG_LIST, ArrayType
 from lade.testing import toy_model
 
 HALF, FLOATS = torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)
@@ -390,12 +390,14 @@ KERNELS = [tables._learn, tables._look_up, tables._certain, *READERS, growth.lea
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_kernels_that_draft_take_arrays_of_one_dtype_that_lie_in_one_piece(kernel):
-    sizes = {place: kind.dimensions for place, kind in enumerate(kernel.types) if isinstance(kind, ArrayType)}
+    arrays = [kind for kind in kernel.types if isinstance(kind, ArrayType)]
+    sizes = {place: kind.dimensions for place, kind in enumerate(kernel.types) if kind in arrays}
     assert sizes
     for place, dimensions in sizes.items():
         dtype = kernel.types[place].dtype
         arguments = [
-            np.zeros((8,) * kind.dimensions, kind.dtype) if isinstance(kind, ArrayType) else 1 for kind in kernel.types
+            np.zeros((8,) * kind.dimensions, kind.dtype) if kind in arrays else [0] if kind is LONG_LIST else 1
+            for kind in kernel.types
         ]
         for unfit in (
             arguments[place].astype(np.uint8),

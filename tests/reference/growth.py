@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from lade.decoding.kernels.layout import (
     AT_TOKEN,
@@ -18,15 +17,12 @@ from lade.decoding.kernels.layout import (
     PREDICTED,
     READ,
     ROOT,
-    Doubles,
     Ints,
 )
 from lade.decoding.kernels.tables import Tables
-from lade.decoding.kernels.work import Held, IndexedText, Work
+from lade.decoding.kernels.work import Held, Work
 from reference.mixing import bring_forward, expand, learn_weights, led_by_mtp, note_slot, probability
-from reference.tables import average
-
-Longs = npt.NDArray[np.int64]
+from reference.tables import average, learn_step
 
 _LOOKED_AT = 128  # earlier occurrences of the last token that are examined
 _LONGEST_END = 32  # longest match that is measured
@@ -123,23 +119,27 @@ def _note(work: Work, entries: Ints) -> None:
             note[:2] = place, token
 
 
-def index_text(indexed: IndexedText, tokens: Longs, start: int) -> None:
-    """Write tokens into a text from index `start` on, each with its previous occurrence; see `EarlierText`."""
-    for at, token in enumerate(tokens.tolist(), start=start):
-        latest = _latest_of(indexed, token)
-        indexed.text[at], indexed.links[at] = token, max(int(latest[1]), -1)
+def index_text(held: Held, tokens: Sequence[int]) -> None:
+    """Append tokens to the text, which has room for them, each with its previous occurrence."""
+    work = held.work
+    for at, token in enumerate(tokens, start=int(work.used[READ])):
+        latest = _latest_of(work, token)
+        work.text[at], work.links[at] = token, max(int(latest[1]), -1)
         latest[:] = token, at
+    work.used[READ] += len(tokens)
 
 
-def take_back(indexed: IndexedText, kept: int, known: int) -> None:
-    """Forget all tokens of a text but the first `kept` of `known` ones."""
-    for at in range(known - 1, kept - 1, -1):
-        _latest_of(indexed, int(indexed.text[at]))[1] = indexed.links[at]
+def take_back(held: Held, kept: int) -> None:
+    """Forget all tokens of the text but the first `kept` ones."""
+    work = held.work
+    for at in range(int(work.used[READ]) - 1, kept - 1, -1):
+        _latest_of(work, int(work.text[at]))[1] = work.links[at]
+    work.used[READ] = kept
 
 
-def _latest_of(indexed: IndexedText, token: int) -> Ints:
+def _latest_of(work: Work, token: int) -> Ints:
     """Return where the last occurrence of a token is kept, a pair; a slot that is free has the index -2."""
-    latest = indexed.latest
+    latest = work.latest
     slot = ((token & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF) * len(latest) >> 32
     while latest[slot, 1] != -2 and latest[slot, 0] != token:
         slot = (slot + 1) % len(latest)
@@ -147,23 +147,27 @@ def _latest_of(indexed: IndexedText, token: int) -> Ints:
     return pair
 
 
-def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: Longs, rate: float) -> None:
-    """Update the mixing weights by the nodes that verification reached, and note the logits at all nodes."""
+def learn_tree(
+    held: Held, tables: Tables, entries: Ints, path: Sequence[int], chosen: Sequence[int], rate: float
+) -> bool:
+    """Update the mixing weights by the nodes that verification reached; note and store the logits at all nodes."""
     learn_weights(held.work, tables, path, chosen, rate)
     _note(held.work, entries)
+    return learn_step(tables, held.work.tails[: max(len(entries), 1 + max(path))], entries, path, chosen)
 
 
-def plant(held: Held, root: int, tail: Longs, promise: float) -> None:
-    """Start a new tree, whose root is the token at index `root` of the text, the last one of `tail`.
+def plant(held: Held, root: int, promise: float) -> None:
+    """Start a new tree, whose root is the token at index `root` of the text.
 
-    Matches are found only if the text has been read up to the root. The root's heap key is `promise`.
+    Unless the text has been read up to the root, there are no matches, and the root's context must be in place.
     """
     work = held.work
-    work.ids[0], work.parents[0], work.depths[0] = tail[-1], -1, 0
+    if work.used[READ] == root + 1:
+        last = work.text[: root + 1][::-1][:LONGEST]
+        work.tails[0], work.tails[0, : len(last)] = -1, last
+    work.ids[0], work.parents[0], work.depths[0] = work.tails[0, 0], -1, 0
     work.scores[0], work.logit_hits[0], work.by_mtp[0] = 1.0, -1, 0
     work.predicted[0] = 0 if work.used[PREDICTED] > 0 else -1
-    last = tail[::-1][:LONGEST]
-    work.tails[0], work.tails[0, : len(last)] = -1, last
     work.used[NODES], work.used[HEAP], work.used[ROOT] = 1, 0, root
     work.match_counts[0] = _find_matches(work, root) if work.used[READ] == root + 1 else 0
     if work.match_counts[0] > 0 and work.match_lengths[0, 0] >= _COPIED:
@@ -172,11 +176,17 @@ def plant(held: Held, root: int, tail: Longs, promise: float) -> None:
 
 
 def grow(
-    held: Held, tables: Tables, stages: Doubles, excluded: Longs, vocabulary: int, max_depth: int, promise: float
+    held: Held,
+    tables: Tables,
+    stages: Sequence[float],
+    excluded: Sequence[int],
+    vocabulary: int,
+    max_depth: int,
+    promise: float,
 ) -> int:
     """Add the likeliest nodes, best first."""
     work = held.work
-    for size, least in stages.tolist():
+    for size, least in zip(stages[::2], stages[1::2], strict=True):
         while work.used[HEAP] > 0 and work.used[NODES] < size and work.keys[0] > least:
             score, parent, rank = _pop(work)
             if rank < 0:
@@ -200,7 +210,7 @@ def grow(
 def grow_chain(
     held: Held,
     tables: Tables,
-    excluded: Longs,
+    excluded: Sequence[int],
     vocabulary: int,
     most: int,
     price: float,
@@ -222,7 +232,7 @@ def grow_chain(
     return int(work.used[NODES])
 
 
-def _first_offer(work: Work, node: int, excluded: Longs, vocabulary: int) -> int:
+def _first_offer(work: Work, node: int, excluded: Sequence[int], vocabulary: int) -> int:
     """Move the likeliest child that may be added to the front; return its rank, or the number of candidates."""
     for rank in range(work.candidates[node]):
         bring_forward(work, node, rank)
@@ -232,11 +242,11 @@ def _first_offer(work: Work, node: int, excluded: Longs, vocabulary: int) -> int
     return int(work.candidates[node])
 
 
-def follow(held: Held, kept: int, ids: Longs, parents: Longs) -> None:
+def follow(held: Held, kept: int, ids: Sequence[int], parents: Sequence[int]) -> None:
     """Keep the first `kept` nodes, and append nodes that were added elsewhere, given their tokens and parents."""
     work = held.work
     work.used[NODES] = kept
-    for token, parent in zip(ids.tolist(), parents.tolist(), strict=True):
+    for token, parent in zip(ids, parents, strict=True):
         _add(work, parent, token)
 
 

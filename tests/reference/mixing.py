@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from lade.decoding.kernels.layout import (
     AFTER_COPY,
     AT_TOKEN,
@@ -288,11 +285,9 @@ def _gradients(rows: Iterator[tuple[int, Row]], errors: Sequence[tuple[int, floa
     return gradient
 
 
-def learn_weights(
-    work: Work, tables: Tables, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], rate: float
-) -> None:
+def learn_weights(work: Work, tables: Tables, path: Sequence[int], chosen: Sequence[int], rate: float) -> None:
     """Update all weights by gradient steps on the coding cost, one per node that verification reached."""
-    for node, token in zip(path.tolist(), chosen.tolist(), strict=True):
+    for node, token in zip(path, chosen, strict=True):
         expand(work, node, tables)
         errors, line = _errors(work, node, token), _line(work, node)
         for kind, each in enumerate(_gradients(_rows(work, node), errors, END)):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from lade.decoding.kernels.growth import Requests
-from lade.decoding.kernels.layout import END, LONGEST, READ, TEXT, Doubles, Ints
+from lade.decoding.kernels.layout import END, READ, TEXT, Doubles, Ints
 from lade.decoding.kernels.tables import Tables
-from lade.decoding.kernels.work import Held, IndexedText
+from lade.decoding.kernels.work import Held
 from reference import growth, tables
-
-Longs = npt.NDArray[np.int64]
 
 _LONGEST_PATH = 64  # tokens of a request that one call learns
 _NO_LIMIT = 2**31 - 1
@@ -19,32 +19,30 @@ _NO_LIMIT = 2**31 - 1
 
 def propose(
     requests: Requests,
-    budgets: Longs,
+    budgets: Sequence[int],
     start: int,
-    prices: Doubles,
-    excluded: Longs,
+    prices: Sequence[float],
+    excluded: Sequence[int],
     vocabulary: int,
     trees: bool,
     ids: Ints,
     parents: Ints,
     scores: Doubles,
-    ends: Longs,
+    ends: npt.NDArray[np.int64],
 ) -> int:
     """Draft what may follow the texts of requests, see `growth`."""
-    price, news, first, promise = prices.tolist()
+    price, news, first, promise = prices
     end = int(ends[start - 1]) if start else 0
     for at in range(start, len(budgets)):
-        (held, found), most = requests.pairs[at], int(budgets[at])
+        (held, found), most = requests.pairs[at], budgets[at]
         work = held.work
         if most + 1 > len(work.ids):
             return at
-        length = int(work.used[READ])
-        tail = work.text[max(0, length - LONGEST) : length].astype(np.int64)
-        growth.plant(held, length - 1, tail, promise)
+        growth.plant(held, int(work.used[READ]) - 1, promise)
         if trees:
-            stages = [(size, max(price - news / (first + size - 1), 0.0)) for size in range(2, most + 2)]
-            table = np.array(stages, dtype=np.float64).reshape(-1, 2)
-            count = growth.grow(held, found, table, excluded, vocabulary, _NO_LIMIT, promise)
+            pairs = [(size, max(price - news / (first + size - 1), 0.0)) for size in range(2, most + 2)]
+            stages = [number for pair in pairs for number in pair]
+            count = growth.grow(held, found, stages, excluded, vocabulary, _NO_LIMIT, promise)
         else:
             count = growth.grow_chain(held, found, excluded, vocabulary, most + 1, price, news, first)
         span = slice(end, end := end + count - 1)
@@ -55,29 +53,29 @@ def propose(
 
 def learn_requests(
     requests: Requests,
-    drafted: Longs,
+    drafted: Sequence[int],
     start: int,
-    tokens: Longs,
-    token_ends: Longs,
+    tokens: Sequence[int],
+    token_ends: Sequence[int],
     rows: Ints,
-    row_ends: Longs,
+    row_ends: Sequence[int],
     rate: float,
 ) -> int:
     """Learn from a pass that verified drafts."""
-    splits = np.split(tokens, token_ends)[:-1], np.split(rows, row_ends)[:-1]
+    splits = np.split(np.array(tokens), token_ends)[:-1], np.split(rows, row_ends)[:-1]
     for at, (emitted, entries) in enumerate(zip(*splits, strict=True)):
-        if at >= start and not _learn_one(*requests.pairs[at], int(drafted[at]), emitted, entries, rate):
+        if at >= start and not _learn_one(*requests.pairs[at], drafted[at], emitted.tolist(), entries, rate):
             return at
     return len(drafted)
 
 
-def _learn_one(held: Held, found: Tables, drafted: int, tokens: Longs, rows: Ints, rate: float) -> bool:
+def _learn_one(held: Held, found: Tables, drafted: int, tokens: list[int], rows: Ints, rate: float) -> bool:
     """Learn a pass of one request; return False, with nothing changed, where that needs more room or another way."""
     work, known = held.work, int(held.work.used[READ])
     if drafted < 0 or not 0 < len(tokens) <= _LONGEST_PATH or known + len(tokens) > len(work.text):
         return False
     path = [0]
-    for token in tokens[:-1].tolist():
+    for token in tokens[:-1]:
         below = slice(path[-1] + 1, drafted + 1)
         children = np.flatnonzero((work.parents[below] == path[-1]) & (work.ids[below] == token))
         if not len(children):
@@ -89,15 +87,12 @@ def _learn_one(held: Held, found: Tables, drafted: int, tokens: Longs, rows: Int
     wanted = TEXT * len(rows) + _room_for(len(path)) + (_room_for(beyond) if beyond else 0)
     if found.taken + wanted > found.most:
         return False
-    nodes, chosen = np.array(path), tokens[: len(path)]
-    growth.learn_tree(held, found, rows, nodes, chosen, rate)
-    taken = tables.learn_step(found, work.tails[: len(rows)], rows, nodes, chosen)
-    growth.index_text(IndexedText(work.text, work.links, work.latest), tokens, known)
-    work.used[READ] += len(tokens)
+    growth.learn_tree(held, found, rows, path, tokens[: len(path)], rate)
+    growth.index_text(held, tokens)
     start = known + len(path)
     text = work.text[: known + len(tokens)].astype(np.int64)
     followed = tables.tails_of(text, start - 1, beyond), tables.certain(text[start:])
-    _, taken = tables.learn(found.young, found.old, *followed, TEXT, END, 0, found.taken + taken, found.most)
+    _, taken = tables.learn(found.young, found.old, *followed, TEXT, END, 0, found.taken, found.most)
     found.limit(taken, found.most)
     return True
 

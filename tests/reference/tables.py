@@ -107,16 +107,17 @@ def _learn(
     return row << 32 | taken
 
 
-def learn_step(
-    tables: Tables, tails: Ints, rows: Ints, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
-) -> int:
-    """Store the rows of a whole step and the tokens that followed in the text; the tables must have room for all."""
-    young, old, taken = tables.young, tables.old, 0
-    for tail, row in zip(tails.tolist(), rows.tolist(), strict=True):
+def learn_step(tables: Tables, tails: Ints, rows: Ints, path: Sequence[int], chosen: Sequence[int]) -> bool:
+    """Store the rows of a tree and the tokens that followed in the text; False, with nothing stored, without room."""
+    young, old, taken = tables.young, tables.old, tables.taken
+    if taken + TEXT * len(rows) + max((END - TEXT) * len(path), END) > tables.most:
+        return False
+    for tail, row in zip(tails.tolist(), rows.tolist(), strict=False):
         taken += _take_in(young, old, tail, row, LOGITS, TEXT)
-    for node, token in zip(path.tolist(), chosen.tolist(), strict=True):
+    for node, token in zip(path, chosen, strict=True):
         taken += _take_in(young, old, tails[node].tolist(), _certain_row(token), TEXT, END)
-    return taken
+    tables.limit(taken, tables.most)
+    return True
 
 
 def rehash(table: Ints, into: Ints) -> None:

@@ -83,11 +83,16 @@ class StaticInputs:
         self.memory = self._layout.memory(device)
         self.ids, self.positions, self.lengths, self.closure, offsets = self._layout.tensors(self.memory)
         self.offsets = offsets if axes else None
+        self._staged = self._layout.memory(device, staged=True)
+        self._whole, self._arrays = self._staged.numpy(), self._layout.arrays(self._staged)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, trees: Sequence[TokenTree], lengths: Sequence[int], offsets: PositionOffsets | None = None) -> None:
         """Copy in one tree per row, at most B trees of at most S nodes; row b has `lengths[b]` cached tokens."""
-        staged = self._layout.memory(self._device, staged=True)
-        ids, positions, starts, closure, shifts = self._layout.arrays(staged)
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy, which was done before a result of its pass was read
+        self._whole.fill(0)
+        ids, positions, starts, closure, shifts = self._arrays
         if offsets:
             shifts[:, : len(trees)] = offsets.array()
         for row, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
@@ -99,7 +104,9 @@ class StaticInputs:
             closure[row, :size, :size] = tree.closure()
             closure[row, size:, 0] = True
         closure[len(trees) :, :, 0] = True
-        self.memory.copy_(staged, non_blocking=True)
+        self.memory.copy_(self._staged, non_blocking=True)
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).record_event(self._copied)
 
     def slots(self) -> torch.Tensor:
         """Return the cache slots of the nodes, `[B, S]` int64: after the cached tokens of their row."""

@@ -9,18 +9,18 @@ short match counts for something where both agree, and for little where they do 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
+from lade.decoding.drafting.copy_drafting import TAKEN_BACK, same_beginning
 from lade.decoding.drafting.drafter import Guess
-from lade.decoding.drafting.memory import RATE, ContextMemory
-from lade.decoding.drafting.suffix_index import EarlierText
+from lade.decoding.drafting.memory import ContextMemory, context_of
 from lade.decoding.kernels import growth
-from lade.decoding.kernels.layout import LONGEST, NODES, PREDICTED, PROMPT, READ, Doubles, Ints
-from lade.decoding.kernels.work import Held, Work
+from lade.decoding.kernels.layout import NODES, PREDICTED, PROMPT, READ, Doubles, Ints
+from lade.decoding.kernels.work import PER_NODE, Held, Work, empty_text
 from lade.decoding.tree import TokenTree
 
 Tokens = tuple[int, ...]
@@ -93,19 +93,6 @@ _ROOM = 160  # initial capacity in nodes
 _NO_LIMIT = 2**31 - 1
 
 
-def _per_node() -> itemgetter[Any]:
-    """Return a getter of the arrays of a `Work` with one entry per node: those that grow by one with the capacity.
-
-    Those of the heap grow by two; text and weights do not grow.
-    """
-    few, more = (cast(Iterable[Any], Work.of(room)) for room in (1, 2))
-    pairs = enumerate(zip(few, more, strict=True))
-    return itemgetter(*(place for place, (less, wider) in pairs if len(wider) - len(less) == 1))
-
-
-_columns = _per_node()
-
-
 class TreeGrower:
     """Grows one tree after the other for one text.
 
@@ -113,61 +100,77 @@ class TreeGrower:
         excluded: ids that are never drafted.
         vocabulary: ids below it can be fed; None for no limit.
         room: nodes that there is room for at first.
+
+    Attributes:
+        work: arrays of the tree being grown.
+        held: the same as compiled code takes them.
     """
 
     def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None, room: int = _ROOM) -> None:
-        self._excluded = np.array(sorted(excluded), dtype=np.int64)
+        self._excluded = sorted(excluded)
         self._vocabulary = _NO_LIMIT if vocabulary is None else vocabulary
-        self._use(Work.of(room))
-        self._earlier = EarlierText()
-
-    @property
-    def work(self) -> Work:
-        """Arrays of the tree being grown."""
-        return self._work
-
-    @property
-    def held(self) -> Held:
-        """The tree being grown, as compiled code takes it."""
-        return self._held
+        self.work = Work.of(room)
+        self.held = Held(self.work)
+        self._read: Sequence[int] = ()
+        self._removed = 0
 
     def use_mtp(self, weights: Doubles, trust: Doubles) -> None:
         """Mix predictions of an MTP layer with these weights, which are shared and updated; see `Work`."""
-        self._use(self._work._replace(mtp_weights=weights, mtp_trust=trust))
+        self._use(self.work._replace(mtp_weights=weights, mtp_trust=trust))
 
     def drop_predictions(self) -> None:
         """Discard the predictions of an MTP layer, which belong to one step."""
-        self._work.used[PREDICTED] = 0
+        self.work.used[PREDICTED] = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Index a text, so that the tree that begins after it gets matches."""
-        self._earlier.read(tokens)
-        if self._work.text is not self._earlier.text:
-            text, links, latest = self._earlier.text, self._earlier.links, self._earlier.latest
-            self._use(self._work._replace(text=text, links=links, latest=latest))
-        self._work.used[READ] = len(tokens)
+        """Index a text, so that the tree that begins after it gets matches.
 
-    def read_on(self, count: int) -> None:
-        """Note that a kernel has indexed that many more tokens of the text."""
-        self._earlier.length += count
+        It equals the last one but for some tokens at the end of that; a list passed before is assumed to have only
+        grown since, and is not compared again.
+        """
+        if tokens is not self._read:
+            self._take_back(tokens)
+            self._read = tokens
+        if len(tokens) > len(self.work.text):
+            self._read_anew(2 * len(tokens))
+        if new := tokens[int(self.work.used[READ]) :]:
+            growth.index_text(self.held, new)
+
+    def _take_back(self, tokens: Sequence[int]) -> None:
+        """Forget the tokens of the text from the first one on that differs from a new text's."""
+        length = int(self.work.used[READ])
+        late = max(0, min(length, len(tokens)) - TAKEN_BACK)
+        kept = late + same_beginning(self.work.text[late:length].tolist(), tokens[late:])
+        self._removed += length - kept
+        if self._removed >= len(self.work.text):  # tokens that occur no more still take slots of `latest`
+            self._read_anew(len(self.work.text))
+        else:
+            growth.take_back(self.held, kept)
+
+    def _read_anew(self, room: int) -> None:
+        """Forget the text, and get room for so many tokens."""
+        self._use(self.work._replace(**empty_text(room)))
+        self.work.used[READ] = self._removed = 0
 
     def reserve(self, nodes: int) -> None:
         """Grow the capacity to at least that many nodes; present nodes stay."""
-        room = len(self._work.ids)
+        room = len(self.work.ids)
         if nodes > room:
-            self._use(self._work.widened(2 * nodes))
+            self._use(self.work.widened(2 * nodes))
 
     def set_prompt(self, length: int) -> None:
         """Set the length of the prompt, which is copied more often than the answer is."""
-        self._work.used[PROMPT] = length
+        self.work.used[PROMPT] = length
 
     def begin(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
         """Start a tree whose root is the last of `tokens`, followed by a chain of forced tokens."""
         self.reserve(1 + len(lead))
-        work = self._work
-        growth.plant(self._held, len(tokens) - 1, np.array(tokens[-LONGEST:], dtype=np.int64), OPTIMISM)
+        work = self.work
+        if work.used[READ] != len(tokens):
+            work.tails[0] = context_of(tokens)
+        growth.plant(self.held, len(tokens) - 1, OPTIMISM)
         if lead:
-            growth.follow(self._held, 1, np.array(lead, dtype=np.int64), np.arange(len(lead)))
+            growth.follow(self.held, 1, lead, range(len(lead)))
             work.scores[: 1 + len(lead)] = 1.0
             work.nodes[0] = len(lead)  # the tree grows from its end
 
@@ -187,15 +190,15 @@ class TreeGrower:
         """
         self.reserve(max(thresholds)[0])
         count = growth.grow(
-            self._held,
+            self.held,
             memory.bound,
-            np.array(thresholds, dtype=np.float64),
+            [*chain.from_iterable(thresholds)],
             self._excluded,
             self._vocabulary,
             _NO_LIMIT if max_depth is None else max_depth,
             OPTIMISM,
         )
-        scores: list[float] = self._work.scores[:count].tolist()
+        scores: list[float] = self.work.scores[:count].tolist()
         return scores
 
     def grow_chain(self, memory: ContextMemory, most: int, price: float, news: float, first: float) -> int:
@@ -210,20 +213,20 @@ class TreeGrower:
         """
         self.reserve(most)
         limits = self._excluded, self._vocabulary, most
-        return growth.grow_chain(self._held, memory.bound, *limits, price, news, first)
+        return growth.grow_chain(self.held, memory.bound, *limits, price, news, first)
 
     def paths(self, count: int) -> list[tuple[int, ...]]:
         """Return the tokens from below the root to each of the first `count` nodes."""
         paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(self._work.ids[1:count].tolist(), self._work.parents[1:count].tolist(), strict=True):
+        for token, parent in zip(self.work.ids[1:count].tolist(), self.work.parents[1:count].tolist(), strict=True):
             paths.append((*paths[parent], token))
         return paths
 
     def keep(self, nodes: Sequence[int]) -> None:
         """Drop all nodes but these, given in ascending order and with all their ancestors."""
-        work, count = self._work, len(nodes)
+        work, count = self.work, len(nodes)
         parents = np.searchsorted(nodes, work.parents[nodes[1:]])
-        for column in _columns(work):
+        for column in (getattr(work, name) for name in PER_NODE):
             column[:count] = column[nodes]
         work.parents[1:count], work.used[NODES] = parents, count
 
@@ -231,7 +234,7 @@ class TreeGrower:
         """Copy the first `count` nodes into a tree that has only its root."""
         if count == 1:
             return
-        work = self._work
+        work = self.work
         ids, parents, depths = (column[1:count].tolist() for column in (work.ids, work.parents, work.depths))
         tree.extend(ids, parents, depths, "memory")
         if work.used[PREDICTED]:
@@ -243,8 +246,7 @@ class TreeGrower:
         if len(tree) == count:
             return
         self.reserve(len(tree))
-        others = tree.ids[count:], tree.parents[count:]
-        growth.follow(self._held, count, *(np.array(column, dtype=np.int64) for column in others))
+        growth.follow(self.held, count, tree.ids[count:], tree.parents[count:])
 
     def learn(self, memory: ContextMemory, path: Sequence[int], chosen: Sequence[int], entries: Ints) -> None:
         """Learn from a step.
@@ -255,10 +257,9 @@ class TreeGrower:
             chosen: `[A]` tokens that the model chose there.
             entries: `[S, WIDTH]` entries of the logits at all nodes, see `readout.read`.
         """
-        nodes, tokens = np.array(path, dtype=np.int64), np.array(chosen, dtype=np.int64)
-        growth.learn_tree(self._held, memory.bound, entries, nodes, tokens, RATE)
-        memory.learn_step(self._work.tails[: len(entries)], entries, nodes, tokens)
+        memory.learn_tree(self.held, entries, path, chosen)
 
     def _use(self, work: Work) -> None:
         """Switch to these arrays, here and in compiled code."""
-        self._work, self._held = work, Held(work)
+        self.work = work
+        self.held.use(work)

@@ -32,6 +32,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import fsum
 from statistics import median
 from typing import Protocol
 
@@ -76,9 +78,14 @@ mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, a
 alone nothing is learned from all others (lab/log/batches-and-engine.md)."""
 
 _DOUBLINGS = LARGEST_SHARED.bit_length() - 1
-_LOG_SIZES = np.log2(np.arange(1, LARGEST_SHARED + 1))
+_NODES = np.arange(LARGEST_SHARED)
+_LOG_SIZES = np.log2(_NODES + 1)
+_POWER = _LOG_SIZES.astype(np.int64)  # by size, as all of these: the greatest power of two within it
+_BEYOND = _LOG_SIZES - _POWER
+_LOGS: list[float] = _LOG_SIZES.tolist()
 _DOUBLING = np.maximum(0, np.ceil(_LOG_SIZES).astype(np.int64) - 1)
-_TAUGHT = (np.arange(1, LARGEST_SHARED + 1) ** -0.5).cumsum() - 1.0
+_TAUGHT: list[float] = (((_NODES + 1) ** -0.5).cumsum() - 1.0).tolist()
+_TAUGHT_TOKENS = TAUGHT * np.array(_TAUGHT)
 
 
 def max_tree_size(processes: int) -> int:
@@ -173,6 +180,8 @@ def common_progress(emitted: Sequence[int]) -> float:
 class YieldCurve:
     """Accepted nodes by doublings of a tree, in the mean step: of rank 1, of 2 and 3, of 4 to 7; and those promised.
 
+    These are lists: a step reads and changes a few numbers, for each of which numpy takes a microsecond.
+
     Attributes:
         gains: `[doublings]`, nodes accepted.
         promised: `[doublings]`, sums of scores.
@@ -180,23 +189,21 @@ class YieldCurve:
     """
 
     def __init__(self) -> None:
-        self.gains = np.full(_DOUBLINGS, PRIOR_GAIN)
-        self.promised = np.full(_DOUBLINGS, PRIOR_GAIN)
-        self.steps = np.full(_DOUBLINGS, PRIOR_WEIGHT)
+        self.gains, self.promised = [PRIOR_GAIN] * _DOUBLINGS, [PRIOR_GAIN] * _DOUBLINGS
+        self.steps = [PRIOR_WEIGHT] * _DOUBLINGS
 
     @property
-    def slopes(self) -> Floats:
-        """What a score of 1.0 adds to the expected yield, by rank from 0 on: `[LARGEST_SHARED]`."""
-        came = np.maximum(self.gains, 1e-3) / np.maximum(self.promised, 1e-3)  # neither is nothing
-        slopes: Floats = SCORES * came[_DOUBLING]
-        return slopes
+    def slopes(self) -> list[float]:
+        """What a score of 1.0 adds to the expected yield, `[doublings]`."""
+        pairs = zip(self.gains, self.promised, strict=True)
+        return [SCORES * (max(gain, 1e-3) / max(promised, 1e-3)) for gain, promised in pairs]  # neither is nothing
 
-    def learn(self, shares: Floats, promised: Floats, accepted: Floats) -> None:
+    def learn(self, shares: Sequence[float], promised: Sequence[float], accepted: Sequence[float]) -> None:
         """Learn from a step that fed some doublings, the last maybe in part: `[fed]` each, shares of 0.0 to 1.0."""
-        seen = slice(len(shares))
-        self.steps[seen] = np.minimum(self.steps[seen] + shares, CURVE_STEPS)
-        self.gains[seen] += (accepted - shares * self.gains[seen]) / self.steps[seen]
-        self.promised[seen] += (promised - shares * self.promised[seen]) / self.steps[seen]
+        for at, share in enumerate(shares):
+            steps = self.steps[at] = min(self.steps[at] + share, CURVE_STEPS)
+            self.gains[at] += (accepted[at] - share * self.gains[at]) / steps
+            self.promised[at] += (promised[at] - share * self.promised[at]) / steps
 
 
 @dataclass
@@ -283,11 +290,16 @@ class Controller:
     @property
     def rate(self) -> float:
         """Tokens per second that this text yields with the best size, at least those of plain decoding."""
-        table, curve = self._cost.table, self._state.curve
-        sizes = np.array([corner for corner in self._cost.corners if 1 < corner < self.most] + [self.most])
-        tokens = 1.0 + (self._ratio * _at_sizes(curve.gains) + TAUGHT * _TAUGHT)[sizes - 1]
-        seconds = np.array([table[size] for size in sizes]) + self._node_s * (sizes + OVERHEAD_NODES)
-        return max(1.0 / (table[1] + self._plain_own_s), float((tokens / seconds).max()))
+        table, ratio, node_s = self._cost.table, self._ratio, self._node_s
+        best, sums = 1.0 / (table[1] + self._plain_own_s), _sums(self._state.curve.gains)
+        for size in self._sizes(1):
+            tokens = 1.0 + (ratio * _at(sums, size) + TAUGHT * _TAUGHT[size - 1])
+            best = max(best, tokens / (table[size] + node_s * (size + OVERHEAD_NODES)))
+        return best
+
+    def _sizes(self, above: int) -> list[int]:
+        """Return the corners of the cost's hull above a size, and the largest size that may be fed."""
+        return [*(corner for corner in self._cost.corners if above < corner < self.most), self.most]
 
     def skip_drafting(self) -> bool:
         """See `FixedBudget`: in baseline probes, and while the allowance is exhausted; all rows in the same steps."""
@@ -305,15 +317,16 @@ class Controller:
 
     def stages(self) -> list[tuple[int, float]]:
         """See `FixedBudget`: between two corners of the cost's hull all nodes cost the same."""
-        curve, ratio = self._state.curve, self._ratio
-        base, slopes = _at_sizes(ratio * (1.0 - SCORES) * curve.gains) + TAUGHT * _TAUGHT, curve.slopes
-        rate, size, stages = self._rate, 1, list[tuple[int, float]]()
-        for corner in [*(corner for corner in self._cost.corners if 1 < corner < self.most), self.most]:
-            price = rate * (self._cost.marginals[corner - 1] + self._node_s)
-            gain = (base[corner - 1] - base[size - 1]) / (corner - size)
-            weight = 1.0 if self._fed == 1 else ratio * slopes[corner - 1]  # what explores goes by scores
-            stages.append((corner, max(0.0, float(price - gain) / weight)))
-            size = corner
+        curve, ratio, marginals = self._state.curve, self._ratio, self._cost.marginals
+        sums, slopes = _sums([ratio * (1.0 - SCORES) * gain for gain in curve.gains]), curve.slopes
+        size, before, stages = 1, 0.0, list[tuple[int, float]]()
+        for corner in self._sizes(1):
+            price = self._rate * (marginals[corner - 1] + self._node_s)
+            base = _at(sums, corner) + TAUGHT * _TAUGHT[corner - 1]
+            slope = ratio * slopes[(corner - 1).bit_length() - 1]
+            weight = 1.0 if self._fed == 1 else slope  # what explores goes by scores
+            stages.append((corner, max(0.0, (price - (base - before) / (corner - size)) / weight)))
+            size, before = corner, base
         return [(2, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
 
     def expected(self, scores: Sequence[float], ratio: float | None) -> Floats:
@@ -321,11 +334,14 @@ class Controller:
         given, curve = np.array(scores[:LARGEST_SHARED], dtype=np.float64), self._state.curve
         if ratio is None:
             return np.cumsum(given)
-        mean = _at_sizes((1.0 - SCORES) * curve.gains)[: len(given)]
+        size, sums = len(given), _sums([(1.0 - SCORES) * gain for gain in curve.gains])
+        power, rises = _POWER[:size], [after - before for before, after in pairwise(sums)]
+        mean = np.array(rises)[power] * _BEYOND[:size] + np.array(sums)[power]
         given[0] = 0.0
-        tokens = ratio * (mean + (curve.slopes[: len(given)] * given).cumsum()) + TAUGHT * _TAUGHT[: len(given)]
-        forced = np.where(given >= 1.0, given, 0.0).cumsum()
-        expected: Floats = 1.0 + np.maximum(tokens, forced)
+        tokens = ratio * (mean + (np.array(curve.slopes)[_DOUBLING[:size]] * given).cumsum()) + _TAUGHT_TOKENS[:size]
+        if max(scores[1:], default=0.0) >= 1.0:
+            tokens = np.maximum(tokens, np.where(given >= 1.0, given, 0.0).cumsum())
+        expected: Floats = 1.0 + tokens
         return expected
 
     def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
@@ -340,34 +356,36 @@ class Controller:
         if not any(candidates):
             return
         found = [scores or [1.0] for scores in candidates]
-        weights = np.ones(len(found)) if emitted is None else slowest_row_weights(emitted)
-        weights /= weights.sum()
-        size = self._best(self._mean(found, weights, self._ratio))
+        size = self._best(self._mean(found, emitted, self._ratio))
         if size == 1:  # explore: as if scores came true
-            size = self._best(self._mean(found, weights, None))
+            size = self._best(self._mean(found, emitted, None))
         if size == 1 and self._state.reserve >= 1.0:
             size = min(2, max(map(len, found)))  # what passes over several tokens take is found out
-        forced = max(sum(score >= 1.0 for score in scores) for scores in found)  # nothing of them is lost
+        forced = max(sum(map((1.0).__le__, scores)) for scores in found)  # nothing of them is lost
         self._size = min(size, max(self._affordable, forced))
 
     def choose(self, scores: Sequence[float]) -> int:
         """See `FixedBudget`: as many as in all other rows, if there are as many."""
         return min(self._size, len(scores))
 
-    def _mean(self, candidates: Sequence[Sequence[float]], weights: Floats, ratio: float | None) -> Floats:
+    def _mean(
+        self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None, ratio: float | None
+    ) -> Floats:
         """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
         expected = [self.expected(scores, ratio) for scores in candidates]
-        most = max(map(len, expected))
-        mean = np.zeros(most)
-        for each, weight in zip(expected, weights, strict=True):
-            mean += weight * np.pad(each, (0, most - len(each)), mode="edge")
+        if len(expected) == 1:
+            return expected[0]
+        weights = np.ones(len(expected)) if emitted is None else slowest_row_weights(emitted)
+        mean = np.zeros(max(map(len, expected)))
+        for each, weight in zip(expected, weights / weights.sum(), strict=True):
+            mean[: len(each)] += weight * each
+            mean[len(each) :] += weight * each[-1]
         return mean
 
     def _best(self, expected: Floats) -> int:
         """Return the size whose expected yield `[C]` exceeds most what its time would yield elsewhere."""
-        sizes = np.arange(1, len(expected) + 1)
-        seconds = np.array(self._cost.table[1 : len(expected) + 1]) + self._node_s * (sizes - 1)
-        return int(np.argmax(expected - self._rate * seconds)) + 1
+        seconds = np.array(self._cost.table[1 : len(expected) + 1]) + self._node_s * _NODES[: len(expected)]
+        return int((expected - self._rate * seconds).argmax()) + 1
 
     def worth_verifying(self, scores: Sequence[float]) -> bool:
         """See `FixedBudget`."""
@@ -379,7 +397,7 @@ class Controller:
         """See `FixedBudget`: as far as other rows, which costs nothing, and as nodes pay by what they teach alone."""
         size = max(size, self._size)
         table, filled = self._cost.table, size
-        for end in [*(corner for corner in self._cost.corners if size < corner < self.most), self.most]:
+        for end in self._sizes(size):
             price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
             if end > size and TAUGHT * (_TAUGHT[end - 1] - _TAUGHT[size - 1]) > price:
                 filled = end
@@ -387,18 +405,15 @@ class Controller:
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
         """See `FixedBudget`."""
-        doublings = (len(scores) - 1).bit_length()
-        if not doublings:
-            return
-        numbers = np.arange(doublings)
-        shares = np.minimum(1.0, _LOG_SIZES[len(scores) - 1] - numbers)
-        promised = np.add.reduceat(np.array(scores, dtype=np.float64), 2**numbers)
-        came = np.bincount(np.array([rank.bit_length() - 1 for rank in accepted], dtype=np.int64), minlength=doublings)
-        curve = self._state.curve
-        expected = float(shares @ curve.gains[:doublings])
-        curve.learn(shares, promised, came.astype(np.float64))
-        self._expected += expected
+        doublings, curve = range((len(scores) - 1).bit_length()), self._state.curve
+        shares = [min(1.0, _LOGS[len(scores) - 1] - number) for number in doublings]
+        promised = [fsum(scores[1 << number : 2 << number]) for number in doublings]
+        came = [0.0 for _ in doublings]
+        for rank in accepted:
+            came[rank.bit_length() - 1] += 1.0
+        self._expected += fsum(share * gain for share, gain in zip(shares, curve.gains, strict=False))
         self._accepted += len(accepted)
+        curve.learn(shares, promised, came)
 
     def observe(
         self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1, prepared: bool = False
@@ -434,9 +449,16 @@ class Controller:
         self._cost.observe(fed, forward_s, prepared=prepared)
 
 
-def _at_sizes(gains: Floats) -> Floats:
-    """Return the sum of the gains of doublings up to each size from 1 on, `[LARGEST_SHARED]`; 0.0 at 1."""
-    return np.interp(_LOG_SIZES, np.arange(len(gains) + 1), np.concatenate(([0.0], gains.cumsum())))
+def _sums(gains: Sequence[float]) -> list[float]:
+    """Return the sums of the gains of doublings up to each power of two, from 1 on; the last one twice."""
+    sums = [0.0, *accumulate(gains)]
+    return [*sums, sums[-1]]
+
+
+def _at(sums: Sequence[float], size: int) -> float:
+    """Return the sum of gains up to a size, between two powers of two by its logarithm."""
+    power = size.bit_length() - 1
+    return (sums[power + 1] - sums[power]) * (_LOGS[size - 1] - power) + sums[power]
 
 
 Budget = FixedBudget | Controller

@@ -19,7 +19,27 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from lade.decoding.drafting.drafter import Guess
-from lade.decoding.drafting.suffix_index import same_beginning
+
+TAKEN_BACK = 128
+"""Maximum number of tokens at the end of a row that may change between two calls."""
+
+
+def same_beginning(known: list[int], tokens: Sequence[int], before: int = 0) -> int:
+    """Return the length of the common prefix of two texts; only the last `TAKEN_BACK` tokens are compared.
+
+    Args:
+        known: the former text.
+        tokens: the present text.
+        before: number of tokens at the beginning of `known` that are not in `tokens`.
+    """
+    count = len(known) - before
+    late = max(0, min(count, len(tokens)) - TAKEN_BACK)
+    rest = known[before + late :]
+    if rest == list(tokens[late:count]):
+        return count
+    pairs = zip(rest, tokens[late:], strict=False)
+    return late + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
 
 LONGEST_MATCH = 32
 """Longest agreement that is measured, in tokens."""

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.config import BaseMemory
-from lade.decoding.kernels import tables
+from lade.decoding.kernels import growth, tables
 from lade.decoding.kernels.layout import END, LENGTHS, LOGITS, LONGEST, TEXT, WEIGHT_SETS, WIDTH, Doubles, Ints
 from lade.decoding.kernels.tables import Tables
+from lade.decoding.kernels.work import Held
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
 from lade.native import require_library
@@ -176,23 +177,24 @@ class ContextMemory(BaseMemory):
         """Learn the tokens of a text: `tokens`, `[M]`, each after its context in `contexts`, `[M, LONGEST]`."""
         self._learn(contexts, tables.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
 
-    def learn_step(
-        self, contexts: Ints, entries: Ints, path: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
-    ) -> None:
-        """Learn logits, and `tokens` `[A]`, which followed the contexts with indices `path`, `[A]`; see `learn`."""
-        _check(contexts, entries)
-        wanted = TEXT * len(contexts) + max((END - TEXT) * len(path), END)
+    def learn_tree(self, held: Held, entries: Ints, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Learn from a tree that was fed: logits at its nodes, and `tokens` `[A]` after those of `path`, `[A]`.
+
+        The weights are learned as well, and the tree's own; see `growth.learn_tree`.
+        """
+        tails = held.work.tails
+        _check(tails[: len(entries)], entries)
         with self._writing:
-            self._widen(self._taken + wanted)
-            if self._taken + wanted <= _most_taken(len(self._young)):
-                try:
-                    self._taken += tables.learn_step(self.bound, contexts, entries, path, tokens)
-                except BaseException:
-                    self._recount()
-                    raise
-                return
-        self.learn(contexts, entries)  # fills this table, then a new one
-        self.learn_text(contexts[path], tokens)
+            self._widen(self._taken + TEXT * len(entries) + max((END - TEXT) * len(path), END))
+            bound = self.bound
+            bound.limit(self._taken, _most_taken(len(self._young)))
+            try:
+                has_room = growth.learn_tree(held, bound, entries, path, tokens, RATE)
+            finally:
+                self._taken = bound.taken
+        if not has_room:
+            self.learn(tails[: len(entries)], entries)  # fills this table, then a new one
+            self.learn_text(tails[[*path]], tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
         _check(contexts, entries)
@@ -280,8 +282,10 @@ def _shortest(slots: Ints, most: int) -> Ints:
 
 
 def _table(slots: int) -> Ints:
-    """Return an empty table."""
-    return np.zeros((slots, 2 + WIDTH), np.int32)
+    """Return an empty table whose slots do not straddle lines of the processor's caches."""
+    room = np.zeros(slots * (2 + WIDTH) + 16, np.int32)
+    first = -room.ctypes.data // 4 % 16
+    return room[first : len(room) - 16 + first].reshape(slots, 2 + WIDTH)
 
 
 def _table_of(taken: Ints, most_slots: int) -> Ints:

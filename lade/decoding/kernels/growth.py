@@ -13,55 +13,67 @@ import numpy.typing as npt
 
 from lade.decoding.kernels.layout import Doubles, Ints
 from lade.decoding.kernels.tables import Tables
-from lade.decoding.kernels.work import Held, IndexedText
-from lade.native.kernel import DOUBLE, DOUBLES, INT, INTS, LONGS, MATRIX, STRUCT, TABLE, Struct, kernel
+from lade.decoding.kernels.work import Held
+from lade.native.kernel import DOUBLE, DOUBLE_LIST, DOUBLES, INT, INTS, LONG_LIST, LONGS, STRUCT, TABLE, Struct, kernel
 
 Longs = npt.NDArray[np.int64]
 
 
-@kernel(STRUCT, LONGS, INT)
-def index_text(indexed: IndexedText, tokens: Longs, start: int) -> None:
-    """Write tokens into a text from index `start` on, each with its previous occurrence; see `EarlierText`."""
+@kernel(STRUCT, LONG_LIST)
+def index_text(held: Held, tokens: Sequence[int]) -> None:
+    """Append tokens to the text, which has room for them, each with its previous occurrence."""
 
 
-@kernel(STRUCT, INT, INT)
-def take_back(indexed: IndexedText, kept: int, known: int) -> None:
-    """Forget all tokens of a text but the first `kept` of `known` ones."""
+@kernel(STRUCT, INT)
+def take_back(held: Held, kept: int) -> None:
+    """Forget all tokens of the text but the first `kept` ones."""
 
 
-@kernel(STRUCT, STRUCT, TABLE, LONGS, LONGS, DOUBLE)
-def learn_tree(held: Held, tables: Tables, entries: Ints, path: Longs, chosen: Longs, rate: float) -> None:
-    """Update the mixing weights by the nodes that verification reached, and note the logits at all nodes.
+@kernel(STRUCT, STRUCT, TABLE, LONG_LIST, LONG_LIST, DOUBLE, result=INT)
+def learn_tree(
+    held: Held, tables: Tables, entries: Ints, path: Sequence[int], chosen: Sequence[int], rate: float
+) -> bool:
+    """Update the mixing weights by the nodes that verification reached; note and store the logits at all nodes.
 
     Args:
         held: a tree that was fed.
-        tables: both tables of the memory, and its weights.
-        entries: `[S, WIDTH]` entries of the logits at each node.
+        tables: both tables of the memory, given their limits, and its weights.
+        entries: `[S, WIDTH]` entries of the logits at each node; none to store the tokens alone.
         path: `[A]` nodes that verification reached.
-        chosen: `[A]` tokens that the model chose there.
+        chosen: `[A]` tokens that the model chose there, which are stored, too.
         rate: learning rate of the gradient steps.
+
+    Returns:
+        False if the tables have no room for all that was to be stored, and are as they were.
     """
 
 
-@kernel(STRUCT, INT, LONGS, DOUBLE)
-def plant(held: Held, root: int, tail: Longs, promise: float) -> None:
-    """Start a new tree, whose root is the token at index `root` of the text, the last one of `tail`.
+@kernel(STRUCT, INT, DOUBLE)
+def plant(held: Held, root: int, promise: float) -> None:
+    """Start a new tree, whose root is the token at index `root` of the text.
 
-    Matches are found only if the text has been read up to the root. The root's heap key is `promise`.
+    Unless the text has been read up to the root, there are no matches, and the root's context must be in place. The
+    root's heap key is `promise`.
     """
 
 
-@kernel(STRUCT, STRUCT, MATRIX, LONGS, INT, INT, DOUBLE, result=INT)
+@kernel(STRUCT, STRUCT, DOUBLE_LIST, LONG_LIST, INT, INT, DOUBLE, result=INT)
 def grow(
-    held: Held, tables: Tables, stages: Doubles, excluded: Longs, vocabulary: int, max_depth: int, promise: float
+    held: Held,
+    tables: Tables,
+    stages: Sequence[float],
+    excluded: Sequence[int],
+    vocabulary: int,
+    max_depth: int,
+    promise: float,
 ) -> int:
     """Add the likeliest nodes, best first.
 
     Args:
         held: a tree with room for the size of the last stage.
         tables: both tables of the memory, and its weights.
-        stages: `[K, 2]`, target sizes, each with the score that a node must exceed to be added up to that size; growth
-            ends with the first size that is not reached.
+        stages: `[2 K]`, target sizes, each followed by the score that a node must exceed to be added up to that size;
+            growth ends with the first size that is not reached.
         excluded: ids that are not added.
         vocabulary: V; ids from here on are not added.
         max_depth: maximum depth of a node.
@@ -72,11 +84,11 @@ def grow(
     """
 
 
-@kernel(STRUCT, STRUCT, LONGS, INT, INT, DOUBLE, DOUBLE, DOUBLE, result=INT)
+@kernel(STRUCT, STRUCT, LONG_LIST, INT, INT, DOUBLE, DOUBLE, DOUBLE, result=INT)
 def grow_chain(
     held: Held,
     tables: Tables,
-    excluded: Longs,
+    excluded: Sequence[int],
     vocabulary: int,
     most: int,
     price: float,
@@ -103,8 +115,8 @@ def grow_chain(
     """
 
 
-@kernel(STRUCT, INT, LONGS, LONGS)
-def follow(held: Held, kept: int, ids: Longs, parents: Longs) -> None:
+@kernel(STRUCT, INT, LONG_LIST, LONG_LIST)
+def follow(held: Held, kept: int, ids: Sequence[int], parents: Sequence[int]) -> None:
     """Keep the first `kept` nodes, and append nodes that were added elsewhere, given their tokens and parents."""
 
 
@@ -123,13 +135,13 @@ class Requests(Struct):
         super().__init__([each.address for pair in pairs for each in pair], ())
 
 
-@kernel(STRUCT, LONGS, INT, DOUBLES, LONGS, INT, INT, INTS, INTS, DOUBLES, LONGS, result=INT)
+@kernel(STRUCT, LONG_LIST, INT, DOUBLE_LIST, LONG_LIST, INT, INT, INTS, INTS, DOUBLES, LONGS, result=INT)
 def propose(
     requests: Requests,
-    budgets: Longs,
+    budgets: Sequence[int],
     start: int,
-    prices: Doubles,
-    excluded: Longs,
+    prices: Sequence[float],
+    excluded: Sequence[int],
     vocabulary: int,
     trees: bool,
     ids: Ints,
@@ -157,15 +169,15 @@ def propose(
     """
 
 
-@kernel(STRUCT, LONGS, INT, LONGS, LONGS, TABLE, LONGS, DOUBLE, result=INT)
+@kernel(STRUCT, LONG_LIST, INT, LONG_LIST, LONG_LIST, TABLE, LONG_LIST, DOUBLE, result=INT)
 def learn_requests(
     requests: Requests,
-    drafted: Longs,
+    drafted: Sequence[int],
     start: int,
-    tokens: Longs,
-    token_ends: Longs,
+    tokens: Sequence[int],
+    token_ends: Sequence[int],
     rows: Ints,
-    row_ends: Longs,
+    row_ends: Sequence[int],
     rate: float,
 ) -> int:
     """Learn from a pass that verified drafts.

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.decoding.kernels.layout import LONGEST, WIDTH, Doubles, Ints
-from lade.native.kernel import INT, INTS, LONGS, STRUCT, TABLE, Struct, kernel
+from lade.native.kernel import INT, INTS, LONGS, TABLE, Struct, kernel
 
 
 class Tables(Struct):
@@ -27,7 +27,7 @@ class Tables(Struct):
 
     @property
     def taken(self) -> int:
-        """Number of occupied slots of `young`, while one call learns from many requests."""
+        """Number of occupied slots of `young`, while a call learns from whole steps."""
         return self.fields[-2]
 
     def limit(self, taken: int, most: int) -> None:
@@ -66,24 +66,6 @@ def learn(
 def _learn(
     young: Ints, old: Ints, tails: Ints, rows: Ints, first: int, end: int, start: int, taken: int, most: int
 ) -> int: ...
-
-
-@kernel(STRUCT, TABLE, TABLE, LONGS, LONGS, result=INT)
-def learn_step(
-    tables: Tables, tails: Ints, rows: Ints, path: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]
-) -> int:
-    """Store the rows of a whole step and the tokens that followed in the text; the tables must have room for all.
-
-    Args:
-        tables: both tables of the memory, and its weights.
-        tails: `[M, LONGEST]` contexts.
-        rows: `[M, WIDTH]` entries of logits.
-        path: `[A]`, indices of the contexts that were accepted.
-        chosen: `[A]`, the token that followed each of these.
-
-    Returns:
-        The number of newly occupied slots.
-    """
 
 
 @kernel(TABLE, TABLE)

@@ -1,4 +1,4 @@
-"""Structs of arrays that kernels take: a growing tree and a text; and the prior weights of copies."""
+"""The struct of arrays that kernels take, a growing tree with its text; and the prior weights of copies."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from lade.native.kernel import Struct
 
 _MOST = (END + NOTE_KINDS + COPY_KINDS) * WIDTH + MTP_WIDTH
 _NOTES = 2048  # slots; a later note overwrites an earlier one
+_TEXT_ROOM = 1024  # initial capacity in tokens
 
 # By bit set of the kinds of notes present: the weight of each kind, and a bias. Close to what they converge to.
 _NOTE_WEIGHTS = ((0.0, 0.0, 0.0), (0.05, 0.0, 0.15), (0.0, 0.1, 0.3), (0.05, 0.1, 0.45))
@@ -81,6 +82,22 @@ def _at_once(rows: tuple[Row, ...]) -> list[Row]:
     return [(*row, 1.0) for row in rows]
 
 
+_INT, _FLOAT = np.int32, np.float64
+_ALONE = "ids parents depths logit_hits text_hits note_kinds candidates match_counts copy_line predicted listed by_mtp"
+PER_NODE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ALONE.split(), (_INT,)),
+    **dict.fromkeys(("scores", "bases"), (_FLOAT,)),
+    **dict.fromkeys(("odds", "memory_odds"), (_FLOAT, _MOST)),
+    **dict.fromkeys(("matches", "match_lengths"), (_INT, MOST_MATCHES)),
+    "tokens": (_INT, _MOST),
+    "tails": (_INT, LONGEST),
+    "rows": (_INT, END, WIDTH),
+    "note_rows": (_INT, NOTE_KINDS, WIDTH),
+    "copy_rows": (_INT, COPY_KINDS, WIDTH),
+}
+"""Arrays of a `Work` with one entry for each node: dtype, and shape of an entry."""
+
+
 class Work(NamedTuple):
     """A growing tree, and the features of its nodes; N is the capacity in nodes. `drafting.h` has the same fields."""
 
@@ -105,8 +122,10 @@ class Work(NamedTuple):
     nodes: Ints  # [2 N], node of each heap entry, and the rank of its child; rank -1 before the lookup
     ranks: Ints
     used: npt.NDArray[np.int64]  # [7], counters, indexed by `NODES` and the names after it
-    text: Ints  # this and the next two: the text, see `EarlierText`
-    links: Ints
+    text: Ints  # [T], ids of the text; unused capacity comes last
+    links: Ints  # [T], index of the previous occurrence of each token, -1 for none
+    # [2 T, 2], hash table of the last occurrence of each token: token and index, which is -1 for a token that occurs no
+    # more, and -2 in free slots
     latest: Ints
     # [N, MOST_MATCHES], index of the token after each earlier occurrence of the node's suffix, longest match first
     matches: Ints
@@ -137,42 +156,17 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, room: int) -> Work:
         """Return empty arrays with room for N nodes."""
-        ints = [np.empty(room, np.int32) for _ in range(9)]
-        ids, parents, depths, logit_hits, text_hits, note_kinds, candidates, match_counts, copy_line = ints
+        per_node = {name: np.zeros((room, *shape), dtype) for name, (dtype, *shape) in PER_NODE.items()}
+        per_node["predicted"].fill(-1)
         return cls(
-            ids=ids,
-            parents=parents,
-            depths=depths,
-            scores=np.empty(room),
-            tails=np.empty((room, LONGEST), np.int32),
-            logit_hits=logit_hits,
-            text_hits=text_hits,
-            rows=np.empty((room, END, WIDTH), np.int32),
-            note_kinds=note_kinds,
-            note_rows=np.empty((room, NOTE_KINDS, WIDTH), np.int32),
-            notes=np.full((_NOTES, 2 + WIDTH), -2, np.int32),
-            note_weights=np.array(_NOTE_WEIGHTS),
-            candidates=candidates,
-            tokens=np.empty((room, _MOST), np.int32),
-            odds=np.empty((room, _MOST)),
+            **per_node,
             keys=np.empty(2 * room + 2),
             nodes=np.empty(2 * room + 2, np.int32),
             ranks=np.empty(2 * room + 2, np.int32),
+            notes=np.full((_NOTES, 2 + WIDTH), -2, np.int32),
+            note_weights=np.array(_NOTE_WEIGHTS),
             used=np.array([0, 0, 0, 0, 0, -AFTER_COPY, 0], np.int64),
-            text=np.zeros(1, np.int32),
-            links=np.zeros(1, np.int32),
-            latest=no_tokens(1),
-            matches=np.empty((room, MOST_MATCHES), np.int32),
-            match_lengths=np.empty((room, MOST_MATCHES), np.int32),
-            match_counts=match_counts,
-            copy_line=copy_line,
-            copy_rows=np.empty((room, COPY_KINDS, WIDTH), np.int32),
             copy_weights=np.array(copy_priors()),
-            predicted=np.full(room, -1, np.int32),
-            memory_odds=np.empty((room, _MOST)),
-            listed=np.zeros(room, np.int32),
-            bases=np.empty(room),
-            by_mtp=np.zeros(room, np.int32),
             mtp_parents=np.full(MTP_SLOTS, -1, np.int32),
             mtp_ids=np.full(MTP_SLOTS, -1, np.int32),
             mtp_depths=np.ones(MTP_SLOTS, np.int32),
@@ -180,6 +174,7 @@ class Work(NamedTuple):
             mtp_odds=np.zeros((MTP_SLOTS, MTP_WIDTH)),
             mtp_weights=np.zeros((MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS)),
             mtp_trust=np.zeros(1),
+            **empty_text(_TEXT_ROOM),
         )
 
     def widened(self, room: int) -> Work:
@@ -192,28 +187,24 @@ class Work(NamedTuple):
         return wider
 
 
-def no_tokens(room: int) -> Ints:
-    """Return an empty `latest` of `EarlierText` for that many tokens."""
-    return np.full((2 * room, 2), -2, np.int32)
-
-
-class IndexedText(Struct):
-    """The arrays of `EarlierText` as kernels take them."""
-
-    __slots__ = ("latest", "links", "text")
-
-    def __init__(self, text: Ints, links: Ints, latest: Ints) -> None:
-        self.text, self.links, self.latest = arrays = text, links, latest
-        super().__init__([*(array.ctypes.data for array in arrays), len(text), len(latest)], arrays)
+def empty_text(room: int) -> dict[str, Ints]:
+    """Return the arrays of a text with room for so many tokens."""
+    columns = {name: np.zeros(room, np.int32) for name in ("text", "links")}
+    return {**columns, "latest": np.full((2 * room, 2), -2, np.int32)}
 
 
 class Held(Struct):
-    """A `Work` as kernels take it: the addresses of its arrays, and the sizes of those that differ."""
+    """A `Work` as kernels take it: addresses of its arrays, and sizes of those that differ. Its own address stays."""
 
     __slots__ = ("work",)
 
     def __init__(self, work: Work) -> None:
+        super().__init__([0] * (len(work) + 4), ())
+        self.use(work)
+
+    def use(self, work: Work) -> None:
+        """Switch to other arrays."""
         self.work = work
-        arrays = cast(tuple[npt.NDArray[Any], ...], work)
+        self._arrays = arrays = cast(tuple[npt.NDArray[Any], ...], work)
         sizes = len(work.ids), len(work.notes), len(work.text), len(work.latest)
-        super().__init__([*(array.ctypes.data for array in arrays), *sizes], arrays)
+        self.fields[:] = [*(array.ctypes.data for array in arrays), *sizes]
