@@ -12,23 +12,23 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 262,
-    "lines": 51_380,
+    "files": 261,
+    "lines": 51_360,
     "files under 40 lines of code": 12,
-    "lines of the largest file": 498,
+    "lines of the largest file": 497,
     "imports, per cent of code": 10.7,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
-    "files that generate imports": 59,
-    "lines that generate imports": 13_450,
+    "files that generate imports": 58,
+    "lines that generate imports": 13_400,
     "imports of backends by the core": 0,
     "results of backends without a type": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
-    "docstrings that begin with What, Whether or Of": 16,
+    "docstrings that begin with What, Whether or Of": 15,
     "entries of Args that are fragments, per cent": 3.9,
 }
-LEAST = {"median lines of a file": 196}
+LEAST = {"median lines of a file": 197}
 
 
 @pytest.fixture(scope="module")
