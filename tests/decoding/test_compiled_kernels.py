@@ -155,6 +155,19 @@ def test_steps_are_the_same(seed, chain, mtp):
             text += chosen
 
 
+@compiled
+def test_candidates_of_one_place_in_their_hash_table_are_told_apart():
+    same = [token for token in range(2**15) if (token * 0x9E3779B1 & 0xFFFFFFFF) >> 24 == 7]
+    memory, grower, text = ContextMemory(2**16), TreeGrower(), [5, 6, 7]
+    with both():
+        for end in range(1, 4):  # each context has other tokens
+            rows = rows_of([{token: 200 - 10 * place for place, token in enumerate(same[6 * end : 6 * end + 6])}])
+            memory.learn(tails_of([[*[9] * (3 - end), *text[-end:]]]), rows)
+        memory.learn(tails_of([text]), rows_of([dict.fromkeys(same[:6], 100)]))
+        grower.begin(text)
+        assert len(grower.grow(memory, [(30, 0.0)], 1)) > 6
+
+
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=9)
 
 

@@ -214,6 +214,14 @@ def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes):
     assert (changes > 5) == (max_bytes < 2**21)
 
 
+def test_slots_lie_within_lines_of_the_processors_caches():
+    """A slot takes half of a line of 64 bytes; those that straddle two take twice as long to fetch."""
+    memory = Memory(2**20)
+    for number in range(400):
+        learn(memory, [[number]], [{5: 100}])
+        assert all(table.ctypes.data % 64 == 0 for table in memory.tables)
+
+
 def test_what_is_about_to_be_forgotten_is_averaged_too():
     memory = Memory(LEAST_BYTES)
     learn(memory, [[3]], [{5: 100, 6: 50}])

@@ -1,5 +1,8 @@
 """Learning from many requests at once: what learning from one after the other does."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,6 +63,15 @@ def test_it_is_what_learning_one_by_one_is(seed, count, size, trees, data):
         assert one._with_rows == many._with_rows
         for name in names:
             assert one.text(name) == many.text(name)
+
+
+def test_what_a_request_takes_is_free_when_it_has_ended():
+    drafter, _ = begun(2, 2**16, False, np.random.default_rng(0))
+    drafter.propose([0, 1], 4)
+    tree = weakref.ref(drafter._requests[0].grower)
+    drafter.end(0)
+    gc.collect()
+    assert tree() is None
 
 
 def test_requests_without_rows_are_learned_from_too():

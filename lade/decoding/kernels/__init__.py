@@ -4,7 +4,7 @@ The functions of this package declare those of `lade/native`, which have their n
 ones in Python, and tests compare the two bit for bit.
 
     layout.py     memory layout of entries, contexts and tables
-    work.py       structs of arrays: a growing tree and a text; prior weights of copies
+    work.py       a struct of arrays: a growing tree with its text; prior weights of copies
     tables.py     hash tables of the context memory, and its weights
     growth.py     best-first growth of trees, and learning of the weights that mix a node's features
 """
