@@ -82,8 +82,9 @@ def agents_table(rows: Sequence[Record]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ledger": ("ledger.jsonl", ledger_table),
-    "ledger of the model": ("model.jsonl", ledger_table),
+    "ledger of the model": ("model-ledger.jsonl", ledger_table),
     "schemas": ("schemas.jsonl", schemas_table),
+    "schemas of the model": ("model-schemas.jsonl", schemas_table),
     "refusals": ("schemas.jsonl", refusals_table),
     "calls": ("calls.json", calls_table),
     "edits": ("edits.json", edits_table),
@@ -124,12 +125,12 @@ def run(model: str, data: Path, results: Path, minutes: float) -> None:
     results.mkdir(parents=True, exist_ok=True)
     prompts = data / "mt_bench" / "question.jsonl"
     until = time.monotonic() + 60 * minutes
-    ledger.run(results / "model.jsonl", list(ledger.PATHS), [model], prompts, until=until)
+    ledger.run(results / "model-ledger.jsonl", list(ledger.PATHS), [model], prompts, until=until)
     until = time.monotonic() + 60 * minutes
     with structured.serving(model) as (url, loaded, tokenizer):
         schemas = structured.lines(data / "jsonschemabench" / "maskbench_400.jsonl")[:SCHEMAS]
         plain = structured.Plain(loaded, tokenizer, TOKENS)
-        structured.run_schemas(url, plain, schemas, TOKENS, results / "schemas.jsonl", until)
+        structured.run_schemas(url, plain, schemas, TOKENS, results / "model-schemas.jsonl", until)
         written(results / "calls.json", lambda: structured.run_calls(url, data / "bfcl", CALLED, TOKENS, float("inf")))
     written(results / "edits.json", lambda: edits.rows(model, data / "instructcoder", EDITS))
     recorded = {
