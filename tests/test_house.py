@@ -12,15 +12,15 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 246,
-    "lines": 50_640,
+    "files": 245,
+    "lines": 50_630,
     "files under 40 lines of code": 10,
     "lines of the largest file": 497,
     "imports, per cent of code": 10.6,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
-    "files that generate imports": 58,
-    "lines that generate imports": 13_320,
+    "files that generate imports": 57,
+    "lines that generate imports": 13_290,
     "imports of backends by the core": 0,
     "results of backends without a type": 0,
     "files that import the lab": 0,
@@ -28,7 +28,7 @@ MOST = {
     "docstrings that begin with What, Whether or Of": 16,
     "entries of Args that are fragments, per cent": 2.4,
 }
-LEAST = {"median lines of a file": 221}
+LEAST = {"median lines of a file": 223}
 
 
 @pytest.fixture(scope="module")
