@@ -187,7 +187,7 @@ class Work(NamedTuple):
         return wider
 
 
-def empty_text(room: int) -> dict[str, Ints]:
+def empty_text(room: int) -> dict[str, Any]:
     """Return the arrays of a text with room for so many tokens."""
     columns = {name: np.zeros(room, np.int32) for name in ("text", "links")}
     return {**columns, "latest": np.full((2 * room, 2), -2, np.int32)}
