@@ -85,7 +85,7 @@ def test_a_pass_that_hangs_leaves_them_once(tmp_path):
         ThreadPoolExecutor(1) as pool,
     ):
         for _ in range(2):
-            answer = pool.submit(server.complete, "hangs", max_tokens=9, ignore_eos=True)
+            answer = pool.submit(server.complete, "hangs", max_tokens=9, ignore_eos=True, lookahead=None)
             passes.let(3)
             until(lambda: server.http.get("/live").status_code == 503)
             passes.let(9)
