@@ -94,7 +94,7 @@ class Records:
             if digest_of({"key": record["key"]}) != digest_of({"key": key}):
                 raise ValueError("it was saved under another key")
             found = read(record)
-            return found if abs(time() - record["saved_at"]) <= MAX_AGE_S else None
+            return found if abs(time() - record.get("saved_at", 0.0)) <= MAX_AGE_S else None
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as problem:

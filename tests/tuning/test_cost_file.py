@@ -46,6 +46,15 @@ def test_what_was_saved_is_loaded(tmp_path, monkeypatch):
     assert [path.name for path in folder.iterdir()] == [store.RECORDS.path_of(KEY).name]
 
 
+def test_a_file_that_does_not_say_when_it_was_saved_is_too_old(caplog):
+    store._save(KEY, curve())
+    path = store.RECORDS.path_of(KEY)
+    record = json.loads(path.read_text())
+    del record["saved_at"]
+    path.write_text(json.dumps(record))
+    assert load(KEY) is None and not caplog.records
+
+
 @pytest.mark.parametrize(
     "change", [{"torch": "2.14"}, {"threads": 1}, {"shape": {"layers": 4, "heads": None}}, {"batch": 1}], ids=str
 )
