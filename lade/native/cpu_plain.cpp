@@ -121,19 +121,18 @@ static void run_sequence(int64_t* fields) {
 
 // Runs kernels one after the other. A thread that finds no part of a kernel's work left waits for those that others have
 // begun, unless the next kernel is joined to this one: then it waits behind that. Once one had to wait for longer than
-// threads that run take, the first to go on does the rest alone. The fields are: nanoseconds of such waits, of all threads
-// together; the clock when the first thread left; the number of kernels; whether a thread works alone; and for each kernel
-// how many threads are in it, its address, the number of its fields, whether it is joined to the one before, and its fields.
+// threads that run take, all of them stop behind the kernel that they are in, as they do at the clock that was asked for.
+// Called again with the same fields, they go on: kernels that are done have no parts left. The fields are: nanoseconds of
+// such waits, of all threads together; the clock when the first thread had done all; the number of kernels; the clock at
+// which to stop, 0 for never; the clock when the last thread had done all; and for each kernel how many threads are in it,
+// its address, the number of its fields, whether it is joined to the one before, and its fields.
 static void run_stages(int64_t* fields) {
     const int turns_of_a_moment = 1000;
     const int64_t time_slice_ns = 200'000;  // a thread that does not run is waited for longer
-    int64_t *stage = fields + 4, *first = stage;
-    bool alone = false;
+    int64_t *stage = fields + 5, *first = stage;
     for (int64_t left = fields[2]; left > 0; left--) {
-        if (!alone && __atomic_load_n(fields, __ATOMIC_ACQUIRE) > 0) {
-            if (__atomic_exchange_n(fields + 3, 1, __ATOMIC_ACQ_REL)) break;
-            alone = true;
-        }
+        const int64_t stop = __atomic_load_n(fields + 3, __ATOMIC_ACQUIRE);
+        if (stop && clock_ns() >= stop) return;
         int64_t* next = stage + 4 + stage[2];
         __atomic_fetch_add(stage, 1, __ATOMIC_ACQ_REL);
         ((Kernel)stage[1])(stage + 4);
@@ -150,10 +149,15 @@ static void run_stages(int64_t* fields) {
             }
         }
         const int64_t waited = since ? clock_ns() - since : 0;
-        if (waited > time_slice_ns) __atomic_fetch_add(fields, waited, __ATOMIC_ACQ_REL);
+        if (waited > time_slice_ns) {
+            __atomic_fetch_add(fields, waited, __ATOMIC_ACQ_REL);
+            __atomic_store_n(fields + 3, 1, __ATOMIC_RELEASE);  // long ago
+        }
     }
     int64_t nobody = 0;
-    __atomic_compare_exchange_n(fields + 1, &nobody, clock_ns(), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    const int64_t now = clock_ns();
+    __atomic_compare_exchange_n(fields + 1, &nobody, now, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    __atomic_store_n(fields + 4, now, __ATOMIC_RELAXED);
 }
 
 // AMX tiles as they are defined, in memory.

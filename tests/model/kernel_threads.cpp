@@ -74,7 +74,7 @@ void run_codes(const std::string& instructions, const Floats& x, int64_t rows, i
     run("quantise_rows", instructions, rounded, 9);
     for (const char* name : {"int8", "int4", "q8_0", "q4_0", "q4_1", "q5_1", "q4_k", "q5_k", "q6_k"})
         run(std::string("multiply_") + name, instructions, product, parts);
-    Fields stages{4, 0};  // the same in one call, and two products that do not wait for each other
+    Fields stages{4, 0, 0};  // the same in one call, and two products that do not wait for each other
     auto add = [&](const char* name, const Fields& arguments, int64_t count, bool joined) {
         const int64_t address = (int64_t)lade_cpu_kernel(name, "");
         stages.insert(stages.end(), {0, address, 2 + (int64_t)arguments.size(), joined, 0, count});

@@ -142,17 +142,18 @@ class Machine:
         monkeypatch.setattr(worker_threads, "_entrance", lambda: self.enter)
 
     def enter(self, address, place, threads, flags):
-        """Run as OpenMP's pool would: the first thread leaves at once, the last one after the stall."""
+        """Run as OpenMP's pool would: the first thread is done at once, the last one after the stall."""
         fields = fields_at(place)
         self.entered += 1
-        fields[0], fields[1] = 0, self.now
+        fields[1] = self.now
         self.now += int(1e6 * self.stall_ms)
+        fields[4] = self.now
 
     def calls(self, count, each_ms=0.1):
         """Return how many of so many calls were shared."""
         before = self.entered
         for _ in range(count):
-            self.team.run(array("q", (0, 0, 0)), 2)
+            self.team.run(array("q", (0, 0, 0, 0, 0)), 2)
             self.now += int(1e6 * each_ms)
         return self.entered - before
 
@@ -168,7 +169,7 @@ def test_a_team_that_stalls_works_alone_for_a_while(monkeypatch):
     machine.stall_ms = 5.0
     assert machine.calls(1) == 1
     machine.stall_ms = 0.0
-    assert machine.calls(190) == 0 and machine.calls(20) > 5  # 20 ms later
+    assert machine.calls(390) == 0 and machine.calls(20) > 5  # 40 ms later
 
 
 def test_stalls_take_little_of_the_time_on_a_busy_machine(monkeypatch):
@@ -182,6 +183,43 @@ def test_stalls_take_little_of_the_time_on_a_busy_machine(monkeypatch):
     assert machine.calls(100) == 100
 
 
+def test_a_hiccup_now_and_then_costs_what_it_costs_alone(monkeypatch):
+    """After a busy second, too: the time alone is not what it was then."""
+    machine = Machine(monkeypatch)
+    machine.stall_ms = 8.0
+    machine.calls(10_000)
+    shared = 0
+    for _ in range(10):
+        machine.stall_ms = 1.0
+        machine.calls(1, each_ms=1000.0)  # the first of them ends the time alone
+        machine.stall_ms = 0.0
+        shared += machine.calls(1000)
+    assert shared >= 9 * 900
+
+
+def test_what_is_done_while_a_thread_is_missing_is_no_stall(monkeypatch):
+    """Threads stop, a lone one goes on until the team may come together again, and that finishes the call."""
+    machine, calls = Machine(monkeypatch), []
+    monkeypatch.setattr(worker_threads.kernels, "kernel", lambda name: lone)
+
+    def enter(address, place, threads, flags):
+        fields = fields_at(place)
+        calls.append("team")
+        if len(calls) == 1:
+            fields[0], fields[3] = 400_000, 1  # one of two waited for the other
+        else:
+            fields[1] = fields[4] = machine.now
+
+    def lone(place):
+        calls.append("alone")
+        machine.now = fields_at(place)[3]
+
+    lone.address = 0
+    machine.enter = enter
+    machine.team.run(array("q", (0, 0, 0, 0, 0)), 2)
+    assert calls == ["team", "alone", "team"] and machine.now == 10**12 + ThreadTeam.ALONE * 400_000
+
+
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def slow_first_part(address):
     """Take the parts, and sleep in the first one."""
@@ -191,10 +229,13 @@ def slow_first_part(address):
 
 def test_stages_tell_how_long_threads_have_waited_and_when_the_first_one_left():
     address = ctypes.cast(slow_first_part, ctypes.c_void_p).value
-    work = array("q", (0, 0, 2, 0, *(0, address, 2, 0, 0, 2), *(0, address, 2, 0, 1, 1)))
+    work = array("q", (0, 0, 2, 0, 0, *(0, address, 2, 0, 0, 2), *(0, address, 2, 0, 1, 1)))
     began = time.monotonic_ns()
     run_by_two(work)
-    assert 5e7 < work[0] < time.monotonic_ns() - began and began < work[1] < time.monotonic_ns()
+    assert 5e7 < work[0] < time.monotonic_ns() - began and work[3] == 1
+    work[3] = 0
+    run_by_two(work)  # if the late thread has not done all
+    assert began < work[1] <= work[4] < time.monotonic_ns()
 
 
 TAKERS: list[int] = []
@@ -208,11 +249,16 @@ def noted(address):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("first", [slow_first_part, noted])
-def test_one_thread_does_the_rest_once_another_was_waited_for(first):
-    addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (first, noted)]
-    work = array("q", (0, 0, 3, 0, *(0, addresses[0], 2, 0, 0, 2), *(0, addresses[1], 2, 0, 0, 9) * 2))
+@pytest.mark.parametrize("stop", ["a stall", "a clock"])
+def test_threads_stop_behind_a_kernel_and_go_on_when_they_are_called_again(stop):
+    """Each part is done once; behind a thread that was waited for nobody begins another kernel."""
+    stalls = stop == "a stall"
+    addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (slow_first_part if stalls else noted, noted)]
+    until = 0 if stalls else time.monotonic_ns() + 5_000_000
+    work = array("q", (0, 0, 3, until, 0, *(0, addresses[0], 2, 0, 0, 2), *(0, addresses[1], 2, 0, 0, 9) * 2))
     TAKERS.clear()
     run_by_two(work)
-    assert len(TAKERS) == 18 + 2 * (first is noted)
-    assert first is noted or len(set(TAKERS[-9:])) == 1, "the thread that was late may have begun the second"
+    assert len(TAKERS) <= (9 if stalls else 11) and not work[1], "a late thread may have begun the second kernel"
+    work[3] = 0
+    run_by_two(work)
+    assert len(TAKERS) == 18 + 2 * (not stalls) and work[1]

@@ -5,7 +5,7 @@ operators of torch, where waking a thread would take longer than many products. 
 in a child of the process that imported this, and where torch has another pool, kernels run in the calling thread.
 
 A team waits for the last of its threads. On a processor that other processes keep busy, that one may wait a time slice
-for its turn, in each of sixty calls of a pass: kernels then run in the calling thread for a while, see `ThreadTeam`.
+for its turn, behind each of hundreds of kernels: they then run in the calling thread for a while, see `ThreadTeam`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from lade.backends.cpu import kernels
 from lade.backends.cpu.kernels import CpuKernel
 
-_BEGINNING = 14  # fields of stages before those of the first kernel that is added
+_BEGINNING = 15  # fields of stages before those of the first kernel that is added
 _MANY = 2**12  # least numbers per thread, of work that is no product
 CALLED = 4
 """How many times as much work per thread pays where a team has to be called for it, which takes some microseconds."""
@@ -43,7 +43,7 @@ def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
         parts: number of parts, at least one; no more threads are used than parts, or than torch has.
     """
     stage = 0, kernel.address, 2 + len(fields), 0, 0, parts, *fields
-    TEAM.run(array("q", (0, 0, 1, 0, *stage)), min(torch.get_num_threads(), parts))
+    TEAM.run(array("q", (0, 0, 1, 0, 0, *stage)), min(torch.get_num_threads(), parts))
 
 
 class At(NamedTuple):
@@ -84,7 +84,7 @@ class Stages:
         self._places, self._threads = array("q"), 1
         fill = kernels.kernel("fill_addresses").address
         self._fields = array(
-            "q", (0, 0, 1, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0)
+            "q", (0, 0, 1, 0, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0)
         )  # the first stage fills in the addresses
         self._sequence = 0  # index of the last stage's number of fields, if that is a sequence; else 0
 
@@ -151,22 +151,23 @@ class Stages:
         """Run the kernels with these addresses, 0 for none; the caller keeps alive what they point to."""
         fields, given = self._fields[:], array("q", addresses)
         (own, _), (places, count) = fields.buffer_info(), self._places.buffer_info()
-        fields[10:14] = array("q", (own, places, given.buffer_info()[0], count // 3))
+        fields[11:15] = array("q", (own, places, given.buffer_info()[0], count // 3))
         TEAM.run(fields, self._threads)
 
 
 class ThreadTeam:
     """Threads of torch's pool, as long as none of them keeps the others waiting.
 
-    A call that waits for a thread is a *stall*. The calls after it are left to the calling thread for `ALONE` times as
-    long as the stall took, and twice as long as the last time if the team stalls again within that time: so stalls on a
-    busy processor cost a fraction of what is computed between them, and a team comes together again within `LONGEST_NS`
-    of a processor that is free. The bits are the same, since the parts of the work are.
+    A *stall* is the time that threads wait for one that does not run; they stop then, and the calling thread works
+    alone for `ALONE` times as long. If the team stalls again before it has worked for that long, it is twice as long as
+    the last time: so stalls on a busy processor cost a fraction of what is computed between them, and a team comes
+    together again within `LONGEST_NS`. Where stalls are rare, each costs its own time alone, however long a call takes.
+    The bits are the same, since the parts of the work are.
     """
 
     STALL_NS = 300_000
     """Least wait that is a stall: threads that run wait microseconds for each other, others a time slice of 1 ms."""
-    ALONE = 4
+    ALONE = 8
     LONGEST_NS = 1_000_000_000
 
     def __init__(self) -> None:
@@ -175,17 +176,27 @@ class ThreadTeam:
     def run(self, work: array[int], threads: int) -> None:
         """Run stages, see `run_stages` in `lade/native`, on so many threads."""
         (place, _), kernel = work.buffer_info(), kernels.kernel("run_stages")
-        enter = _entrance() if threads > 1 and monotonic_ns() >= self._alone_until else None
-        if enter is None:
-            kernel(place)
+        enter = _entrance() if threads > 1 else None
+        while not work[1]:  # nobody has done all
+            work[3] = 0
+            if enter is None:
+                kernel(place)
+            elif monotonic_ns() < self._alone_until:
+                work[3] = self._alone_until
+                kernel(place)
+            else:
+                enter(kernel.address, place, threads, 0)
+                self._learn(work[0] // (threads - 1) + max(0, work[4] - work[1]) * (work[1] > 0))
+                work[0] = 0
+
+    def _learn(self, stalled_ns: int) -> None:
+        """Decide for how long to work alone, after a call that stalled for so long."""
+        if stalled_ns < self.STALL_NS:
             return
-        enter(kernel.address, place, threads, 0)
-        now = monotonic_ns()
-        stalled_ns = work[0] // (threads - 1) + now - work[1]
-        if stalled_ns >= self.STALL_NS:
-            again = now - self._alone_until < self._alone_ns
-            self._alone_ns = min(2 * self._alone_ns if again else self.ALONE * stalled_ns, self.LONGEST_NS)
-            self._alone_until = now + self._alone_ns
+        now, long_ns = monotonic_ns(), self.ALONE * stalled_ns
+        again = now - self._alone_until < long_ns
+        self._alone_ns = min(2 * self._alone_ns if again else long_ns, self.LONGEST_NS)
+        self._alone_until = now + self._alone_ns
 
 
 TEAM = ThreadTeam()

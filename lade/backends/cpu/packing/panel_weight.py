@@ -30,6 +30,7 @@ _COLUMNS = BLOCK // _WORD  # outputs of a tile, or of a line of a panel
 _NEAR = 2**19  # bytes of rows that stay in a core's cache
 _MANY_INPUTS = 2**12  # least inputs per thread
 _SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
+_PART_WORK = 2**22  # bytes of panels times rows, at most, for the same reason: some 50 us
 
 
 class RowGroups(NamedTuple):
@@ -58,10 +59,11 @@ class RowGroups(NamedTuple):
     def shares(self, rows: int, panels: int, blocks: int, panel_bytes: int) -> tuple[int, int]:
         """Return the rows and panels per part of the work."""
         if rows <= self.few:
-            return rows, max(-(-panels // (_SHARES * torch.get_num_threads())), -(-self.least_bytes // panel_bytes))
-        near = _NEAR // (blocks * BLOCK) // self.together * self.together
-        columns = self.near_bytes // panel_bytes // self.columns * self.columns
-        return max(self.together, near), max(self.columns, columns)
+            share = min(-(-panels // (_SHARES * torch.get_num_threads())), _PART_WORK // (rows * panel_bytes))
+            return rows, max(share, -(-self.least_bytes // panel_bytes))
+        near = max(self.together, _NEAR // (blocks * BLOCK) // self.together * self.together)
+        columns = min(self.near_bytes, _PART_WORK // near) // panel_bytes // self.columns * self.columns
+        return near, max(self.columns, columns)
 
 
 DOTS = RowGroups((1, 2, 4, 6, 8, 12, 16, 24), 8, 2, 24, 2**18, 2**16)
