@@ -40,8 +40,9 @@ from lade_lab.replay import read_model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 PASSES_MS = {
-    "smol": (4.18, 4.46, 5.27, 7.29, 11.5, 21.3, 38.0, 72.0),  # SmolLM2-135M as a GGUF file, two cores of a Zen 5
-    "qwen": (17.3, 18.9, 24.2, 24.9, 41.5, 73.9, 136.0, 265.0),  # Qwen2.5-Coder-0.5B as such a file: a ledge at 8
+    "smol": (3.3, 3.4, 3.9, 4.7, 7.0, 12.2, 24.0, 44.0),  # SmolLM2-135M as a GGUF file, two cores of a Zen 5
+    "qwen": (12.1, 12.6, 13.5, 15.4, 19.6, 34.0, 68.0, 140.0),  # Qwen2.5-Coder-0.5B as such a file
+    "ledge": (17.3, 18.9, 24.2, 24.9, 41.5, 73.9, 136.0, 265.0),  # the same beside another process: a ledge at 8
     "small": (2.04, 2.47, 2.80, 3.18, 3.60, 4.42, 6.1, 9.5),  # 3M parameters in float32, one thread of a Xeon
     "large": (20.0, 20.3, 20.6, 21.0, 22.0, 24.5, 30.0, 45.0),  # supposed, as is the next
     "steep": (2.0, 2.8, 3.6, 5.0, 7.5, 12.0, 22.0, 40.0),
@@ -49,8 +50,9 @@ PASSES_MS = {
     "h200 fused": (4.67, 4.76, 4.76, 4.76, 4.88, 5.04, 5.25, 6.08),
 }
 """Milliseconds of a pass over each of `SIZES`."""
-OWN_S, LOOK_S, NODE_S = 200e-6, 250e-6, 8e-6
-"""The library's own time: of any step, what looking for guesses adds, and each node: measured beside "smol"."""
+OWN_S, LOOK_S, NODE_S = (200e-6, 45e-6), (110e-6, 75e-6), 8e-6
+"""The library's own time: of any step and of each row, what looking for guesses adds, and each node: measured beside
+"smol"."""
 GPU_OWN_S, CAPTURE_S = 1.0e-3, 0.2
 """On a GPU, what a step takes more, and the first pass of a shape."""
 HICCUP = 0.067
@@ -90,8 +92,9 @@ class Clock:
 
     def step_s(self, step: StepLog) -> float:
         """Return the seconds of a step, hiccups as they are on average."""
-        looking_s = LOOK_S + NODE_S * (step.fed - 1) if step.looked else 0.0
-        own_s = GPU_OWN_S * self._is_gpu + step.rows * (OWN_S + looking_s)
+        own_s = GPU_OWN_S * self._is_gpu + OWN_S[0] + step.rows * OWN_S[1]
+        if step.looked:
+            own_s += LOOK_S[0] + step.rows * (LOOK_S[1] + NODE_S * (step.fed - 1))
         return self.pass_s(step.fed, step.rows) * (1.0 + HICCUP) + own_s
 
     def observed(self, step: StepLog) -> tuple[float, float, bool]:

@@ -121,18 +121,20 @@ static void run_sequence(int64_t* fields) {
 
 // Runs kernels one after the other. A thread that finds no part of a kernel's work left waits for those that others have
 // begun, unless the next kernel is joined to this one: then it waits behind that. Once one had to wait for longer than
-// threads that run take, all of them stop behind the kernel that they are in, as they do at the clock that was asked for.
+// threads that run take, all of them leave behind the kernel that they are in, as they do at the clock that was asked for.
 // Called again with the same fields, they go on: kernels that are done have no parts left. The fields are: nanoseconds of
-// such waits, of all threads together; the clock when the first thread had done all; the number of kernels; the clock at
-// which to stop, 0 for never; the clock when the last thread had done all; and for each kernel how many threads are in it,
-// its address, the number of its fields, whether it is joined to the one before, and its fields.
+// such waits, of all threads together; whether all is done; the number of kernels; the clock at which to leave, 0 for
+// never; the clock when the first thread left; and for each kernel how many threads are in it, its address, the number of
+// its fields, whether it is joined to the one before, and its fields.
 static void run_stages(int64_t* fields) {
     const int turns_of_a_moment = 1000;
     const int64_t time_slice_ns = 200'000;  // a thread that does not run is waited for longer
+    int64_t nobody = 0;
     int64_t *stage = fields + 5, *first = stage;
-    for (int64_t left = fields[2]; left > 0; left--) {
-        const int64_t stop = __atomic_load_n(fields + 3, __ATOMIC_ACQUIRE);
-        if (stop && clock_ns() >= stop) return;
+    int64_t left = fields[2];
+    for (; left > 0; left--) {
+        const int64_t end = __atomic_load_n(fields + 3, __ATOMIC_ACQUIRE);
+        if (end && clock_ns() >= end) break;
         int64_t* next = stage + 4 + stage[2];
         __atomic_fetch_add(stage, 1, __ATOMIC_ACQ_REL);
         ((Kernel)stage[1])(stage + 4);
@@ -154,10 +156,16 @@ static void run_stages(int64_t* fields) {
             __atomic_store_n(fields + 3, 1, __ATOMIC_RELEASE);  // long ago
         }
     }
-    int64_t nobody = 0;
-    const int64_t now = clock_ns();
-    __atomic_compare_exchange_n(fields + 1, &nobody, now, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-    __atomic_store_n(fields + 4, now, __ATOMIC_RELAXED);
+    if (!left) __atomic_store_n(fields + 1, 1, __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(fields + 4, &nobody, clock_ns(), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+
+// Runs stages on a team of threads. The fields are: the address of OpenMP's entrance, that of the stages' fields, the number
+// of threads, and the clock when the last of them had left.
+static void run_team(int64_t* fields) {
+    using Entrance = void (*)(void (*)(void*), void*, unsigned, unsigned);
+    ((Entrance)fields[0])([](void* stages) { run_stages((int64_t*)stages); }, (void*)fields[1], (unsigned)fields[2], 0);
+    fields[3] = clock_ns();
 }
 
 // AMX tiles as they are defined, in memory.
@@ -208,6 +216,7 @@ const Entry plain_kernels[] = {
     {"block_rows", "plain", block_rows},
     LADE_BLOCK_KERNELS(, "plain"),
     {"run_stages", "plain", run_stages},
+    {"run_team", "plain", run_team},
     {"run_sequence", "plain", run_sequence},
     {"fill_addresses", "plain", fill_addresses},
     {"store_states", "plain", store_states},

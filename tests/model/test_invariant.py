@@ -285,12 +285,13 @@ def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
 
     expected, entered = all_work(), []
 
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     def enter_alone(address, place, threads, flags):
         entered.append(threads)
         ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)(place)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(worker_threads, "_entrance", lambda: enter_alone)
+    monkeypatch.setattr(worker_threads, "_entrance", lambda: ctypes.cast(enter_alone, ctypes.c_void_p).value)
     monkeypatch.setattr(worker_threads, "TEAM", worker_threads.ThreadTeam())  # that of the process may rest
     assert all(map(torch.equal, all_work(), expected))
     assert entered == [3] * len(expected)

@@ -137,17 +137,22 @@ class Machine:
     """A clock, and a team whose threads keep it waiting for `stall_ms` in each call."""
 
     def __init__(self, monkeypatch):
-        self.now, self.stall_ms, self.entered, self.team = 10**12, 0.0, 0, ThreadTeam()
+        self.now, self.stall_ms, self.entered, self.alone_ns, self.team = 10**12, 0.0, 0, 0, ThreadTeam()
+        kernels = {"run_team": self.run_team, "run_stages": self.run_stages}
         monkeypatch.setattr(worker_threads, "monotonic_ns", lambda: self.now)
-        monkeypatch.setattr(worker_threads, "_entrance", lambda: self.enter)
+        monkeypatch.setattr(worker_threads.kernels, "kernel", kernels.__getitem__)
 
-    def enter(self, address, place, threads, flags):
-        """Run as OpenMP's pool would: the first thread is done at once, the last one after the stall."""
-        fields = fields_at(place)
+    def run_team(self, place):
+        """Run as OpenMP's pool would: the first thread leaves at once, the last one after the stall."""
+        call = fields_at(place)
+        work = fields_at(call[1])
         self.entered += 1
-        fields[1] = self.now
+        work[1], work[4] = 1, self.now
         self.now += int(1e6 * self.stall_ms)
-        fields[4] = self.now
+        call[3] = self.now
+
+    def run_stages(self, place):
+        fields_at(place)[1] = 1
 
     def calls(self, count, each_ms=0.1):
         """Return how many of so many calls were shared."""
@@ -198,24 +203,23 @@ def test_a_hiccup_now_and_then_costs_what_it_costs_alone(monkeypatch):
 
 
 def test_what_is_done_while_a_thread_is_missing_is_no_stall(monkeypatch):
-    """Threads stop, a lone one goes on until the team may come together again, and that finishes the call."""
+    """Threads leave, a lone one goes on until the team may come together again, and that finishes the call."""
     machine, calls = Machine(monkeypatch), []
-    monkeypatch.setattr(worker_threads.kernels, "kernel", lambda name: lone)
 
-    def enter(address, place, threads, flags):
-        fields = fields_at(place)
+    def run_team(place):
+        work = fields_at(fields_at(place)[1])
         calls.append("team")
         if len(calls) == 1:
-            fields[0], fields[3] = 400_000, 1  # one of two waited for the other
-        else:
-            fields[1] = fields[4] = machine.now
+            work[0], work[3] = 400_000, 1  # one of two waited for the other
+        work[1] = len(calls) > 1
+        work[4] = fields_at(place)[3] = machine.now
 
-    def lone(place):
+    def run_stages(place):
         calls.append("alone")
         machine.now = fields_at(place)[3]
 
-    lone.address = 0
-    machine.enter = enter
+    kernels = {"run_team": run_team, "run_stages": run_stages}
+    monkeypatch.setattr(worker_threads.kernels, "kernel", kernels.__getitem__)
     machine.team.run(array("q", (0, 0, 0, 0, 0)), 2)
     assert calls == ["team", "alone", "team"] and machine.now == 10**12 + ThreadTeam.ALONE * 400_000
 
@@ -235,7 +239,7 @@ def test_stages_tell_how_long_threads_have_waited_and_when_the_first_one_left():
     assert 5e7 < work[0] < time.monotonic_ns() - began and work[3] == 1
     work[3] = 0
     run_by_two(work)  # if the late thread has not done all
-    assert began < work[1] <= work[4] < time.monotonic_ns()
+    assert work[1] and began < work[4] < time.monotonic_ns()
 
 
 TAKERS: list[int] = []

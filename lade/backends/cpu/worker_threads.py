@@ -175,19 +175,19 @@ class ThreadTeam:
 
     def run(self, work: array[int], threads: int) -> None:
         """Run stages, see `run_stages` in `lade/native`, on so many threads."""
-        (place, _), kernel = work.buffer_info(), kernels.kernel("run_stages")
-        enter = _entrance() if threads > 1 else None
-        while not work[1]:  # nobody has done all
-            work[3] = 0
-            if enter is None:
-                kernel(place)
+        (place, _), entrance = work.buffer_info(), _entrance() if threads > 1 else None
+        alone, together = kernels.kernel("run_stages"), kernels.kernel("run_team")
+        while not work[1]:  # something is left to do
+            work[0] = work[3] = work[4] = 0
+            if entrance is None:
+                alone(place)
             elif monotonic_ns() < self._alone_until:
                 work[3] = self._alone_until
-                kernel(place)
+                alone(place)
             else:
-                enter(kernel.address, place, threads, 0)
-                self._learn(work[0] // (threads - 1) + max(0, work[4] - work[1]) * (work[1] > 0))
-                work[0] = 0
+                call = array("q", (entrance, place, threads, 0))
+                together(call.buffer_info()[0])
+                self._learn(work[0] // (threads - 1) + call[3] - work[4])
 
     def _learn(self, stalled_ns: int) -> None:
         """Decide for how long to work alone, after a call that stalled for so long."""
@@ -216,20 +216,19 @@ def float_bits(number: float) -> int:
 _OWNER = os.getpid()
 
 
-def _entrance() -> Any:
+def _entrance() -> int | None:
     """Return the entrance of torch's pool of threads, see `_openmp_entrance`; None in a forked child."""
     return _openmp_entrance() if os.getpid() == _OWNER else None
 
 
 @cache
-def _openmp_entrance() -> Any:
-    """Return OpenMP's `GOMP_parallel(function, data, threads, flags)` of the runtime that torch uses; None without one.
+def _openmp_entrance() -> int | None:
+    """Return the address of OpenMP's `GOMP_parallel(function, data, threads, flags)` in the runtime that torch uses.
 
-    Global symbols are searched before those of torch's own library, as the dynamic linker does.
+    Global symbols are searched before those of torch's own library, as the dynamic linker does. None without one.
     """
     for name in (None, torch._C.__file__):
-        enter: Any = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
+        enter = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
         if enter is not None:
-            enter.argtypes, enter.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-            return enter
+            return ctypes.cast(enter, ctypes.c_void_p).value
     return None
