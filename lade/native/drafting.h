@@ -12,13 +12,13 @@
 namespace lade {
 
 constexpr int LOGIT_KINDS = TEXT - LOGITS, TEXT_KINDS = END - TEXT;
-constexpr int AT_TOKEN = 1;                     // kind of the notes for a position and a token there; 0: for a position
-constexpr int LATEST = 0, EACH = 1;             // kinds of copy rows: see `Node`
-constexpr int MOST_MATCHES = 16;                // earlier occurrences kept per node: those with the longest suffixes
-constexpr int LENGTH_BUCKETS = 7;               // of match lengths: 1, 2, 3, 4 to 5, 6 to 7, 8 to 15, and more tokens
+constexpr int AT_TOKEN = 1;          // kind of the notes for a position and a token there; 0: for a position
+constexpr int LATEST = 0, EACH = 1;  // kinds of copy rows: see `Node`
+constexpr int MOST_MATCHES = 16;     // earlier occurrences kept per node: those with the longest suffixes
+constexpr int LENGTH_BUCKETS = 7;    // of match lengths: 1, 2, 3, 4 to 5, 6 to 7, 8 to 15, and more tokens
 constexpr int COPY_LINES = 4 * 2 * LENGTH_BUCKETS;
-constexpr int AFTER_COPY = 64;                  // tokens after a copy during which further copies are likely
-constexpr uint64_t SEED = 0x243F6A8885A308D3;   // hash of the empty context
+constexpr int AFTER_COPY = 64;                 // tokens after a copy during which further copies are likely
+constexpr uint64_t SEED = 0x243F6A8885A308D3;  // hash of the empty context
 
 using Ints = Array<int32_t>;
 using Longs = Array<int64_t>;
@@ -38,26 +38,28 @@ struct Match {
 
 // A token of a tree, its context, and the features by which its candidates are weighed.
 struct Node {
+    Node() {}  // leaves the arrays as they are: to fill them would take a tenth of a growth
+
     int32_t id = 0, parent = -1, depth = 0;
-    int32_t by_mtp = 0;              // 1 where the MTP layer gives it higher odds than the memory does
-    double score = 1.0;              // probability that it is accepted
-    int32_t tail[LONGEST] = {};      // context
-    int32_t logit_hits = -1;         // rows of logits that the memory has for it; -1 before the lookup
-    int32_t text_hits = 0;           // rows of text that it has
-    int32_t note_kinds = 0;          // bit set of the kinds of notes present
-    int32_t copy_line = -1;          // row of `copy_weights` in use; -1 without matches
-    int32_t prediction = -1;         // index of the MTP layer's prediction after it; -1 without one
+    int32_t by_mtp = 0;  // 1 where the MTP layer gives it higher odds than the memory does
+    double score = 1.0;  // probability that it is accepted
+    int32_t tail[LONGEST];    // context
+    int32_t logit_hits = -1;  // rows of logits that the memory has for it; -1 before the lookup
+    int32_t text_hits = 0;    // rows of text that it has
+    int32_t note_kinds = 0;   // bit set of the kinds of notes present
+    int32_t copy_line = -1;   // row of `copy_weights` in use; -1 without matches
+    int32_t prediction = -1;  // index of the MTP layer's prediction after it; -1 without one
     int32_t match_count = 0;
-    Match matches[MOST_MATCHES] = {};  // longest first
-    int32_t rows[END][WIDTH] = {};     // the memory's rows by kind
-    int32_t note_rows[NOTE_KINDS][WIDTH] = {};
-    int32_t copy_rows[COPY_KINDS][WIDTH] = {};  // tokens after the latest longest match, and after all matches
-    int32_t candidates = 0;          // distinct tokens that rows, notes, copies and the layer suggest
-    int32_t listed = 0;              // the same with those after them, which only the layer suggests: too unlikely
-    double base = 0.0;               // log-odds before the final mixing of tokens that only the layer suggests
-    int32_t tokens[MOST_CANDIDATES] = {};  // as many as were asked for are sorted to the front, likeliest first
-    double odds[MOST_CANDIDATES] = {};     // their log-odds
-    double memory_odds[MOST_CANDIDATES] = {};  // the same before the final mixing; NaN for tokens of the layer alone
+    Match matches[MOST_MATCHES];  // longest first
+    int32_t rows[END][WIDTH];     // the memory's rows by kind
+    int32_t note_rows[NOTE_KINDS][WIDTH];
+    int32_t copy_rows[COPY_KINDS][WIDTH];  // tokens after the latest longest match, and after all matches
+    int32_t candidates = 0;  // distinct tokens that rows, notes, copies and the layer suggest
+    int32_t listed = 0;      // the same with those after them, which only the layer suggests: too unlikely
+    double base = 0.0;       // log-odds before the final mixing of tokens that only the layer suggests
+    int32_t tokens[MOST_CANDIDATES];      // as many as were asked for are sorted to the front, likeliest first
+    double odds[MOST_CANDIDATES];         // their log-odds
+    double memory_odds[MOST_CANDIDATES];  // the same before the final mixing; NaN for tokens of the layer alone
 };
 
 // The child of a node that is added next: its score, or an estimate from above; rank -1 before the node's lookup.
@@ -94,7 +96,7 @@ struct Tree {
     double *mtp_weights = nullptr, *mtp_trust = nullptr;   // shared by texts: see lade/decoding/drafting/mtp_tree.py
 };
 
-// What Python reads of a tree: [4, N] ids, parents, depths, and where the layer leads; [N] scores.
+// What Python reads of a tree: [5, N] ids, parents, depths, predictions, and where the layer leads; [N] scores.
 struct Columns {
     Ints numbers;
     Doubles scores;

@@ -58,6 +58,14 @@ void take_back(Tree& tree, size_t kept) {
     }
 }
 
+// Starts a tree whose root is the token at index `root` of a text that ends with the tokens `last`.
+void start(Tree& tree, int64_t root, const Longs& last, double promise) {
+    int32_t tail[LONGEST];
+    for (int64_t place = 0; place < LONGEST; ++place)
+        tail[place] = place < last.rows ? static_cast<int32_t>(last[last.rows - 1 - place]) : -1;
+    plant(tree, root, tail, promise);
+}
+
 // Writes the nodes, as many as there is room for; returns the number of all.
 int64_t write(const Tree& tree, const Columns& columns) {
     int64_t count = static_cast<int64_t>(tree.nodes.size());
@@ -66,7 +74,8 @@ int64_t write(const Tree& tree, const Columns& columns) {
         columns.numbers.row(0)[at] = node.id;
         columns.numbers.row(1)[at] = node.parent;
         columns.numbers.row(2)[at] = node.depth;
-        columns.numbers.row(3)[at] = node.by_mtp;
+        columns.numbers.row(3)[at] = node.prediction;
+        columns.numbers.row(4)[at] = node.by_mtp;
         columns.scores[at] = node.score;
     }
     return count;
@@ -131,18 +140,15 @@ LADE_KERNEL void lade_read(Tree* tree, int64_t start, const Longs* tokens) {
     index_text(*tree, {tokens->data + same, tokens->rows - same, 0});
 }
 
-LADE_KERNEL void lade_start(Tree* tree, int64_t root, const Longs* last, const Longs* lead, int64_t predictions,
-                            double promise) {
-    int32_t tail[LONGEST];
-    for (int64_t place = 0; place < LONGEST; ++place)
-        tail[place] = place < last->rows ? static_cast<int32_t>((*last)[last->rows - 1 - place]) : -1;
-    tree->predictions.resize(predictions);
-    plant(*tree, root, tail, promise);
-    for (int64_t at = 0; at < lead->rows; ++at) tree->heap[0].node = add(*tree, at, static_cast<int32_t>((*lead)[at]));
-}
+LADE_KERNEL void lade_start(Tree* tree, int64_t root, const Longs* last) { start(*tree, root, *last, 0.0); }
 
-LADE_KERNEL int64_t lade_grow(Tree* tree, const Tables* tables, const Doubles* stages, int64_t max_depth, double promise,
+LADE_KERNEL int64_t lade_grow(Tree* tree, const Tables* tables, int64_t root, const Longs* last, int64_t lead,
+                              int64_t predictions, const Doubles* stages, int64_t max_depth, double promise,
                               const Columns* columns) {
+    tree->predictions.resize(predictions);
+    const int64_t* forced = last->data + last->rows - lead;
+    start(*tree, root, {last->data, last->rows - lead, 0}, promise);
+    for (int64_t at = 0; at < lead; ++at) tree->heap[0].node = add(*tree, at, static_cast<int32_t>(forced[at]));
     for (int64_t at = 0; at < stages->rows; at += 2)
         if (!grow(*tree, *tables, (*stages)[at], (*stages)[at + 1], max_depth, promise)) break;
     return write(*tree, *columns);
@@ -173,27 +179,6 @@ LADE_KERNEL int64_t lade_candidates(Tree* tree, const Tables* tables, int64_t nu
     expand(*tree, node, *tables);
     std::copy_n(node.tokens, node.candidates, tokens->data);
     return node.candidates;
-}
-
-LADE_KERNEL int64_t lade_unpredicted(const Tree* tree, const Ints* found, const Doubles* scores) {
-    std::vector<int32_t> among;
-    for (size_t at = 1; at < tree->nodes.size(); ++at) {
-        const Node& node = tree->nodes[at];
-        if (node.prediction < 0 && tree->nodes[node.parent].prediction >= 0) among.push_back(static_cast<int32_t>(at));
-    }
-    std::stable_sort(among.begin(), among.end(),
-                     [tree](int32_t one, int32_t other) { return tree->nodes[one].score > tree->nodes[other].score; });
-    int64_t count = std::min<int64_t>(found->rows, static_cast<int64_t>(among.size()));
-    for (int64_t at = 0; at < count; ++at) {
-        const Node& node = tree->nodes[among[at]];
-        int32_t* row = found->row(at);
-        row[0] = among[at];
-        row[1] = tree->nodes[node.parent].prediction;
-        row[2] = node.id;
-        row[3] = node.depth;
-        (*scores)[at] = node.score;
-    }
-    return count;
 }
 
 LADE_KERNEL void lade_add_predictions(Tree* tree, int64_t first, const Longs* places, const Ints* tokens,

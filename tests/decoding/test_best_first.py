@@ -109,8 +109,7 @@ def test_a_tree_has_the_likeliest_nodes_of_all(seed, text, stages, max_depth, ex
         patch.setattr(module, "OPTIMISM", 1.0)
         growth = NativeTree(excluded, vocabulary)
         for _ in range(2):  # the second tree of a growth is as good as the first
-            growth.start(text)
-            scores = growth.grow(memory.bound, stages, max_depth)
+            scores = growth.grow(memory.bound, text, stages, max_depth)
             assert scores == pytest.approx(naive_scores(memory, text, stages, max_depth, allowed), rel=1e-9)
     assert all(map(allowed, grown(growth, text, len(scores)).ids[1:]))
 
@@ -119,8 +118,7 @@ def test_a_tree_has_the_likeliest_nodes_of_all(seed, text, stages, max_depth, ex
 def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages, max_depth):
     """In any number of stages. A node may come too late by as much as the promise was too low."""
     memory, growth = filled_memory(seed), NativeTree()
-    growth.start(text)
-    scores, before = growth.grow(memory.bound, stages, max_depth), 1
+    scores, before = growth.grow(memory.bound, text, stages, max_depth), 1
     tree = grown(growth, text, len(scores))
     for size, least in stages:
         assert all(score > least for score in scores[before:size])
@@ -145,22 +143,17 @@ def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages
 def test_a_size_that_is_not_reached_ends_growth():
     """What a later stage would take is not taken then: what is too unlikely now stays so."""
     memory, growth = filled_memory(0, texts=100), NativeTree()
-    growth.start([1, 2, 3])
-    few = len(growth.grow(memory.bound, [(30, 0.3)]))
-    growth.start([1, 2, 3])
-    assert 1 < few == len(growth.grow(memory.bound, [(30, 0.3), (31, 0.0)])) < 30
-    growth.start([1, 2, 3])
-    assert len(growth.grow(memory.bound, [(few, 0.3), (few + 5, 0.0)])) == few + 5
+    few = len(growth.grow(memory.bound, [1, 2, 3], [(30, 0.3)]))
+    assert 1 < few == len(growth.grow(memory.bound, [1, 2, 3], [(30, 0.3), (31, 0.0)])) < 30
+    assert len(growth.grow(memory.bound, [1, 2, 3], [(few, 0.3), (few + 5, 0.0)])) == few + 5
 
 
 @pytest.mark.parametrize("promise", (0.3, 0.7, 1.0))
 def test_a_low_promise_changes_the_order_and_not_the_scores(promise, monkeypatch):
     memory, growth = filled_memory(1, texts=100), NativeTree()
-    growth.start([1, 2, 3])
-    usual = growth.grow(memory.bound, [(40, 0.0)])
+    usual = growth.grow(memory.bound, [1, 2, 3], [(40, 0.0)])
     monkeypatch.setattr(module, "OPTIMISM", promise)
-    growth.start([1, 2, 3])
-    scores = growth.grow(memory.bound, [(40, 0.0)])
+    scores = growth.grow(memory.bound, [1, 2, 3], [(40, 0.0)])
     assert sum(scores) >= (0.8 if promise < 0.7 else 1.0) * sum(usual) - 1e-9
 
 
@@ -169,40 +162,34 @@ def test_trees_may_be_large():
     memory = filled_memory(2, texts=2000)
     small, large = NativeTree(), NativeTree()
     for growth, sizes in ((small, [100, 100]), (large, [1500])):
-        growth.start([1, 2, 3])
         for size in sizes:
-            scores = growth.grow(memory.bound, [(size, 0.0)])
+            scores = growth.grow(memory.bound, [1, 2, 3], [(size, 0.0)])
         assert len(scores) == sizes[-1]
     naive = naive_scores(memory, [1, 2, 3], [(100, 0.0)], None, anything)
-    assert sum(large.grow(memory.bound, [(1500, 0.0)])[:100]) > 0.95 * sum(naive)
+    assert sum(large.grow(memory.bound, [1, 2, 3], [(1500, 0.0)])[:100]) > 0.95 * sum(naive)
     assert grown(large, [1, 2, 3], 100).ids == grown(small, [1, 2, 3], 100).ids
 
 
-def test_growth_goes_on_where_it_stopped():
-    """One grows on in the same tree, whatever room that takes."""
+def test_growth_in_stages_is_that_at_once():
+    """Whatever room that takes."""
     memory, growth, at_once = filled_memory(3, texts=500), NativeTree(), NativeTree()
-    growth.start([1, 2, 3])
-    for size in (5, 50, 500):
-        scores = growth.grow(memory.bound, [(size, 0.0)])
-        assert len(scores) == size
-    at_once.start([1, 2, 3])
-    assert at_once.grow(memory.bound, [(500, 0.0)]) == scores
+    scores = growth.grow(memory.bound, [1, 2, 3], [(5, 0.0), (50, 0.0), (500, 0.0)])
+    assert len(scores) == 500
+    assert at_once.grow(memory.bound, [1, 2, 3], [(500, 0.0)]) == scores
     assert grown(at_once, [3], 500).ids == grown(growth, [3], 500).ids
 
 
 def test_nothing_grows_where_nothing_is_known():
     growth = NativeTree()
-    growth.start([1, 2, 3])
-    assert growth.grow(Memory().bound, [(5, 0.0)]) == [1.0]
-    assert growth.grow(Memory().bound, [(1, 0.0), (9, 0.5)]) == [1.0]
+    assert growth.grow(Memory().bound, [1, 2, 3], [(5, 0.0)]) == [1.0]
+    assert growth.grow(Memory().bound, [1, 2, 3], [(1, 0.0), (9, 0.5)]) == [1.0]
     assert grown(growth, [3], 1).ids == [3]
 
 
 def test_one_token_is_a_text():
     memory, growth = Memory(), NativeTree()
     learn(memory, [[3]], [{4: 255}])
-    growth.start([3])
-    assert len(growth.grow(memory.bound, [(9, 0.0)])) == 2 and grown(growth, [3], 2).ids == [3, 4]
+    assert len(growth.grow(memory.bound, [3], [(9, 0.0)])) == 2 and grown(growth, [3], 2).ids == [3, 4]
 
 
 # ------------------------------------------------------------------------------------------------ hanging and following
@@ -212,8 +199,7 @@ def test_one_token_is_a_text():
 def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, text, size, kept, planted, data):
     """A node that was cut off and one that was planted later may have the same number."""
     memory, fresh, growth = filled_memory(seed), Memory(), NativeTree()
-    growth.start(text)
-    kept = min(kept, len(growth.grow(memory.bound, [(size, 0.0)])))
+    kept = min(kept, len(growth.grow(memory.bound, text, [(size, 0.0)])))
     tree = grown(growth, text, kept)
     for path in planted:
         tree.add_path(path, "window")
@@ -247,8 +233,7 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
 @given(seeds, texts, st.integers(1, 20))
 def test_what_was_chosen_is_what_followed(seed, text, size):
     memory, growth = filled_memory(seed), NativeTree()
-    growth.start(text)
-    tree = grown(growth, text, len(growth.grow(memory.bound, [(size, 0.0)])))
+    tree = grown(growth, text, len(growth.grow(memory.bound, text, [(size, 0.0)])))
     growth.extend(tree, len(tree))
     node = len(tree) - 1
     fresh = Memory()
@@ -271,8 +256,7 @@ def test_planted_trees_may_be_large():
 def test_what_is_known_at_a_node_stays_with_it_when_others_are_dropped():
     """In every column."""
     growth, memory, text = NativeTree(), filled_memory(3, texts=100), [1, 2, 3]
-    growth.start(text)
-    tree = grown(growth, text, len(growth.grow(memory.bound, [(12, 0.0)])))
+    tree = grown(growth, text, len(growth.grow(memory.bound, text, [(12, 0.0)])))
     kept = [node for node in range(len(tree)) if 1 not in (node, *ancestors(tree, node))]
     before = Tree(growth)
     growth.keep(kept)

@@ -143,11 +143,10 @@ def test_steps_are_the_same(seed, mtp):
             grower.drop_predictions()
             if mtp:
                 predict(grower, rng)
-            grower.start(text, rng.integers(0, 12, rng.integers(0, 3)).tolist())
             stages = [(int(rng.integers(2, 20)), rng.random() * 0.1), (30, 0.01)]
             depth = None if rng.random() < 0.5 else int(rng.integers(0, 9))
-            count = len(grower.grow(memory.bound, stages, depth))
-            grower.unpredicted(3)
+            lead = rng.integers(0, 12, rng.integers(0, 3)).tolist()
+            count = len(grower.grow(memory.bound, text, stages, depth, lead))
             grower.candidates(memory.bound, int(rng.integers(0, count)))
             if rng.random() < 0.3:
                 dropped = {int(rng.integers(1, 30))}
@@ -176,8 +175,7 @@ def test_candidates_of_one_place_in_their_hash_table_are_told_apart():
             rows = rows_of([{token: 200 - 10 * place for place, token in enumerate(same[6 * end : 6 * end + 6])}])
             memory.learn(tails_of([[*[9] * (3 - end), *text[-end:]]]), rows)
         memory.learn(tails_of([text]), rows_of([dict.fromkeys(same[:6], 100)]))
-        grower.start(text)
-        assert len(grower.grow(memory.bound, [(30, 0.0)], 1)) > 6
+        assert len(grower.grow(memory.bound, text, [(30, 0.0)], 1)) > 6
 
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=9)

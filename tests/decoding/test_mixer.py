@@ -49,8 +49,7 @@ of_logits, of_text = st.lists(rows, max_size=len(ORDERS)), st.lists(rows, max_si
 def ranked(memory: Memory) -> list[tuple[int, float]]:
     """All tokens that may follow, with their probabilities, as trees have them."""
     growth, tree = NativeTree(), TokenTree(CONTEXT[-1])
-    growth.start(CONTEXT)
-    scores = growth.grow(memory.bound, [(1 + END * WIDTH, -1.0)], max_depth=1)
+    scores = growth.grow(memory.bound, CONTEXT, [(1 + END * WIDTH, -1.0)], max_depth=1)
     growth.copy_to(tree, len(scores))
     return list(zip(tree.ids[1:], scores[1:], strict=True))
 
@@ -209,8 +208,7 @@ def test_sums_that_say_more_than_two_rows_do_not_throw_off_the_final_mixing(sign
         grower.use_mtp(weights.lines, weights.trust)
         grower.read(text)
         grower.add_predictions([(-1, -1, 1)], np.arange(MTP_WIDTH, dtype=np.int32)[None], np.full((1, MTP_WIDTH), 0.5))
-        grower.start(text, [])
-        grower.copy_to(tree, len(grower.grow(memory.bound, [(8, 0.01)], None)))
+        grower.copy_to(tree, len(grower.grow(memory.bound, text, [(8, 0.01)])))
         root = parts_of(grower)["nodes"][0]
         root["memory_odds"][: root["listed"]] = odds
         memory.learn_tree(grower, rows_of([{5: 200}] * len(tree)), [0], [5])

@@ -130,8 +130,7 @@ def chance(text: list[int], *, read: bool) -> float:
     learn(memory, [[3]], [{8: 150}])
     if read:
         growth.read(text)
-    growth.start(text)
-    scores = growth.grow(memory.bound, [(9, 0.0)])
+    scores = growth.grow(memory.bound, text, [(9, 0.0)])
     return dict(zip(growth.paths(len(scores)), scores, strict=True))[8,]
 
 
@@ -145,11 +144,9 @@ def test_agreement_raises_and_disagreement_lowers_what_the_memory_says():
 def test_nothing_is_told_of_another_text_than_the_one_that_was_read():
     growth = NativeTree()
     growth.read([1, 2, 3, 1])
-    growth.start([1, 2, 3, 1, 2])
-    assert growth.grow(Memory().bound, [(5, 0.0)]) == [1.0]
+    assert growth.grow(Memory().bound, [1, 2, 3, 1, 2], [(5, 0.0)]) == [1.0]
     growth.read([1, 2, 3, 1, 2])
-    growth.start([1, 2, 3, 1, 2])
-    growth.grow(Memory().bound, [(5, 0.0)])
+    growth.grow(Memory().bound, [1, 2, 3, 1, 2], [(5, 0.0)])
     assert growth.paths(2)[1] == (3,)
 
 
@@ -171,8 +168,7 @@ def told_set(text: list[int], prompt: int, growth: NativeTree) -> int:
     """Which of the four sets of weights is in use behind a text."""
     growth.set_prompt(prompt)
     growth.read(text)
-    growth.start(text)
-    growth.grow(Memory().bound, [(2, 0.0)])
+    growth.grow(Memory().bound, text, [(2, 0.0)])
     parts = Tree(growth)
     return int(parts.copy_line[0]) // (len(parts.copy_weights) // 4)
 

@@ -23,8 +23,7 @@ def step(growth: NativeTree, memory: Memory, text: list[int], branch: list[int],
 
 def proposed(growth: NativeTree, memory: Memory, text: list[int]) -> list[list[int]]:
     """The paths of the likeliest nodes."""
-    growth.start(text)
-    return [list(path) for path in growth.paths(len(growth.grow(memory.bound, [(4, 0.0)])))[1:]]
+    return [list(path) for path in growth.paths(len(growth.grow(memory.bound, text, [(4, 0.0)])))[1:]]
 
 
 def test_what_was_said_at_a_rejected_token_is_proposed_at_its_place():

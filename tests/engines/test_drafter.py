@@ -143,7 +143,7 @@ def test_what_is_excluded_or_beyond_the_vocabulary_is_never_drafted():
     mine.begin("b", [2, 3, 1] * 5)
     assert all(3 not in draft.ids for draft in mine.propose(["a", "b"], 6))
     small = lade.EngineDrafter(3, memory=mine.memory, price=0.0)
-    small.start("a", [1, 2])
+    small.begin("a", [1, 2])
     assert all(token < 3 for token in small.propose(["a"], 6)[0].ids)
 
 

@@ -158,12 +158,9 @@ def plant(tree: Tree, root: int, last: Sequence[int], promise: float) -> None:
     _push(tree, promise, 0, -1)
 
 
-def _start(tree: Tree, root: int, last: Sequence[int], lead: Sequence[int], predictions: int, promise: float) -> None:
-    """Start a new tree, followed by a chain of forced tokens."""
-    tree.predicted = predictions
-    plant(tree, root, last, promise)
-    for node, token in enumerate(lead):
-        tree.heap[0] = promise, _add(tree, node, token), -1
+def _start(tree: Tree, root: int, last: Sequence[int]) -> None:
+    """Start a new tree."""
+    plant(tree, root, last, 0.0)
 
 
 def grow(tree: Tree, tables: Tables, stages: Sequence[float], max_depth: int, promise: float) -> None:
@@ -190,14 +187,30 @@ def grow(tree: Tree, tables: Tables, stages: Sequence[float], max_depth: int, pr
 
 def _write(tree: Tree, columns: Columns) -> int:
     """Write what is read of a tree, and return the number of nodes."""
-    for row, name in enumerate(("id", "parent", "depth", "by_mtp")):
+    for row, name in enumerate(("id", "parent", "depth", "prediction", "by_mtp")):
         columns.numbers[row, : tree.count] = tree.nodes[name][: tree.count]
     columns.scores[: tree.count] = tree.score[: tree.count]
     return tree.count
 
 
-def _grow(tree: Tree, tables: Tables, stages: Sequence[float], max_depth: int, promise: float, columns: Columns) -> int:
-    """Add the likeliest nodes, and write what is read of the tree."""
+def _grow(
+    tree: Tree,
+    tables: Tables,
+    root: int,
+    last: Sequence[int],
+    lead: int,
+    predictions: int,
+    stages: Sequence[float],
+    max_depth: int,
+    promise: float,
+    columns: Columns,
+) -> int:
+    """Start a tree with a chain of forced tokens, add the likeliest nodes, and write what is read of it."""
+    tree.predicted = predictions
+    split = len(last) - lead
+    plant(tree, root, last[:split], promise)
+    for node, token in enumerate(last[split:]):
+        tree.heap[0] = promise, _add(tree, node, token), -1
     grow(tree, tables, stages, max_depth, promise)
     return _write(tree, columns)
 
@@ -253,18 +266,6 @@ def _candidates(tree: Tree, tables: Tables, node: int, tokens: Ints) -> int:
     count = int(tree.candidates[node])
     tokens[:count] = tree.tokens[node, :count]
     return count
-
-
-def _unpredicted(tree: Tree, nodes: Ints, scores: Doubles) -> int:
-    """Write the likeliest nodes that have no prediction, and whose parents have one; return their number."""
-    among = [
-        node for node in range(1, tree.count) if tree.prediction[node] < 0 and tree.prediction[tree.parent[node]] >= 0
-    ]
-    best = sorted(among, key=lambda node: -tree.score[node])[: len(nodes)]
-    for place, node in enumerate(best):
-        nodes[place] = node, tree.prediction[tree.parent[node]], tree.id[node], tree.depth[node]
-    scores[: len(best)] = tree.score[best]
-    return len(best)
 
 
 def _add_predictions(tree: Tree, first: int, places: Sequence[int], tokens: Ints, odds: Doubles) -> None:

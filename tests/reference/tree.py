@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lade.decoding.kernels.layout import COPY_KINDS, END, LONGEST, MOST_CANDIDATES, MTP_WIDTH, NOTE_KINDS, WIDTH
+from lade.decoding.kernels.layout import COPY_KINDS, END, LONGEST, MOST_CANDIDATES, MTP_WIDTH, NOTE_KINDS, TEXT, WIDTH
 from lade.decoding.kernels.native_tree import NativeTree
 from lade.native.kernel import STRUCT, kernel
 
@@ -119,7 +119,7 @@ class Tree:
     def arrays(self) -> dict[str, np.ndarray]:
         """All parts that may change, by name."""
         return {
-            **columns_of("nodes", self.nodes[: self.count]),
+            **columns_of("nodes", written(self.nodes[: self.count])),
             **columns_of("heap", np.array(self.heap, PARTS["heap"])),
             **columns_of("predictions", self.predictions[: self.predicted]),
             **columns_of("notes", self.notes),
@@ -131,6 +131,20 @@ class Tree:
             "mtp_weights": self.mtp_weights,
             "mtp_trust": self.mtp_trust,
         }
+
+
+def written(nodes: np.ndarray) -> np.ndarray:
+    """A copy of nodes with zeros where nothing has been written: C++ leaves new arrays as they are."""
+    nodes = nodes.copy()
+    for node in nodes:
+        used = max(node["candidates"], node["listed"])
+        node["matches"][node["match_count"] :] = 0
+        node["rows"][max(node["logit_hits"], 0) : TEXT] = node["rows"][TEXT + node["text_hits"] :] = 0
+        node["note_rows"][[not node["note_kinds"] >> kind & 1 for kind in range(NOTE_KINDS)]] = 0
+        node["copy_rows"][COPY_KINDS if node["copy_line"] >= 0 else 0 :] = 0
+        node["tokens"][used:] = node["odds"][used:] = 0
+        node["memory_odds"][used if node["prediction"] >= 0 else 0 :] = 0
+    return nodes
 
 
 def columns_of(name: str, part: np.ndarray) -> dict[str, np.ndarray]:

@@ -240,9 +240,8 @@ class AdaptiveDrafter(Drafter):
         """Grow the tree of a step from the memory; return the scores of its nodes."""
         if self.learns_prompts:
             self._tree.read(step.context)
-        self._tree.start(step.context, step.lead)
         stages = _NOTHING if step.resting else self.budget.stages()
-        scores = self._tree.grow(self.memory.bound, stages, step.max_depth)
+        scores = self._tree.grow(self.memory.bound, step.context, stages, step.max_depth, step.lead)
         return scores if self._constraint is None else self._fitting(scores)
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:

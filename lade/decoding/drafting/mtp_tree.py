@@ -71,6 +71,7 @@ class MtpTree:
     ) -> None:
         self._tree, self._memory, self._begin, self._grow = tree, memory, begin, grow
         tree.use_mtp(weights.lines, weights.trust)
+        self._count = 1  # nodes of the tree grown last
 
     def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
         """See `PredictedTree`."""
@@ -78,12 +79,13 @@ class MtpTree:
 
     def grow(self) -> float:
         """See `PredictedTree`."""
-        return sum(self._grow())
+        scores = self._grow()
+        self._count = len(scores)
+        return sum(scores)
 
     def unseen(self, most: int) -> list[Unseen]:
         """See `PredictedTree`."""
-        found = zip(*self._tree.unpredicted(most), strict=True)
-        return [Unseen(node, parent, token, depth, score) for (node, parent, token, depth), score in found]
+        return [Unseen(*node) for node in self._tree.unpredicted(self._count, most)]
 
     def candidates(self, node: int) -> list[int]:
         """See `PredictedTree`."""

@@ -84,7 +84,7 @@ class NativeTree:
         _set_prompt(self, length)
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Index a text, so that the tree that starts after it gets matches.
+        """Index a text, so that the tree that grows after it gets matches.
 
         It equals the last one but for the last `TAKEN_BACK` tokens of that; a list passed before is assumed to have
         only grown since, and is not compared again.
@@ -97,29 +97,38 @@ class NativeTree:
         _read(self, self._known, tokens[self._known :])
         self._known = len(tokens)
 
-    def start(self, tokens: Sequence[int], lead: Sequence[int] = ()) -> None:
-        """Start a tree whose root is the last of `tokens`, followed by a chain of forced tokens.
+    def start(self, tokens: Sequence[int]) -> None:
+        """Start a tree that grows by `extend` alone; its root is the last of `tokens`."""
+        _start(self, len(tokens) - 1, tokens[-LONGEST:])
 
-        Unless this very text has been read, the tree gets no matches.
-        """
-        self._reserve(1 + len(lead))
-        _start(self, len(tokens) - 1, tokens[-LONGEST:], lead, self._predictions, OPTIMISM)
-
-    def grow(self, tables: Tables, stages: Sequence[tuple[int, float]], max_depth: int | None = None) -> list[float]:
-        """Add the likeliest nodes, best first.
+    def grow(
+        self,
+        tables: Tables,
+        tokens: Sequence[int],
+        stages: Sequence[tuple[int, float]],
+        max_depth: int | None = None,
+        lead: Sequence[int] = (),
+    ) -> list[float]:
+        """Grow a new tree by the likeliest nodes, best first.
 
         Args:
             tables: both tables of the memory, and its weights.
+            tokens: the text, whose last token is the root. Unless this very text has been read, there are no matches.
             stages: target sizes, each with the score that a node must exceed to be added up to that size; growth ends
                 with the first size that is not reached.
             max_depth: maximum depth of a node; None for no limit.
+            lead: forced tokens, a chain below the root.
 
         Returns:
-            Scores of all nodes, the root's 1.0 first.
+            Scores of all nodes, the root's 1.0 first, and those of forced tokens 1.0.
         """
-        self._reserve(max(stages)[0])
-        depth = _NO_LIMIT if max_depth is None else max_depth
-        count = _grow(self, tables, [*chain.from_iterable(stages)], depth, OPTIMISM, self._columns)
+        room = max(max(stages)[0], 1 + len(lead))
+        if room > len(self._columns.scores):
+            self._columns = Columns(max(_ROOM, 2 * room))
+        last, sizes = [*tokens[-LONGEST:], *lead], [*chain.from_iterable(stages)]
+        limits = _NO_LIMIT if max_depth is None else max_depth, OPTIMISM
+        start = len(tokens) - 1, last, len(lead), self._predictions
+        count = _grow(self, tables, *start, sizes, *limits, self._columns)
         scores: list[float] = self._columns.scores[:count].tolist()
         return scores
 
@@ -138,7 +147,7 @@ class NativeTree:
         """Copy the first `count` nodes, as of the last growth, into a tree that has only its root."""
         if count == 1:
             return
-        ids, parents, depths, by_mtp = self._columns.numbers[:, 1:count].tolist()
+        ids, parents, depths, _, by_mtp = self._columns.numbers[:, 1:count].tolist()
         tree.extend(ids, parents, depths, "memory")
         if self._predictions:
             for node, is_led in enumerate(by_mtp, start=1):
@@ -167,7 +176,7 @@ class NativeTree:
         self._predictions = 0
 
     def add_predictions(self, places: Sequence[tuple[int, int, int]], tokens: Ints, odds: Doubles) -> None:
-        """Add predictions of an MTP layer, for trees that start after this.
+        """Add predictions of an MTP layer, for trees that grow after this.
 
         Args:
             places: `[E]`, the node that each follows: index of its parent's prediction, token, and depth, counted from
@@ -178,18 +187,23 @@ class NativeTree:
         _add_predictions(self, self._predictions, [*chain.from_iterable(places)], tokens, odds)
         self._predictions += len(places)
 
-    def unpredicted(self, most: int) -> tuple[list[list[int]], list[float]]:
-        """Return the likeliest nodes that have no prediction, and whose parents have one.
+    def unpredicted(self, count: int, most: int) -> list[tuple[int, int, int, int, float]]:
+        """Return the likeliest of the first `count` nodes that have no prediction, and whose parents have one.
 
         Args:
-            most: maximum number of nodes.
+            count: number of nodes of the last growth.
+            most: maximum number of nodes to return.
 
         Returns:
-            For each its index, its parent's prediction, token and depth; and the scores.
+            For each its index, its parent's prediction, token, depth and score.
         """
-        nodes, scores = np.empty((most, 4), np.int32), np.empty(most)
-        count = _unpredicted(self, nodes, scores)
-        return nodes[:count].tolist(), scores[:count].tolist()
+        numbers, scores = self._columns.numbers[:, :count], self._columns.scores
+        parents, predictions = numbers[1], numbers[3]
+        before = predictions[parents]
+        nodes = np.flatnonzero((predictions < 0) & (before >= 0) & (parents >= 0)).tolist()
+        best = sorted(nodes, key=lambda node: -scores[node])[:most]
+        ids, _, depths, _, _ = numbers[:, best].tolist()
+        return [*zip(best, before[best].tolist(), ids, depths, scores[best].tolist(), strict=True)]
 
     def learn(self, tables: Tables, entries: Ints, path: Sequence[int], chosen: Sequence[int], rate: float) -> bool:
         """Update the mixing weights by the nodes that verification reached; note and store the logits at all nodes.
@@ -212,11 +226,6 @@ class NativeTree:
             raise ValueError(f"entries of shape {entries.shape}, nodes {[*path]} and this tree do not belong together")
         return stored > 0
 
-    def _reserve(self, nodes: int) -> None:
-        """Get room to read that many nodes."""
-        if nodes > len(self._columns.scores):
-            self._columns = Columns(max(_ROOM, 2 * nodes))
-
 
 class Columns(Struct):
     """Arrays for what is read of a tree after each growth.
@@ -225,16 +234,16 @@ class Columns(Struct):
         room: N, the number of nodes that there is room for.
 
     Attributes:
-        numbers: int32 `[4, N]`, ids, parents and depths as in `TokenTree`, and 1 where the MTP layer gives a node
-            higher odds than the memory does.
+        numbers: int32 `[5, N]`, ids, parents and depths as in `TokenTree`, the index of the MTP layer's prediction
+            after each or -1, and 1 where the layer gives a node higher odds than the memory does.
         scores: float64 `[N]`, the probability that each is accepted.
     """
 
     __slots__ = ("numbers", "scores")
 
     def __init__(self, room: int) -> None:
-        self.numbers, self.scores = np.empty((4, room), np.int32), np.empty(room)
-        sizes = self.numbers.ctypes.data, 4, room, self.scores.ctypes.data, room, 0
+        self.numbers, self.scores = np.empty((5, room), np.int32), np.empty(room)
+        sizes = self.numbers.ctypes.data, 5, room, self.scores.ctypes.data, room, 0
         super().__init__(sizes, (self.numbers, self.scores))
 
 
@@ -322,15 +331,22 @@ def _set_prompt(tree: NativeTree, length: int) -> None: ...
 def _read(tree: NativeTree, start: int, tokens: Sequence[int]) -> None: ...
 
 
-@kernel(STRUCT, INT, LONG_LIST, LONG_LIST, INT, DOUBLE)
-def _start(
-    tree: NativeTree, root: int, last: Sequence[int], lead: Sequence[int], predictions: int, promise: float
-) -> None: ...
+@kernel(STRUCT, INT, LONG_LIST)
+def _start(tree: NativeTree, root: int, last: Sequence[int]) -> None: ...
 
 
-@kernel(STRUCT, STRUCT, DOUBLE_LIST, INT, DOUBLE, STRUCT, result=INT)
+@kernel(STRUCT, STRUCT, INT, LONG_LIST, INT, INT, DOUBLE_LIST, INT, DOUBLE, STRUCT, result=INT)
 def _grow(
-    tree: NativeTree, tables: Tables, stages: Sequence[float], max_depth: int, promise: float, columns: Columns
+    tree: NativeTree,
+    tables: Tables,
+    root: int,
+    last: Sequence[int],
+    lead: int,
+    predictions: int,
+    stages: Sequence[float],
+    max_depth: int,
+    promise: float,
+    columns: Columns,
 ) -> int: ...
 
 
@@ -348,10 +364,6 @@ def _contexts(tree: NativeTree, nodes: Sequence[int], tails: Ints) -> None: ...
 
 @kernel(STRUCT, STRUCT, INT, INTS, result=INT)
 def _candidates(tree: NativeTree, tables: Tables, node: int, tokens: Ints) -> int: ...
-
-
-@kernel(STRUCT, TABLE, DOUBLES, result=INT)
-def _unpredicted(tree: NativeTree, nodes: Ints, scores: Doubles) -> int: ...
 
 
 @kernel(STRUCT, INT, LONG_LIST, TABLE, MATRIX)
