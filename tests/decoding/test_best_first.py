@@ -1,5 +1,7 @@
 """NativeTree: trees that have the likeliest nodes of all, and what the memory knows at each of them."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
@@ -239,6 +241,13 @@ def test_what_was_chosen_is_what_followed(seed, text, size):
     fresh = Memory()
     fresh.learn_tree(growth, rows_of([{}] * len(tree)), [node], [77])
     assert known(fresh, text + path_to(tree, node))[1] == [{77: 255}] * len(TEXT_ORDERS)
+
+
+@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, pickle.dumps))
+def test_a_tree_is_not_copied(copied):
+    """A copy would use what C++ has freed."""
+    with pytest.raises(TypeError, match="NativeTree cannot be copied"):
+        copied(NativeTree())
 
 
 def test_planted_trees_may_be_large():

@@ -187,6 +187,17 @@ def test_places_of_the_prompt_and_texts_that_are_copied_have_weights_of_their_ow
     assert told_set([*text, 362, 130], 40, growth) == 0
 
 
+def test_before_the_first_copy_matches_are_trusted_and_taught_less():
+    before_prompt, before_answer, prompt, answer = Tree(NativeTree()).copy_weights.reshape(4, -1, COPY_KINDS + 2)
+    short = 4  # lines of one and two tokens
+    assert np.array_equal(before_prompt[short:, :-1], prompt[short:, :-1] / 2)
+    assert np.array_equal(before_prompt[:short], before_answer[:short])
+    for weights, factor in ((before_answer, 0.3), (before_prompt[short:], 1.0), (prompt, 1.0), (answer, 1.0)):
+        assert (weights[:, -1] == factor).all()
+    assert (np.abs(before_answer[:, :-1]).sum(axis=1) < np.abs(answer[:, :-1]).sum(axis=1)).all()
+    assert prompt[-1].tolist() == [0.56, 0.19, 0.08, 1.0]
+
+
 def test_the_prompt_is_known_where_an_encoder_has_read_another_text_before_it():
     drafter = drafter_for(LookaheadConfig(budget=4))
     drafter.begin([50, 51, 52, 1, 2, 3, 4], 6)
