@@ -186,10 +186,12 @@ LADE_KERNEL void lade_add_predictions(Tree* tree, int64_t first, const Longs* pl
     tree->predictions.resize(first);
     for (int64_t at = 0; at < tokens->rows; ++at) {
         const int64_t* place = places->data + 3 * at;
-        Prediction prediction{static_cast<int32_t>(place[0]), static_cast<int32_t>(place[1]), static_cast<int32_t>(place[2]), {}, {}};
+        Prediction& prediction = tree->predictions.emplace_back();
+        prediction.parent = static_cast<int32_t>(place[0]);
+        prediction.token = static_cast<int32_t>(place[1]);
+        prediction.depth = static_cast<int32_t>(place[2]);
         std::copy_n(tokens->row(at), MTP_WIDTH, prediction.tokens);
         std::copy_n(odds->row(at), MTP_WIDTH, prediction.odds);
-        tree->predictions.push_back(prediction);
     }
 }
 
@@ -203,11 +205,12 @@ LADE_KERNEL int64_t lade_learn_tree(Tree* tree, Tables* tables, const Ints* entr
 
 // Parts of a tree for tests, which compare them with those of tests/reference/tree.py; they lie there until it changes.
 LADE_KERNEL void lade_parts(Tree* tree, Array<char>* parts) {
+    Array<char> counters{reinterpret_cast<char*>(&tree->vocabulary), 4, sizeof(int64_t)};  // to `copy`
     Array<char> found[] = {
-        bytes_of(tree->excluded), {reinterpret_cast<char*>(&tree->vocabulary), 4, sizeof(int64_t)},
-        bytes_of(tree->nodes),    bytes_of(tree->heap),
-        bytes_of(tree->text),     bytes_of(tree->links),
-        bytes_of(tree->notes),    bytes_of(tree->predictions),
+        bytes_of(tree->excluded),     counters,
+        bytes_of(tree->nodes),        bytes_of(tree->heap),
+        bytes_of(tree->text),         bytes_of(tree->links),
+        bytes_of(tree->notes),        bytes_of(tree->predictions),
         bytes_of(tree->note_weights), bytes_of(tree->copy_weights),
     };
     std::copy(std::begin(found), std::end(found), parts);
