@@ -14,6 +14,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("lade/native")
 SOURCES = runpy.run_path(str(FOLDER / "sources.py"))
+LAYOUT = SOURCES["layout_beside"](FOLDER)
 GNU = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0"]
 GNU += ["-Wall", "-Wextra"]
 MSVC = ["/std:c++17", "/O2", "/fp:precise", "/W3"]
@@ -35,9 +36,13 @@ class BuildLibrary(build_ext):
         return list(ext.libraries)
 
     def build_extension(self, ext: Extension) -> None:
-        """Add the compiler's flags, and the digest by which the loader recognises a library of other sources."""
+        """Add the compiler's flags, the digest by which the loader recognises other sources, and the constants."""
         ext.extra_compile_args = [*(MSVC if self.compiler.compiler_type == "msvc" else GNU), *ext.extra_compile_args]
         ext.define_macros = [*ext.define_macros, ("LADE_SOURCES", f'"{SOURCES["digest_of"](FOLDER)}"')]
+        generated = Path(self.build_temp)
+        generated.mkdir(parents=True, exist_ok=True)
+        (generated / "layout.h").write_text(SOURCES["header_of"](LAYOUT), encoding="utf-8")
+        ext.include_dirs = [*ext.include_dirs, str(generated)]
         super().build_extension(ext)
 
 
@@ -54,7 +59,7 @@ setup(
         Extension(
             "lade.native.kernels",
             sources=sorted(str(path) for path in FOLDER.glob("*.cpp")),
-            depends=sorted(str(path) for path in FOLDER.glob("*.h")),
+            depends=[*sorted(str(path) for path in FOLDER.glob("*.h")), str(LAYOUT)],
             language="c++",
             extra_link_args=[] if sys.platform in ("win32", "darwin") else ["-Wl,--no-undefined"],
             optional=True,

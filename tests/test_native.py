@@ -3,6 +3,7 @@
 import inspect
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lade import native, version
+from lade.decoding.kernels import layout
 from lade.native import sources
 
 
@@ -29,6 +31,31 @@ def test_the_digest_changes_with_any_source(tmp_path):
     second = sources.digest_of(tmp_path)
     (tmp_path / "one.py").write_text("no source of the library")
     assert first and second and first != second == sources.digest_of(tmp_path)
+
+
+def test_the_digest_changes_with_the_constants(tmp_path):
+    folder = tmp_path / "lade/native"
+    layout = sources.layout_beside(folder)
+    for made in folder, layout.parent:
+        made.mkdir(parents=True)
+    (folder / "one.cpp").write_text("int one;")
+    digests = set()
+    for text in "WIDTH = 6", "WIDTH = 7":
+        layout.write_text(text)
+        digests.add(sources.digest_of(folder))
+    assert len(digests) == 2
+
+
+def test_the_build_hands_all_constants_of_the_layout_to_the_compiler():
+    header = sources.header_of(sources.layout_beside(Path(native.__file__).parent))
+    values = dict(re.findall(r"constexpr (?:int|double) (\w+(?:\[\])?) = (.*);", header))
+    given = {name: value for name, value in vars(layout).items() if name.isupper()}
+    assert {name.removesuffix("[]") for name in values} == given.keys() > {"LENGTHS", "WIDTH", "SCALE"}
+    for name, value in given.items():
+        if isinstance(value, tuple):
+            assert values[f"{name}[]"] == str(value).replace("(", "{").replace(")", "}")
+        else:
+            assert float(values[name]) == value
 
 
 @pytest.mark.parametrize("stale", [False, True])

@@ -6,7 +6,7 @@
 
 The engine verifies and samples; the drafter holds neither model, loop nor KV cache. It drafts as `lade.generate` does:
 the likeliest continuations by a memory of logits rows under hashed contexts, notes of what was predicted at places
-ahead, and earlier occurrences of the text's end (see `decoding.drafting.best_first`). Unlike there, sizes come from one
+ahead, and earlier occurrences of the text's end (see `decoding.kernels.native_tree`). Unlike there, sizes come from one
 price per token, as engines pay by the token, and passes are only observed, never made to measure.
 """
 
@@ -23,11 +23,10 @@ import numpy.typing as npt
 import torch
 
 from lade.decoding import readout
-from lade.decoding.drafting.best_first import OPTIMISM, TreeGrower
 from lade.decoding.drafting.memory import RATE, ContextMemory
 from lade.decoding.kernels import tables
-from lade.decoding.kernels.growth import Requests, learn_requests, propose
 from lade.decoding.kernels.layout import LONGEST, WIDTH, Ints
+from lade.decoding.kernels.native_tree import NativeTree, Requests, learn_requests
 from lade.decoding.kernels.tables import Tables
 from lade.engines.price import FIRST, NEWS, TokenPrice
 from lade.errors import ConfigError, InputError
@@ -35,7 +34,6 @@ from lade.memory import Memory
 
 _INT32 = np.dtype(np.int32)  # compared with this, a dtype is not converted first
 _NO_ROWS = np.empty((0, WIDTH), np.int32)
-_FIRST_ROOM = 24  # nodes; a request takes some 90 KiB with so many
 _ROWS_AT_ONCE = 1024  # logits are copied to float32 on their device to be read
 _ROWS_KEPT = 0.95  # weight of the steps before, in the share of steps that come with rows
 
@@ -89,14 +87,14 @@ class _EngineRequest:
     """The state of a request.
 
     Attributes:
-        grower: grows its drafts.
+        tree: grows its drafts; it takes some 130 KiB.
         memory: what it learns from and adds to.
         tokens: its text, prompt included.
         draft: the draft that the engine verifies; None where nothing has been proposed after the last token.
         is_sure: whether the text has been learned as rows that are certain of it, as no logits came.
     """
 
-    grower: TreeGrower
+    tree: NativeTree
     memory: ContextMemory
     tokens: list[int]
     draft: EngineDraft | None = None
@@ -151,7 +149,6 @@ class EngineDrafter:
             raise ConfigError("vocabulary", vocabulary, "give the number of token ids of the model, at least 1")
         self.vocabulary, self.memory, self._trees = vocabulary, Memory() if memory is None else memory, trees
         self._excluded, self._price = tuple(excluded), TokenPrice(price)
-        self._excluded_ids = sorted(self._excluded)
         self._with_rows = 1.0  # share of late steps that came with rows of logits
         self._requests = _EngineRequests()
         self._batch: tuple[Sequence[_EngineRequest], Mapping[ContextMemory, Tables], Requests] | None = None
@@ -185,12 +182,12 @@ class EngineDrafter:
         if request in self._requests:
             raise InputError(f"request={request!r} has begun already: end it first, or give another name")
         tokens = self._checked("prompt", prompt)
-        grower = TreeGrower(self._excluded, self.vocabulary, _FIRST_ROOM)
-        grower.set_prompt(len(tokens))
-        state = _EngineRequest(grower, self.memory if memory is None else memory, tokens)
+        tree = NativeTree(self._excluded, self.vocabulary)
+        tree.set_prompt(len(tokens))
+        state = _EngineRequest(tree, self.memory if memory is None else memory, tokens)
         self._requests[request] = state
         _learn_text(state, 1, is_sure=False)
-        grower.read(tokens)
+        tree.read(tokens)
 
     def propose(self, requests: Sequence[Hashable], budgets: int | Sequence[int]) -> list[EngineDraft]:
         """Draft what may follow the texts of these requests.
@@ -237,7 +234,7 @@ class EngineDrafter:
         if rows is not None:
             _check_rows(rows, len(draft) + 1, path[-1] + 1)
         if state.draft is None:
-            state.grower.begin(state.tokens)
+            state.tree.start(state.tokens)
         state.draft = None
         self._with_rows += (1.0 - _ROWS_KEPT) * ((rows is not None) - self._with_rows)
         if rows is None and not state.is_sure and len(state.tokens) > 1:
@@ -248,7 +245,7 @@ class EngineDrafter:
         known = len(state.tokens) + len(path)
         state.tokens += emitted
         _learn_text(state, known, is_sure=rows is None)
-        state.grower.read(state.tokens)
+        state.tree.read(state.tokens)
 
     def learn_batch(
         self,
@@ -316,7 +313,7 @@ class EngineDrafter:
     def _batch_of(self, states: Sequence[_EngineRequest], tables: Mapping[ContextMemory, Tables]) -> Requests:
         """Return trees and tables of requests as kernels take them; those of the last call if it was for the same."""
         if self._batch is None or self._batch[:2] != (states, tables):
-            self._batch = states, tables, Requests([(state.grower.held, tables[state.memory]) for state in states])
+            self._batch = states, tables, Requests([(state.tree, tables[state.memory]) for state in states])
         return self._batch[2]
 
     def observe(self, fed: int, emitted: int, seconds: float) -> None:
@@ -390,21 +387,12 @@ class EngineDrafter:
 
     def _draft(self, states: Sequence[_EngineRequest], budgets: Sequence[int]) -> list[EngineDraft]:
         """Grow a draft for each request, of at most so many tokens."""
-        prices = self._price.value, NEWS * self._with_rows, FIRST, OPTIMISM
-        most, ends = sum(budgets), np.zeros(len(states), np.int64)
-        ids, parents, scores = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most)
-        limits = self._excluded_ids, self.vocabulary, self._trees
-        start = 0
-        while start < len(states):
-            bound = {memory: memory.bound for memory in {state.memory for state in states}}
-            start = propose(self._batch_of(states, bound), budgets, start, prices, *limits, ids, parents, scores, ends)
-            if start < len(states):
-                for state, budget in zip(states[start:], budgets[start:], strict=True):
-                    state.grower.reserve(budget + 1)
-        end, drafts = 0, list[EngineDraft]()
-        tokens, above, likely = (column[: ends[-1]].tolist() for column in (ids, parents, scores))
-        for state, after in zip(states, ends.tolist(), strict=True):
-            state.draft = draft = EngineDraft(tokens[end:after], above[end:after], likely[end:after])
+        bound = {memory: memory.bound for memory in {state.memory for state in states}}
+        prices = self._price.value, NEWS * self._with_rows, FIRST
+        ids, parents, scores, ends = self._batch_of(states, bound).propose(budgets, prices, trees=self._trees)
+        drafts, end = list[EngineDraft](), 0
+        for state, after in zip(states, ends, strict=True):
+            state.draft = draft = EngineDraft(ids[end:after], parents[end:after], scores[end:after])
             drafts.append(draft)
             end = after
         return drafts
@@ -436,9 +424,9 @@ def _check_rows(rows: Any, fed: int, needed: int) -> None:
 
 def _learn_step(state: _EngineRequest, path: list[int], chosen: list[int], rows: Ints | None) -> None:
     """Learn from the tree that was fed: `path` `[A]`, the nodes reached, and `chosen` `[A]`, the tokens there."""
-    state.grower.learn(state.memory, path, chosen, _NO_ROWS if rows is None else np.ascontiguousarray(rows))
+    state.memory.learn_tree(state.tree, _NO_ROWS if rows is None else np.ascontiguousarray(rows), path, chosen)
     if rows is None:
-        state.memory.learn(state.grower.work.tails[path], tables.certain(np.array(chosen, dtype=np.int64)))
+        state.memory.learn(state.tree.contexts(path), tables.certain(np.array(chosen, dtype=np.int64)))
 
 
 def _tails(state: _EngineRequest, start: int) -> tuple[Ints, npt.NDArray[np.int64]]:

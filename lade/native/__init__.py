@@ -1,11 +1,11 @@
 """Compiled kernels: one shared library with a C interface, built from the C++17 files of this folder.
 
-    sources.py     name of the library, and a digest of its sources
+    sources.py     name of the library, a digest of its sources, and the header `layout.h` that the build generates
     kernel.py      calls from Python: checked arrays, structs of arrays
     kernels.h      `LADE_KERNEL`, the export of a function; arrays as Python passes them
     library.cpp    identity of the library
-    drafting.h     constants and structs of the drafting kernels, see `lade.decoding.kernels`
-    tables.cpp, mixing.cpp, growth.cpp, reading.cpp
+    drafting.h     structs of the drafting kernels, see `lade.decoding.kernels`
+    tree.cpp, growth.cpp, mixing.cpp, requests.cpp, tables.cpp, reading.cpp
     cpu.h          kernels of packed layers and invariant models, all other files; cpu.cpp selects them
 
 `setup.py` builds the library with the package if there is a C++17 compiler. In a checkout `make native`, or

@@ -1,6 +1,4 @@
 // Mixing of a node's features into probabilities, and learning of the weights.
-// The functions are those of lade/decoding/kernels/mixing.py, which documents them.
-#include <algorithm>
 #include <limits>
 
 #include "drafting.h"
@@ -18,17 +16,18 @@ constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
 
 bool has_row(Hits hits, int kind) { return kind < hits.logits || (TEXT <= kind && kind < TEXT + hits.text); }
 
-double* line_of(const Doubles& weights, Hits hits) { return weights.row(hits.logits * (TEXT_ORDERS + 1) + hits.text); }
+double* line_of(const Doubles& weights, Hits hits) { return weights.row(hits.logits * (TEXT_KINDS + 1) + hits.text); }
 
-// Copies the notes for a position and for a token there; returns the bit set of kinds present.
-int recall(const Tree& tree, int64_t place, int32_t token, int32_t* rows) {
+// Copies the notes for a node's position and for its token there; returns the bit set of kinds present.
+int recall(Tree& tree, Node& node) {
     int kinds = 0;
+    auto place = static_cast<int32_t>(tree.root + node.depth);
     for (int kind = 0; kind < NOTE_KINDS; ++kind) {
-        int32_t of = kind == AT_TOKEN ? token : -1;
-        const int32_t* note = tree.note(note_slot(tree, place, of));
-        if (note[0] != place || note[1] != of) continue;
+        int32_t token = kind == AT_TOKEN ? node.id : -1;
+        const Note& note = note_at(tree, place, token);
+        if (note.place != place || note.token != token) continue;
         kinds |= 1 << kind;
-        std::copy(note + 2, note + 2 + WIDTH, rows + kind * WIDTH);
+        std::copy_n(note.row, WIDTH, node.note_rows[kind]);
     }
     return kinds;
 }
@@ -63,25 +62,25 @@ struct Candidates {
 };
 
 // Mixes a node's rows, notes and copies into log-odds; a token that a row misses counts `FLOOR` there.
-Candidates mix(Tree& tree, int64_t node, Hits hits, int note_kinds, int copy_line, const Doubles& weights) {
-    const double *line = line_of(weights, hits), *notes = tree.note_line(note_kinds);
-    const double* copies = tree.copy_weights_of(std::max(copy_line, 0));
+Candidates mix(const Tree& tree, Node& node, const Doubles& weights) {
+    Hits hits{node.logit_hits, node.text_hits};
+    const double *line = line_of(weights, hits), *notes = tree.note_weights[node.note_kinds];
+    const double* copies = tree.copy_weights[std::max(node.copy_line, 0)];
     double base = line[END] + notes[NOTE_KINDS];
     for (int kind = 0; kind < END; ++kind)
         if (has_row(hits, kind)) base += FLOOR * line[kind];
     for (int kind = 0; kind < NOTE_KINDS; ++kind)
-        if (note_kinds >> kind & 1) base += FLOOR * notes[kind];
-    if (copy_line >= 0) {
+        if (node.note_kinds >> kind & 1) base += FLOOR * notes[kind];
+    if (node.copy_line >= 0) {
         base += copies[COPY_KINDS];
         for (int kind = 0; kind < COPY_KINDS; ++kind) base += FLOOR * copies[kind];
     }
-    Candidates found{tree.tokens_of(node), tree.odds_of(node), base};
+    Candidates found{node.tokens, node.odds, base};
     for (int kind = 0; kind < END; ++kind)
-        if (has_row(hits, kind)) found.add_row(tree.rows_of(node) + kind * WIDTH, line[kind]);
+        if (has_row(hits, kind)) found.add_row(node.rows[kind], line[kind]);
     for (int kind = 0; kind < NOTE_KINDS; ++kind)
-        if (note_kinds >> kind & 1) found.add_row(tree.note_rows_of(node) + kind * WIDTH, notes[kind]);
-    for (int kind = 0; kind < COPY_KINDS && copy_line >= 0; ++kind)
-        found.add_row(tree.copy_rows_of(node) + kind * WIDTH, copies[kind]);
+        if (node.note_kinds >> kind & 1) found.add_row(node.note_rows[kind], notes[kind]);
+    for (int kind = 0; kind < COPY_KINDS && node.copy_line >= 0; ++kind) found.add_row(node.copy_rows[kind], copies[kind]);
     return found;
 }
 
@@ -92,11 +91,11 @@ int length_bucket(int length) {
 }
 
 // Writes the tokens after a node's matches as rows; returns the index within a set of copy weights.
-int write_copy_rows(const Tree& tree, int64_t node, int32_t* rows) {
-    int count = tree.match_counts[node], different = 0;
-    int32_t *latest = rows + LATEST * WIDTH, *each = rows + EACH * WIDTH, tokens[MOST_MATCHES];
-    std::fill(rows, rows + COPY_KINDS * WIDTH, TOKEN);
-    for (int at = 0; at < MOST_MATCHES; ++at) tokens[at] = at < count ? tree.text[tree.matches_of(node)[at]] : -1;
+int write_copy_rows(const Tree& tree, Node& node) {
+    int count = node.match_count, different = 0;
+    int32_t *latest = node.copy_rows[LATEST], *each = node.copy_rows[EACH], tokens[MOST_MATCHES];
+    std::fill_n(latest, COPY_KINDS * WIDTH, TOKEN);
+    for (int at = 0; at < MOST_MATCHES; ++at) tokens[at] = at < count ? tree.text[node.matches[at].next] : -1;
     for (int at = 0; at < count; ++at) {
         int32_t token = tokens[at];
         int same = 0, before = 0;
@@ -111,26 +110,25 @@ int write_copy_rows(const Tree& tree, int64_t node, int32_t* rows) {
             each[different] = static_cast<int32_t>(std::min(std::max(value + 0.5, 0.0), 255.0)) << BITS | token;
         ++different;
     }
-    return 2 * length_bucket(tree.match_lengths_of(node)[0]) + (different == 1 ? 1 : 0);
+    return 2 * length_bucket(node.matches[0].length) + (different == 1 ? 1 : 0);
 }
 
 // Returns the first index of a set of copy weights: by match in the prompt or answer, and before or after a copy.
 int copy_set(const Tree& tree, int64_t place) {
-    bool of_prompt = place < tree.used[PROMPT], copying = tree.used[ROOT] - tree.used[COPY] < AFTER_COPY;
+    bool of_prompt = place < tree.prompt, copying = tree.root - tree.copy < AFTER_COPY;
     return 2 * LENGTH_BUCKETS * ((of_prompt ? 0 : 1) + (copying ? 2 : 0));
 }
 
 // Returns the final mixing's weights in use.
-double* mtp_line(const Tree& tree, int64_t node) {
-    int depth = std::min(tree.mtp_depths[tree.predicted[node]], MTP_DEPTHS) - 1;
-    return tree.mtp_weights + (depth * (ORDERS + 1) + tree.logit_hits[node]) * MTP_INPUTS;
+double* mtp_line(const Tree& tree, const Node& node) {
+    int depth = std::min(tree.predictions[node.prediction].depth, MTP_DEPTHS) - 1;
+    return tree.mtp_weights + (depth * (LOGIT_KINDS + 1) + node.logit_hits) * MTP_INPUTS;
 }
 
 // Returns the log-odds of a token in a prediction; `FLOOR` if it is not listed.
-double layer_odds(const Tree& tree, int64_t number, int32_t token) {
-    const int32_t* listed = tree.prediction(number);
+double layer_odds(const Prediction& prediction, int32_t token) {
     for (int place = 0; place < MTP_WIDTH; ++place)
-        if (listed[place] == token) return std::max(tree.predicted_odds(number)[place], FLOOR);
+        if (prediction.tokens[place] == token) return std::max(prediction.odds[place], FLOOR);
     return FLOOR;
 }
 
@@ -144,37 +142,35 @@ double weighed(const double* line, double memory, double layer) {
     return line[0] * memory + line[1] * layer + line[2] * std::max(memory, 0.0) + line[3];
 }
 
-void swap(Tree& tree, int64_t node, int one, int other) {
-    std::swap(tree.tokens_of(node)[one], tree.tokens_of(node)[other]);
-    std::swap(tree.odds_of(node)[one], tree.odds_of(node)[other]);
-    std::swap(tree.memory_odds_of(node)[one], tree.memory_odds_of(node)[other]);
+void swap(Node& node, int one, int other) {
+    std::swap(node.tokens[one], node.tokens[other]);
+    std::swap(node.odds[one], node.odds[other]);
+    std::swap(node.memory_odds[one], node.memory_odds[other]);
 }
 
 // Final mixing: combines the candidates' log-odds with the MTP layer's, and adds tokens that only the layer suggests.
-void mix_prediction(Tree& tree, int64_t node, Candidates found) {
-    int64_t number = tree.predicted[node];
+void mix_prediction(const Tree& tree, Node& node, Candidates found) {
+    const Prediction& prediction = tree.predictions[node.prediction];
     int known = found.count;
-    double* memory_odds = tree.memory_odds_of(node);
-    std::copy(found.odds, found.odds + known, memory_odds);
-    for (int place = 0; place < MTP_WIDTH; ++place) {
-        int32_t token = tree.prediction(number)[place];
+    std::copy_n(found.odds, known, node.memory_odds);
+    for (int32_t token : prediction.tokens) {
         if (token < 0) break;
         int before = found.count, at = found.place_of(token);
-        if (at == before) memory_odds[at] = NOT_A_NUMBER;
+        if (at == before) node.memory_odds[at] = NOT_A_NUMBER;
     }
-    tree.listed[node] = found.count;
-    tree.bases[node] = found.base;
+    node.listed = found.count;
+    node.base = found.base;
     const double* line = mtp_line(tree, node);
-    double share = probability(tree.mtp_trust[0]);
+    double share = probability(*tree.mtp_trust);
     for (int at = 0; at < found.count; ++at) {
-        double layer = layer_odds(tree, number, found.tokens[at]);
-        double mixed = weighed(line, before(memory_odds[at], found.base), layer);
-        double without = before(memory_odds[at], FLOOR);  // with a share of zero there is no such token
-        found.odds[at] = without + share * (mixed - without);
-        if (at >= known && found.odds[at] >= NEGLIGIBLE)  // less likely ones would displace cells of the window
-            swap(tree, node, known++, at);
+        double layer = layer_odds(prediction, node.tokens[at]);
+        double mixed = weighed(line, before(node.memory_odds[at], node.base), layer);
+        double without = before(node.memory_odds[at], FLOOR);  // with a share of zero there is no such token
+        node.odds[at] = without + share * (mixed - without);
+        if (at >= known && node.odds[at] >= NEGLIGIBLE)  // less likely ones would displace cells of the window
+            swap(node, known++, at);
     }
-    tree.candidates[node] = known;
+    node.candidates = known;
 }
 
 // Returns the quantised log-odds of a token in a row; 0 if it is not listed.
@@ -185,41 +181,38 @@ int32_t value_of(const int32_t* row, int32_t token) {
 }
 
 // Returns the candidates' log-odds before any final mixing; NaN for tokens that only the layer suggests.
-const double* odds_before(const Tree& tree, int64_t node) {
-    return tree.predicted[node] >= 0 ? tree.memory_odds_of(node) : tree.odds_of(node);
-}
+const double* odds_before(const Node& node) { return node.prediction >= 0 ? node.memory_odds : node.odds; }
 
 bool takes_part(double log_odds, bool is_chosen) {
     return !std::isnan(log_odds) && (is_chosen || !(log_odds < NEGLIGIBLE));
 }
 
 // Updates the copy weights of a node by one gradient step per token.
-void learn_copies(Tree& tree, int64_t node, int64_t chosen, double rate) {
-    const int32_t* rows = tree.copy_rows_of(node);
-    double* weights = tree.copy_weights_of(tree.copy_line[node]);
-    const double* odds = odds_before(tree, node);
+void learn_copies(Tree& tree, const Node& node, int64_t chosen, double rate) {
+    double* weights = tree.copy_weights[node.copy_line];
+    const double* odds = odds_before(node);
     rate *= weights[COPY_KINDS + 1];
-    for (int at = 0; at < tree.candidates[node]; ++at) {
-        int32_t token = tree.tokens_of(node)[at];
+    for (int at = 0; at < node.candidates; ++at) {
+        int32_t token = node.tokens[at];
         if (!takes_part(odds[at], token == chosen)) continue;
         double error = (token == chosen ? 1.0 : 0.0) - probability(odds[at]);
         for (int kind = 0; kind < COPY_KINDS; ++kind)
-            weights[kind] += rate * error * (FLOOR + SCALE * value_of(rows + kind * WIDTH, token));
+            weights[kind] += rate * error * (FLOOR + SCALE * value_of(node.copy_rows[kind], token));
         weights[COPY_KINDS] += rate * error;
     }
 }
 
 // Updates weights and share of the final mixing by one gradient step on the coding cost.
-void learn_mtp(Tree& tree, int64_t node, int64_t chosen, double rate) {
-    int64_t number = tree.predicted[node];
+void learn_mtp(const Tree& tree, const Node& node, int64_t chosen, double rate) {
+    const Prediction& prediction = tree.predictions[node.prediction];
     double* line = mtp_line(tree, node);
-    double share = probability(tree.mtp_trust[0]), of_share = 0.0, gradient[MTP_INPUTS] = {};
-    for (int at = 0; at < tree.listed[node]; ++at) {
-        int32_t token = tree.tokens_of(node)[at];
-        double log_odds = tree.odds_of(node)[at], memory = tree.memory_odds_of(node)[at];
+    double share = probability(*tree.mtp_trust), of_share = 0.0, gradient[MTP_INPUTS] = {};
+    for (int at = 0; at < node.listed; ++at) {
+        int32_t token = node.tokens[at];
+        double log_odds = node.odds[at], memory = node.memory_odds[at];
         if (token != chosen && log_odds < NEGLIGIBLE) continue;
         double error = (token == chosen ? 1.0 : 0.0) - probability(log_odds);
-        double prior = before(memory, tree.bases[node]), layer = layer_odds(tree, number, token);
+        double prior = before(memory, node.base), layer = layer_odds(prediction, token);
         gradient[0] += error * prior;
         gradient[1] += error * layer;
         gradient[2] += error * std::max(prior, 0.0);
@@ -227,78 +220,72 @@ void learn_mtp(Tree& tree, int64_t node, int64_t chosen, double rate) {
         of_share += error * (weighed(line, prior, layer) - before(memory, FLOOR));
     }
     for (int kind = 0; kind < MTP_INPUTS; ++kind) line[kind] += MTP_RATE * rate * share * gradient[kind];
-    double moved = tree.mtp_trust[0] + TRUST_RATE * rate * share * (1.0 - share) * of_share;
-    tree.mtp_trust[0] = std::min(std::max(moved, -MOST_TRUST), MOST_TRUST);
+    double moved = *tree.mtp_trust + TRUST_RATE * rate * share * (1.0 - share) * of_share;
+    *tree.mtp_trust = std::min(std::max(moved, -MOST_TRUST), MOST_TRUST);
 }
 
 // Updates the weights of rows and notes by one gradient step on the coding cost.
-void learn_rows(Tree& tree, int64_t node, int64_t chosen, const Doubles& weights, double rate) {
-    Hits hits{tree.logit_hits[node], tree.text_hits[node]};
-    int note_kinds = tree.note_kinds[node];
+void learn_rows(Tree& tree, const Node& node, int64_t chosen, const Doubles& weights, double rate) {
+    Hits hits{node.logit_hits, node.text_hits};
     double gradient[END + 1] = {}, note_gradient[NOTE_KINDS] = {};
-    const double* odds = odds_before(tree, node);
-    for (int at = 0; at < tree.candidates[node]; ++at) {
-        int32_t token = tree.tokens_of(node)[at];
+    const double* odds = odds_before(node);
+    for (int at = 0; at < node.candidates; ++at) {
+        int32_t token = node.tokens[at];
         if (!takes_part(odds[at], token == chosen)) continue;
         double error = (token == chosen ? 1.0 : 0.0) - probability(odds[at]);
         for (int kind = 0; kind < END; ++kind)
-            if (has_row(hits, kind))
-                gradient[kind] += error * (FLOOR + SCALE * value_of(tree.rows_of(node) + kind * WIDTH, token));
+            if (has_row(hits, kind)) gradient[kind] += error * (FLOOR + SCALE * value_of(node.rows[kind], token));
         for (int kind = 0; kind < NOTE_KINDS; ++kind)
-            if (note_kinds >> kind & 1)
-                note_gradient[kind] += error * (FLOOR + SCALE * value_of(tree.note_rows_of(node) + kind * WIDTH, token));
+            if (node.note_kinds >> kind & 1)
+                note_gradient[kind] += error * (FLOOR + SCALE * value_of(node.note_rows[kind], token));
         gradient[END] += error;
     }
     double* line = line_of(weights, hits);
     for (int kind = 0; kind <= END; ++kind) line[kind] += rate * gradient[kind];
-    if (note_kinds == 0) return;
-    double* notes = tree.note_line(note_kinds);
+    if (node.note_kinds == 0) return;
+    double* notes = tree.note_weights[node.note_kinds];
     for (int kind = 0; kind < NOTE_KINDS; ++kind) notes[kind] += rate * note_gradient[kind];
     notes[NOTE_KINDS] += rate * gradient[END];
 }
 
 }  // namespace
 
-int64_t note_slot(const Tree& tree, int64_t place, int64_t token) {
+Note& note_at(Tree& tree, int64_t place, int64_t token) {
     uint64_t state = lengthened(lengthened(SEED, place), token);
-    return static_cast<int64_t>((state >> 40) % static_cast<uint64_t>(tree.note_slots));
+    return tree.notes[(state >> 40) % tree.notes.size()];
 }
 
-void expand(Tree& tree, int64_t node, const Tables& tables) {
-    if (tree.logit_hits[node] >= 0) return;
-    Hits hits = find_rows(tables.young, tables.old, tree.tail(node), tree.rows_of(node));
-    int kinds = recall(tree, tree.used[ROOT] + tree.depths[node], tree.ids[node], tree.note_rows_of(node)), line = -1;
-    if (tree.match_counts[node] > 0)
-        line = write_copy_rows(tree, node, tree.copy_rows_of(node)) + copy_set(tree, tree.matches_of(node)[0]);
-    tree.logit_hits[node] = hits.logits;
-    tree.text_hits[node] = hits.text;
-    tree.note_kinds[node] = kinds;
-    tree.copy_line[node] = line;
-    Candidates found = mix(tree, node, hits, kinds, line, tables.weights);
-    tree.candidates[node] = found.count;
-    if (tree.predicted[node] >= 0) mix_prediction(tree, node, found);
+void expand(Tree& tree, Node& node, const Tables& tables) {
+    if (node.logit_hits >= 0) return;
+    Hits hits = find_rows(tables.young, tables.old, node.tail, node.rows[0]);
+    node.logit_hits = hits.logits;
+    node.text_hits = hits.text;
+    node.note_kinds = recall(tree, node);
+    if (node.match_count > 0) node.copy_line = write_copy_rows(tree, node) + copy_set(tree, node.matches[0].next);
+    Candidates found = mix(tree, node, tables.weights);
+    node.candidates = found.count;
+    if (node.prediction >= 0) mix_prediction(tree, node, found);
 }
 
-int led_by_mtp(const Tree& tree, int64_t parent, int rank) {
-    double layer = layer_odds(tree, tree.predicted[parent], tree.tokens_of(parent)[rank]);
-    return layer > std::max(before(tree.memory_odds_of(parent)[rank], tree.bases[parent]), FLOOR) ? 1 : 0;
+int led_by_mtp(const Tree& tree, const Node& parent, int rank) {
+    double layer = layer_odds(tree.predictions[parent.prediction], parent.tokens[rank]);
+    return layer > std::max(before(parent.memory_odds[rank], parent.base), FLOOR) ? 1 : 0;
 }
 
-void bring_forward(Tree& tree, int64_t node, int rank) {
-    const double* odds = tree.odds_of(node);
+void bring_forward(Node& node, int rank) {
     int best = rank;
-    for (int at = rank + 1; at < tree.candidates[node]; ++at)
-        if (odds[at] > odds[best]) best = at;
-    swap(tree, node, rank, best);
+    for (int at = rank + 1; at < node.candidates; ++at)
+        if (node.odds[at] > node.odds[best]) best = at;
+    swap(node, rank, best);
 }
 
 void learn_weights(Tree& tree, const Tables& tables, const Longs& path, const Longs& chosen, double rate) {
     for (int64_t step = 0; step < path.rows; ++step) {
-        int64_t node = path[step];
+        Node& node = tree.nodes[path[step]];
         expand(tree, node, tables);
         learn_rows(tree, node, chosen[step], tables.weights, rate);
-        if (tree.copy_line[node] >= 0) learn_copies(tree, node, chosen[step], rate);
-        if (tree.predicted[node] >= 0) learn_mtp(tree, node, chosen[step], rate);
+        if (node.copy_line >= 0) learn_copies(tree, node, chosen[step], rate);
+        if (node.prediction >= 0) learn_mtp(tree, node, chosen[step], rate);
     }
 }
 

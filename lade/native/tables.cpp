@@ -125,20 +125,14 @@ Hits find_rows(const Ints& young, const Ints& old, const int32_t* tail, int32_t*
     return {logits - LOGITS, text - TEXT};
 }
 
+int64_t learn_logits(const Tables& tables, const int32_t* tail, const int32_t* row) {
+    return take_in(tables.young, tables.old, tail, row, LOGITS, TEXT);
+}
+
 int64_t learn_token(const Tables& tables, const int32_t* tail, int64_t token) {
     int32_t certain[WIDTH];
     write_certain(token, certain);
     return take_in(tables.young, tables.old, tail, certain, TEXT, END);
-}
-
-// Stores the rows of a tree and the tokens that followed in the text; returns false, with nothing stored, without room.
-bool learn_step(Tables& tables, const int32_t* tails, const Ints& rows, const Longs& path, const Longs& chosen) {
-    if (tables.taken + TEXT * rows.rows + room_for(path.rows) > tables.most) return false;
-    for (int64_t row = 0; row < rows.rows; ++row)
-        tables.taken += take_in(tables.young, tables.old, tails + row * LONGEST, rows.row(row), LOGITS, TEXT);
-    for (int64_t at = 0; at < path.rows; ++at)
-        tables.taken += learn_token(tables, tails + path[at] * LONGEST, chosen[at]);
-    return true;
 }
 
 }  // namespace lade

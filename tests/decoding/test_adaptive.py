@@ -11,13 +11,14 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memories import downhill, filled_memory, is_undecided, known, likeliest, mixed, said_of
+from reference.tree import parts_of
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
-from lade.decoding.drafting import best_first as growth_module
 from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
 from lade.decoding.drafting.controller import LARGEST, Controller, FixedBudget
 from lade.decoding.drafting.drafter import Draft, Guess
+from lade.decoding.kernels import native_tree as growth_module
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.decoding.readout import read
 from lade.decoding.tree import ROOT, TokenTree
@@ -141,7 +142,7 @@ def test_the_window_gets_what_the_memory_leaves():
     drafter = drafter_of(Memory(), FixedBudget(24), text)
     shares = []
     for _ in range(60):
-        drafter._grower.work.notes.fill(-1)  # of places; they would leave nothing from the second step on
+        parts_of(drafter._tree)["notes"]["place"] = -1  # of places; they would leave nothing from the second step on
         shares.append(cells(step(drafter, text, lambda text: (text[-1] + 1) % VOCABULARY)[0].tree))
     assert shares[0] > 0 == shares[-1]
     assert max(shares) >= (LEAST_COLUMNS - 1) * (NGRAM - 1)
@@ -196,10 +197,10 @@ def test_weights_are_learned_from_the_rows_of_the_nodes_that_were_reached(seed, 
     text, follow = list(prompt), follow_of(1, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lade.decoding.drafting.memory.RATE", 1e-9)  # so small that it does not matter who comes first
-        patch.setattr(growth_module.TreeGrower, "read", lambda self, tokens: None)  # what earlier places say is added
+        patch.setattr(growth_module.NativeTree, "read", lambda self, tokens: None)  # what earlier places say is added
         for _ in range(6):
             before, weights = list(text), memory.weights.copy()
-            drafter._grower.work.notes.fill(-1)  # nothing is noted of any place: what notes say is added
+            parts_of(drafter._tree)["notes"]["place"] = -1  # nothing is noted of any place: what notes say is added
             draft = drafter.draft(text, None)
             readout = read(logits_of(draft.tree, text, follow))
             verdict = walk(draft.tree, readout.argmax_ids.__getitem__, lambda token: text.append(token) or False)

@@ -1,6 +1,8 @@
-"""TreeGrower: trees that have the likeliest nodes of all, and what the memory knows at each of them."""
+"""NativeTree: trees that have the likeliest nodes of all, and what the memory knows at each of them."""
 
-from collections.abc import Callable, Sequence
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -19,10 +21,11 @@ from memories import (
     rows_of,
     said_of,
 )
+from reference.tree import NODE, Tree
 
-from lade.decoding.drafting import best_first as module
-from lade.decoding.drafting.best_first import OPTIMISM, TreeGrower
+from lade.decoding.kernels import native_tree as module
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
+from lade.decoding.kernels.native_tree import OPTIMISM, NativeTree
 from lade.decoding.tree import ROOT, TokenTree
 from lade.memory import Memory
 
@@ -74,9 +77,15 @@ def naive_scores(
     return taken
 
 
-def grown(growth: TreeGrower, text: Sequence[int], count: int) -> TokenTree:
+def ancestors(tree: TokenTree, node: int) -> Iterator[int]:
+    while node != ROOT:
+        node = tree.parents[node]
+        yield node
+
+
+def grown(growth: NativeTree, text: Sequence[int], count: int) -> TokenTree:
     tree = TokenTree(text[-1])
-    growth.hang(tree, count)
+    growth.copy_to(tree, count)
     return tree
 
 
@@ -100,10 +109,9 @@ def test_a_tree_has_the_likeliest_nodes_of_all(seed, text, stages, max_depth, ex
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "OPTIMISM", 1.0)
-        growth = TreeGrower(excluded, vocabulary)
+        growth = NativeTree(excluded, vocabulary)
         for _ in range(2):  # the second tree of a growth is as good as the first
-            growth.begin(text)
-            scores = growth.grow(memory, stages, max_depth)
+            scores = growth.grow(memory.bound, text, stages, max_depth)
             assert scores == pytest.approx(naive_scores(memory, text, stages, max_depth, allowed), rel=1e-9)
     assert all(map(allowed, grown(growth, text, len(scores)).ids[1:]))
 
@@ -111,9 +119,8 @@ def test_a_tree_has_the_likeliest_nodes_of_all(seed, text, stages, max_depth, ex
 @given(seeds, texts, st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 0.3)), min_size=1, max_size=4), depths)
 def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages, max_depth):
     """In any number of stages. A node may come too late by as much as the promise was too low."""
-    memory, growth = filled_memory(seed), TreeGrower()
-    growth.begin(text)
-    scores, before = growth.grow(memory, stages, max_depth), 1
+    memory, growth = filled_memory(seed), NativeTree()
+    scores, before = growth.grow(memory.bound, text, stages, max_depth), 1
     tree = grown(growth, text, len(scores))
     for size, least in stages:
         assert all(score > least for score in scores[before:size])
@@ -137,65 +144,54 @@ def test_nodes_come_in_falling_order_with_their_probabilities(seed, text, stages
 
 def test_a_size_that_is_not_reached_ends_growth():
     """What a later stage would take is not taken then: what is too unlikely now stays so."""
-    memory, growth = filled_memory(0, texts=100), TreeGrower()
-    growth.begin([1, 2, 3])
-    few = len(growth.grow(memory, [(30, 0.3)]))
-    growth.begin([1, 2, 3])
-    assert 1 < few == len(growth.grow(memory, [(30, 0.3), (31, 0.0)])) < 30
-    growth.begin([1, 2, 3])
-    assert len(growth.grow(memory, [(few, 0.3), (few + 5, 0.0)])) == few + 5
+    memory, growth = filled_memory(0, texts=100), NativeTree()
+    few = len(growth.grow(memory.bound, [1, 2, 3], [(30, 0.3)]))
+    assert 1 < few == len(growth.grow(memory.bound, [1, 2, 3], [(30, 0.3), (31, 0.0)])) < 30
+    assert len(growth.grow(memory.bound, [1, 2, 3], [(few, 0.3), (few + 5, 0.0)])) == few + 5
 
 
 @pytest.mark.parametrize("promise", (0.3, 0.7, 1.0))
 def test_a_low_promise_changes_the_order_and_not_the_scores(promise, monkeypatch):
-    memory, growth = filled_memory(1, texts=100), TreeGrower()
-    growth.begin([1, 2, 3])
-    usual = growth.grow(memory, [(40, 0.0)])
+    memory, growth = filled_memory(1, texts=100), NativeTree()
+    usual = growth.grow(memory.bound, [1, 2, 3], [(40, 0.0)])
     monkeypatch.setattr(module, "OPTIMISM", promise)
-    growth.begin([1, 2, 3])
-    scores = growth.grow(memory, [(40, 0.0)])
+    scores = growth.grow(memory.bound, [1, 2, 3], [(40, 0.0)])
     assert sum(scores) >= (0.8 if promise < 0.7 else 1.0) * sum(usual) - 1e-9
 
 
 def test_trees_may_be_large():
     """Larger than there is room for at first, and none the worse for it."""
     memory = filled_memory(2, texts=2000)
-    small, large = TreeGrower(), TreeGrower()
+    small, large = NativeTree(), NativeTree()
     for growth, sizes in ((small, [100, 100]), (large, [1500])):
-        growth.begin([1, 2, 3])
         for size in sizes:
-            scores = growth.grow(memory, [(size, 0.0)])
+            scores = growth.grow(memory.bound, [1, 2, 3], [(size, 0.0)])
         assert len(scores) == sizes[-1]
     naive = naive_scores(memory, [1, 2, 3], [(100, 0.0)], None, anything)
-    assert sum(large.grow(memory, [(1500, 0.0)])[:100]) > 0.95 * sum(naive)
+    assert sum(large.grow(memory.bound, [1, 2, 3], [(1500, 0.0)])[:100]) > 0.95 * sum(naive)
     assert grown(large, [1, 2, 3], 100).ids == grown(small, [1, 2, 3], 100).ids
 
 
-def test_growth_goes_on_where_it_stopped():
-    """One grows on in the same tree, whatever room that takes."""
-    memory, growth, at_once = filled_memory(3, texts=500), TreeGrower(), TreeGrower()
-    growth.begin([1, 2, 3])
-    for size in (5, 50, 500):
-        scores = growth.grow(memory, [(size, 0.0)])
-        assert len(scores) == size
-    at_once.begin([1, 2, 3])
-    assert at_once.grow(memory, [(500, 0.0)]) == scores
+def test_growth_in_stages_is_that_at_once():
+    """Whatever room that takes."""
+    memory, growth, at_once = filled_memory(3, texts=500), NativeTree(), NativeTree()
+    scores = growth.grow(memory.bound, [1, 2, 3], [(5, 0.0), (50, 0.0), (500, 0.0)])
+    assert len(scores) == 500
+    assert at_once.grow(memory.bound, [1, 2, 3], [(500, 0.0)]) == scores
     assert grown(at_once, [3], 500).ids == grown(growth, [3], 500).ids
 
 
 def test_nothing_grows_where_nothing_is_known():
-    growth = TreeGrower()
-    growth.begin([1, 2, 3])
-    assert growth.grow(Memory(), [(5, 0.0)]) == [1.0]
-    assert growth.grow(Memory(), [(1, 0.0), (9, 0.5)]) == [1.0]
+    growth = NativeTree()
+    assert growth.grow(Memory().bound, [1, 2, 3], [(5, 0.0)]) == [1.0]
+    assert growth.grow(Memory().bound, [1, 2, 3], [(1, 0.0), (9, 0.5)]) == [1.0]
     assert grown(growth, [3], 1).ids == [3]
 
 
 def test_one_token_is_a_text():
-    memory, growth = Memory(), TreeGrower()
+    memory, growth = Memory(), NativeTree()
     learn(memory, [[3]], [{4: 255}])
-    growth.begin([3])
-    assert len(growth.grow(memory, [(9, 0.0)])) == 2 and grown(growth, [3], 2).ids == [3, 4]
+    assert len(growth.grow(memory.bound, [3], [(9, 0.0)])) == 2 and grown(growth, [3], 2).ids == [3, 4]
 
 
 # ------------------------------------------------------------------------------------------------ hanging and following
@@ -204,13 +200,12 @@ def test_one_token_is_a_text():
 @given(seeds, texts, st.integers(2, 30), st.integers(1, 30), st.lists(texts, max_size=4), st.data())
 def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, text, size, kept, planted, data):
     """A node that was cut off and one that was planted later may have the same number."""
-    memory, fresh, growth = filled_memory(seed), Memory(), TreeGrower()
-    growth.begin(text)
-    kept = min(kept, len(growth.grow(memory, [(size, 0.0)])))
+    memory, fresh, growth = filled_memory(seed), Memory(), NativeTree()
+    kept = min(kept, len(growth.grow(memory.bound, text, [(size, 0.0)])))
     tree = grown(growth, text, kept)
     for path in planted:
         tree.add_path(path, "window")
-    growth.follow(tree, kept)
+    growth.extend(tree, kept)
 
     paths = [path_to(tree, node) for node in range(len(tree))]
     reached = data.draw(st.lists(st.sampled_from(range(len(tree))), max_size=5, unique=True))
@@ -223,10 +218,10 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lade.decoding.drafting.memory.RATE", 1e-9)  # so small that it does not matter who comes first
         memory.weights = weights.copy()
-        growth.learn(memory, reached, chosen, rows_of([{}] * len(tree)))
+        memory.learn_tree(growth, rows_of([{}] * len(tree)), reached, chosen)
     assert (memory.weights - weights) / 1e-9 == pytest.approx(expected, abs=1e-3)
 
-    growth.learn(fresh, [], [], rows_of([{100 + node: 255} for node in range(len(tree))]))
+    fresh.learn_tree(growth, rows_of([{100 + node: 255} for node in range(len(tree))]), [], [])
     ends: dict[tuple[int, ...], list[int]] = {}
     for node, path in enumerate(paths):
         ends.setdefault(tuple((text + path)[-max(ORDERS) :]), []).append(node)
@@ -239,40 +234,45 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
 
 @given(seeds, texts, st.integers(1, 20))
 def test_what_was_chosen_is_what_followed(seed, text, size):
-    memory, growth = filled_memory(seed), TreeGrower()
-    growth.begin(text)
-    tree = grown(growth, text, len(growth.grow(memory, [(size, 0.0)])))
-    growth.follow(tree, len(tree))
+    memory, growth = filled_memory(seed), NativeTree()
+    tree = grown(growth, text, len(growth.grow(memory.bound, text, [(size, 0.0)])))
+    growth.extend(tree, len(tree))
     node = len(tree) - 1
     fresh = Memory()
-    growth.learn(fresh, [node], [77], rows_of([{}] * len(tree)))
+    fresh.learn_tree(growth, rows_of([{}] * len(tree)), [node], [77])
     assert known(fresh, text + path_to(tree, node))[1] == [{77: 255}] * len(TEXT_ORDERS)
 
 
+@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, pickle.dumps))
+def test_a_tree_is_not_copied(copied):
+    """A copy would use what C++ has freed."""
+    with pytest.raises(TypeError, match="NativeTree cannot be copied"):
+        copied(NativeTree())
+
+
 def test_planted_trees_may_be_large():
-    growth, tree, text = TreeGrower(), TokenTree(3), [1, 2, 3]
-    growth.begin(text)
+    growth, tree, text = NativeTree(), TokenTree(3), [1, 2, 3]
+    growth.start(text)
     for start in range(40):
         tree.add_path(range(100 * start, 100 * start + 30), "window")
-    growth.follow(tree, 1)
+    growth.extend(tree, 1)
     memory = Memory()
-    growth.learn(memory, [], [], rows_of([{node % 1000: 255} for node in range(len(tree))]))
+    memory.learn_tree(growth, rows_of([{node % 1000: 255} for node in range(len(tree))]), [], [])
     for node in (0, 1, 200, len(tree) - 1):
         assert node % 1000 in known(memory, text + path_to(tree, node))[0][-1]
 
 
 def test_what_is_known_at_a_node_stays_with_it_when_others_are_dropped():
-    """Of every array with an entry for each node, whatever is added to them."""
-    grower, kept = TreeGrower(), [0, 2, 5, 7]
-    work = grower.work
-    per_node = {name: array for name, array in work._asdict().items() if len(array) == len(work.ids)}
-    assert {"ids", "parents", "scores", "rows", "odds", "copy_rows"} < per_node.keys()
-    for number, array in enumerate(per_node.values()):
-        array[:] = (np.arange(array.size) + number).reshape(array.shape)
-    work.parents[:8] = [ROOT, 0, 0, 1, 1, 2, 3, 5]
-    before = {name: array.copy() for name, array in per_node.items()}
-    grower.keep(kept)
-    for name, array in per_node.items():
-        if name != "parents":
-            assert np.array_equal(array[:4], before[name][kept]) and np.array_equal(array[4:], before[name][4:]), name
-    assert work.parents[:4].tolist() == [ROOT, 0, 1, 2]
+    """In every column."""
+    growth, memory, text = NativeTree(), filled_memory(3, texts=100), [1, 2, 3]
+    tree = grown(growth, text, len(growth.grow(memory.bound, text, [(12, 0.0)])))
+    kept = [node for node in range(len(tree)) if 1 not in (node, *ancestors(tree, node))]
+    before = Tree(growth)
+    growth.keep(kept)
+    after = Tree(growth)
+    assert 3 < after.count == len(kept) < len(tree)
+    assert after.parent[1 : after.count].tolist() == [kept.index(tree.parents[node]) for node in kept[1:]]
+    for name in NODE.names:
+        if name != "parent":
+            assert after.nodes[name][: after.count].tobytes() == before.nodes[name][kept].tobytes(), name
+    assert growth.paths(after.count) == [tuple(path_to(tree, node)) for node in kept]

@@ -2,10 +2,10 @@
 
 import contextlib
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,18 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import rows_of, tails_of
 from reference import mixing
+from reference.tree import Tree
 
 import lade
 from lade import native
 from lade.decoding import readout
-from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpWeights
-from lade.decoding.kernels import growth, layout, tables
-from lade.decoding.kernels.growth import Requests
-from lade.decoding.kernels.layout import BLOCK, END, LENGTHS, MTP_WIDTH, PREDICTED, TEXT, WIDTH
+from lade.decoding.kernels import layout, native_tree, tables
+from lade.decoding.kernels.layout import BLOCK, END, MTP_WIDTH, TEXT, WIDTH
+from lade.decoding.kernels.native_tree import Columns, NativeTree, Requests
 from lade.decoding.kernels.tables import Tables
-from lade.decoding.kernels.work import Held
 from lade.decoding.tree import TokenTree
 from lade.engines import drafter
 from lade.native.kernel import NativeKernel
@@ -38,9 +37,13 @@ def clone(argument):
         case Requests():
             parts = {id(part): part for pair in argument.pairs for part in pair}  # requests share tables
             copies = {key: clone(part) for key, part in parts.items()}
-            return Requests([tuple(copies[id(part)] for part in pair) for pair in argument.pairs])
-        case Held():
-            return Held(argument.work._make(array.copy() for array in argument.work))
+            return SimpleNamespace(pairs=[tuple(copies[id(part)] for part in pair) for pair in argument.pairs])
+        case NativeTree():
+            return Tree(argument)
+        case Columns():
+            copy = Columns(len(argument.scores))
+            copy.numbers[:], copy.scores[:] = argument.numbers, argument.scores
+            return copy
         case Tables():
             copy = Tables(argument.young.copy(), argument.old.copy(), argument.weights.copy())
             copy.limit(argument.taken, argument.most)
@@ -52,11 +55,15 @@ def clone(argument):
 
 def arrays_of(argument):
     match argument:
-        case Requests():
+        case Requests() | SimpleNamespace():
             parts = enumerate(part for pair in argument.pairs for part in pair)
             return {(at, name): array for at, part in parts for name, array in arrays_of(part).items()}
-        case Held():
-            return argument.work._asdict()
+        case NativeTree():
+            return Tree(argument).arrays()
+        case Tree():
+            return argument.arrays()
+        case Columns():
+            return {"numbers": argument.numbers, "scores": argument.scores}
         case Tables():
             counts = np.array([argument.taken, argument.most])
             return {"counts": counts, **{name: getattr(argument, name) for name in Tables.__slots__}}
@@ -88,9 +95,9 @@ class Both:
 @contextlib.contextmanager
 def both():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (growth, tables, readout, drafter):
+        for module in (native_tree, tables, readout, drafter):
             for name, thing in list(vars(module).items()):
-                if isinstance(thing, NativeKernel):
+                if isinstance(thing, NativeKernel) and thing.__name__ not in ("_new_tree", "_free_tree"):
                     patch.setattr(module, name, Both(thing))
         yield
 
@@ -106,22 +113,20 @@ def some_rows(rng, count):
 
 def predict(grower, rng):
     """Predictions of an MTP layer after the root and two of its children."""
-    work, count = grower.work, int(rng.integers(1, 4))
-    work.mtp_tokens[:count] = [rng.permutation(20)[:MTP_WIDTH] for _ in range(count)]
-    work.mtp_tokens[:count, rng.integers(1, MTP_WIDTH) :] = -1
-    work.mtp_odds[:count] = rng.normal(-2, 4, (count, MTP_WIDTH))
-    work.mtp_parents[:count], work.mtp_depths[:count] = [-1, 0, 0][:count], [1, 2, 2][:count]
-    work.mtp_ids[:count] = rng.integers(0, 12, count)
-    work.used[PREDICTED] = count
+    count = int(rng.integers(1, 4))
+    tokens = np.array([rng.permutation(20)[:MTP_WIDTH] for _ in range(count)], np.int32)
+    tokens[:, rng.integers(1, MTP_WIDTH) :] = -1
+    places = [(parent, int(rng.integers(0, 12)), depth) for parent, depth in [(-1, 1), (0, 2), (0, 2)][:count]]
+    grower.add_predictions(places, tokens, rng.normal(-2, 4, (count, MTP_WIDTH)))
 
 
 @compiled
-@given(st.integers(0, 2**32), st.booleans(), st.booleans())
-def test_steps_are_the_same(seed, chain, mtp):
+@given(st.integers(0, 2**32), st.booleans())
+def test_steps_are_the_same(seed, mtp):
     rng = np.random.default_rng(seed)
     memory = ContextMemory(int(rng.choice([4096, 2**16])))
     memory.weights += rng.normal(0, 0.2, memory.weights.shape)
-    grower = TreeGrower(rng.integers(0, 12, 2).tolist(), int(rng.integers(6, 14)), room=int(rng.integers(4, 20)))
+    grower = NativeTree(rng.integers(0, 12, 2).tolist(), int(rng.integers(6, 14)))
     if mtp:
         weights = MtpWeights()
         weights.lines[:] += rng.normal(0, 0.3, weights.lines.shape)
@@ -138,34 +143,39 @@ def test_steps_are_the_same(seed, chain, mtp):
             grower.drop_predictions()
             if mtp:
                 predict(grower, rng)
-            grower.begin(text, [] if chain else rng.integers(0, 12, rng.integers(0, 3)).tolist())
-            if chain:
-                count = grower.grow_chain(memory, int(rng.integers(1, 12)), rng.random() * 0.3, rng.random(), 8.0)
-            else:
-                stages = [(int(rng.integers(2, 20)), rng.random() * 0.1), (30, 0.01)]
-                depth = None if rng.random() < 0.5 else int(rng.integers(0, 9))
-                count = len(grower.grow(memory, stages, depth))
+            stages = [(int(rng.integers(2, 20)), rng.random() * 0.1), (30, 0.01)]
+            depth = None if rng.random() < 0.5 else int(rng.integers(0, 9))
+            lead = rng.integers(0, 12, rng.integers(0, 3)).tolist()
+            count = len(grower.grow(memory.bound, text, stages, depth, lead))
+            grower.candidates(memory.bound, int(rng.integers(0, count)))
+            if rng.random() < 0.3:
+                dropped = {int(rng.integers(1, 30))}
+                for node, parent in enumerate(Tree(grower).parent[:count].tolist()):
+                    dropped |= {node} if parent in dropped else set()
+                kept = [node for node in range(count) if node not in dropped]
+                grower.keep(kept)
+                count = len(kept)
             tree = TokenTree(text[-1])
-            grower.hang(tree, count)
+            grower.copy_to(tree, count)
             tree.add_path(rng.integers(0, 12, 3).tolist(), "other")
-            grower.follow(tree, count)
+            grower.extend(tree, count)
             path = sorted({0, *rng.integers(0, len(tree), 2).tolist()})
             chosen = rng.integers(0, 12, len(path)).tolist()
-            grower.learn(memory, path, chosen, some_rows(rng, len(tree)))
-            text += chosen
+            memory.learn_tree(grower, some_rows(rng, len(tree)), path, chosen)
+            grower.contexts(path)
+            text = text[: -rng.integers(1, 9)] + chosen if rng.random() < 0.3 else text + chosen
 
 
 @compiled
 def test_candidates_of_one_place_in_their_hash_table_are_told_apart():
     same = [token for token in range(2**15) if (token * 0x9E3779B1 & 0xFFFFFFFF) >> 24 == 7]
-    memory, grower, text = ContextMemory(2**16), TreeGrower(), [5, 6, 7]
+    memory, grower, text = ContextMemory(2**16), NativeTree(), [5, 6, 7]
     with both():
         for end in range(1, 4):  # each context has other tokens
             rows = rows_of([{token: 200 - 10 * place for place, token in enumerate(same[6 * end : 6 * end + 6])}])
             memory.learn(tails_of([[*[9] * (3 - end), *text[-end:]]]), rows)
         memory.learn(tails_of([text]), rows_of([dict.fromkeys(same[:6], 100)]))
-        grower.begin(text)
-        assert len(grower.grow(memory, [(30, 0.0)], 1)) > 6
+        assert len(grower.grow(memory.bound, text, [(30, 0.0)], 1)) > 6
 
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=9)
@@ -223,24 +233,8 @@ def test_the_comparison_sees_a_difference(monkeypatch):
         patch.setattr(mixing, "_NEGLIGIBLE", -4.0)
         with pytest.raises(AssertionError, match="learn_tree"):
             for seed in range(20):
-                test_steps_are_the_same.hypothesis.inner_test(seed, False, False)
+                test_steps_are_the_same.hypothesis.inner_test(seed, False)
     assert Both.calls > 0
-
-
-def test_constants_are_the_same_in_both_languages():
-    text = (Path(native.__file__).parent / "drafting.h").read_text()
-    scalars = {
-        name: value
-        for names in re.findall(r"constexpr (?:int|int32_t|double) ([^;]*);", text)
-        for name, value in re.findall(r"([A-Z_]+) = (-?[\d.e-]+)(?=,|$)", names)
-    }
-    assert len(scalars) > 15
-    for name, value in scalars.items():
-        assert float(value) == getattr(layout, name, None), name
-    (lengths,) = re.findall(r"LENGTHS\[\] = \{([^}]*)\}", text)
-    assert tuple(map(int, lengths.split(","))) == LENGTHS
-    (counters,) = re.findall(r"enum Counter \{([^}]*)\}", text)
-    assert [getattr(layout, name.strip()) for name in counters.split(",")] == list(range(7))
 
 
 WITHOUT = """

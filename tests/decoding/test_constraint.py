@@ -69,14 +69,12 @@ def test_nodes_that_stay_keep_their_contexts():
     free = AdaptiveDrafter(filled_memory(1), FixedBudget(24))
     context = [3, 1, 4]
     assert len(paths_of(free.draft(context, None).tree)) > len(paths_of(drafter.draft(context, None).tree)) > 1
-    grower = drafter._grower
+    grower = drafter._tree
     tree = drafter.draft(context, None).tree
     tails = [[*context, *path][::-1] for path in paths_of(tree)]
     for node, tail in enumerate(tails):
-        known = grower.work.tails[node].tolist()
+        known = grower.contexts([node])[0].tolist()
         assert known[: len(tail)] == tail[: len(known)]
-    assert grower.work.parents[: len(tree)].tolist() == tree.parents
-    assert grower.work.depths[: len(tree)].tolist() == tree.depths
 
 
 @pytest.mark.parametrize("lead", [[], [7], [7, 8, 9, 1, 2, 3]])

@@ -12,7 +12,6 @@ from lade import native
 from lade.decoding.drafting.memory import context_of, prior_weights
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LENGTHS, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WEIGHT_SETS, WIDTH, Ints
-from lade.decoding.kernels.work import Work
 
 COLUMNS = 2 + WIDTH
 
@@ -242,17 +241,6 @@ def test_contexts_of_a_text_are_the_tails_of_its_beginnings(text, data):
     assert tails.dtype == np.int32 and tails.flags.c_contiguous
     assert tails.shape == (count, LONGEST)
     assert tails.tolist() == tails_of([text[: start + row + 1] for row in range(count)]).tolist()
-
-
-@given(st.integers(1, 5), st.integers(0, 9))
-def test_a_wider_tree_is_the_same_tree(room, more):
-    work = Work.of(room)
-    for number, column in enumerate(work):
-        column[...] = np.arange(column.size).reshape(column.shape) + number
-    wider = work.widened(room + more)
-    for before, after, fresh in zip(work, wider, Work.of(room + more), strict=True):
-        assert np.array_equal(after[: len(before)], before)
-        assert after.shape == fresh.shape and after.dtype == fresh.dtype
 
 
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")

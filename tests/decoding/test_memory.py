@@ -13,10 +13,10 @@ from memories import Reference, Row, known, learn, likeliest, random_rows, rows_
 
 from lade import native
 from lade.decoding.drafting import memory as module
-from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES, context_of
 from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
+from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.tree import TokenTree
 from lade.errors import ConfigError
 from lade.memory import Memory
@@ -194,17 +194,18 @@ def in_order(table: np.ndarray) -> np.ndarray:
 def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes):
     """To the slot, also where tables are changed over in the midst of it."""
     one, other, rng = Memory(max_bytes), Memory(max_bytes), np.random.default_rng(0)
-    grower, changes = TreeGrower(room=20), 0
+    grower, changes = NativeTree(), 0
     for _ in range(300):
         nodes, accepted, before = int(rng.integers(1, 20)), int(rng.integers(1, 4)), other._old
-        tree = TokenTree(2)
-        tree.add_path(range(nodes - 1), "other")
-        grower.begin([1, 2])
-        grower.follow(tree, 1)
-        tails, rows = tails_of(rng.integers(0, 40, (nodes, 9)).tolist()), random_rows(rng, nodes)
-        path, tokens = rng.integers(0, nodes, accepted), rng.integers(0, 40, accepted)
-        grower.work.tails[:nodes] = tails
-        one.learn_tree(grower.held, rows, path, tokens)
+        text, rows = rng.integers(0, 40, 9).tolist(), random_rows(rng, nodes)
+        tree, contexts = TokenTree(text[-1]), [text]
+        for number in range(1, nodes):
+            contexts.append([*contexts[number // 3], int(rng.integers(0, 40))])
+            tree.extend(contexts[-1][-1:], [number // 3], [len(contexts[-1]) - len(text)], "other")
+        grower.start(text)
+        grower.extend(tree, 1)
+        path, tokens, tails = rng.integers(0, nodes, accepted), rng.integers(0, 40, accepted), tails_of(contexts)
+        one.learn_tree(grower, rows, path, tokens)
         other.learn(tails, rows)
         other.learn_text(tails[path], tokens)
         assert one._taken == other._taken

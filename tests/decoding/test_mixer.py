@@ -19,8 +19,8 @@ from memories import (
     probability,
     rows_of,
 )
+from reference.tree import parts_of
 
-from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.memory import RATE, ContextMemory, prior_weights
 from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.kernels.layout import (
@@ -29,7 +29,6 @@ from lade.decoding.kernels.layout import (
     FLOOR,
     MTP_WIDTH,
     ORDERS,
-    PREDICTED,
     SCALE,
     TEXT,
     TEXT_ORDERS,
@@ -37,6 +36,7 @@ from lade.decoding.kernels.layout import (
     WIDTH,
     Doubles,
 )
+from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.tree import TokenTree
 from lade.memory import Memory
 
@@ -48,19 +48,18 @@ of_logits, of_text = st.lists(rows, max_size=len(ORDERS)), st.lists(rows, max_si
 
 def ranked(memory: Memory) -> list[tuple[int, float]]:
     """All tokens that may follow, with their probabilities, as trees have them."""
-    growth, tree = TreeGrower(), TokenTree(CONTEXT[-1])
-    growth.begin(CONTEXT)
-    scores = growth.grow(memory, [(1 + END * WIDTH, -1.0)], max_depth=1)
-    growth.hang(tree, len(scores))
+    growth, tree = NativeTree(), TokenTree(CONTEXT[-1])
+    scores = growth.grow(memory.bound, CONTEXT, [(1 + END * WIDTH, -1.0)], max_depth=1)
+    growth.copy_to(tree, len(scores))
     return list(zip(tree.ids[1:], scores[1:], strict=True))
 
 
 def taught(memory: Memory, *chosen: int) -> Doubles:
     """What is added to the weights when the model chooses these tokens in this context."""
-    before, growth = memory.weights.copy(), TreeGrower()
+    before, growth = memory.weights.copy(), NativeTree()
     for token in chosen:
-        growth.begin(CONTEXT)
-        growth.learn(memory, [0], [token], rows_of([{}]))
+        growth.start(CONTEXT)
+        memory.learn_tree(growth, rows_of([{}]), [0], [token])
     return memory.weights - before
 
 
@@ -205,15 +204,13 @@ def test_sums_that_say_more_than_two_rows_do_not_throw_off_the_final_mixing(sign
     for odds in (sign * 14.0, sign * 111.0):
         text, memory, weights = [1, 2, 3] * 4, ContextMemory(), MtpWeights()
         before = weights.lines.copy()
-        grower, tree = TreeGrower([], 12, room=16), TokenTree(text[-1])
+        grower, tree = NativeTree([], 12), TokenTree(text[-1])
         grower.use_mtp(weights.lines, weights.trust)
         grower.read(text)
-        work = grower.work
-        work.mtp_tokens[0], work.mtp_odds[0], work.mtp_parents[0], work.mtp_depths[0] = range(MTP_WIDTH), 0.5, -1, 1
-        work.used[PREDICTED] = 1
-        grower.begin(text, [])
-        grower.hang(tree, len(grower.grow(memory, [(8, 0.01)], None)))
-        work.memory_odds[0, : work.listed[0]] = odds
-        grower.learn(memory, [0], [5], rows_of([{5: 200}] * len(tree)))
+        grower.add_predictions([(-1, -1, 1)], np.arange(MTP_WIDTH, dtype=np.int32)[None], np.full((1, MTP_WIDTH), 0.5))
+        grower.copy_to(tree, len(grower.grow(memory.bound, text, [(8, 0.01)])))
+        root = parts_of(grower)["nodes"][0]
+        root["memory_odds"][: root["listed"]] = odds
+        memory.learn_tree(grower, rows_of([{5: 200}] * len(tree)), [0], [5])
         steps.append(weights.lines - before)
     assert np.array_equal(*steps) and np.abs(steps[0]).max() > 0.0

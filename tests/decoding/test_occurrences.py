@@ -9,24 +9,14 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import learn, rows_of
+from reference.tree import EACH, LATEST, MOST_MATCHES, Tree
 
 import lade
 from lade import LookaheadConfig, Stats
-from lade.decoding.drafting import best_first
-from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.factory import drafter_for
-from lade.decoding.kernels.layout import (
-    CEILING,
-    COPY_KINDS,
-    EACH,
-    FLOOR,
-    LATEST,
-    MOST_MATCHES,
-    PROMPT,
-    SCALE,
-    TOKEN,
-    WIDTH,
-)
+from lade.decoding.kernels import native_tree
+from lade.decoding.kernels.layout import CEILING, COPY_KINDS, FLOOR, SCALE, TOKEN, WIDTH
+from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row
 from lade.decoding.tree import ROOT, TokenTree
@@ -60,77 +50,74 @@ def places_of(text: list[int], path: list[int]) -> list[tuple[int, int]]:
     return kept
 
 
+def matches_of(tree: NativeTree, node: int) -> list[tuple[int, int]]:
+    """Place and length."""
+    parts = Tree(tree)
+    return [tuple(match) for match in parts.matches[node, : parts.match_count[node]].tolist()]
+
+
 @settings(max_examples=examples(60))
 @given(st.lists(texts, min_size=1, max_size=6), st.data())
 def test_links_are_those_of_the_text_that_was_read_last(pieces, data):
-    earlier, text = TreeGrower(), []
+    earlier, text = NativeTree(), []
     for piece in pieces:
         text = text[: data.draw(st.integers(0, len(text)))] + piece
         earlier.read(text)
-        assert earlier.work.text[: len(text)].tolist() == text
-        assert earlier.work.links[: len(text)].tolist() == links_of(text)
+        assert Tree(earlier).text == text and Tree(earlier).links == links_of(text)
 
 
 @given(st.lists(texts, min_size=1, max_size=6))
 def test_a_list_that_has_grown_is_read_on(pieces):
-    earlier, text = TreeGrower(), []
+    earlier, text = NativeTree(), []
     for piece in pieces:
         text += piece
         earlier.read(text)
-        assert earlier.work.text[: len(text)].tolist() == text
-        assert earlier.work.links[: len(text)].tolist() == links_of(text)
+        assert Tree(earlier).text == text and Tree(earlier).links == links_of(text)
 
 
 def test_a_text_whose_end_changes_again_and_again_is_read_as_ever():
-    """Tokens that occur no more must not fill the table of last occurrences."""
-    earlier = TreeGrower()
+    earlier = NativeTree()
     for number in range(60):
         text = [1, 2, 1, *range(100 * number, 100 * number + 99), 2]
         earlier.read(text)
-        assert earlier.work.links[: len(text)].tolist() == links_of(text)
-        assert (earlier.work.latest[:, 1] == -2).any()
+        assert Tree(earlier).links == links_of(text)
 
 
 def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
-    growth, text = TreeGrower(), random.Random(0).choices(range(4), k=3000)
+    growth, text = NativeTree(), random.Random(0).choices(range(4), k=3000)
     for end in (1000, 3000):
         growth.read(text[:end])
-        growth.begin(text[:end])
-        count = growth.work.match_counts[0]
-        pairs = zip(growth.work.matches[0, :count].tolist(), growth.work.match_lengths[0, :count].tolist(), strict=True)
-        assert count and list(pairs) == places_of(text[:end], [])
+        growth.start(text[:end])
+        assert matches_of(growth, 0) == places_of(text[:end], []) != []
 
 
 def test_long_texts_have_room():
-    earlier, text = TreeGrower(), random.Random(0).choices(range(9), k=5000)
+    earlier, text = NativeTree(), random.Random(0).choices(range(9), k=5000)
     for end in (1, 1000, 1025, 5000):
         earlier.read(text[:end])
-    assert earlier.work.links[:5000].tolist()[-500:] == links_of(text)[-500:]
+    assert Tree(earlier).links == links_of(text)
 
 
 @settings(max_examples=examples(60))
 @given(texts, st.lists(st.integers(0, 3), max_size=5))
 def test_a_node_has_the_places_behind_the_longest_ends_of_its_text(text, path):
-    growth, tree = TreeGrower(), TokenTree(text[-1])
+    growth, tree = NativeTree(), TokenTree(text[-1])
     growth.read(text)
-    growth.begin(text)
+    growth.start(text)
     tree.add_path(path, "pool")
-    growth.follow(tree, 1)
-    work = growth.work
+    growth.extend(tree, 1)
     for node in range(len(tree)):
-        count = work.match_counts[node]
-        pairs = zip(work.matches[node, :count].tolist(), work.match_lengths[node, :count].tolist(), strict=True)
-        assert list(pairs) == places_of(text, path[:node])
+        assert matches_of(growth, node) == places_of(text, path[:node])
 
 
 def test_what_followed_counts_as_often_as_it_did():
-    growth, tree = TreeGrower(), TokenTree(1)
+    growth, tree = NativeTree(), TokenTree(1)
     text = [1, 7, 1, 8, 1, 7, 2, 1, 9, 1]  # the end alone was followed by 7, 8, 7 and 9
     growth.read(text)
-    growth.begin(text)
-    growth.follow(tree, 1)
-    growth.learn(Memory(), [ROOT], [7], rows_of([{7: 255}]))  # asks about the root
-    latest, each = ([int(entry) for entry in growth.work.copy_rows[0, kind]] for kind in (LATEST, EACH))
+    growth.start(text)
+    growth.extend(tree, 1)
+    Memory().learn_tree(growth, rows_of([{7: 255}]), [ROOT], [7])  # asks about the root
+    latest, each = ([int(entry) for entry in Tree(growth).copy_rows[0, kind]] for kind in (LATEST, EACH))
     assert [entry & TOKEN for entry in latest] == [9, *[TOKEN] * (WIDTH - 1)]
     values = {entry & TOKEN: FLOOR + SCALE * (entry >> 21) for entry in each if entry & TOKEN != TOKEN}
     assert values == pytest.approx({9: np.log(1 / 3.4), 7: np.log(2 / 2.4), 8: np.log(1 / 3.4)}, abs=SCALE)
@@ -139,12 +126,11 @@ def test_what_followed_counts_as_often_as_it_did():
 
 def chance(text: list[int], *, read: bool) -> float:
     """Of 8, of which a memory is half sure behind a 3."""
-    memory, growth = Memory(), TreeGrower()
+    memory, growth = Memory(), NativeTree()
     learn(memory, [[3]], [{8: 150}])
     if read:
         growth.read(text)
-    growth.begin(text)
-    scores = growth.grow(memory, [(9, 0.0)])
+    scores = growth.grow(memory.bound, text, [(9, 0.0)])
     return dict(zip(growth.paths(len(scores)), scores, strict=True))[8,]
 
 
@@ -156,60 +142,69 @@ def test_agreement_raises_and_disagreement_lowers_what_the_memory_says():
 
 
 def test_nothing_is_told_of_another_text_than_the_one_that_was_read():
-    growth = TreeGrower()
+    growth = NativeTree()
     growth.read([1, 2, 3, 1])
-    growth.begin([1, 2, 3, 1, 2])
-    assert growth.grow(Memory(), [(5, 0.0)]) == [1.0]
+    assert growth.grow(Memory().bound, [1, 2, 3, 1, 2], [(5, 0.0)]) == [1.0]
     growth.read([1, 2, 3, 1, 2])
-    growth.begin([1, 2, 3, 1, 2])
-    growth.grow(Memory(), [(5, 0.0)])
+    growth.grow(Memory().bound, [1, 2, 3, 1, 2], [(5, 0.0)])
     assert growth.paths(2)[1] == (3,)
 
 
 def test_how_far_earlier_places_are_to_be_trusted_is_learned():
-    growth, text = TreeGrower(), [1, 2, 3]
+    growth, text = NativeTree(), [1, 2, 3]
     for end in range(60):
         text = [*text, 1, 2]  # never followed by what followed it before
         growth.read(text)
-        growth.begin(text)
-        growth.follow(TokenTree(2), 1)
+        growth.start(text)
+        growth.extend(TokenTree(2), 1)
         text = [*text, 50 + end]
-        growth.learn(Memory(), [ROOT], text[-1:], rows_of([{text[-1]: 255}]))
-    learned, prior = growth.work.copy_weights, TreeGrower().work.copy_weights
+        Memory().learn_tree(growth, rows_of([{text[-1]: 255}]), [ROOT], text[-1:])
+    learned, prior = Tree(growth).copy_weights, Tree(NativeTree()).copy_weights
     assert (learned[:, COPY_KINDS] < prior[:, COPY_KINDS]).any()
     assert (learned[-1] == prior[-1]).all(), "no end was so long"
 
 
-def told_set(text: list[int], prompt: int, growth: TreeGrower) -> int:
+def told_set(text: list[int], prompt: int, growth: NativeTree) -> int:
     """Which of the four sets of weights is in use behind a text."""
     growth.set_prompt(prompt)
     growth.read(text)
-    growth.begin(text)
-    growth.grow(Memory(), [(2, 0.0)])
-    return int(growth.work.copy_line[0]) // (len(growth.work.copy_weights) // 4)
+    growth.grow(Memory().bound, text, [(2, 0.0)])
+    parts = Tree(growth)
+    return int(parts.copy_line[0]) // (len(parts.copy_weights) // 4)
 
 
 def test_places_of_the_prompt_and_texts_that_are_copied_have_weights_of_their_own():
-    growth, prompt = TreeGrower(), list(range(100, 140))
+    growth, prompt = NativeTree(), list(range(100, 140))
     text = [*prompt, 7, 100]
     assert told_set(text, 40, growth) == 0
-    assert told_set(text, 0, TreeGrower()) == 1, "the place is in the answer"
+    assert told_set(text, 0, NativeTree()) == 1, "the place is in the answer"
     assert told_set([*prompt, *prompt[:15]], 40, growth) == 0
     text = [*prompt, *prompt[:16]]
     assert told_set(text, 40, growth) == 2
-    assert told_set(text, 10, TreeGrower()) == 3
+    assert told_set(text, 10, NativeTree()) == 3
     text += range(300, 362)
     assert told_set([*text, 130], 40, growth) == 2, "63 tokens further it is still likely"
     assert told_set([*text, 362, 130], 40, growth) == 0
+
+
+def test_before_the_first_copy_matches_are_trusted_and_taught_less():
+    before_prompt, before_answer, prompt, answer = Tree(NativeTree()).copy_weights.reshape(4, -1, COPY_KINDS + 2)
+    short = 4  # lines of one and two tokens
+    assert np.array_equal(before_prompt[short:, :-1], prompt[short:, :-1] / 2)
+    assert np.array_equal(before_prompt[:short], before_answer[:short])
+    for weights, factor in ((before_answer, 0.3), (before_prompt[short:], 1.0), (prompt, 1.0), (answer, 1.0)):
+        assert (weights[:, -1] == factor).all()
+    assert (np.abs(before_answer[:, :-1]).sum(axis=1) < np.abs(answer[:, :-1]).sum(axis=1)).all()
+    assert prompt[-1].tolist() == [0.56, 0.19, 0.08, 1.0]
 
 
 def test_the_prompt_is_known_where_an_encoder_has_read_another_text_before_it():
     drafter = drafter_for(LookaheadConfig(budget=4))
     drafter.begin([50, 51, 52, 1, 2, 3, 4], 6)
     drafter.draft([1, 2, 3, 4], None)
-    assert drafter._grower.work.used[PROMPT] == 3
+    assert Tree(drafter._tree).prompt == 3
     drafter.draft([1, 2, 3, 4, 5, 6], None)
-    assert drafter._grower.work.used[PROMPT] == 3
+    assert Tree(drafter._tree).prompt == 3
 
 
 def quotes() -> tuple[list[int], list[int]]:
@@ -240,7 +235,7 @@ def tokens_per_step(prompt: list[int], answer: list[int]) -> float:
 
 def test_short_quotes_are_drafted_from_their_first_tokens_on(monkeypatch):
     ours = tokens_per_step(*quotes())
-    monkeypatch.setattr(best_first.TreeGrower, "read", lambda self, tokens: None)
+    monkeypatch.setattr(native_tree.NativeTree, "read", lambda self, tokens: None)
     assert ours > 1.04 * tokens_per_step(*quotes())
 
 

@@ -68,7 +68,7 @@ def test_it_is_what_learning_one_by_one_is(seed, count, size, trees, data):
 def test_what_a_request_takes_is_free_when_it_has_ended():
     drafter, _ = begun(2, 2**16, False, np.random.default_rng(0))
     drafter.propose([0, 1], 4)
-    tree = weakref.ref(drafter._requests[0].grower)
+    tree = weakref.ref(drafter._requests[0].tree)
     drafter.end(0)
     gc.collect()
     assert tree() is None

@@ -35,7 +35,7 @@ from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernel
 from lade.backends.cpu.packing.weight import HugePages
 from lade.decoding import readout
 from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.kernels import growth, tables
+from lade.decoding.kernels import native_tree, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
 from lade.native.kernel import LONG_LIST, ArrayType
@@ -384,7 +384,7 @@ def test_logits_of_any_dtype_and_layout_are_read(logits):
 
 
 READERS = [readout._entries_of, readout._entries_of_bfloat16]
-KERNELS = [tables._learn, tables._look_up, tables._certain, *READERS, growth.learn_tree]
+KERNELS = [tables._learn, tables._look_up, tables._certain, *READERS, native_tree._learn_tree]
 
 
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")

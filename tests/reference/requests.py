@@ -7,48 +7,39 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.kernels.growth import Requests
-from lade.decoding.kernels.layout import END, READ, TEXT, Doubles, Ints
+from lade.decoding.kernels.layout import END, LONGEST, TEXT, Doubles, Ints
+from lade.decoding.kernels.native_tree import Requests
 from lade.decoding.kernels.tables import Tables
-from lade.decoding.kernels.work import Held
 from reference import growth, tables
+from reference.tree import Tree
 
 _LONGEST_PATH = 64  # tokens of a request that one call learns
 _NO_LIMIT = 2**31 - 1
 
 
-def propose(
+def _propose(
     requests: Requests,
     budgets: Sequence[int],
-    start: int,
     prices: Sequence[float],
-    excluded: Sequence[int],
-    vocabulary: int,
     trees: bool,
     ids: Ints,
     parents: Ints,
     scores: Doubles,
     ends: npt.NDArray[np.int64],
-) -> int:
-    """Draft what may follow the texts of requests, see `growth`."""
+) -> None:
+    """Draft what may follow the texts of requests."""
     price, news, first, promise = prices
-    end = int(ends[start - 1]) if start else 0
-    for at in range(start, len(budgets)):
-        (held, found), most = requests.pairs[at], budgets[at]
-        work = held.work
-        if most + 1 > len(work.ids):
-            return at
-        growth.plant(held, int(work.used[READ]) - 1, promise)
+    end = 0
+    for at, ((tree, found), most) in enumerate(zip(requests.pairs, budgets, strict=True)):
+        growth.plant(tree, len(tree.text) - 1, tree.text[-LONGEST:], promise)
         if trees:
             pairs = [(size, max(price - news / (first + size - 1), 0.0)) for size in range(2, most + 2)]
-            stages = [number for pair in pairs for number in pair]
-            count = growth.grow(held, found, stages, excluded, vocabulary, _NO_LIMIT, promise)
+            growth.grow(tree, found, [number for pair in pairs for number in pair], _NO_LIMIT, promise)
         else:
-            count = growth.grow_chain(held, found, excluded, vocabulary, most + 1, price, news, first)
-        span = slice(end, end := end + count - 1)
-        ids[span], parents[span], scores[span] = work.ids[1:count], work.parents[1:count] - 1, work.scores[1:count]
+            growth.grow_chain(tree, found, most + 1, price, news, first)
+        span, nodes = slice(end, end := end + tree.count - 1), slice(1, tree.count)
+        ids[span], parents[span], scores[span] = tree.id[nodes], tree.parent[nodes] - 1, tree.score[nodes]
         ends[at] = end
-    return len(budgets)
 
 
 def learn_requests(
@@ -69,15 +60,15 @@ def learn_requests(
     return len(drafted)
 
 
-def _learn_one(held: Held, found: Tables, drafted: int, tokens: list[int], rows: Ints, rate: float) -> bool:
+def _learn_one(tree: Tree, found: Tables, drafted: int, tokens: list[int], rows: Ints, rate: float) -> bool:
     """Learn a pass of one request; return False, with nothing changed, where that needs more room or another way."""
-    work, known = held.work, int(held.work.used[READ])
-    if drafted < 0 or not 0 < len(tokens) <= _LONGEST_PATH or known + len(tokens) > len(work.text):
+    known = len(tree.text)
+    if not 0 <= drafted < tree.count or not 0 < len(tokens) <= _LONGEST_PATH:
         return False
     path = [0]
     for token in tokens[:-1]:
         below = slice(path[-1] + 1, drafted + 1)
-        children = np.flatnonzero((work.parents[below] == path[-1]) & (work.ids[below] == token))
+        children = np.flatnonzero((tree.parent[below] == path[-1]) & (tree.id[below] == token))
         if not len(children):
             break
         path.append(path[-1] + 1 + int(children[0]))
@@ -87,10 +78,9 @@ def _learn_one(held: Held, found: Tables, drafted: int, tokens: list[int], rows:
     wanted = TEXT * len(rows) + _room_for(len(path)) + (_room_for(beyond) if beyond else 0)
     if found.taken + wanted > found.most:
         return False
-    growth.learn_tree(held, found, rows, path, tokens[: len(path)], rate)
-    growth.index_text(held, tokens)
-    start = known + len(path)
-    text = work.text[: known + len(tokens)].astype(np.int64)
+    growth._learn_tree(tree, found, rows, path, tokens[: len(path)], rate)
+    growth.index_text(tree, tokens)
+    start, text = known + len(path), np.array(tree.text)
     followed = tables.tails_of(text, start - 1, beyond), tables.certain(text[start:])
     _, taken = tables.learn(found.young, found.old, *followed, TEXT, END, 0, found.taken, found.most)
     found.limit(taken, found.most)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lade.decoding.drafting.best_first import Ranking, TreeGrower, ranked
 from lade.decoding.drafting.controller import Budget
 from lade.decoding.drafting.drafter import (
     LEAD,
@@ -31,6 +30,7 @@ from lade.decoding.drafting.lookahead import Window
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.mtp_tree import MtpTree, MtpWeights
 from lade.decoding.kernels.layout import Ints
+from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.kernels.tables import tails_of
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
@@ -42,6 +42,66 @@ LEAST_COLUMNS = 3
 """Smallest window that pays for its cells."""
 _NOTHING = ((1, 0.0),)
 """Growth stages of a tree that consists of its root."""
+
+
+Tokens = tuple[int, ...]
+
+
+class Ranking(NamedTuple):
+    """The order in which nodes are added to a tree, each after its parent.
+
+    Attributes:
+        scores: `[C]`, the probability of each node, the root's 1.0 first.
+        paths: `[C]`, the tokens from below the root to each node.
+        grown: `[C]`, number of the memory's nodes in a tree of each size.
+        guessed: `[C]`, number of tokens of each guess in it.
+        guesses: the guesses with scores.
+    """
+
+    scores: list[float]
+    paths: list[Tokens]
+    grown: list[int]
+    guessed: list[tuple[int, ...]]
+    guesses: Sequence[Guess]
+
+    def hang(self, tree: TokenTree, size: int) -> None:
+        """Add the guesses to a tree that has the memory's nodes already; `size` is the total number of nodes."""
+        for guess, length in zip(self.guesses, self.guessed[size - 1], strict=True):
+            for node in tree.add_path(guess.tokens[:length], guess.source):
+                tree.sources[node] = guess.source  # also where the memory proposes the same node
+
+
+def ranked(
+    scores: Sequence[float], paths: Sequence[Tokens], guesses: Sequence[Guess], *, most: int, max_depth: int | None
+) -> Ranking:
+    """Merge the memory's nodes and those of guesses into one order; a node that several propose counts once.
+
+    Args:
+        scores: `[M]`, scores of the memory's nodes, the root's 1.0 first.
+        paths: `[M]`, the tokens from below the root to each node; a node comes after its parent.
+        guesses: guesses with scores.
+        most: maximum number of nodes, the root included.
+        max_depth: maximum number of tokens of a guess; None for no limit.
+    """
+    columns = [list(zip(scores, paths, strict=True))]
+    for guess in guesses:
+        columns.append([(score, tuple(guess.tokens[:end])) for end, score in enumerate(guess.scores[:max_depth], 1)])
+    taken, used = set[Tokens](), [0] * len(columns)
+    ranking = Ranking([], [], [], [], guesses)
+    while len(taken) < most:
+        heads = [column[place][0] if place < len(column) else -1.0 for column, place in zip(columns, used, strict=True)]
+        best = heads.index(max(heads))  # on ties the memory's
+        if heads[best] < 0:
+            break
+        score, path = columns[best][used[best]]
+        used[best] += 1
+        if path not in taken:
+            taken.add(path)
+            ranking.scores.append(score)
+            ranking.paths.append(path)
+            ranking.grown.append(used[0])
+            ranking.guessed.append(tuple(used[1:]))
+    return ranking
 
 
 class _Begun(NamedTuple):
@@ -124,7 +184,7 @@ class AdaptiveDrafter(Drafter):
         self.memory, self.budget = memory, budget
         self.wants_prompt_entries, self.learns_prompts = read_prompts and read_logits, read_prompts
         self.window: Window | None = None
-        self._grower = TreeGrower(excluded, vocabulary)
+        self._tree = NativeTree(excluded, vocabulary)
         self._sources, self._excluded, self._constraint = sources, frozenset(excluded), constraint
         self._rng = random.Random(seed)
         self._written = 0  # tokens of the answer before its first step
@@ -132,7 +192,7 @@ class AdaptiveDrafter(Drafter):
         self._step: _Begun | None = None
         self._fed = _Fed((), None)
         if mtp is not None:
-            self.mtp = MtpTree(self._grower, memory, mtp, self._begin_with_mtp, self._grow_with_mtp)
+            self.mtp = MtpTree(self._tree, memory, mtp, self._begin_with_mtp, self._grow_with_mtp)
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
@@ -168,9 +228,9 @@ class AdaptiveDrafter(Drafter):
     def _begin_step(self, context: Sequence[int], max_depth: int | None) -> _Begun:
         """Collect the forced tokens, and the guesses of all sources but the memory."""
         if self.mtp is not None:
-            self._grower.drop_predictions()
+            self._tree.drop_predictions()
         if not self._begun:  # `context` lacks an encoder's text, which `begin` gets too
-            self._grower.set_prompt(len(context) - self._written)
+            self._tree.set_prompt(len(context) - self._written)
             self._begun = True
         lead = () if self._constraint is None else self._lead(self._constraint, context, max_depth)
         guesses = self._guesses(context, lead)
@@ -179,10 +239,9 @@ class AdaptiveDrafter(Drafter):
     def _grow(self, step: _Begun) -> list[float]:
         """Grow the tree of a step from the memory; return the scores of its nodes."""
         if self.learns_prompts:
-            self._grower.read(step.context)
-        self._grower.begin(step.context, step.lead)
+            self._tree.read(step.context)
         stages = _NOTHING if step.resting else self.budget.stages()
-        scores = self._grower.grow(self.memory, stages, step.max_depth)
+        scores = self._tree.grow(self.memory.bound, step.context, stages, step.max_depth, step.lead)
         return scores if self._constraint is None else self._fitting(scores)
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
@@ -192,7 +251,7 @@ class AdaptiveDrafter(Drafter):
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
         scores, ranking = self._grow(step), None
         if scored := [guess for guess in step.guesses if guess.scores]:
-            paths = self._grower.paths(len(scores))
+            paths = self._tree.paths(len(scores))
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
             scores = ranking.scores
         others = [guess for guess in step.guesses if not guess.scores]
@@ -221,9 +280,9 @@ class AdaptiveDrafter(Drafter):
     def _fitting(self, scores: Sequence[float]) -> list[float]:
         """Drop the nodes that the constraint forbids; return the scores of the others."""
         assert self._constraint is not None
-        nodes = fitting(self._constraint, self._grower.paths(len(scores)))
+        nodes = fitting(self._constraint, self._tree.paths(len(scores)))
         if len(nodes) < len(scores):
-            self._grower.keep(nodes)
+            self._tree.keep(nodes)
         return [scores[node] for node in nodes]
 
     def _assembled(
@@ -238,7 +297,7 @@ class AdaptiveDrafter(Drafter):
         """Build the draft: the best nodes, then guesses without scores and the window while the budget lasts."""
         tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
         grown = size if ranking is None else ranking.grown[size - 1]
-        self._grower.hang(tree, grown)
+        self._tree.copy_to(tree, grown)
         if ranking is not None:
             ranking.hang(tree, size)
         leading = min(lead, grown - 1)  # the likeliest nodes come first
@@ -251,7 +310,7 @@ class AdaptiveDrafter(Drafter):
         columns = (most - len(tree)) // (NGRAM - 1)
         if self.window is not None and columns >= LEAST_COLUMNS and self._constraint is None:
             last_row_nodes = self.window.plant(tree, columns)
-        self._grower.follow(tree, grown)
+        self._tree.extend(tree, grown)
         return Draft(tree, wants_entries=True, last_row_nodes=last_row_nodes)
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
@@ -260,6 +319,6 @@ class AdaptiveDrafter(Drafter):
             return
         assert readout.entries is not None
         self.budget.learn(self._fed.scores, self._fed.accepted(verdict))
-        self._grower.learn(self.memory, verdict.path, verdict.tokens, readout.entries)
+        self.memory.learn_tree(self._tree, readout.entries, verdict.path, verdict.tokens)
         if self.window is not None and draft.last_row_nodes:
             self.window.advance(context[-1], self.window.new_row(draft.last_row_nodes, readout.argmax_ids))

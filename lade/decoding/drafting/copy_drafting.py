@@ -19,9 +19,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from lade.decoding.drafting.drafter import Guess
-
-TAKEN_BACK = 128
-"""Maximum number of tokens at the end of a row that may change between two calls."""
+from lade.decoding.kernels.native_tree import TAKEN_BACK
 
 
 def same_beginning(known: list[int], tokens: Sequence[int], before: int = 0) -> int:

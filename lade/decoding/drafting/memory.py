@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.config import BaseMemory
-from lade.decoding.kernels import growth, tables
+from lade.decoding.kernels import tables
 from lade.decoding.kernels.layout import END, LENGTHS, LOGITS, LONGEST, TEXT, WEIGHT_SETS, WIDTH, Doubles, Ints
+from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.kernels.tables import Tables
-from lade.decoding.kernels.work import Held
 from lade.errors import ConfigError
 from lade.locks import ForkSafeLock
 from lade.native import require_library
@@ -177,24 +177,22 @@ class ContextMemory(BaseMemory):
         """Learn the tokens of a text: `tokens`, `[M]`, each after its context in `contexts`, `[M, LONGEST]`."""
         self._learn(contexts, tables.certain(np.asarray(tokens, dtype=np.int64)), TEXT, END)
 
-    def learn_tree(self, held: Held, entries: Ints, path: Sequence[int], tokens: Sequence[int]) -> None:
+    def learn_tree(self, tree: NativeTree, entries: Ints, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Learn from a tree that was fed: logits at its nodes, and `tokens` `[A]` after those of `path`, `[A]`.
 
-        The weights are learned as well, and the tree's own; see `growth.learn_tree`.
+        The weights are learned as well, and the tree's own; see `NativeTree.learn`.
         """
-        tails = held.work.tails
-        _check(tails[: len(entries)], entries)
         with self._writing:
             self._widen(self._taken + TEXT * len(entries) + max((END - TEXT) * len(path), END))
             bound = self.bound
             bound.limit(self._taken, _most_taken(len(self._young)))
             try:
-                has_room = growth.learn_tree(held, bound, entries, path, tokens, RATE)
+                has_room = tree.learn(bound, entries, path, tokens, RATE)
             finally:
                 self._taken = bound.taken
         if not has_room:
-            self.learn(tails[: len(entries)], entries)  # fills this table, then a new one
-            self.learn_text(tails[[*path]], tokens)
+            self.learn(tree.contexts(range(len(entries))), entries)  # fills this table, then a new one
+            self.learn_text(tree.contexts(path), tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
         _check(contexts, entries)

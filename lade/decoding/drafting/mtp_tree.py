@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lade.decoding.drafting.best_first import TreeGrower
 from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.kernels import growth
-from lade.decoding.kernels.layout import MTP_DEPTHS, MTP_SLOTS, PREDICTED, Doubles, Ints
+from lade.decoding.kernels.layout import MTP_DEPTHS, Doubles, Ints
+from lade.decoding.kernels.native_tree import NativeTree
 
 # By the number of rows found: about what they become on stories that a layer predicts with an agreement of 0.7.
 _OF_FOUND: tuple[tuple[float, ...], ...] = (
@@ -52,11 +51,11 @@ class MtpWeights:
 
 
 class MtpTree:
-    """Grows a row's tree between passes of an MTP layer, and hands its predictions to the grower; see `PredictedTree`.
+    """Grows a row's tree between passes of an MTP layer, and adds its predictions to it; see `PredictedTree`.
 
     Args:
-        grower: grows the row's trees.
-        memory: what they grow from.
+        tree: the row's tree, which is grown anew after each pass.
+        memory: what it grows from.
         weights: how far predictions are trusted; they learn from every step.
         begin: begins a step, given the text and the greatest depth; returns whether guesses are looked for in it.
         grow: grows the tree of the step that has begun; returns the scores of its nodes.
@@ -64,15 +63,15 @@ class MtpTree:
 
     def __init__(
         self,
-        grower: TreeGrower,
+        tree: NativeTree,
         memory: ContextMemory,
         weights: MtpWeights,
         begin: Callable[[Sequence[int], int | None], bool],
         grow: Callable[[], Sequence[float]],
     ) -> None:
-        self._grower, self._memory, self._begin, self._grow = grower, memory, begin, grow
-        grower.use_mtp(weights.lines, weights.trust)
-        self._scores: Sequence[float] = (1.0,)
+        self._tree, self._memory, self._begin, self._grow = tree, memory, begin, grow
+        tree.use_mtp(weights.lines, weights.trust)
+        self._count = 1  # nodes of the tree grown last
 
     def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
         """See `PredictedTree`."""
@@ -80,37 +79,19 @@ class MtpTree:
 
     def grow(self) -> float:
         """See `PredictedTree`."""
-        self._scores = self._grow()
-        return sum(self._scores)
+        scores = self._grow()
+        self._count = len(scores)
+        return sum(scores)
 
     def unseen(self, most: int) -> list[Unseen]:
         """See `PredictedTree`."""
-        work, count = self._grower.work, len(self._scores)
-        most = min(most, MTP_SLOTS - int(work.used[PREDICTED]))
-        predicted, parents = work.predicted[:count], work.parents[:count]
-        nodes = np.flatnonzero((predicted < 0) & (predicted[parents] >= 0) & (parents >= 0))
-        best = sorted(nodes.tolist(), key=lambda node: -self._scores[node])[: max(0, most)]
-        return [
-            Unseen(node, int(predicted[parents[node]]), int(work.ids[node]), int(work.depths[node]), self._scores[node])
-            for node in best
-        ]
+        return [Unseen(*node) for node in self._tree.unpredicted(self._count, most)]
 
     def candidates(self, node: int) -> list[int]:
         """See `PredictedTree`."""
-        offers = growth.candidates(self._grower.held, self._memory.bound, node)
-        found: list[int] = self._grower.work.tokens[node, :offers].tolist()
-        return found
+        return self._tree.candidates(self._memory.bound, node)
 
     def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
         """See `PredictedTree`."""
-        work = self._grower.work
-        first = int(work.used[PREDICTED])
-        span = slice(first, first + len(tokens))
-        work.mtp_tokens[span], work.mtp_odds[span] = tokens, odds
-        if nodes:
-            work.mtp_parents[span] = [node.parent for node in nodes]
-            work.mtp_ids[span] = [node.token for node in nodes]
-            work.mtp_depths[span] = [node.depth + 1 for node in nodes]
-        else:
-            work.mtp_parents[span], work.mtp_ids[span], work.mtp_depths[span] = -1, -1, 1
-        work.used[PREDICTED] = first + len(tokens)
+        places = [(node.parent, node.token, node.depth + 1) for node in nodes] or [(-1, -1, 1)]
+        self._tree.add_predictions(places, tokens, odds)

@@ -5,7 +5,7 @@ int32: a token in the lower `BITS` bits, its quantised log-odds above, so entrie
 `[C, 2 + WIDTH]` with open addressing and linear probing: both halves of a context's hash, then its row of entries. The
 low half of an occupied slot is never 0, since its lowest bits hold the index of the context's order, counted from 1.
 
-The constants stand in lade/native/drafting.h, too; tests compare them.
+The build writes the constants into a header for lade/native: they stand here alone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ LOGITS, TEXT, END = 0, len(ORDERS), len(LENGTHS)
 """Index of the first kind of rows of logits, of the first one of text, and the number of kinds."""
 WEIGHT_SETS = (len(ORDERS) + 1) * (len(TEXT_ORDERS) + 1)
 """Number of weight sets of the mixer: one for each pair of numbers of hits."""
-AT_POSITION, AT_TOKEN, NOTE_KINDS = 0, 1, 2
-"""Kinds of notes: logits seen at a position, and at a position and token; and the number of kinds."""
-MOST_MATCHES = 16
-"""Maximum number of earlier occurrences kept per node: those with the longest matching suffixes."""
-LATEST, EACH, COPY_KINDS = 0, 1, 2
-"""Kinds of copy rows: the token after the latest longest match, those after all matches; and the number of kinds."""
-NODES, HEAP, ROOT, READ, PROMPT, COPY, PREDICTED = range(7)
-"""Indices into `Work.used`: number of nodes and of heap entries, position of the root, number of text tokens read and
-of prompt tokens, position of the last root within a copy, and number of MTP predictions."""
+NOTE_KINDS = 2
+"""Kinds of notes: logits seen at a position, and at a position and token."""
+COPY_KINDS = 2
+"""Kinds of copy rows: the token after the latest longest match, and those after all matches."""
 LONGEST = max(LENGTHS)
 WIDTH = 6
 """Entries per row."""
@@ -55,9 +50,5 @@ MTP_DEPTHS = 5
 """Depths with weights of their own: 1, which is predicted from a true state of the model, 2, 3, 4, and deeper."""
 MTP_INPUTS = 4
 """Inputs of the final mixing: log-odds of the memory and of the layer, the memory's positive part, and a bias."""
-MTP_SLOTS = 256
-"""Maximum number of predictions per step."""
-AFTER_COPY = 64
-"""Number of tokens after a copy during which further copies are likely."""
-LENGTH_BUCKETS = 7
-"""Buckets of match lengths: 1, 2, 3, 4 to 5, 6 to 7, 8 to 15, and more tokens."""
+MOST_CANDIDATES = (END + NOTE_KINDS + COPY_KINDS) * WIDTH + MTP_WIDTH
+"""Maximum number of distinct tokens that rows, notes, copies and a prediction suggest after a node."""
