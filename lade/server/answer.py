@@ -256,7 +256,7 @@ class Answer:
         except ClientDisconnectedError:
             return Response(status_code=CLIENT_CLOSED)
         except Exception as problem:  # noqa: BLE001 - every problem is reported to the client
-            return self._failed(problem).response()
+            return self._failed(problem).response(request.scope)
 
     def _time_left(self, request: Request) -> float | None:
         """Return the seconds until the deadline, at which the request is aborted; None without one."""

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API: a status, and an object with message and remedy."""
+"""Errors in the forms of OpenAI's and Anthropic's APIs: a status, and an object with message and remedy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from lade.backends.grammar.compiled import GrammarError
 from lade.errors import ClusterError, ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
@@ -55,9 +56,12 @@ class ApiError(Exception):
         """Response body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
-        return Json(self.body, self.status, headers=self.headers)
+    def response(self, scope: Scope) -> Response:
+        """Return the HTTP response to a request, in the format of its API."""
+        if not is_anthropic(scope["path"]):
+            return Json(self.body, self.status, headers=self.headers)
+        body = anthropic_error(self.status, self.message, scope["state"]["context"].id)
+        return Json(body, anthropic_status(self.status), headers=self.headers)
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
@@ -125,7 +129,7 @@ def install(app: FastAPI) -> None:
 
 async def _api(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, ApiError)
-    return problem.response()
+    return problem.response(request.scope)
 
 
 async def _http(request: Request, problem: Exception) -> Response:
@@ -139,7 +143,7 @@ async def _http(request: Request, problem: Exception) -> Response:
             error = ApiError(405, INVALID, why, code="unknown_url", headers=problem.headers)
         case _:
             error = NOT_JSON
-    return error.response()
+    return error.response(request.scope)
 
 
 NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", code="invalid_json")
@@ -189,6 +193,11 @@ _ANTHROPIC_TYPES = {
     504: TIMEOUT,
     _ANTHROPIC_OVERLOADED: "overloaded_error",
 }
+
+
+def is_anthropic(path: str) -> bool:
+    """Return True for a path of Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def anthropic_status(status: int) -> int:

@@ -16,7 +16,7 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.server.errors import internal, invalid
+from lade.server.errors import internal, invalid, is_anthropic
 from lade.server.keys import NO_LIMITS, KeyLimits
 from lade.server.settings import LONGEST_TIMEOUT_S
 from lade.serving.handle import Handle, QueueSlot
@@ -222,6 +222,8 @@ class RequestContextMiddleware:
                 context.status = message["status"]
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = context.id
+                if is_anthropic(context.path):
+                    sent["request-id"] = context.id
                 sent["x-content-type-options"] = "nosniff"  # keep browsers from rendering JSON as a page
             await send(message)
 
@@ -230,7 +232,7 @@ class RequestContextMiddleware:
         except Exception:
             logger.exception("%s failed", context.id)
             if context.status == 0:
-                await internal(context.id).response()(scope, receive, send_with_id)
+                await internal(context.id).response(scope)(scope, receive, send_with_id)
         finally:
             if context.in_flight is not None:
                 context.in_flight.close()
