@@ -33,16 +33,6 @@ def test_an_attention_that_would_be_replaced_is_an_error(lade, folder, command):
     assert result.exit_code == 2 and "--invariant" in result.stderr
 
 
-def test_lines_of_an_invariant_model_are_not_continued_without_it(lade, folder, tmp_path):
-    prompts, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"{PROMPT} {number}"}) for number in range(2)))
-    ask = ["generate", "-m", folder, *HALF, "--prompts", prompts, "--batch-size", 2, "-n", 4, "--out", out]
-    assert lade(*ask, "--invariant").exit_code == 0
-    result = lade(*ask, "--resume", "--no-invariant")
-    assert result.exit_code == 2 and "invariant" in result.stderr
-    assert lade(*ask, "--resume").exit_code == 0
-
-
 def loaded(folder, dtype, **wanted):
     term = Terminal(Output(quiet=True))
     return load_model(Loading(model=str(folder), dtype=dtype), term=term, **{"pack": None, "invariant": None, **wanted})

@@ -305,11 +305,3 @@ def test_an_adapted_model_has_another_name_in_records(folder):
     loading = Loading(str(folder), revision="v2", adapter="a/b", quantization="bnb-4bit")
     assert loading.label() == f"{folder.name} (revision v2, adapter a/b, quantization bnb-4bit)"
     assert loading.for_model("draft").label() == "draft (quantization bnb-4bit)"
-
-
-def test_answers_of_another_adapter_are_not_gone_on_with(lade, folder, adapter, tmp_path):
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    arguments = ["generate", "-m", folder, "--prompts", file, "--batch-size", 2, "-n", 4, "--out", out]
-    assert lade(*arguments).exit_code == 0
-    fails(lade(*arguments, "--resume", "--adapter", adapter), "settings.adapter", "here, but null")
