@@ -58,9 +58,10 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> Response:
         """Return the HTTP response to a request, in the format of its API."""
-        if not is_anthropic(scope["path"]):
+        context = scope["state"]["context"]
+        if not context.is_anthropic:
             return Json(self.body, self.status, headers=self.headers)
-        body = anthropic_error(self.status, self.message, scope["state"]["context"].id)
+        body = anthropic_error(self.status, self.message, context.id)
         return Json(body, anthropic_status(self.status), headers=self.headers)
 
 
@@ -193,11 +194,6 @@ _ANTHROPIC_TYPES = {
     504: TIMEOUT,
     _ANTHROPIC_OVERLOADED: "overloaded_error",
 }
-
-
-def is_anthropic(path: str) -> bool:
-    """Return True for a path of Anthropic's API."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def anthropic_status(status: int) -> int:

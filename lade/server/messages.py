@@ -368,7 +368,7 @@ class MessagesFormatter(Formatter):
         """See `Formatter.ping`."""
         return _event("ping")
 
-    def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
+    def too_long(self, tokens: int, context: int) -> ApiError:
         """See `Formatter.too_long`; clients parse the number."""
         return invalid("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum", TOO_LONG)
 

@@ -16,7 +16,7 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.server.errors import internal, invalid, is_anthropic
+from lade.server.errors import internal, invalid
 from lade.server.keys import NO_LIMITS, KeyLimits
 from lade.server.settings import LONGEST_TIMEOUT_S
 from lade.serving.handle import Handle, QueueSlot
@@ -192,6 +192,11 @@ class RequestContext:
         return context
 
     @property
+    def is_anthropic(self) -> bool:
+        """True for a path of Anthropic's API."""
+        return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
+
+    @property
     def seconds(self) -> float:
         """Seconds since the request arrived."""
         return perf_counter() - self.began
@@ -222,7 +227,7 @@ class RequestContextMiddleware:
                 context.status = message["status"]
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = context.id
-                if is_anthropic(context.path):
+                if context.is_anthropic:
                     sent["request-id"] = context.id
                 sent["x-content-type-options"] = "nosniff"  # keep browsers from rendering JSON as a page
             await send(message)

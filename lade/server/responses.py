@@ -402,7 +402,7 @@ class ResponsesFormatter(Formatter):
     def _repeated(self) -> dict[str, Any]:
         """Return the fields of the request that a response repeats."""
         sent, reasoning = self._request, self._request.reasoning
-        sampling = {"temperature": 1.0, "top_p": 1.0, **self.output.model.sampling}
+        sampling = {"temperature": 1.0, "top_p": 1.0, **self.output.serving.model.sampling}
         return {
             "instructions": sent.instructions,
             "max_output_tokens": sent.max_output_tokens,

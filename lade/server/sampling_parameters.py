@@ -130,12 +130,12 @@ def generate_arguments(body: BaseRequest, model: ServedModel, prompt_tokens: int
         presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
         arguments["logits_processor"] = [Penalties(presence, frequency, prompt_length=prompt_tokens)]
     if body.logit_bias:
-        _check_ids("logit_bias", body.logit_bias, model)
+        model.check_ids("logit_bias", body.logit_bias)
         # a dictionary, as transformers before 5.23 reject the id 0 in a list of pairs
         arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     ends = [] if body.ignore_eos else model.ends
     if body.ignore_eos or body.stop_token_ids:
-        _check_ids("stop_token_ids", body.stop_token_ids or [], model)
+        model.check_ids("stop_token_ids", body.stop_token_ids or [])
         arguments["eos_token_id"] = [*ends, *(body.stop_token_ids or [])] or None
     return arguments
 
@@ -152,12 +152,6 @@ def _sampling(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
     if values["temperature"] < GREEDY_BELOW:
         return {"do_sample": False}
     return {"do_sample": True, **values, "top_k": max(0, values["top_k"] or 0)}
-
-
-def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
-    if max(ids, default=0) >= model.vocabulary:
-        why = f"{name}: token id {max(ids)} is outside the vocabulary: give ids below {model.vocabulary}"
-        raise invalid(name, why)
 
 
 MAX_FED = 256

@@ -203,7 +203,7 @@ def held(monkeypatch):
     """A server with the keys "ka" and "kb", whose trials wait to be let; and threads that ask it."""
     monkeypatch.setattr(structured_output, "GrammarTrial", HeldTrial)
     with running(keys=Keys((Key("a", "ka"), Key("b", "kb")))) as server, ThreadPoolExecutor(8) as threads:
-        trial = server.service.grammars._trial
+        trial = server.service.serving.grammars._trial
         try:
             yield server, trial, lambda *given: threads.submit(ask, server, *given)
         finally:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SHARES = ("key", "all", "none")
 LOG_FORMATS = ("text", "json")
-ACCEPTANCE = ("none", "summary", "detailed")
+ACCEPTANCE = ("none", "summary")
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_BODY = 2**30
@@ -70,7 +70,7 @@ class Listening:
     acceptance: str = _server(
         "none",
         "LEVEL",
-        "Acceptance of drafts in answers, as in vLLM: none, summary or detailed.",
+        "Acceptance of drafts in answers, as in vLLM: none or summary.",
         "--per-request-spec-decode-metrics",
         words=ACCEPTANCE,
     )

@@ -38,7 +38,7 @@ def test_the_texts_of_a_trace_are_the_text_of_its_event(server, path):
 
 
 def test_the_page_is_told_what_the_model_takes_and_what_holds_where_nothing_is_asked(server):
-    told = {"chat": True, "context": server.service.context, "images": False}
+    told = {"chat": True, "context": server.service.serving.context, "images": False}
     (model, _) = server.http.get("/v1/models").json()["data"]
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": server.service.settings.answer_tokens}
     assert model["lade"] == {**told, "defaults": defaults, "page": {"temperature": 0.0}}, "greedy, as `lade chat`"
