@@ -88,7 +88,7 @@ async def completed(
     """Post requests to their endpoints and yield those that are answered; on exit the others are cancelled.
 
     Args:
-        app: the server's application.
+        app: the application from `build_app`.
         requests: what to post, in this order.
         in_flight: largest number of requests that are posted and not answered.
         stopped: polled; True ends the generator after the requests that are answered.

@@ -21,7 +21,7 @@ from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
-from lade.server.errors import TOO_LONG, ApiError, deadline_exceeded, error_for, invalid
+from lade.server.errors import ApiError, deadline_exceeded, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import (
@@ -126,7 +126,7 @@ class Formatter(ABC):
         prompt = f"{tokens} in the {self.prompt_field}"
         asked = f"you requested {tokens + 1} tokens ({prompt}, at least 1 for the completion)"
         why = f"This model's maximum context length is {context} tokens. However, {asked}."
-        return invalid(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.", TOO_LONG)
+        return too_long(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.")
 
 
 class ChunkFormatter(Formatter):

@@ -54,7 +54,7 @@ class ChatPreprocessor(Preprocessor):
             if not body.tools or continues or not grammars.available or markup.has_other_reasoning:
                 return None
         elif markup.has_other_reasoning:
-            raise unsupported(param, f"{param}: grammars do not support this model's reasoning markup: leave it out")
+            raise unsupported(param, "grammars do not support this model's reasoning markup: leave it out")
         vocabulary = grammars.vocabulary(param)
         if form is not None:
             grammars.require(form, param)  # alone first, so that an error names the format, not the whole message

@@ -36,7 +36,7 @@ class CompletionPreprocessor(Preprocessor):
         """See `Preprocessor.prompts`."""
         body = self.body
         if body.max_tokens == 0 and not body.echo:
-            raise invalid("max_tokens", "max_tokens: 0 needs echo: give at least 1")
+            raise invalid("max_tokens", "0 needs echo: give at least 1")
         tokens = 0
         for given in self._given:
             prompt = self._prompt(given, serving.model)
@@ -44,7 +44,7 @@ class CompletionPreprocessor(Preprocessor):
             yield prompt
         top = body.logprobs or 0
         if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MAX_ECHOED:
-            why = f"prompt: {tokens} tokens with logprobs={top} and n={body.n} are too many to echo in one request"
+            why = f"{tokens} tokens with logprobs={top} and n={body.n} are too many to echo in one request"
             raise invalid("prompt", f"{why}: send fewer prompts, or request fewer logprobs")
 
     def _prompt(self, given: str | list[int], model: ServedModel) -> EncodedPrompt:

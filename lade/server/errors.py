@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_error", "permission_error"
 NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
 TIMEOUT, RATE_LIMIT = "timeout_error", "rate_limit_error"
-TOO_LONG = "context_length_exceeded"
 INVALID_SCHEMA = "invalid_schema"
 _MAX_SHOWN = 60
 
@@ -66,8 +65,13 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """Return the error for a field with an invalid value."""
-    return ApiError(400, INVALID, message, param=param, code=code)
+    """Return the error for a field with an invalid value, which its message names first."""
+    return ApiError(400, INVALID, message if param is None else f"{param}: {message}", param=param, code=code)
+
+
+def too_long(param: str, message: str) -> ApiError:
+    """Return the error for a prompt that does not fit, in the wording that clients parse."""
+    return ApiError(400, INVALID, message, param=param, code="context_length_exceeded")
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -108,7 +112,7 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
         case EngineClosedError():
             return overloaded("the engine is closed", "engine_closed", close=True)
         case ConfigError():
-            return invalid(problem.field, str(problem))
+            return ApiError(400, INVALID, str(problem), param=problem.field, code="invalid_value")
         case UnsupportedError():
             return invalid(None, problem.reason, "unsupported_parameter")
         case GrammarError():
@@ -157,7 +161,8 @@ def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
     number = isinstance(value, bool | int | float) and len(str(value)) < _MAX_SHOWN
-    return invalid(param or None, f"{param or 'the body'}: {what}{f' (got {value!r})' if number else ''}")
+    what = f"{what}{f' (got {value!r})' if number else ''}"
+    return invalid(param, what) if param else invalid(None, f"the body: {what}")
 
 
 def _fit(kind: str) -> int:

@@ -37,8 +37,6 @@ T = TypeVar("T")
 OPEN = PROBES - {"/metrics"}
 """Paths that need no key, for orchestrators."""
 PAGE = "/page"
-OVER_LIMIT = "over_connection_limit"
-"""Key of the request state that is true while there are too many connections."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -66,8 +64,6 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if scope["state"].get(OVER_LIMIT) and scope["path"] not in OPEN:
-            raise overloaded("too many connections: retry later", "too_many_connections", close=True)
         host = headers.get("host", "")
         if not self._is_allowed_host(host):
             why = f"host {host[:100]!r} is not allowed: start the server with --allowed-host to allow it"

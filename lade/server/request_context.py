@@ -72,7 +72,7 @@ def timeout_of(headers: Headers, given: float | None, limit: float | None) -> fl
         except ValueError:
             of_header = math.nan
         if not 0 < of_header <= LONGEST_TIMEOUT_S:
-            why = f"{TIMEOUT_HEADER}: {sent[:20]!r} is not a time: give seconds above 0 and up to {LONGEST_TIMEOUT_S:g}"
+            why = f"{sent[:20]!r} is not a time: give seconds above 0 and up to {LONGEST_TIMEOUT_S:g}"
             raise invalid(TIMEOUT_HEADER, why)
     return min((each for each in (of_header, given, limit) if each is not None), default=None)
 

@@ -160,7 +160,7 @@ class TokenizeText(Model):
 async def tokenize(request: Request, body: TokenizeText | ChatRequest) -> Response:
     """Tokenize a text or a conversation, in vLLM's format."""
     if (body.model_extra or {}).keys() & {"prompt", "messages"}:
-        raise invalid("prompt", "prompt: contradicts messages: leave out one of them")
+        raise invalid("prompt", "contradicts messages: leave out one of them")
 
     def encode(serving: Serving) -> dict[str, Any]:
         if isinstance(body, ChatRequest):

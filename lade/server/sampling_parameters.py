@@ -90,7 +90,7 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise invalid("generation_config", "generation_config: not a JSON object: leave it out")
+        raise invalid("generation_config", "not a JSON object: leave it out")
     found = {name: given[name] for name in _FROM_CONFIG if given.get(name) is not None}
     if given.get("max_new_tokens") is not None:
         found["max_tokens"] = given["max_new_tokens"]
@@ -103,12 +103,12 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid("generation_config", f"generation_config: {name} is not a number: leave it out")
+            raise invalid("generation_config", f"{name} is not a number: leave it out")
     try:
         checked = BaseRequest.model_validate(values)
     except ValidationError as problem:
         first = problem.errors()[0]
-        raise invalid("generation_config", f"generation_config: {first['loc'][0]}: {first['msg']}") from None
+        raise invalid("generation_config", f"{first['loc'][0]}: {first['msg']}") from None
     return {name: getattr(checked, name) for name in values}
 
 
@@ -167,16 +167,14 @@ def lookahead_of(requested: str | Mapping[str, Any] | None) -> LookaheadConfig |
     if requested is None or isinstance(requested, str):
         return requested
     for name in sorted(set(requested) - _LOOKAHEAD_FIELDS):
-        raise invalid(
-            f"lookahead.{name}", f"lookahead.{name}: unknown field: give one of {', '.join(sorted(_LOOKAHEAD_FIELDS))}"
-        )
+        raise invalid(f"lookahead.{name}", f"unknown field: give one of {', '.join(sorted(_LOOKAHEAD_FIELDS))}")
     try:
         config = LookaheadConfig(**requested)
     except ConfigError as problem:
-        raise invalid(f"lookahead.{problem.field}", f"lookahead: {problem}") from None
+        raise invalid(f"lookahead.{problem.field}", str(problem)) from None
     if config.budget is not None:
         return replace(config, budget=min(config.budget, MAX_FED))
     if not config.adaptive and (fed := 1 + (config.ngram - 1) * (config.window + config.guesses)) > MAX_FED:
-        why = f"lookahead: feeds {fed} tokens per token: this server feeds up to {MAX_FED}, so that others do not wait"
+        why = f"feeds {fed} tokens per token: this server feeds up to {MAX_FED}, so that others do not wait"
         raise invalid("lookahead", f"{why}: give smaller sizes")
     return config

@@ -54,7 +54,7 @@ class ServedModel:
     def check_ids(self, field: str, ids: Collection[int]) -> None:
         """Raise `ApiError`, naming the field, for an id outside the vocabulary."""
         if max(ids, default=0) >= self.vocabulary:
-            why = f"{field}: token id {max(ids)} is outside the vocabulary: give ids below {self.vocabulary}"
+            why = f"token id {max(ids)} is outside the vocabulary: give ids below {self.vocabulary}"
             raise invalid(field, why)
 
     @property

@@ -8,12 +8,12 @@ import hashlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from traceback import format_exception
 from typing import Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from lade.config import resolve
 from lade.errors import InputError
@@ -71,14 +71,14 @@ class Serving:
     """A loaded model with its engine, and what requests share.
 
     Args:
-        model: the served model.
-        settings: configuration and limits.
+        model: the model that was loaded.
+        settings: configuration and limits of the server.
         several_keys: function that tells whether requests of several keys are served now.
 
     Attributes:
-        model: the served model.
+        model: the model that was loaded.
         context: maximum tokens of prompt and answer; None for no limit.
-        engine: the engine.
+        engine: the engine that decodes with it.
         template, markup, token_text, grammars: chat template, markup, texts of tokens, and grammars of the model.
         memories: draft memories of the tenants.
         idle: snapshot after the warm-up, from which totals count; None before it is over.
@@ -136,52 +136,24 @@ class Serving:
 class FairExecutor:
     """Runs tasks in one thread, round robin over clients. Belongs to one event loop.
 
-    A client with many tasks delays another one by the running task only.
+    A client with many tasks delays another one by the running task only, since no more than one of them waits for the
+    thread.
     """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._busy = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # no queue is empty; the first client is next
+        self._thread = asyncio.Lock()  # those who wait have their turn in order
+        self._of_client = WeakValueDictionary[str, asyncio.Lock]()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """Run a task and return its result; a task cancelled before its turn never starts.
-
-        The next task starts once the thread is free, even if the caller of this one is cancelled.
-        """
-        if self._busy:
-            await self._wait(client)
-        self._busy = True
-        loop, done = asyncio.get_running_loop(), self._pool.submit(work)
-        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(self._pass_on))
-        return await asyncio.wrap_future(done)
+        """Run a task and return its result; a task cancelled before its turn never starts."""
+        own = self._of_client.setdefault(client, asyncio.Lock())
+        async with own, self._thread:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
         """Start no further tasks."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _wait(self, client: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()  # its turn had come
-            raise
-
-    def _pass_on(self) -> None:
-        """Give the turn to the next client with a task that is still awaited."""
-        self._busy = False
-        while self._waiting and not self._busy:
-            client = next(iter(self._waiting))
-            line = self._waiting.pop(client)
-            turn = line.popleft()
-            if not turn.done():
-                self._busy = True
-                turn.set_result(None)
-            if line:
-                self._waiting[client] = line
 
 
 Phase = Literal["loading", "ready", "draining", "dead"]

@@ -21,7 +21,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
-from lade.cli.serve.model import load
+from lade.cli.serve_model import load
 from lade.cli.terminal import terminal
 from lade.server.app import build_app
 from lade.server.service import Service

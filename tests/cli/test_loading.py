@@ -232,7 +232,7 @@ def test_a_gated_model_is_called_that(lade, monkeypatch):
         def model_info(self, name, **arguments):
             raise errors.GatedRepoError.__new__(errors.GatedRepoError)
 
-    monkeypatch.setattr("lade.cli.loading.hub.HfApi", Hub)
+    monkeypatch.setattr("lade.cli.loading.from_pretrained.HfApi", Hub)
     fails(lade("info", "-m", "some/model"), "gated", "hf auth login")
 
 
@@ -296,7 +296,7 @@ def test_no_record_has_the_token(monkeypatch):
     assert "hf_x" not in repr(Loading(token="hf_x"))
     package = Path(lade.__file__).parent
     readers = {str(path.relative_to(package)) for path in package.rglob("*.py") if "sys.argv[1:]" in path.read_text()}
-    restarts = "cli/serve/command.py"  # hands the line to torchrun, which starts it again
+    restarts = "cli/serve.py"  # hands the line to torchrun, which starts it again
     assert readers == {restarts}, "records are made of what command_line() gives"
 
 

@@ -133,7 +133,7 @@ def test_a_download_has_bars_on_a_terminal_only(hub, tmp_path):
 
 def test_a_download_that_was_broken_off_has_bars_again(hub, tmp_path, folder):
     """The index is there, a part that it names is not."""
-    from lade.cli.loading.hub import find
+    from lade.cli.loading.from_pretrained import find
     from lade.cli.options.model import Loading
 
     loading = Loading("some/model", cache_dir=tmp_path)

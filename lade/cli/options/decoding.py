@@ -236,19 +236,16 @@ class Choices:
 GREEDY = Choices()
 
 
-def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
+def check_ranges(values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for the first value out of its range.
 
     Args:
         values: values by the names of `Choices`' fields; None and unknown names are skipped.
-        origin: source of the values, if not the command line.
     """
     for name, (fits, remedy) in _RANGES.items():
         value = values.get(name)
         if value is not None and not fits(value):
-            raise ConfigError(
-                _option_name(name), value, f"{origin}; {remedy} with --{_option_name(name)}" if origin else remedy
-            )
+            raise ConfigError(_option_name(name), value, remedy)
 
 
 def _option_name(name: str) -> str:
