@@ -12,11 +12,11 @@ from scripts.house import House
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 243,
-    "lines": 50_390,
+    "files": 236,
+    "lines": 49_440,
     "files under 40 lines of code": 10,
     "lines of the largest file": 497,
-    "imports, per cent of code": 10.6,
+    "imports, per cent of code": 10.5,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 55,

@@ -14,13 +14,10 @@ from lade.cli.run import Generation
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 from lade.model.kv_cache import TreeCache
-from lade.model.prepared import placeholder_ids
 from lade.model.supports import supports
 
 Message = dict[str, str]
 """With the keys `role` ("system", "user" or "assistant") and `content`."""
-MIXING = frozenset({"moe_mm_token_type_ids"})
-"""Arguments that route image tokens to other experts than text, so that no turn can leave them out."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Turn:
         messages: messages of the earlier turns.
         ids: ids of the conversation before this turn.
         images: images by message number, those of this turn included.
-        media: images as arguments of `generate`; empty if the cache holds them.
+        media: images as arguments of `generate`.
     """
 
     text: str
@@ -48,8 +45,8 @@ class Conversation:
     """The turns so far, as messages and as token ids.
 
     With a chat template the conversation is templated anew each turn, and the cache keeps the common prefix. Without
-    one, the turns are one text. Where the cache holds all images, a new turn is fed as text alone; a turn with a
-    further image feeds the conversation anew, since `generate` takes the pixels of all images or of none.
+    one, the turns are one text. A conversation with images is fed anew each turn, since `generate` takes the pixels
+    of all images or of none.
 
     Args:
         loaded: the model and its tokenizer.
@@ -82,7 +79,6 @@ class Conversation:
     def drop_cache(self) -> None:
         """Start with an empty cache, as the content of the old one is unknown."""
         self._fed: list[int] = []  # ids that were fed; the cache may hold fewer
-        self._fed_images: Mapping[int, list[Any]] = {}  # images that were fed
         self.cache: TreeCache | None = TreeCache() if self._caches else None
 
     @property
@@ -152,7 +148,6 @@ class Conversation:
         if turn.images.get(len(turn.messages)) is self._next_images:
             self._next_images = []
         self._ids = self._fed = [*turn.prompt, *answer.token_ids]
-        self._fed_images = turn.images
         if answer.torn:
             self.drop_cache()  # an aborted pass may have updated some layers only
 
@@ -169,20 +164,10 @@ class Conversation:
             )
         self._check_length(prompt.ids, "with this turn the conversation", "say something shorter, or give /reset")
         self._loaded.check(prompt.ids)
-        if images != self._fed_images:
+        if images:
             self.drop_cache()
         self._crop(prompt.ids)
-        if prompt.media and not self._holds_images(prompt):
-            self.drop_cache()
-        return Turn(text, prompt.ids, messages, ids, images, {} if self.cached else prompt.media)
-
-    def _holds_images(self, prompt: ImagePrompt) -> bool:
-        """Return True if the cache holds all image placeholders, so that only text is left to feed."""
-        if MIXING.intersection(prompt.media):
-            return False
-        placeholders = placeholder_ids(self._loaded.model)
-        places = [place for place, token in enumerate(prompt.ids) if token in placeholders]
-        return bool(places) and places[-1] < self.cached
+        return Turn(text, prompt.ids, messages, ids, images, prompt.media)
 
     def _with_images(self, turns: list[Message], images: Mapping[int, list[Any]]) -> ImagePrompt:
         """Return the prompt of turns with images, which are given by message number."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,27 +55,19 @@ def content(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
     return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
 
 
-def encode(
-    loaded: LoadedModel,
-    messages: Sequence[Mapping[str, Any]],
-    arguments: Mapping[str, Any],
-    check: Callable[[str], None] | None = None,
-) -> ImagePrompt:
+def encode(loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> ImagePrompt:
     """Apply the chat template of the model's processor to a conversation with images.
 
     Args:
         loaded: model with a processor.
         messages: messages; those with images have a `content` as made by `content`.
         arguments: variables of the chat template.
-        check: called with the text before it is tokenized; its exceptions propagate.
 
     Raises:
         InputError: there is no processor or chat template, or it refuses or ignores the images.
     """
     shown = [{**each, "content": _as_parts(each["content"])} for each in messages]
     given = {"add_generation_prompt": True, **arguments}
-    if check is not None:
-        check(_processed(loaded, shown, **given, tokenize=False))
     made = _processed(loaded, shown, **given, tokenize=True, return_dict=True, return_tensors="pt")
     media = {name: value for name, value in made.items() if name not in _TOKEN_ARGUMENTS}
     if not holds_media(media):
@@ -121,11 +113,6 @@ class Encoder:
         for name, value in template.given.items():
             if not self.templated:
                 raise ConfigError(name, value, f"{loaded.name!r} has no chat template")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Chat template options for records; empty for plain text."""
-        return {"chat_template": True, **self._template.given} if self.templated else {}
 
     def __call__(self, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt, special tokens included.

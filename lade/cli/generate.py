@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lade.cli.batch.files import Batch, BatchOptions
 from lade.cli.options import decoding as options
 from lade.cli.options.decoding import StructuredOutput
 from lade.cli.options.model import Template
@@ -36,7 +35,6 @@ def generate(
     prediction_file: options.PredictionFile = None,
     *,
     template: options.Template,
-    batching: BatchOptions,
     choices: options.Choices,
     form: StructuredOutput,
     speed: options.Speed,
@@ -48,23 +46,15 @@ def generate(
 
     Decoding is greedy without --temperature. On a terminal, tokens of one step share a colour.
 
-    With --batch-size many prompts are decoded together; the answers are JSON lines in the order of the prompts.
-
-    An interrupted run keeps the lines in --out, and --resume continues it. Exit code 1: a prompt failed.
+    lade batch decodes many prompts together.
     """
     with terminal(output) as term:
         lookahead = speed.lookahead()
         loading.check_layout(speed.pack, invariant=speed.invariant)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
-        batch = batching.batch(source)
-        choices = _settled(choices, batch, image)
-        if batch is not None and not batch.prompts:
-            if batch.file is not None:
-                batch.file.truncate()
-            term.say(f"no prompts in shard {batching.shard}", "dim")
-            return
-        prompts = [] if batch else _read_prompts(source, image, template, term)
+        choices = choices.settled()
+        prompts = _read_prompts(source, image, template, term)
         grammar = form.read()
         predicted = _read_prediction(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
@@ -77,27 +67,8 @@ def generate(
         lookahead = with_memory(loaded, lookahead, speed.memory)
         plan = GenerationPlan(loaded, Encoder(loaded, template), lookahead, choices, max_new_tokens, grammar)
         with leading(loaded.model, split) as leads:
-            if leads and batch:
-                from lade.cli.batch.prompt_job import PromptJob
-                from lade.cli.batch.runner import run
-
-                run(PromptJob(batch, plan, term), term, quiet=json)
-            elif leads:
+            if leads:
                 _run(plan, prompts, term, image or [], predicted, json=json)
-
-
-def _settled(choices: Choices, batch: Batch | None, images: list[Path] | None) -> Choices:
-    """Return the choices with a seed, that of the run which is continued if there is one.
-
-    Raises:
-        ConfigError: an option is for single prompts, and there is a batch.
-    """
-    choices = choices.settled(batch.seed if batch else None)
-    if batch and choices.num_beams > 1:
-        raise ConfigError("num-beams", choices.num_beams, "not available with --batch-size")
-    if batch and images:
-        raise ConfigError("image", str(images[0]), "not available with --batch-size")
-    return choices
 
 
 def _read_prompts(source: PromptSource, images: list[Path] | None, template: Template, term: Terminal) -> list[Prompt]:
@@ -120,7 +91,7 @@ def _read_prediction(path: Path | None, prompts: list[Prompt], lookahead: Lookah
     if path is None:
         return None
     if len(prompts) != 1:
-        raise ConfigError("prediction-file", str(path), "needs a single prompt, without --batch-size")
+        raise ConfigError("prediction-file", str(path), "needs a single prompt")
     if lookahead is None or choices.num_beams > 1:
         method = "--method plain" if lookahead is None else "--num-beams"
         raise ConfigError("prediction-file", str(path), f"not used with {method}")

@@ -10,9 +10,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import options_in
+from lade.cli.options.grouping import Checked, Takes, options_in
 from lade.cli.terminal import Terminal, count, terminal
-from lade.errors import ConfigError
 
 if TYPE_CHECKING:
     from lade.cli.diagnosis import Curve
@@ -91,26 +90,24 @@ def _shown(value: Any) -> str:
 
 
 DOCTOR_EXAMPLE = "Example:  [bold]lade doctor --model gpt2[/bold]"
-LONGEST_S, MOST_CACHED = 86_400, 10**6
+_CACHED: Takes = (lambda value: 1 <= value <= 10**6, "give a whole number >= 1 and <= 1000000")
+_SECONDS: Takes = (lambda value: 0 < value <= 86_400, "give a number > 0 and <= 86400, a day")
 _what = options_in("What to measure")
 _BAR_WIDTH = 32
 
 
 @dataclass(frozen=True)
-class DoctorOptions:
+class DoctorOptions(Checked):
     """Options of `lade doctor`."""
 
     model_argument: options.NamedModel = None
-    cached: int = _what(256, "P", "Tokens in the cache while passes are measured.")
-    seconds: float = _what(5.0, "S", "Time limit for measuring passes.")
+    cached: int = _what(256, "P", "Tokens in the cache while passes are measured.", takes=_CACHED)
+    seconds: float = _what(5.0, "S", "Time limit for measuring passes.", takes=_SECONDS)
     threads: options.Threads = None
 
     def check(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        if not 1 <= self.cached <= MOST_CACHED:
-            raise ConfigError("cached", self.cached, f"give a whole number >= 1 and <= {MOST_CACHED}")
-        if not 0 < self.seconds <= LONGEST_S:
-            raise ConfigError("seconds", self.seconds, f"give a number > 0 and <= {LONGEST_S}, a day")
+        super().check()
         options.check_threads(self.threads)
 
 

@@ -9,11 +9,9 @@ from typing import Annotated
 
 import typer
 
-from lade.cli import chat, demo, generate, info, pack, warm
-from lade.cli.batch import command as batch_file
+from lade.cli import batch, chat, demo, generate, info, pack, serve, warm
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import ShellCommand, ShellGroup
-from lade.cli.serve import command as serve
 from lade.cli.terminal import terminal
 from lade.version import __version__
 
@@ -81,7 +79,7 @@ for _name, _epilog, _command in (
     ("generate", generate.EXAMPLE, generate.generate),
     ("chat", chat.EXAMPLE, chat.chat),
     ("serve", serve.EXAMPLE, serve.serve),
-    ("batch", batch_file.EXAMPLE, batch_file.batch),
+    ("batch", batch.EXAMPLE, batch.batch),
     ("info", info.EXAMPLE, info.info),
     ("doctor", info.DOCTOR_EXAMPLE, info.doctor),
     ("warm", warm.EXAMPLE, warm.warm),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,12 @@ from lade.cli.options import decoding as options
 from lade.cli.options.grouping import option
 from lade.cli.options.model import WEIGHTS
 from lade.cli.prompts import read_utf8
-from lade.cli.terminal import Terminal, terminal
+from lade.cli.terminal import Terminal, count, terminal
 from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.backends.cpu.packing.quality import LayerError
+    from lade.cli.loading.load import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
 _SHOWN = 8
@@ -67,7 +69,6 @@ def pack(
         loading = replace(loading.with_model(wanted.model_argument), weights=loading.weights or WEIGHTS[0])
         loading.check()
         from lade.cli.loading.load import load
-        from lade.cli.preparation import Packing, encode_text
 
         plain = replace(loading, weights=None, device="cpu" if loading.device == "auto" else loading.device)
         loaded = load(plain, term=term)
@@ -109,3 +110,95 @@ def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> No
         term.out.print(table)
     if facts["saved"]:
         term.say(f"saved to {facts['saved']}; use it:  lade generate --model {facts['saved']}", "dim")
+
+
+LONGEST_WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A model to be packed.
+
+    Args:
+        loaded: model and tokenizer; the model is packed in place.
+        weights: integer format of the weights, "int8" or "int4".
+        keep: patterns of layer names that keep their dtype.
+        save: folder to write, or None.
+    """
+
+    loaded: LoadedModel
+    weights: str
+    keep: Sequence[str]
+    save: Path | None
+
+    def run(self, ids: list[int], term: Terminal) -> tuple[dict[str, Any], list[LayerError]]:
+        """Pack the model; return the fields that `--json` prints, and the errors of layers.
+
+        Args:
+            ids: text to compare on; empty for no comparison.
+            term: terminal that shows the progress.
+
+        Raises:
+            ConfigError: `keep` leaves no layer to round.
+            InputError: no layer is large enough, or the folder cannot be written.
+        """
+        from lade.backends.cpu.packing import folder, quality
+        from lade.backends.cpu.packing import pack as packing
+
+        loaded, model = self.loaded, self.loaded.model
+        errors: list[LayerError] = []
+        facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": self.weights}
+        before, window = _bytes(model), min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
+        self._check()
+        if ids:
+            term.show_status("reading the text with the model as it is")
+            before_packing = quality.perplexity(model, ids, window)
+            facts |= {"tokens": len(ids), "window": window, "perplexity_before": before_packing}
+        term.show_status("packing the weights")
+        packing.pack(model, keep_original=bool(ids), weights=self.weights, keep=self.keep)
+        if ids:
+            term.show_status(f"reading the text in {self.weights}")
+            with quality.watched(model) as errors:
+                facts["perplexity_after"] = quality.perplexity(model, ids, window)
+        facts |= {"int8_layers": packing.int8_layers(model), "int4_layers": packing.int4_layers(model)}
+        facts |= {"kept_layers": packing.kept_layers(model)}
+        facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
+        if self.save is not None:
+            term.show_status("writing the model")
+            folder.save_packed(model, self.save, loaded.tokenizer)
+            facts["saved"] = str(self.save)
+        return facts, errors
+
+    def _check(self) -> None:
+        """Check what would otherwise fail at the end."""
+        from lade.backends.cpu.packing import folder
+        from lade.backends.cpu.packing import pack as packing
+        from lade.backends.cpu.packing.integers import Int8Linear
+
+        kinds = packing.packable(self.loaded.model, weights=self.weights, keep=self.keep)
+        small = f"linear layers below {packing.MIN_WEIGHTS:,} weights keep their dtype"
+        if not kinds:
+            raise InputError(f"nothing to round to {self.weights}: {small}; give a larger model")
+        if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
+            raise ConfigError("keep", ",".join(self.keep), f"no layer is left to round: {small}")
+        if self.save is not None:
+            folder.check_target(self.save)
+
+
+def encode_text(loaded: LoadedModel, text: str, path: Path, tokens: int) -> list[int]:
+    """Return the first ids of a text; raises `InputError`, naming its file, for fewer than two."""
+    ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][:tokens]
+    if len(ids) < 2:
+        raise InputError(f"the text {str(path)!r} has {count(len(ids), 'token')}: give a longer one")
+    return ids
+
+
+def _bytes(model: Any) -> int:
+    """Return the bytes of all weights, for int8 and int4 layers those of the integers even if the original is kept."""
+    from lade.backends.cpu.packing import pack as packing
+    from lade.backends.cpu.packing.integers import Int8Linear
+
+    in_integers = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    own = {id(module.weight) for module in in_integers} - packing.shared_weights(model)
+    dense: int = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
+    return dense + sum(module.nbytes for module in in_integers)

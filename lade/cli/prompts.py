@@ -29,10 +29,6 @@ class Prompt:
     text: str
     messages: Messages | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields of this prompt in a .jsonl file."""
-        return {"prompt": self.text} if self.messages is None else {"messages": self.messages}
-
 
 @dataclass(frozen=True)
 class PromptSource:
@@ -100,23 +96,14 @@ def read_file(path: Path) -> list[Prompt]:
     """Return the prompts of a file: one per line of a `.jsonl` file, one of any other file.
 
     Raises:
-        InputError: it cannot be read, or has no prompt.
+        InputError: it cannot be read, has no prompt, or a line without one.
     """
-    if path.suffix == ".jsonl":
-        return list(numbered_prompts(path).values())
     text = read_utf8(path, "prompt file")
-    check_text(text, "the prompt")
-    return [Prompt(text)]
-
-
-def numbered_prompts(path: Path) -> dict[int, Prompt]:
-    """Return the prompts of a `.jsonl` file by their line numbers, from 1, skipping empty lines.
-
-    Raises:
-        InputError: the file cannot be read, has no lines, or a line without a prompt.
-    """
-    lines = enumerate(read_utf8(path, "prompt file").split("\n"), start=1)
-    prompts = {number: _from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()}
+    if path.suffix != ".jsonl":
+        check_text(text, "the prompt")
+        return [Prompt(text)]
+    lines = enumerate(text.split("\n"), start=1)
+    prompts = [_from_line(line, f"{str(path)!r} line {number}") for number, line in lines if line.strip()]
     if not prompts:
         raise InputError(f"prompt file {str(path)!r} has no lines: {ONE_PER_LINE}")
     return prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -317,40 +317,6 @@ class GenerationPlan:
     def grammar_arguments(self) -> dict[str, Any]:
         """Arguments of `lade.generate` for the grammar."""
         return {} if self.grammar is None else {"grammar": self.grammar, "tokenizer": self.loaded.tokenizer}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Options that `Generation.as_dict` does not record."""
-        shown = self.choices.as_dict()
-        others = {name: value for name, value in asdict(self.choices).items() if name not in shown}
-        given = {"method": _method(self.config), "max_new_tokens": self.max_new_tokens, **others}
-        form = {} if self.grammar is None else {"grammar": self.grammar.source}
-        rounding = {"invariant": True} if self.loaded.invariant else {}
-        return {**given, **form, **self.loaded.variant, **rounding, **self.encode.settings}
-
-    @property
-    def config(self) -> LookaheadConfig | None:
-        """Configuration of the drafts; None for plain decoding."""
-        return resolve(self.lookahead)[0]
-
-    @property
-    def terms(self) -> dict[str, Any]:
-        """Fields that all results of a batch have in common."""
-        return {
-            "model": self.loaded.name,
-            "dtype": self.loaded.dtype,
-            "packed": self.loaded.packed,
-            "settings": self.settings,
-            "config": config_dict(self.config),
-            **self.choices.as_dict(),
-        }
-
-
-def _method(config: LookaheadConfig | None) -> str:
-    """Return the name of the method on the command line."""
-    if config is None:
-        return "plain"
-    return "adaptive" if config.adaptive else "lookahead"
 
 
 RUNS = ("bold green", "bold cyan")

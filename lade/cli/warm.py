@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -10,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from lade.cli.info import show_facts
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import check_out, option
+from lade.cli.options.grouping import AT_LEAST_ONE, Checked, check_out, option
 from lade.cli.prompts import Prompt, read_file
-from lade.cli.terminal import EXIT_INTERRUPTED, terminal
-from lade.errors import ConfigError, UnsupportedModelError
+from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
+from lade.errors import InputError, UnsupportedModelError
+from lade.stats import Stats
 
 if TYPE_CHECKING:
+    from lade.cli.encoder import Encoder
     from lade.cli.loading.load import LoadedModel
-    from lade.cli.preparation import WarmResult
     from lade.memory import Memory
 
 EXAMPLE = "Example:  [bold]lade warm --model gpt2 --prompts questions.jsonl --out questions.memory[/bold]"
@@ -30,7 +33,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class WarmOptions:
+class WarmOptions(Checked):
     """Options of `lade warm`."""
 
     prompts: list[Path] = option(
@@ -38,16 +41,16 @@ class WarmOptions:
     )
     out: Path = option(MISSING, "FILE", "File of the memory; if it exists, it is extended.")
     max_new_tokens: options.MaxNewTokens = 200
-    max_mib: int | None = option(None, "M", "Size limit of the memory in MiB. Default: as saved, or 128.")
-    limit: int | None = option(None, "P", "Only the first P prompts.")
+    max_mib: int | None = option(
+        None, "M", "Size limit of the memory in MiB. Default: as saved, or 128.", takes=AT_LEAST_ONE
+    )
+    limit: int | None = option(None, "P", "Only the first P prompts.", takes=AT_LEAST_ONE)
     fresh: bool = option(False, "", "Start over, even if --out exists.", "--fresh")
 
     def check(self) -> None:
         """Raise `ConfigError` for a value out of range, or a path that cannot be written."""
         options.check_max_new_tokens(self.max_new_tokens)
-        for name, value in (("max-mib", self.max_mib), ("limit", self.limit)):
-            if value is not None and value < 1:
-                raise ConfigError(name, value, "give a whole number >= 1")
+        super().check()
         check_out(self.out)
 
     def read(self) -> list[tuple[str, Prompt]]:
@@ -110,7 +113,6 @@ def warm(
         prompts = job.read()
         from lade.cli.encoder import Encoder
         from lade.cli.loading.load import load
-        from lade.cli.preparation import fill_memory
 
         loaded = load(loading, term=term, pack=pack, invariant=invariant)
         encode, continues = Encoder(loaded, template), job.continues
@@ -164,3 +166,107 @@ def _shown(result: WarmResult, memory: Memory, out: Path) -> dict[str, str]:
 def _size(file: Path) -> int:
     """Return the file size in bytes; 0 without a file."""
     return file.stat().st_size if file.exists() else 0
+
+
+SAVE_EVERY_S = 60.0
+
+
+@dataclass
+class WarmResult:
+    """Result of filling a memory.
+
+    Attributes:
+        runs: statistics of each answer.
+        skipped: names of unusable prompts, with the reasons.
+        interrupted: Ctrl-C ended the run.
+    """
+
+    runs: list[Stats] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens of all answers."""
+        return sum(run.new_tokens for run in self.runs)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per step over all prompts."""
+        return _rate(self.runs)
+
+    @property
+    def first_tenth(self) -> float:
+        """Tokens per step of the first tenth of the prompts, of one at least."""
+        return _rate(self.runs[: self._tenth])
+
+    @property
+    def last_tenth(self) -> float:
+        """Tokens per step of the last tenth of the prompts, of one at least."""
+        return _rate(self.runs[-self._tenth :])
+
+    @property
+    def _tenth(self) -> int:
+        return max(1, len(self.runs) // 10)
+
+
+def _rate(runs: list[Stats]) -> float:
+    steps = sum(run.steps for run in runs)
+    return sum(run.accepted_tokens for run in runs) / steps if steps else 0.0
+
+
+def fill_memory(
+    memory: Memory,
+    encode: Encoder,
+    loaded: LoadedModel,
+    prompts: list[tuple[str, Prompt]],
+    max_new_tokens: int,
+    save: Callable[[], None],
+    term: Terminal,
+) -> WarmResult:
+    """Fill a memory from a model's answers, one prompt after the other.
+
+    Args:
+        memory: draft memory to fill.
+        encode: encoder of the prompts.
+        loaded: model and tokenizer.
+        prompts: prompts with their names for messages.
+        max_new_tokens: token limit of each answer.
+        save: saves the memory; called every minute, at the end, and after Ctrl-C.
+        term: terminal that shows the progress.
+    """
+    from lade.cli.run import Interrupt, decode
+    from lade.config import LookaheadConfig
+
+    result, saved_at = WarmResult(), perf_counter()
+    config = LookaheadConfig(memory=memory)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Interrupt() as interrupt:  # between generations, which have their own
+        with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
+            task = progress.add_task("prompts", total=len(prompts))
+            for done, (name, prompt) in enumerate(prompts, start=1):
+                try:
+                    ids = encode(prompt)
+                except InputError as problem:
+                    term.say(f"skipped: {name}: {problem}", "yellow")
+                    result.skipped.append((name, str(problem)))
+                else:
+                    room = loaded.room(ids, max_new_tokens, within=True)
+                    run = decode(
+                        loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda step: None
+                    )
+                    result.runs.append(run.stats)
+                    result.interrupted = run.interrupted
+                rate = f"prompts · {result.rate:.2f} tokens per step"
+                progress.update(task, completed=done, description=rate)
+                term.tell_progress(f"{done} of {len(prompts)} {rate}")
+                if perf_counter() - saved_at > SAVE_EVERY_S:
+                    save()
+                    saved_at = perf_counter()
+                result.interrupted |= interrupt.requested
+                if result.interrupted:
+                    break
+        if result.runs:  # an empty memory must not replace a good one
+            save()
+        result.interrupted |= interrupt.requested
+    return result

@@ -21,7 +21,7 @@ from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
-from lade.server.errors import TOO_LONG, ApiError, deadline_exceeded, error_for, invalid
+from lade.server.errors import ApiError, deadline_exceeded, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import (
@@ -34,8 +34,7 @@ from lade.server.request_context import (
 from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import EventStream, Json
-from lade.server.served_model import ServedModel, TextTooLongError
-from lade.server.service import Service
+from lade.server.service import Service, Serving
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
 from lade.server.structured_output import UntriedGrammarError, check_ends
 
@@ -53,26 +52,24 @@ class Preprocessor(ABC):
     prompt_count = 1
     top_logprobs: int | None = None
 
-    @property
-    def keeps_special_tokens(self) -> bool:
-        """True if the parser needs the text of special tokens."""
+    def keeps_special_tokens(self, serving: Serving) -> bool:
+        """Return True if the parser needs the text of special tokens."""
         return False
 
     @abstractmethod
-    def prompts(self, model: ServedModel) -> Iterable[EncodedPrompt]:
+    def prompts(self, serving: Serving) -> Iterable[EncodedPrompt]:
         """Yield the prompts to continue. Called in a worker thread.
 
         Raises:
             ApiError: a prompt is invalid.
-            TextTooLongError: a prompt exceeds the model's context.
         """
 
     @abstractmethod
-    def parser(self, prompt: EncodedPrompt) -> PlainParser | MarkupParser:
+    def parser(self, prompt: EncodedPrompt, serving: Serving) -> PlainParser | MarkupParser:
         """Return the parser of an answer to a prompt."""
 
     @abstractmethod
-    def grammar(self, prompt: EncodedPrompt, model: ServedModel) -> tuple[Grammar, str] | None:
+    def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
         """Return the grammar of an answer and the field that sets it; None if unconstrained.
 
         Raises:
@@ -119,18 +116,17 @@ class Formatter(ABC):
         """Return the event sent after `Settings.ping_s` seconds of silence."""
         return serialization.PING
 
-    def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
+    def too_long(self, tokens: int, context: int) -> ApiError:
         """Return the error for a prompt that leaves no room for an answer, in the wording that clients parse.
 
         Args:
             tokens: length of the prompt in tokens.
             context: context length of the model in tokens.
-            least: "at least " if `tokens` is a lower bound.
         """
-        prompt = f"{least}{tokens} in the {self.prompt_field}"
-        asked = f"you requested {least}{tokens + 1} tokens ({prompt}, at least 1 for the completion)"
+        prompt = f"{tokens} in the {self.prompt_field}"
+        asked = f"you requested {tokens + 1} tokens ({prompt}, at least 1 for the completion)"
         why = f"This model's maximum context length is {context} tokens. However, {asked}."
-        return invalid(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.", TOO_LONG)
+        return too_long(self.prompt_field, f"{why} Please reduce the length of the {self.prompt_field}.")
 
 
 class ChunkFormatter(Formatter):
@@ -256,7 +252,7 @@ class Answer:
         except ClientDisconnectedError:
             return Response(status_code=CLIENT_CLOSED)
         except Exception as problem:  # noqa: BLE001 - every problem is reported to the client
-            return self._failed(problem).response()
+            return self._failed(problem).response(request.scope)
 
     def _time_left(self, request: Request) -> float | None:
         """Return the seconds until the deadline, at which the request is aborted; None without one."""
@@ -280,8 +276,7 @@ class Answer:
 
     async def _submit(self) -> None:
         """Reserve queue slots before any costly work, so that an overloaded server refuses at once."""
-        self._model = self._output.model = self._service.model
-        self._engine = self._service.engine
+        self._serving = self._output.serving = self._service.serving
         count = self._body.n * self._preprocessor.prompt_count
         self._check(count)
         owner, limits = self._context.owner, self._context.limits
@@ -291,7 +286,7 @@ class Answer:
             running = sum(len(each.slots) for each in self._service.in_flight if each.owner == owner)
             self._service.quotas.take(owner, limits, count, running)
         for _ in range(count):
-            self._in_flight.slots.append(self._engine.reserve())
+            self._in_flight.slots.append(self._serving.engine.reserve())
         try:
             choices = await self._service.in_worker(self._context.size, self._prepare)
         except UntriedGrammarError:  # raised before the first choice is submitted, as all share the grammar
@@ -309,7 +304,7 @@ class Answer:
             raise invalid(None, why, "too_large_for_server")
         ignored = schemas.check(body, settings) + schemas.without_effect(self._sent)
         if isinstance(body, ChatRequest):
-            ignored += schemas.unused_by_template(body, self._model.chat_template)
+            ignored += schemas.unused_by_template(body, self._serving.model.chat_template)
         if ignored:
             names = self._formatter.field_names
             self._headers["x-lade-ignored"] = schemas.header(names.get(name, name) for name in ignored)
@@ -317,29 +312,30 @@ class Answer:
     def _prepare(self) -> list[Choice]:
         """Render, tokenize and submit all choices. Called in a worker thread."""
         shared = self._service.settings.share == "all"
-        with self._service.grammars.serving("" if shared else self._context.owner):
+        with self._serving.grammars.serving("" if shared else self._context.owner):
             return self._choices()
 
     def _choices(self) -> list[Choice]:
-        body, context = self._body, self._service.context or sys.maxsize
+        body, serving, context = self._body, self._serving, self._serving.context or sys.maxsize
         if body.prediction is not None:
-            self._output.predicted = self._service.encoder.first_ids(body.prediction.text)
+            predicted = serving.model.ids(body.prediction.text, add_special_tokens=False)
+            self._output.predicted = predicted[: serving.context]
         choices, slots = list[Choice](), iter(list(self._in_flight.slots))
-        try:
-            prompts = list(self._while_connected(self._preprocessor.prompts(self._model)))
-        except TextTooLongError as problem:
-            raise self._formatter.too_long(problem.tokens, context, least="at least ") from None
-        for prompt in prompts:
-            prompt.check_ids(self._model.vocabulary)
+        for prompt in list(self._while_connected(self._preprocessor.prompts(serving))):
+            if not prompt.ids:
+                raise invalid(None, "the prompt has no tokens: send a longer one")
+            if not prompt.media:  # placeholders of images may exceed the vocabulary
+                serving.model.check_ids("prompt", prompt.ids)
             if len(prompt.ids) + (body.most_tokens != 0) > context:
                 raise self._formatter.too_long(len(prompt.ids), context)
             for _ in range(body.n):
                 index = len(choices)
                 seed = seed_of(self._output.seed, index % body.n)
                 arguments = {**self._arguments(prompt), **prompt.media}
-                handle = self._engine.add(prompt.ids, place=next(slots), seed=seed, **arguments)
+                handle = serving.engine.add(prompt.ids, place=next(slots), seed=seed, **arguments)
                 ends, silent = frozenset(body.stop_token_ids or ()), body.most_tokens == 0
-                choices.append(Choice(index, prompt, handle, self._preprocessor.parser(prompt), ends, silent))
+                parser = self._preprocessor.parser(prompt, serving)
+                choices.append(Choice(index, prompt, handle, parser, ends, silent))
         return choices
 
     def _while_connected(self, prompts: Iterable[EncodedPrompt]) -> Iterator[EncodedPrompt]:
@@ -350,31 +346,31 @@ class Answer:
 
     def _arguments(self, prompt: EncodedPrompt) -> dict[str, Any]:
         """Return the arguments of `Engine.add` for a prompt."""
-        body, service = self._body, self._service
-        scope = service.memories.scope(self._context.owner, body.cache_salt)
+        body, service, serving = self._body, self._service, self._serving
+        scope = serving.memories.scope(self._context.owner, body.cache_salt)
         wanted = service.settings.answer_tokens if body.most_tokens is None else body.most_tokens
-        context = service.context
+        context = serving.context
         room = max(1, wanted if context is None else min(wanted, context - len(prompt.ids)))
         least = min(body.min_tokens, room)
-        arguments = generate_arguments(body, self._model, len(prompt.ids))
-        if (constraint := self._preprocessor.grammar(prompt, self._model)) is not None:
+        arguments = generate_arguments(body, serving.model, len(prompt.ids))
+        if (constraint := self._preprocessor.grammar(prompt, serving)) is not None:
             check_ends(body, constraint[1])
             with service.metrics.compiling():
-                processor = service.grammars.processor(*constraint, self._budget)
+                processor = serving.grammars.processor(*constraint, self._budget)
             arguments.setdefault("logits_processor", []).append(processor)
         return {
             **arguments,
             **self._preprocessor.arguments(),
             "stop_texts": body.stop,
-            "tokenizer": self._model.tokenizer,
-            "skip_special_tokens": body.skip_special_tokens and not self._preprocessor.keeps_special_tokens,
+            "tokenizer": serving.model.tokenizer,
+            "skip_special_tokens": body.skip_special_tokens and not self._preprocessor.keeps_special_tokens(serving),
             "logprobs": self._preprocessor.top_logprobs,
             "scope": scope,
             "client": self._context.owner,
             **({"min_new_tokens": least} if least else {}),
             "max_new_tokens": room,
             "prediction": self._output.predicted,
-            "lookahead": service.memories.lookahead(lookahead_of(body.lookahead), scope),
+            "lookahead": serving.memories.lookahead(lookahead_of(body.lookahead), scope),
         }
 
     async def _deltas(self, silence_s: float | None) -> AsyncGenerator[tuple[Choice, ChoiceDelta] | None]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+import mimetypes
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,27 +15,20 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Scope
 
 from lade.server import errors
 from lade.server.failures import LONGEST_BODY
-from lade.server.middleware import AnthropicErrors, AuthMiddleware, BodyMiddleware
+from lade.server.middleware import AuthMiddleware, BodyMiddleware
 from lade.server.request_context import RequestContextMiddleware
 from lade.server.routes import router
 from lade.server.service import Service
 from lade.version import __version__
 
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain; charset=utf-8",
-    ".LICENSE": "text/plain; charset=utf-8",
-}
-"""Content types by file suffix; the system's own table varies."""
+for _suffix, _type in {".js": "text/javascript", ".mjs": "text/javascript", ".license": "text/plain"}.items():
+    mimetypes.add_type(_type, _suffix)  # the system's own table varies
 
 POLICY = {
     "default-src": "'none'",
@@ -59,60 +50,30 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class PageFile:
-    """A file of the chat page.
+class Page(StaticFiles):
+    """The chat page: `index.html` at `/`, and all its files below `/page/`.
 
-    Attributes:
-        path: URL path, `/` or `/page/...`.
-        content: content of the file.
-        kind: content type.
-        tag: entity tag, quotes included.
+    It needs no key, since it holds no user data; hosts and origins are checked by the app.
     """
 
-    path: str
-    content: bytes
-    kind: str
-    tag: str
+    def __init__(self) -> None:
+        super().__init__(packages=[("lade.server", "page")])
 
-    async def answer(self, request: Request) -> Response:
-        """Return the file, or 304 if the browser has it."""
-        headers = {**HEADERS, "etag": self.tag}
-        if self.tag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(self.content, media_type=self.kind, headers=headers)
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Return a file, or 304 if the browser has it."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
 
-
-def page_files() -> Iterator[PageFile]:
-    """Return all installed files of the page."""
-    for name, source in _walk(files("lade.server").joinpath("page"), ""):
-        kind = next((kind for end, kind in TYPES.items() if name.endswith(end)), None)
-        if kind is None:
-            continue  # not part of the page, such as an editor's backup
-        content = source.read_bytes()
-        path = "/" if name == "index.html" else f"/page/{name}"
-        yield PageFile(path, content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    async def index(self, request: Request) -> Response:
+        """Return the page itself."""
+        return await self.get_response("index.html", request.scope)
 
 
-def mount_page(app: Starlette) -> frozenset[str]:
-    """Serve the chat page at `/` and its files below `/page/`, one route each.
-
-    Files are read once. The routes need no key, since they hold no user data; hosts and origins are checked by the app.
-
-    Returns:
-        The paths that are served.
-    """
-    page = list(page_files())
-    app.router.routes.extend(Route(file.path, file.answer, include_in_schema=False) for file in page)
-    return frozenset(file.path for file in page)
-
-
-def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _walk(entry, f"{prefix}{entry.name}/")
-        else:
-            yield prefix + entry.name, entry
+def mount_page(app: Starlette) -> None:
+    """Serve the chat page."""
+    page = Page()
+    app.router.routes += [Route("/", page.index, include_in_schema=False), Mount("/page", page)]
 
 
 def build_app(service: Service) -> FastAPI:
@@ -145,7 +106,6 @@ def build_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-lade-ignored"],
         )
-    app.add_middleware(AnthropicErrors)
     app.add_middleware(RequestContextMiddleware, ended=lambda context: service.ended(context, _known(context.path)))
     return app
 

@@ -12,8 +12,7 @@ from lade.server.errors import unsupported
 from lade.server.output_parser import MarkupParser, Parts, PlainParser
 from lade.server.sampling_parameters import with_generation_config
 from lade.server.schemas import ChatRequest
-from lade.server.served_model import ServedModel
-from lade.server.service import Service
+from lade.server.service import Serving
 from lade.server.structured_output import CHAT_NAMES, FormatNames, message_grammar, requested_calls, requested_grammar
 from lade.stats import Step
 
@@ -27,41 +26,40 @@ class ChatPreprocessor(Preprocessor):
 
     body: ChatRequest
 
-    def __init__(self, service: Service, body: ChatRequest, names: FormatNames = CHAT_NAMES) -> None:
-        self._service, self._names = service, names
+    def __init__(self, body: ChatRequest, names: FormatNames = CHAT_NAMES) -> None:
+        self._names = names
         self.body = with_generation_config(body)
         self.top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
-    @property
-    def keeps_special_tokens(self) -> bool:
+    def keeps_special_tokens(self, serving: Serving) -> bool:
         """See `Preprocessor.keeps_special_tokens`."""
-        return self._service.markup.has_special_tokens
+        return serving.markup.has_special_tokens
 
-    def prompts(self, model: ServedModel) -> list[EncodedPrompt]:
+    def prompts(self, serving: Serving) -> list[EncodedPrompt]:
         """See `Preprocessor.prompts`."""
-        ids, media = self._service.template.encode(self.body)
-        return [EncodedPrompt(ids, media, model.tokenizer.decode(ids))]
+        ids, media = serving.template.encode(self.body)
+        return [EncodedPrompt(ids, media, serving.model.tokenizer.decode(ids))]
 
-    def parser(self, prompt: EncodedPrompt) -> PlainParser | MarkupParser:
+    def parser(self, prompt: EncodedPrompt, serving: Serving) -> PlainParser | MarkupParser:
         """See `Preprocessor.parser`."""
         tools = self.body.tools if self.body.tool_choice != "none" else None
-        return self._service.markup.parser(prompt.text, tools)
+        return serving.markup.parser(prompt.text, tools)
 
-    def grammar(self, prompt: EncodedPrompt, model: ServedModel) -> tuple[Grammar, str] | None:
+    def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
         """See `Preprocessor.grammar`; tool calls follow their schemas where these can be compiled."""
-        body, grammars, markup = self.body, self._service.grammars, self._service.markup
+        body, grammars, markup = self.body, serving.grammars, serving.markup
         form, param = requested_grammar(body, self._names) or (None, "tool_choice")
         if form is None and body.tool_choice in (None, "auto", "none"):
             continues = body.ignore_eos or body.min_tokens
             if not body.tools or continues or not grammars.available or markup.has_other_reasoning:
                 return None
         elif markup.has_other_reasoning:
-            raise unsupported(param, f"{param}: grammars do not support this model's reasoning markup: leave it out")
+            raise unsupported(param, "grammars do not support this model's reasoning markup: leave it out")
         vocabulary = grammars.vocabulary(param)
         if form is not None:
             grammars.require(form, param)  # alone first, so that an error names the format, not the whole message
         calls = requested_calls(body, vocabulary)
-        made = message_grammar(model.chat_template, prompt.text, form, calls, vocabulary)
+        made = message_grammar(serving.model.chat_template, prompt.text, form, calls, vocabulary)
         return None if made is None else (made, param)
 
 
@@ -124,7 +122,7 @@ class ChatFormatter(ChunkFormatter):
         body = self.output.body
         if not (isinstance(body, ChatRequest) and body.logprobs and steps):
             return None
-        entry = self.output.service.token_text.entry
+        entry = self.output.serving.token_text.entry
         tokens = [token for step in steps for token in step.logprobs or ()]
         content = [
             {**entry(each.token, each.logprob), "top_logprobs": [entry(*alternative) for alternative in each.top]}

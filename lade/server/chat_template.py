@@ -22,7 +22,7 @@ from lade.model.prepared import IMAGE_FORMATS
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import ChatRequest, Message
 from lade.server.serialization import decoded
-from lade.server.served_model import ServedModel, TextEncoder, TextTooLongError
+from lade.server.served_model import ServedModel
 from lade.server.settings import MAX_IMAGES, MAX_PIXELS
 
 _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
@@ -164,12 +164,11 @@ class ChatTemplate:
 
     Args:
         model: the served model, with its tokenizer and, if it takes images, its processor.
-        encoder: encoder of rendered texts.
         defaults: default arguments of the template.
     """
 
-    def __init__(self, model: ServedModel, encoder: TextEncoder, defaults: Mapping[str, Any]) -> None:
-        self._model, self._encoder, self._defaults = model, encoder, defaults
+    def __init__(self, model: ServedModel, defaults: Mapping[str, Any]) -> None:
+        self._model, self._defaults = model, defaults
         self._image_lock = threading.Lock()  # processors keep per-call state
         self._text = model.chat_template
         self._forms = TemplateForms(lambda messages: self._rendered(messages, self._defaults))
@@ -180,7 +179,6 @@ class ChatTemplate:
 
         Raises:
             ApiError: there is no template, it raises, or it cannot render the content.
-            TextTooLongError: the rendered text is too long for the model.
         """
         if not self._text:
             why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
@@ -192,21 +190,17 @@ class ChatTemplate:
         messages = self._messages(body)
         try:
             return self._apply(messages, arguments), {}
-        except TextTooLongError:
-            raise
         except Exception as problem:
             merged = _merged(messages)
             if len(merged) == len(messages):
                 raise _rejected(problem) from problem
         try:  # for templates that accept a single, leading system message
             return self._apply(merged, arguments), {}
-        except TextTooLongError:
-            raise
         except Exception as problem:
             raise _rejected(problem) from problem
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
-        return self._encoder.ids(self._rendered(messages, arguments), add_special_tokens=False)
+        return self._model.ids(self._rendered(messages, arguments), add_special_tokens=False)
 
     def _rendered(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
         tokenizer = self._model.tokenizer
@@ -226,9 +220,7 @@ class ChatTemplate:
         if encode is None:
             raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
         try:
-            return encode(messages, arguments, self._encoder.check)
-        except TextTooLongError:
-            raise
+            return encode(messages, arguments)
         except Exception as problem:
             raise _rejected(problem) from problem
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lade.server.errors import invalid, overloaded
+from lade.server.errors import overloaded
 from lade.server.metrics import speculative_decoding
 from lade.server.output_parser import MarkupParser, Parts, PlainParser, ToolCall
 from lade.server.sampling_parameters import first_seed
 from lade.server.schemas import BaseRequest
-from lade.server.served_model import ServedModel
-from lade.server.service import Service
+from lade.server.service import Service, Serving
 from lade.serving.handle import Handle
 from lade.stats import Step
 
@@ -32,20 +31,6 @@ class EncodedPrompt:
     ids: list[int]
     media: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
-
-    def check_ids(self, vocabulary: int) -> None:
-        """Raise `ApiError` for an empty prompt or an id outside the vocabulary.
-
-        Args:
-            vocabulary: size of the vocabulary; placeholders of images may exceed it.
-        """
-        if not self.ids:
-            raise invalid(None, "the prompt has no tokens: send a longer one")
-        if max(self.ids) >= vocabulary and not self.media:
-            raise invalid(
-                "prompt",
-                f"the prompt has the token id {max(self.ids)}, outside the vocabulary: give ids below {vocabulary}",
-            )
 
 
 _REASONS = {"length": "length", "time": "length"}
@@ -177,7 +162,7 @@ class RequestOutput:
     """The choices of one request.
 
     Attributes:
-        model: the served model, set when the request is accepted.
+        serving: the model and its engine, set when the request is accepted.
         choices: the choices, by prompt; empty until they are submitted.
         predicted: ids of the predicted output; None for none.
         seed: seed of choice 0.
@@ -185,7 +170,7 @@ class RequestOutput:
         created: time of creation in seconds since the epoch.
     """
 
-    model: ServedModel
+    serving: Serving
 
     def __init__(self, service: Service, body: BaseRequest, request_id: str) -> None:
         self.service, self.body, self.request_id = service, body, request_id
@@ -221,11 +206,9 @@ class RequestOutput:
 
     def metrics(self) -> dict[str, Any]:
         """Return the member `metrics` if the server reports acceptance; null in it for several choices, as in vLLM."""
-        level = self.service.settings.acceptance
-        if level == "none":
+        if self.service.settings.acceptance == "none":
             return {}
-        alone = self.choices[0] if len(self.choices) == 1 else None
-        found = None if alone is None else speculative_decoding(alone.steps, detailed=level == "detailed")
+        found = speculative_decoding(self.choices[0].steps) if len(self.choices) == 1 else None
         return {"metrics": {"speculative_decoding": found}}
 
     def figures(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lade.server.errors import invalid
 from lade.server.output_parser import PlainParser
 from lade.server.schemas import CompletionRequest
 from lade.server.served_model import ServedModel, TextOffsets, TokenText, finite
-from lade.server.service import Service
+from lade.server.service import Serving
 from lade.server.settings import MAX_ECHOED
 from lade.server.structured_output import requested_grammar
 from lade.stats import Step, TokenLogprobs
@@ -24,47 +24,44 @@ class CompletionPreprocessor(Preprocessor):
 
     body: CompletionRequest
 
-    def __init__(self, service: Service, body: CompletionRequest) -> None:
-        self._service, self.body = service, body
+    def __init__(self, body: CompletionRequest) -> None:
+        self.body = body
         prompt: Any = body.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         self._given: list[str] | list[list[int]] = prompt if several else [prompt]
         self.prompt_count = len(self._given)
         self.top_logprobs = body.logprobs
 
-    def prompts(self, model: ServedModel) -> Iterator[EncodedPrompt]:
+    def prompts(self, serving: Serving) -> Iterator[EncodedPrompt]:
         """See `Preprocessor.prompts`."""
         body = self.body
         if body.max_tokens == 0 and not body.echo:
-            raise invalid("max_tokens", "max_tokens: 0 needs echo: give at least 1")
+            raise invalid("max_tokens", "0 needs echo: give at least 1")
         tokens = 0
         for given in self._given:
-            prompt = self._prompt(given, model)
+            prompt = self._prompt(given, serving.model)
             tokens += len(prompt.ids)
             yield prompt
         top = body.logprobs or 0
         if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MAX_ECHOED:
-            why = f"prompt: {tokens} tokens with logprobs={top} and n={body.n} are too many to echo in one request"
+            why = f"{tokens} tokens with logprobs={top} and n={body.n} are too many to echo in one request"
             raise invalid("prompt", f"{why}: send fewer prompts, or request fewer logprobs")
 
     def _prompt(self, given: str | list[int], model: ServedModel) -> EncodedPrompt:
         tokenizer = model.tokenizer
         if isinstance(given, list):
-            if max(given) >= model.vocabulary:
-                why = f"prompt: token id {max(given)} is outside the vocabulary: give ids below {model.vocabulary}"
-                raise invalid("prompt", why)
             text = tokenizer.decode(given, skip_special_tokens=True) if self.body.echo else ""
             return EncodedPrompt(given, text=text)
-        ids = self._service.encoder.ids(given)
+        ids = model.ids(given)
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         return EncodedPrompt(ids, text=given)
 
-    def parser(self, prompt: EncodedPrompt) -> PlainParser:
+    def parser(self, prompt: EncodedPrompt, serving: Serving) -> PlainParser:
         """See `Preprocessor.parser`."""
         return PlainParser()
 
-    def grammar(self, prompt: EncodedPrompt, model: ServedModel) -> tuple[Grammar, str] | None:
+    def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
         """See `Preprocessor.grammar`."""
         return requested_grammar(self.body)
 
@@ -84,7 +81,7 @@ class CompletionFormatter(ChunkFormatter):
         super().__init__(output)
         assert isinstance(output.body, CompletionRequest)  # the route's schema
         self._body = output.body
-        self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(output.service.token_text))
+        self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(output.serving.token_text))
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`: the echoed prompts; with logprobs they come with the first step instead."""

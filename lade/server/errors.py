@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API: a status, and an object with message and remedy."""
+"""Errors in the forms of OpenAI's and Anthropic's APIs: a status, and an object with message and remedy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from lade.backends.grammar.compiled import GrammarError
 from lade.errors import ClusterError, ConfigError, EngineClosedError, EngineFullError, InputError, UnsupportedError
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 INVALID, AUTHENTICATION, PERMISSION = "invalid_request_error", "authentication_error", "permission_error"
 NOT_FOUND, OVERLOADED, SERVER = "not_found_error", "overloaded_error", "server_error"
 TIMEOUT, RATE_LIMIT = "timeout_error", "rate_limit_error"
-TOO_LONG = "context_length_exceeded"
 INVALID_SCHEMA = "invalid_schema"
 _MAX_SHOWN = 60
 
@@ -55,14 +55,23 @@ class ApiError(Exception):
         """Response body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
-        return Json(self.body, self.status, headers=self.headers)
+    def response(self, scope: Scope) -> Response:
+        """Return the HTTP response to a request, in the format of its API."""
+        context = scope["state"]["context"]
+        if not context.is_anthropic:
+            return Json(self.body, self.status, headers=self.headers)
+        body = anthropic_error(self.status, self.message, context.id)
+        return Json(body, anthropic_status(self.status), headers=self.headers)
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """Return the error for a field with an invalid value."""
-    return ApiError(400, INVALID, message, param=param, code=code)
+    """Return the error for a field with an invalid value, which its message names first."""
+    return ApiError(400, INVALID, message if param is None else f"{param}: {message}", param=param, code=code)
+
+
+def too_long(param: str, message: str) -> ApiError:
+    """Return the error for a prompt that does not fit, in the wording that clients parse."""
+    return ApiError(400, INVALID, message, param=param, code="context_length_exceeded")
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -103,7 +112,7 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
         case EngineClosedError():
             return overloaded("the engine is closed", "engine_closed", close=True)
         case ConfigError():
-            return invalid(problem.field, str(problem))
+            return ApiError(400, INVALID, str(problem), param=problem.field, code="invalid_value")
         case UnsupportedError():
             return invalid(None, problem.reason, "unsupported_parameter")
         case GrammarError():
@@ -125,7 +134,7 @@ def install(app: FastAPI) -> None:
 
 async def _api(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, ApiError)
-    return problem.response()
+    return problem.response(request.scope)
 
 
 async def _http(request: Request, problem: Exception) -> Response:
@@ -139,7 +148,7 @@ async def _http(request: Request, problem: Exception) -> Response:
             error = ApiError(405, INVALID, why, code="unknown_url", headers=problem.headers)
         case _:
             error = NOT_JSON
-    return error.response()
+    return error.response(request.scope)
 
 
 NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", code="invalid_json")
@@ -152,7 +161,8 @@ def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     (names, value), what = places[deepest], str(found[deepest]["msg"]).removeprefix("Value error, ")
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
     number = isinstance(value, bool | int | float) and len(str(value)) < _MAX_SHOWN
-    return invalid(param or None, f"{param or 'the body'}: {what}{f' (got {value!r})' if number else ''}")
+    what = f"{what}{f' (got {value!r})' if number else ''}"
+    return invalid(param, what) if param else invalid(None, f"the body: {what}")
 
 
 def _fit(kind: str) -> int:

@@ -23,7 +23,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lade.server.app import build_app
 from lade.server.errors import INVALID, ApiError
-from lade.server.middleware import OVER_LIMIT
 from lade.server.serialization import encoded
 from lade.server.service import Service
 
@@ -36,28 +35,21 @@ logger = logging.getLogger(__name__)
 HEADERS_S = 10.0
 """Time to send the headers of a request, from the connection or their first byte; uvicorn sets no limit."""
 MAX_HEADER_BYTES = 64 * 2**10
-CONNECTIONS = 1024
-"""Soft limit on connections. Beyond it, the longest idle ones are closed; if none is idle, requests are refused, and at
-twice the limit new connections are closed. Fewer where the process may open fewer files, see `most_connections`.
-"""
+CONNECTIONS = 2048
+"""Most connections; further ones are closed. Fewer where the process may open fewer files, see `most_connections`."""
 RESERVED_FILES = 192
 """Descriptors that connections leave to others: a server with a model has some 60 open, and a trial of a grammar, a
 saved memory and a log take a few more for a moment.
 """
-IDLE_S = 1.0
-"""Grace time of a new connection before it counts as idle."""
 
 
 _LIMITLESS = -1
 
 
-def most_connections() -> tuple[int, int]:
-    """Return the soft and the hard limit on connections, by the files that this process may open at present."""
+def most_connections() -> int:
+    """Return the limit on connections, by the files that this process may open at present."""
     files = _LIMITLESS if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if not 0 <= files < 2 * CONNECTIONS + RESERVED_FILES:
-        return CONNECTIONS, 2 * CONNECTIONS
-    left = max(1, files - RESERVED_FILES)
-    return min(CONNECTIONS, max(1, left - left // 8)), left
+    return CONNECTIONS if files < 0 else max(1, min(CONNECTIONS, files - RESERVED_FILES))
 
 
 def raise_file_limit() -> None:
@@ -65,14 +57,14 @@ def raise_file_limit() -> None:
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * CONNECTIONS + RESERVED_FILES
+    wanted = CONNECTIONS + RESERVED_FILES
     if 0 <= soft < wanted:
         raised = min(wanted, hard) if hard >= 0 else wanted
         if raised > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             logger.info("this process may open %d files now, instead of %d", raised, soft)
         if raised < wanted:
-            most, needed = most_connections()[0], f"{CONNECTIONS} take {wanted}"
+            most, needed = most_connections(), f"{CONNECTIONS} take {wanted}"
             logger.warning("the hard limit of open files allows %d connections, and %s: raise it", most, needed)
 
 
@@ -84,16 +76,11 @@ class Connection(HttpToolsProtocol):
         self._timer: TimerHandle | None = None
         self._header_bytes = 0
         self._begun = False
-        self._idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first request."""
         super().connection_made(transport)
-        self._idle_since = self.loop.time()
-        soft, hard = most_connections()
-        if len(self.connections) > soft:
-            self._close_idle(IDLE_S if len(self.connections) <= hard else 0.0)
-        if len(self.connections) > hard:
+        if len(self.connections) > most_connections():
             transport.abort()
             return
         # otherwise a body waits for the client's delayed ACK of the headers, 40 ms; asyncio sets this only on sockets
@@ -102,26 +89,6 @@ class Connection(HttpToolsProtocol):
         if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wait()
-
-    def on_response_complete(self) -> None:
-        """Mark the connection idle unless the next request has begun."""
-        self._idle_since = self.loop.time()
-        super().on_response_complete()
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no byte of a next request has arrived."""
-        return not (self._begun or self._is_answering or self.transport.is_closing())
-
-    def _close_idle(self, grace_s: float) -> None:
-        """Close the longest idle connection other than this one, if it has been idle for longer than a grace time."""
-        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
-        since = self.loop.time() - grace_s
-        idle = [each for each in others if each.is_idle and each._idle_since <= since]
-        if idle:
-            longest = min(idle, key=lambda each: each._idle_since)
-            longest.transport.close()
-            self.connections.discard(longest)  # no longer counted, even before the transport has closed
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer."""
@@ -146,7 +113,6 @@ class Connection(HttpToolsProtocol):
         """Record the first byte of a request."""
         super().on_message_begin()
         self._begun = True
-        self.scope["state"][OVER_LIMIT] = len(self.connections) > most_connections()[0]
         if self._timer is None:
             self._wait()
 

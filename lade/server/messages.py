@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from lade.server import serialization
 from lade.server.answer import Formatter
 from lade.server.choice import Choice, ChoiceDelta, OutputItem, OutputItems, RequestOutput
-from lade.server.errors import TOO_LONG, ApiError, anthropic_error, invalid, unsupported
+from lade.server.errors import ApiError, anthropic_error, invalid, too_long, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Object, Stop, Text, chat_request
 from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
 
@@ -125,14 +125,14 @@ def as_chat(request: CountRequest) -> ChatRequest:
     """
     for name, remedy in _REFUSED.items():
         if (request.model_extra or {}).get(name):
-            raise unsupported(name, f"{name}: {remedy}")
+            raise unsupported(name, remedy)
     if request.n != 1:
-        raise unsupported("n", "n: a message has one choice: use /v1/chat/completions")
+        raise unsupported("n", "a message has one choice: use /v1/chat/completions")
     own = [tool for tool in request.tools or () if tool.type in (None, "custom")]
     dropped = {f"tools.{tool.type}": "" for tool in request.tools or () if tool.type not in (None, "custom")}
     choice, messages = request.tool_choice, messages_of(request)
     if not messages:
-        raise invalid("messages", "messages: no message has content: give text")
+        raise invalid("messages", "no message has content: give text")
     continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return chat_request(
         request,
@@ -190,7 +190,7 @@ def _assistant(turn: InputMessage, names: dict[str, str], place: str) -> dict[st
                 continue
             case "tool_use":
                 if block.id is None or block.name is None or block.input is None:
-                    raise invalid(where, f"{where}: a tool_use needs id, name and input: give them")
+                    raise invalid(where, "a tool_use needs id, name and input: give them")
                 names[block.id] = block.name
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 calls.append({"id": block.id, "type": "function", "function": function})
@@ -229,7 +229,7 @@ def _append_user(made: Messages, parts: list[dict[str, Any]]) -> None:
 def _result(block: Block, names: dict[str, str], place: str) -> dict[str, Any]:
     if block.tool_use_id is None:
         where = f"{place}.tool_use_id"
-        raise invalid(where, f"{where}: a tool_result needs the id of its tool_use")
+        raise invalid(where, "a tool_result needs the id of its tool_use")
     name = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
     made = {"role": "tool", "tool_call_id": block.tool_use_id, **name}
     if not isinstance(block.content, list):
@@ -258,17 +258,15 @@ def _document(block: Block, place: str) -> str:
         texts = [inner] if isinstance(inner, str) else [_text(each, f"{where}[{n}]") for n, each in enumerate(inner)]
         text = "".join(texts)
     else:
-        why = f"{place}.source: documents of type {source and source.type!r} are not supported: send the text, as a"
-        raise unsupported(f"{place}.source", f"{why} source of type text with data, or of type content")
+        why = f"documents of type {source and source.type!r} are not supported: send the text, as a source of type"
+        raise unsupported(f"{place}.source", f"{why} text with data, or of type content")
     return "".join(f"{part}\n\n" for part in (block.title, block.context, text) if part)
 
 
 def _text(block: Block, place: str) -> str:
     if block.type != "text" or block.text is None:
-        why = (
-            f"blocks of type {block.type!r} are not supported here: send text, image, document, tool_use or tool_result"
-        )
-        raise unsupported(place, f"{place}: {why}")
+        remedy = "send text, image, document, tool_use or tool_result"
+        raise unsupported(place, f"blocks of type {block.type!r} are not supported here: {remedy}")
     return block.text
 
 
@@ -304,7 +302,7 @@ def _tool_choice(choice: ToolChoice) -> Any:
     if choice.type != "tool":
         return _CHOICES[choice.type]
     if choice.name is None:
-        raise invalid("tool_choice.name", "tool_choice.name: give the name of the tool to call")
+        raise invalid("tool_choice.name", "give the name of the tool to call")
     return {"type": "function", "function": {"name": choice.name}}
 
 
@@ -368,9 +366,9 @@ class MessagesFormatter(Formatter):
         """See `Formatter.ping`."""
         return _event("ping")
 
-    def too_long(self, tokens: int, context: int, least: str = "") -> ApiError:
+    def too_long(self, tokens: int, context: int) -> ApiError:
         """See `Formatter.too_long`; clients parse the number."""
-        return invalid("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum", TOO_LONG)
+        return too_long("messages", f"prompt is too long: {tokens} tokens > {context - 1} maximum")
 
     def _head(self) -> dict[str, Any]:
         return {

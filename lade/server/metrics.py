@@ -230,7 +230,7 @@ class _Collected:
         return []
 
 
-def speculative_decoding(steps: Sequence[Step], *, detailed: bool = False) -> dict[str, Any]:
+def speculative_decoding(steps: Sequence[Step]) -> dict[str, Any]:
     """Return the acceptance metrics of one answer in the shape of vLLM's `metrics.speculative_decoding`.
 
     Prefill and steps without drafts do not count. A tree drafts all its tokens, of which one path can be accepted, so
@@ -238,10 +238,6 @@ def speculative_decoding(steps: Sequence[Step], *, detailed: bool = False) -> di
     `num_spec_tokens` is the size of the largest draft. `accepted_by_source` is not among vLLM's members.
 
     Source: vLLM, docs/features/speculative_decoding/acceptance_metrics.md; AIPerf and SPEED-Bench read it.
-
-    Args:
-        steps: the steps of the answer.
-        detailed: True to add the counts of each step.
     """
     sizes = [(step.accepted_drafts, step.fed - 1) for step in steps if step.index > 0 and step.fed > 1]
     by_length = defaultdict[int, Tally[int]](Tally)
@@ -249,7 +245,7 @@ def speculative_decoding(steps: Sequence[Step], *, detailed: bool = False) -> di
         by_length[drafted][accepted] += 1
     largest = max(by_length, default=0)
     accepted_tokens, draft_tokens = sum(accepted for accepted, _ in sizes), sum(drafted for _, drafted in sizes)
-    found: dict[str, Any] = {
+    return {
         "mean_acceptance_length": 1.0 + accepted_tokens / max(1, len(sizes)),
         "draft_acceptance_rate": accepted_tokens / max(1, draft_tokens),
         "acceptance_histogram": _dense(Tally(accepted for accepted, _ in sizes), largest),
@@ -262,10 +258,6 @@ def speculative_decoding(steps: Sequence[Step], *, detailed: bool = False) -> di
         "num_spec_tokens": largest,
         "accepted_by_source": _by_source(steps),
     }
-    if detailed:
-        found["per_step_accepted"] = [accepted for accepted, _ in sizes]
-        found["per_step_drafted"] = [drafted for _, drafted in sizes]
-    return found
 
 
 def accepted_by_position(acceptance: Mapping[int, int]) -> list[int]:

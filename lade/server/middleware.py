@@ -1,10 +1,9 @@
-"""Middleware: authorization, request bodies of bounded size, and errors in Anthropic's format."""
+"""Middleware: authorization, and request bodies of bounded size."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,16 +22,13 @@ from lade.server.errors import (
     NOT_JSON,
     PERMISSION,
     ApiError,
-    anthropic_error,
-    anthropic_status,
-    internal,
     invalid,
     overloaded,
     validation_error,
 )
 from lade.server.keys import Key, Keys
 from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
-from lade.server.serialization import TooManyValuesError, decoded, encoded
+from lade.server.serialization import TooManyValuesError, decoded
 from lade.server.service import SMALL, Service
 from lade.server.settings import PROBES, Settings
 
@@ -41,8 +37,6 @@ T = TypeVar("T")
 OPEN = PROBES - {"/metrics"}
 """Paths that need no key, for orchestrators."""
 PAGE = "/page"
-OVER_LIMIT = "over_connection_limit"
-"""Key of the request state that is true while there are too many connections."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -65,13 +59,11 @@ class AuthMiddleware:
         try:
             self._check(scope, Headers(scope=scope))
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if scope["state"].get(OVER_LIMIT) and scope["path"] not in OPEN:
-            raise overloaded("too many connections: retry later", "too_many_connections", close=True)
         host = headers.get("host", "")
         if not self._is_allowed_host(host):
             why = f"host {host[:100]!r} is not allowed: start the server with --allowed-host to allow it"
@@ -168,7 +160,7 @@ class BodyMiddleware:
         except TimeoutError:
             whole = ApiError(408, INVALID, f"the body was not received within {_SECONDS:g} s", code="request_timeout")
         if isinstance(whole, ApiError):
-            await whole.response()(scope, receive, send)
+            await whole.response(scope)(scope, receive, send)
         elif whole is not None:
             context.body = whole if len(whole) <= self._longest_kept else b""
             await self._app(scope, _replayed(whole, receive), send)
@@ -284,55 +276,3 @@ def _replayed(whole: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replay
-
-
-_MESSAGES = "/v1/messages"
-
-
-class AnthropicErrors:
-    """ASGI middleware that converts errors below `/v1/messages` to Anthropic's format.
-
-    Every response carries the request id in Anthropic's header.
-
-    Args:
-        app: the inner application; its errors are OpenAI's, sent in one piece.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and convert an error response."""
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == _MESSAGES or path.startswith(f"{_MESSAGES}/")):
-            await self._app(scope, receive, send)
-            return
-        start: list[Message] = []
-
-        async def send_in_form(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["request-id"] = RequestContext.of(scope).id
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                start.append(message)
-            elif start and message["type"] == "http.response.body":
-                await _send_error(start.pop(), message["body"], RequestContext.of(scope).id, send)
-            else:
-                await send(message)
-
-        try:
-            await self._app(scope, receive, send_in_form)
-        except Exception:
-            context = RequestContext.of(scope)
-            if context.status == 0:  # the outer middleware would send OpenAI's format
-                await internal(context.id).response()(scope, receive, send_in_form)
-            raise
-
-
-async def _send_error(start: Message, body: bytes, request_id: str, send: Send) -> None:
-    message = json.loads(body)["error"]["message"] if body else ""
-    raw = encoded(anthropic_error(start["status"], message, request_id))
-    start = {**start, "status": anthropic_status(start["status"])}
-    headers = MutableHeaders(scope=start)
-    headers["content-length"] = str(len(raw))
-    await send(start)
-    await send({"type": "http.response.body", "body": raw})

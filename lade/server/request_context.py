@@ -72,7 +72,7 @@ def timeout_of(headers: Headers, given: float | None, limit: float | None) -> fl
         except ValueError:
             of_header = math.nan
         if not 0 < of_header <= LONGEST_TIMEOUT_S:
-            why = f"{TIMEOUT_HEADER}: {sent[:20]!r} is not a time: give seconds above 0 and up to {LONGEST_TIMEOUT_S:g}"
+            why = f"{sent[:20]!r} is not a time: give seconds above 0 and up to {LONGEST_TIMEOUT_S:g}"
             raise invalid(TIMEOUT_HEADER, why)
     return min((each for each in (of_header, given, limit) if each is not None), default=None)
 
@@ -192,6 +192,11 @@ class RequestContext:
         return context
 
     @property
+    def is_anthropic(self) -> bool:
+        """True for a path of Anthropic's API."""
+        return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
+
+    @property
     def seconds(self) -> float:
         """Seconds since the request arrived."""
         return perf_counter() - self.began
@@ -222,6 +227,8 @@ class RequestContextMiddleware:
                 context.status = message["status"]
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = context.id
+                if context.is_anthropic:
+                    sent["request-id"] = context.id
                 sent["x-content-type-options"] = "nosniff"  # keep browsers from rendering JSON as a page
             await send(message)
 
@@ -230,7 +237,7 @@ class RequestContextMiddleware:
         except Exception:
             logger.exception("%s failed", context.id)
             if context.status == 0:
-                await internal(context.id).response()(scope, receive, send_with_id)
+                await internal(context.id).response(scope)(scope, receive, send_with_id)
         finally:
             if context.in_flight is not None:
                 context.in_flight.close()

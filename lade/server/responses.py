@@ -161,11 +161,11 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     extra = request.model_extra or {}
     for name, remedy in _NOT_KEPT.items():
         if extra.get(name):
-            raise unsupported(name, f"{name}: {remedy}")
+            raise unsupported(name, remedy)
     if request.n != 1:
-        raise unsupported("n", "n: a response has one choice: use /v1/chat/completions")
+        raise unsupported("n", "a response has one choice: use /v1/chat/completions")
     if _LOGPROBS in (request.include or ()):
-        raise unsupported("include", f"include: {_LOGPROBS}: use /v1/chat/completions for logprobs")
+        raise unsupported("include", f"{_LOGPROBS}: use /v1/chat/completions for logprobs")
     tools = Tools(request.tools)
     return chat_request(
         request,
@@ -202,17 +202,15 @@ def messages_of(request: ResponsesRequest) -> Messages:
             case "function_call_output" | "custom_tool_call_output":
                 made.append(_tool_message(item, names, place))
             case _:
-                why = (
-                    f"{place}: items of type {item.type!r} are not supported: send messages, function calls and outputs"
-                )
-                raise unsupported(f"{place}.type", why)
+                remedy = "send messages, function calls and outputs"
+                raise unsupported(f"{place}.type", f"items of type {item.type!r} are not supported: {remedy}")
     return made
 
 
 def _add_message(made: Messages, item: InputItem, place: str) -> None:
     role = _required(item, "role", place) if item.type == "message" else "user"  # messages of other agents
     if item.content is None:
-        raise invalid(f"{place}.content", f"{place}.content: a message needs text or parts")
+        raise invalid(f"{place}.content", "a message needs text or parts")
     content = _content(item.content, f"{place}.content")
     if role == "assistant":
         _assistant(made, "content", "tool_calls")["content"] = content
@@ -241,7 +239,7 @@ def _call(item: InputItem, place: str) -> dict[str, Any]:
 def _tool_message(item: InputItem, names: dict[str, str], place: str) -> dict[str, Any]:
     call_id = _required(item, "call_id", place)
     if item.output is None:
-        raise invalid(f"{place}.output", f"{place}.output: give what the function returned, as text")
+        raise invalid(f"{place}.output", "give what the function returned, as text")
     name = {"name": names[call_id]} if call_id in names else {}
     content = _content(item.output, f"{place}.output")
     return {"role": "tool", "tool_call_id": call_id, **name, "content": content}
@@ -250,7 +248,7 @@ def _tool_message(item: InputItem, names: dict[str, str], place: str) -> dict[st
 def _required(item: InputItem, name: str, place: str) -> str:
     value: str | None = getattr(item, name)
     if value is None:
-        raise invalid(f"{place}.{name}", f"{place}.{name}: required for items of type {item.type!r}")
+        raise invalid(f"{place}.{name}", f"required for items of type {item.type!r}")
     return value
 
 
@@ -265,9 +263,8 @@ def _content(content: str | Sequence[InputPart], place: str) -> str | list[dict[
         elif part.type == "input_image" and part.image_url is not None:
             made.append({"type": "image_url", "image_url": {"url": part.image_url}})
         else:
-            where = f"{place}[{number}]"
             why = f"parts of type {part.type[:40]!r} are not supported: send input_text, or input_image with a URL"
-            raise unsupported(where, f"{where}: {why}")
+            raise unsupported(f"{place}[{number}]", why)
     return made
 
 
@@ -402,7 +399,7 @@ class ResponsesFormatter(Formatter):
     def _repeated(self) -> dict[str, Any]:
         """Return the fields of the request that a response repeats."""
         sent, reasoning = self._request, self._request.reasoning
-        sampling = {"temperature": 1.0, "top_p": 1.0, **self.output.model.sampling}
+        sampling = {"temperature": 1.0, "top_p": 1.0, **self.output.serving.model.sampling}
         return {
             "instructions": sent.instructions,
             "max_output_tokens": sent.max_output_tokens,

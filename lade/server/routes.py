@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
+from lade.errors import EngineClosedError, EngineFullError
 from lade.server.answer import respond
 from lade.server.chat import ChatFormatter, ChatPreprocessor
 from lade.server.completions import CompletionFormatter, CompletionPreprocessor
-from lade.server.errors import NOT_FOUND, ApiError
+from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
 from lade.server.messages import CountRequest, MessagesFormatter, MessagesRequest
 from lade.server.messages import as_chat as turns_as_chat
 from lade.server.metrics import CONTENT_TYPE
 from lade.server.middleware import BodyRoute, in_worker_if_large
-from lade.server.request_context import RequestContext
+from lade.server.request_context import RequestContext, until_disconnect
 from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
-from lade.server.schemas import ChatRequest, CompletionRequest, Model
+from lade.server.schemas import ChatRequest, CompletionRequest, Flag, Model, Text, TokenId, check_model
 from lade.server.serialization import EventStream, Json, event
-from lade.server.service import Service
-from lade.server.tokenizing import (
-    DetokenizeRequest,
-    TokenizeChat,
-    TokenizeText,
-    count_tokens,
-    detokenize,
-    input_tokens,
-    tokenize,
-)
+from lade.server.service import Service, Serving
+from lade.server.settings import MAX_DETOKENIZED
 from lade.serving.handle import Handle
 from lade.version import __version__
 
@@ -108,52 +103,107 @@ def _service(request: Request) -> Service:
 @router.post("/v1/chat/completions", responses=CHAT)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    return await respond(request, ChatPreprocessor(_service(request), body), ChatFormatter)
+    return await respond(request, ChatPreprocessor(body), ChatFormatter)
 
 
 @router.post("/v1/completions", responses=CHAT)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts."""
-    return await respond(request, CompletionPreprocessor(_service(request), body), CompletionFormatter)
+    return await respond(request, CompletionPreprocessor(body), CompletionFormatter)
 
 
 @router.post("/v1/responses", responses=RESPONSE)
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
     chat = await in_worker_if_large(request, partial(items_as_chat, body))
-    preprocessor = ChatPreprocessor(_service(request), chat, FORMAT_NAMES)
+    preprocessor = ChatPreprocessor(chat, FORMAT_NAMES)
     return await respond(request, preprocessor, partial(ResponsesFormatter, body), sent=body)
 
 
 @router.post("/v1/responses/input_tokens", responses=whole(object=TEXT, input_tokens=COUNT))
 async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
     """Count the prompt tokens of a response."""
-    return await input_tokens(_service(request), request, body)
+
+    def count(serving: Serving) -> dict[str, Any]:
+        ids = serving.template.encode(items_as_chat(body))[0]
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+    return await _tokenized(request, body.model, count)
 
 
 @router.post("/v1/messages", responses={**ANTHROPICS_ERRORS, **MESSAGE})
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation as Anthropic's API does."""
     chat = await in_worker_if_large(request, partial(turns_as_chat, body))
-    return await respond(request, ChatPreprocessor(_service(request), chat), MessagesFormatter, sent=body)
+    return await respond(request, ChatPreprocessor(chat), MessagesFormatter, sent=body)
 
 
 @router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})
 async def tokens_of_messages(request: Request, body: CountRequest) -> Response:
     """Count the prompt tokens of a message."""
-    return await count_tokens(_service(request), request, body)
+
+    def count(serving: Serving) -> dict[str, Any]:
+        return {"input_tokens": len(serving.template.encode(turns_as_chat(body))[0])}
+
+    return await _tokenized(request, body.model, count)
+
+
+class TokenizeText(Model):
+    """Request body of `/tokenize` for a text."""
+
+    model: str | None = None
+    prompt: Text
+    add_special_tokens: Flag = True
 
 
 @router.post("/tokenize", responses=TOKENS)
-async def ids_of_text(request: Request, body: TokenizeText | TokenizeChat) -> Response:
-    """Tokenize a text or a conversation."""
-    return await tokenize(_service(request), request, body)
+async def tokenize(request: Request, body: TokenizeText | ChatRequest) -> Response:
+    """Tokenize a text or a conversation, in vLLM's format."""
+    if (body.model_extra or {}).keys() & {"prompt", "messages"}:
+        raise invalid("prompt", "contradicts messages: leave out one of them")
+
+    def encode(serving: Serving) -> dict[str, Any]:
+        if isinstance(body, ChatRequest):
+            ids = serving.template.encode(body)[0]
+        else:
+            ids = serving.model.ids(body.prompt, add_special_tokens=body.add_special_tokens)
+        return {"count": len(ids), "max_model_len": serving.context, "tokens": ids}
+
+    return await _tokenized(request, body.model, encode)
+
+
+class DetokenizeRequest(Model):
+    """Request body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_DETOKENIZED)]
 
 
 @router.post("/detokenize", responses=whole(prompt=TEXT))
-async def text_of_ids(request: Request, body: DetokenizeRequest) -> Response:
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Detokenize ids."""
-    return await detokenize(_service(request), request, body)
+
+    def decode(serving: Serving) -> dict[str, Any]:
+        serving.model.check_ids("tokens", body.tokens)
+        return {"prompt": str(serving.model.tokenizer.decode(body.tokens))}
+
+    return await _tokenized(request, body.model, decode)
+
+
+async def _tokenized(request: Request, name: str | None, work: Callable[[Serving], dict[str, Any]]) -> Response:
+    """Run work like the preparation of a request: in a queue slot and in a worker thread.
+
+    Raises:
+        ApiError: the model is not served, the queue is full, or what the work raises.
+    """
+    service, context = _service(request), RequestContext.of(request.scope)
+    check_model(name, service.settings)
+    serving = service.serving
+    try:
+        with serving.engine.reserve():
+            return await until_disconnect(request, service.in_worker(context.size, lambda: Json(work(serving))))
+    except (EngineFullError, EngineClosedError) as problem:
+        raise error_for(problem, context.id) from None
 
 
 @router.get("/live", responses=HEALTH)
@@ -202,6 +252,7 @@ async def model(request: Request, name: str) -> Response:
 
 
 def _described(service: Service, name: str) -> dict[str, Any]:
+    serving, model = service.serving, service.serving.model
     return {
         "id": name,
         "object": "model",
@@ -211,13 +262,13 @@ def _described(service: Service, name: str) -> dict[str, Any]:
         "display_name": name,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "root": service.settings.name,
-        "max_model_len": service.context,
+        "max_model_len": serving.context,
         "lade": {
-            "chat": bool(service.model.chat_template),
-            "context": service.context,
-            "images": service.model.encode_images is not None,
-            "defaults": {**sampling_defaults(service.model), "max_tokens": service.settings.answer_tokens},
-            "page": {} if service.model.sampling else {"temperature": 0.0},  # sent by the page: as `lade chat`, greedy
+            "chat": bool(model.chat_template),
+            "context": serving.context,
+            "images": model.encode_images is not None,
+            "defaults": {**sampling_defaults(model), "max_tokens": service.settings.answer_tokens},
+            "page": {} if model.sampling else {"temperature": 0.0},  # sent by the page: as `lade chat`, greedy
         },
     }
 
@@ -239,7 +290,7 @@ async def version(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """List the running requests of this key, without their texts; those of others are told by no number here."""
     service = _service(request)
-    now = service.engine.snapshot()
+    now = service.serving.engine.snapshot()
     rows = service.rows(RequestContext.of(request.scope).owner)
     alone = service.settings.share == "all" or len(service.keys.all) < 2
     used = {"used": now.slots, "reserved": now.room} if alone else {}  # they grow with others' texts
@@ -287,7 +338,7 @@ class LoadRequest(Model):
 async def load_model(request: Request, body: LoadRequest) -> Response:
     """Report the model as loaded, for `transformers chat`."""
     service = _service(request)
-    ready_now = {"status": "ready", "cached": service.model is not None, "model": service.settings.name}
+    ready_now = {"status": "ready", "cached": service.serving is not None, "model": service.settings.name}
 
     async def once() -> Any:
         yield event(ready_now)

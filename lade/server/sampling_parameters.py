@@ -90,7 +90,7 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise invalid("generation_config", "generation_config: not a JSON object: leave it out")
+        raise invalid("generation_config", "not a JSON object: leave it out")
     found = {name: given[name] for name in _FROM_CONFIG if given.get(name) is not None}
     if given.get("max_new_tokens") is not None:
         found["max_tokens"] = given["max_new_tokens"]
@@ -103,12 +103,12 @@ def with_generation_config(body: ChatRequest) -> ChatRequest:
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid("generation_config", f"generation_config: {name} is not a number: leave it out")
+            raise invalid("generation_config", f"{name} is not a number: leave it out")
     try:
         checked = BaseRequest.model_validate(values)
     except ValidationError as problem:
         first = problem.errors()[0]
-        raise invalid("generation_config", f"generation_config: {first['loc'][0]}: {first['msg']}") from None
+        raise invalid("generation_config", f"{first['loc'][0]}: {first['msg']}") from None
     return {name: getattr(checked, name) for name in values}
 
 
@@ -130,12 +130,12 @@ def generate_arguments(body: BaseRequest, model: ServedModel, prompt_tokens: int
         presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
         arguments["logits_processor"] = [Penalties(presence, frequency, prompt_length=prompt_tokens)]
     if body.logit_bias:
-        _check_ids("logit_bias", body.logit_bias, model)
+        model.check_ids("logit_bias", body.logit_bias)
         # a dictionary, as transformers before 5.23 reject the id 0 in a list of pairs
         arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     ends = [] if body.ignore_eos else model.ends
     if body.ignore_eos or body.stop_token_ids:
-        _check_ids("stop_token_ids", body.stop_token_ids or [], model)
+        model.check_ids("stop_token_ids", body.stop_token_ids or [])
         arguments["eos_token_id"] = [*ends, *(body.stop_token_ids or [])] or None
     return arguments
 
@@ -154,12 +154,6 @@ def _sampling(body: BaseRequest, model: ServedModel) -> dict[str, Any]:
     return {"do_sample": True, **values, "top_k": max(0, values["top_k"] or 0)}
 
 
-def _check_ids(name: str, ids: Any, model: ServedModel) -> None:
-    if max(ids, default=0) >= model.vocabulary:
-        why = f"{name}: token id {max(ids)} is outside the vocabulary: give ids below {model.vocabulary}"
-        raise invalid(name, why)
-
-
 MAX_FED = 256
 """Largest number of tokens that a request may have fed per pass: all rows of the pass take as long as the largest."""
 
@@ -173,16 +167,14 @@ def lookahead_of(requested: str | Mapping[str, Any] | None) -> LookaheadConfig |
     if requested is None or isinstance(requested, str):
         return requested
     for name in sorted(set(requested) - _LOOKAHEAD_FIELDS):
-        raise invalid(
-            f"lookahead.{name}", f"lookahead.{name}: unknown field: give one of {', '.join(sorted(_LOOKAHEAD_FIELDS))}"
-        )
+        raise invalid(f"lookahead.{name}", f"unknown field: give one of {', '.join(sorted(_LOOKAHEAD_FIELDS))}")
     try:
         config = LookaheadConfig(**requested)
     except ConfigError as problem:
-        raise invalid(f"lookahead.{problem.field}", f"lookahead: {problem}") from None
+        raise invalid(f"lookahead.{problem.field}", str(problem)) from None
     if config.budget is not None:
         return replace(config, budget=min(config.budget, MAX_FED))
     if not config.adaptive and (fed := 1 + (config.ngram - 1) * (config.window + config.guesses)) > MAX_FED:
-        why = f"lookahead: feeds {fed} tokens per token: this server feeds up to {MAX_FED}, so that others do not wait"
+        why = f"feeds {fed} tokens per token: this server feeds up to {MAX_FED}, so that others do not wait"
         raise invalid("lookahead", f"{why}: give smaller sizes")
     return config

@@ -327,18 +327,18 @@ def check(body: BaseRequest, settings: Settings) -> list[str]:
     for name, why in REFUSED.items():
         value = extra.get(name)
         if value or type(value) is int:  # prompt_logprobs: 0 requests logprobs, too
-            raise unsupported(name, f"{name}: {why}")
+            raise unsupported(name, why)
     modalities = extra.get("modalities")
     if modalities and modalities != ["text"]:
-        raise unsupported("modalities", "modalities: only text is supported")
+        raise unsupported("modalities", "only text is supported")
     if body.best_of is not None and body.best_of > body.n:
-        why = f"best_of: {body.best_of} exceeds n={body.n}, and choices are not ranked: request n={body.best_of}"
+        why = f"{body.best_of} exceeds n={body.n}, and choices are not ranked: request n={body.best_of}"
         raise unsupported("best_of", f"{why}, and choose among them")
     if isinstance(body, ChatRequest):
         _check_chat(body)
     unknown = [name if _NAME.fullmatch(name) else "?" for name in extra if name not in (*REFUSED, "modalities")]
     if unknown and settings.strict:
-        raise invalid(unknown[0], f"{unknown[0]}: unknown field: leave it out")
+        raise invalid(unknown[0], "unknown field: leave it out")
     return unknown + [name for name in REFUSED if extra.get(name) == {}]
 
 
@@ -367,7 +367,7 @@ def _value(requested: Any, name: str) -> Any:
 
 def _check_chat(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs: needs logprobs: true")
+        raise invalid("top_logprobs", "needs logprobs: true")
 
 
 def chat_request(requested: BaseRequest, **fields: Any) -> ChatRequest:

@@ -1,17 +1,18 @@
-"""The served model and its tokenizer: encoding of texts, text and bytes of tokens."""
+"""The served model and its tokenizer, and the text and bytes of tokens."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lade.config import Lookahead
 from lade.model.prepared import ids_of, vocabulary_of
 from lade.model.supports import unwrap
+from lade.server.errors import invalid
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class ServedModel:
         sampling: sampling defaults of the checkpoint, by argument of `model.generate`.
         context: context length in tokens; None if unknown.
         lookahead: default method of requests.
-        encode_images: function of messages with images, template arguments and a check of the rendered text, which
-            returns ids and further arguments of `generate`; None if the model takes no images.
+        encode_images: function of messages with images and template arguments, which returns ids and further arguments
+            of `generate`; None if the model takes no images.
         save: function that saves draft memories, raising `LadeError` on failure; None to save nothing.
         close: called when the server has ended.
     """
@@ -44,6 +45,17 @@ class ServedModel:
         """The chat template; "" if there is none."""
         template = getattr(self.tokenizer, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text. Thread-safe after the first call."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def check_ids(self, field: str, ids: Collection[int]) -> None:
+        """Raise `ApiError`, naming the field, for an id outside the vocabulary."""
+        if max(ids, default=0) >= self.vocabulary:
+            why = f"token id {max(ids)} is outside the vocabulary: give ids below {self.vocabulary}"
+            raise invalid(field, why)
 
     @property
     def vocabulary(self) -> int:
@@ -123,130 +135,3 @@ def byte_alphabet() -> dict[str, int]:
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
-
-
-_KEEP = frozenset("NFD NFKD Lowercase Prepend ByteLevel Metaspace Digits UnicodeScripts FixedLength".split())  # noqa: SIM905
-"""Tokenizer components that map each character to at least one."""
-_STRIP = frozenset("Strip Whitespace WhitespaceSplit BertPreTokenizer".split())  # noqa: SIM905
-"""Tokenizer components that drop spaces."""
-_COMPOSED = {"NFC": 4, "NFKC": 4}
-"""Maximum number of characters composed to one: a Greek letter and three marks."""
-
-
-class TextTooLongError(Exception):
-    """A text with more tokens than the model accepts, by a lower bound.
-
-    Args:
-        tokens: lower bound on the number of tokens.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(f"the text has at least {tokens} tokens")
-        self.tokens = tokens
-
-
-@dataclass(frozen=True)
-class Span:
-    """Maximum length of text per token.
-
-    Attributes:
-        characters: maximum number of characters.
-        skips_spaces: True if any number of spaces may be added.
-    """
-
-    characters: int
-    skips_spaces: bool = False
-
-    def least_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens of a text."""
-        length = sum(map(len, text.split())) if self.skips_spaces else len(text)
-        return -(-length // self.characters)
-
-
-class TextEncoder:
-    """Encodes prompts. Thread-safe.
-
-    Args:
-        tokenizer: a transformers tokenizer, which is not used with truncation or padding elsewhere.
-        context: maximum number of tokens; None for no limit.
-    """
-
-    def __init__(self, tokenizer: Any, context: int | None) -> None:
-        tokenizer("")  # resets truncation and padding once, before other threads encode
-        self._tokenizer, self._context = tokenizer, context
-        self.span = span_of(tokenizer)
-
-    def check(self, text: str) -> None:
-        """Raise `TextTooLongError` if the text's length alone shows that it leaves no room for an answer."""
-        if self._context is None or self.span is None:
-            return
-        least = self.span.least_tokens(text)
-        if least >= self._context:
-            raise TextTooLongError(least)
-
-    def ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; raises like `check`."""
-        self.check(text)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
-
-    def first_ids(self, text: str) -> list[int]:
-        """Return the first ids of a text, at most `context`, without special tokens."""
-        if self._context is not None and self.span is not None:
-            text = text[: self._context * self.span.characters]
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids[: self._context]
-
-
-def span_of(tokenizer: Any) -> Span | None:
-    """Return the maximum length of text per token; None if unbounded.
-
-    A token's name is at least as long as its text: bytes take a character each.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
-    vocabulary = backend.get_vocab()
-    if not _spells_all(backend.model, parts, vocabulary):
-        return None
-    factor, added = 1, tokenizer.added_tokens_decoder.values()
-    skips = any(token.lstrip or token.rstrip for token in added)
-    for part in parts:
-        kind = part["type"]
-        skips = skips or kind in _STRIP
-        if kind == "Replace":
-            kept = len(part["content"])
-            if "String" not in part["pattern"] or kept == 0:
-                return None
-            factor *= -(-len(part["pattern"]["String"]) // kept)
-        elif kind in ("Split", "Punctuation"):
-            if part["behavior"] == "Removed":
-                return None
-        elif kind not in _KEEP | _STRIP | _COMPOSED.keys():
-            return None
-        factor *= _COMPOSED.get(kind, 1)
-    return Span(factor * max(map(len, vocabulary)), skips)
-
-
-def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the components of a normalizer or pre-tokenizer, sequences flattened."""
-    if component is not None:
-        yield from _flat(json.loads(component.__getstate__()))
-
-
-def _flat(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    if described["type"] != "Sequence":
-        yield described
-        return
-    for name in ("normalizers", "pretokenizers"):
-        for part in described.get(name, ()):
-            yield from _flat(part)
-
-
-def _spells_all(model: Any, parts: list[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bool:
-    """Return True if unknown words are encoded as bytes; otherwise one token, or none, may stand for a whole word."""
-    if any(part["type"] == "ByteLevel" for part in parts):
-        return byte_alphabet().keys() <= vocabulary.keys()
-    falls_back = getattr(model, "byte_fallback", False)
-    return falls_back and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))

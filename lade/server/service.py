@@ -1,4 +1,4 @@
-"""State of a server: model, engine, per-tenant draft memories, phase, in-flight requests."""
+"""State of a server: its phase and in-flight requests, and the model that it serves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import hashlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from traceback import format_exception
 from typing import Literal, TypeVar
+from weakref import WeakValueDictionary
 
-from lade.config import Lookahead, resolve
+from lade.config import resolve
 from lade.errors import InputError
 from lade.hf.refusals import precision_note
 from lade.server.access_log import AccessLog
@@ -25,7 +25,7 @@ from lade.server.failures import CrashDump, FailedRequests, Watchdog, described
 from lade.server.metrics import Metrics, since
 from lade.server.output_parser import Markup
 from lade.server.request_context import InFlightRequest, RequestContext
-from lade.server.served_model import ServedModel, TextEncoder, TokenText
+from lade.server.served_model import ServedModel, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
 from lade.server.tenants import Quotas, TenantMemories
@@ -37,7 +37,7 @@ from lade.version import __version__
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_TOKENS = 12
+_VERSION, _TOKENS = f"lade-{__version__}", 12
 
 
 def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
@@ -49,7 +49,7 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
     Raises:
         Exception: the model cannot decode.
     """
-    ids = model.tokenizer("The")["input_ids"] or [0]
+    ids = model.ids("The") or [0]
     rows = 1
     while rows <= settings.max_rows:
         logger.info("warming up with %d of %d rows", rows, settings.max_rows)
@@ -67,55 +67,93 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
     gc.freeze()
 
 
+class Serving:
+    """A loaded model with its engine, and what requests share.
+
+    Args:
+        model: the model that was loaded.
+        settings: configuration and limits of the server.
+        several_keys: function that tells whether requests of several keys are served now.
+
+    Attributes:
+        model: the model that was loaded.
+        context: maximum tokens of prompt and answer; None for no limit.
+        engine: the engine that decodes with it.
+        template, markup, token_text, grammars: chat template, markup, texts of tokens, and grammars of the model.
+        memories: draft memories of the tenants.
+        idle: snapshot after the warm-up, from which totals count; None before it is over.
+    """
+
+    def __init__(self, model: ServedModel, settings: Settings, several_keys: Callable[[], bool]) -> None:
+        model.ids("")  # resets truncation and padding once, before other threads encode
+        self.model, self._settings = model, settings
+        limits = [limit for limit in (settings.context, model.context) if limit is not None]
+        self.context = min(limits, default=None)
+        self.template = ChatTemplate(model, settings.template_arguments)
+        self.markup, self.token_text = Markup(model), TokenText(model.tokenizer)
+        self.memories = TenantMemories(model.lookahead, settings.share, several_keys)
+        self.idle: EngineSnapshot | None = None
+        self.engine = Engine(
+            model.model,
+            max_rows=settings.max_rows,
+            max_waiting=settings.max_waiting,
+            max_tokens=settings.max_tokens,
+            prefix_cache=self._prefix_bytes(),
+        )
+        self.grammars = GrammarCompiler(model)
+        if model.save is not None and not self.memories.serves_file:
+            of = "--share none" if settings.share == "none" else "several keys"
+            logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)
+        if model.lookahead is not None and (note := precision_note(model.model)):
+            logger.warning("%s", note)
+
+    def _prefix_bytes(self) -> int:
+        if self._settings.share == "none":
+            return 0
+        given = self._settings.prefix_cache
+        return default_prefix_bytes(self.model.model) if given is None else given
+
+    @property
+    def snapshot(self) -> EngineSnapshot | None:
+        """The engine's snapshot without the warm-up; None before that is over."""
+        return None if self.idle is None else since(self.idle, self.engine.snapshot())
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the facts that answers depend on: versions, model, dtype and template."""
+        model = self.model.model
+        facts = (self._settings.name, repr(model.config), str(model.dtype), self.model.chat_template)
+        return f"{_VERSION}-{hashlib.sha256(chr(10).join(facts).encode(errors='replace')).hexdigest()[:12]}"
+
+    @property
+    def info(self) -> dict[str, str]:
+        """Labels of `lade_info`."""
+        model, (config, _) = self.model.model, resolve(self.model.lookahead)
+        method = "plain" if config is None else "adaptive" if config.adaptive else "lookahead"
+        return {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch."), "method": method}
+
+
 class FairExecutor:
     """Runs tasks in one thread, round robin over clients. Belongs to one event loop.
 
-    A client with many tasks delays another one by the running task only.
+    A client with many tasks delays another one by the running task only, since no more than one of them waits for the
+    thread.
     """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._busy = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # no queue is empty; the first client is next
+        self._thread = asyncio.Lock()  # those who wait have their turn in order
+        self._of_client = WeakValueDictionary[str, asyncio.Lock]()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """Run a task and return its result; a task cancelled before its turn never starts.
-
-        The next task starts once the thread is free, even if the caller of this one is cancelled.
-        """
-        if self._busy:
-            await self._wait(client)
-        self._busy = True
-        loop, done = asyncio.get_running_loop(), self._pool.submit(work)
-        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(self._pass_on))
-        return await asyncio.wrap_future(done)
+        """Run a task and return its result; a task cancelled before its turn never starts."""
+        own = self._of_client.setdefault(client, asyncio.Lock())
+        async with own, self._thread:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
         """Start no further tasks."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _wait(self, client: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()  # its turn had come
-            raise
-
-    def _pass_on(self) -> None:
-        """Give the turn to the next client with a task that is still awaited."""
-        self._busy = False
-        while self._waiting and not self._busy:
-            client = next(iter(self._waiting))
-            line = self._waiting.pop(client)
-            turn = line.popleft()
-            if not turn.done():
-                self._busy = True
-                turn.set_result(None)
-            if line:
-                self._waiting[client] = line
 
 
 Phase = Literal["loading", "ready", "draining", "dead"]
@@ -151,7 +189,7 @@ class Service:
         failed, quotas: requests whose passes failed, and what each key uses.
         metrics: Prometheus series.
         in_flight: in-flight requests and their contexts.
-        encoder, template, markup, memories, token_text, grammars: helpers of the model, set once it is loaded.
+        fingerprint: version, and a digest of the model once it is ready.
     """
 
     def __init__(
@@ -174,12 +212,11 @@ class Service:
         self.failed = FailedRequests()
         self.quotas = Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
-        self.fingerprint = f"lade-{__version__}"
+        self.fingerprint = _VERSION
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
         self._trials = FairExecutor("lade.serve trial")
-        self._model: ServedModel | None = None
-        self._engine: Engine | None = None
+        self._serving: Serving | None = None
         self._watchdog = Watchdog(self.settings.pass_timeout)
         self._crash_dump = None if (at := settings.crash_dump) is None else CrashDump(at, settings.name)
         self.observers = [each.add for each in (self._crash_dump, log) if each is not None]
@@ -190,7 +227,6 @@ class Service:
             tracing = Tracing(settings.name)
             self._flush = tracing.close
             self.observers.append(tracing.add)
-        self._warm: EngineSnapshot | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -201,67 +237,33 @@ class Service:
         self._thread.start()
 
     def _begin(self) -> None:
-        settings = self.settings
         try:
             model = self._load()
-            self._set_up(model)
-            if model.lookahead is not None and (note := precision_note(model.model)):
-                logger.warning("%s", note)
-            self._engine = Engine(
-                model.model,
-                max_rows=settings.max_rows,
-                max_waiting=self.settings.max_waiting,
-                max_tokens=settings.max_tokens,
-                prefix_cache=self._prefix_bytes(model),
-            )
-            warm_up(self._engine, model, settings)
-            self._warm = self._engine.snapshot()
+            try:
+                self._serving = serving = Serving(model, self.settings, lambda: len(self.keys.all) > 1)
+            except BaseException:
+                model.close()
+                raise
+            warm_up(serving.engine, model, self.settings)
+            serving.idle = serving.engine.snapshot()
         except BaseException as problem:  # noqa: BLE001 - whatever it is, the thread that waits tells the user
             self.problem = problem
             return
-        self.fingerprint = f"lade-{__version__}-{_digest(settings, model)}"
-        method = _method(model.lookahead)
-        device, dtype = str(model.model.device), str(model.model.dtype).removeprefix("torch.")
-        self.metrics.info = {"device": device, "dtype": dtype, "method": method}
+        self.fingerprint, self.metrics.info = serving.fingerprint, serving.info
         if self.phase == "loading":
             self.phase = "ready"
             self._announce(model)
 
-    def _prefix_bytes(self, model: ServedModel) -> int:
-        if self.settings.share == "none":
-            return 0
-        given = self.settings.prefix_cache
-        return default_prefix_bytes(model.model) if given is None else given
-
-    def _set_up(self, model: ServedModel) -> None:
-        self.grammars = GrammarCompiler(model)  # `close` ends it, if there is a model
-        self._model = model
-        self.encoder = TextEncoder(model.tokenizer, self.context)
-        self.template = ChatTemplate(model, self.encoder, self.settings.template_arguments)
-        self.markup = Markup(model)
-        self.memories = TenantMemories(model.lookahead, self.settings.share, lambda: len(self.keys.all) > 1)
-        if model.save is not None and not self.memories.serves_file:
-            of = "--share none" if self.settings.share == "none" else "several keys"
-            logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)
-        self.token_text = TokenText(model.tokenizer)
-
     @property
-    def model(self) -> ServedModel:
-        """The served model.
+    def serving(self) -> Serving:
+        """The model and all that comes with it.
 
         Raises:
             ApiError: requests are not accepted now.
         """
         self._require()
-        assert self._model is not None
-        return self._model
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; raises like `model`."""
-        self._require()
-        assert self._engine is not None
-        return self._engine
+        assert self._serving is not None  # since it is ready
+        return self._serving
 
     def _require(self) -> None:
         match self.phase:
@@ -273,23 +275,15 @@ class Service:
                 raise ApiError(500, "server_error", f"the engine failed: {self.reason}", code="engine_dead")
 
     @property
-    def context(self) -> int | None:
-        """Maximum tokens of prompt and answer; None for no limit."""
-        made_for = None if self._model is None else self._model.context
-        limits = [limit for limit in (self.settings.context, made_for) if limit is not None]
-        return min(limits, default=None)
-
-    @property
     def max_body(self) -> int:
         """Maximum size of a request body in bytes."""
-        takes_images = self._model is None or self._model.encode_images is not None  # unknown until the model is loaded
+        serving = self._serving  # unknown until the model is loaded
+        takes_images = serving is None or serving.model.encode_images is not None
         return self.settings.max_body or (_BODY_WITH_IMAGES if takes_images else _BODY)
 
     def snapshot(self) -> EngineSnapshot | None:
         """Return the engine's snapshot without the warm-up; None before that is over."""
-        if self._engine is None or self._warm is None:
-            return None
-        return since(self._warm, self._engine.snapshot())
+        return None if self._serving is None else self._serving.snapshot
 
     def rows(self, owner: str) -> list[tuple[str, float, Handle]]:
         """Return request id, age in seconds and handle of each choice in flight of a key; with `share="all"` of all."""
@@ -315,20 +309,24 @@ class Service:
         if self.reload:
             self.reload = False
             self._reload()
-        if self._engine is not None and self._engine.problem is not None and self.phase != "dead":
-            problem = self._engine.problem
-            self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-            logger.error("the engine failed", exc_info=problem)
-            self.dump("dead", self.reason, "".join(format_exception(problem)))
-        if self._engine is not None and self._warm is not None:
-            work, before = self._engine.current_work(), self._watchdog.reason
-            self._watchdog.look(work)
-            if self._watchdog.reason and not before and work is not None:
-                self.dump("stuck", self._watchdog.reason, described(work))
+        if self._serving is not None:
+            self._watch_engine(self._serving)
         if self._log is not None:
             self._log.tick(self.snapshot())
         if perf_counter() - self._saved[0] > SAVE_S:
             self._save()
+
+    def _watch_engine(self, serving: Serving) -> None:
+        engine = serving.engine
+        if (problem := engine.problem) is not None and self.phase != "dead":
+            self.phase, self.reason = "dead", f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+            logger.error("the engine failed", exc_info=problem)
+            self.dump("dead", self.reason, "".join(format_exception(problem)))
+        if serving.idle is not None:
+            work, before = engine.current_work(), self._watchdog.reason
+            self._watchdog.look(work)
+            if self._watchdog.reason and not before and work is not None:
+                self.dump("stuck", self._watchdog.reason, described(work))
 
     def dump(self, kind: str, reason: str, details: str) -> None:
         """Write the last requests to the folder of crash dumps, if there is one; see `CrashDump.write`."""
@@ -350,12 +348,12 @@ class Service:
         else:
             logger.info("reloaded the limits")
             self._watchdog.limit_s = self.settings.pass_timeout
-            if self._engine is not None:
-                self._engine.limit_waiting(self.settings.max_waiting)
+            if self._serving is not None:
+                self._serving.engine.limit_waiting(self.settings.max_waiting)
 
     def _save(self) -> None:
         """Save draft memories if anything was decoded since the last time."""
-        now, save = self.snapshot(), None if self._model is None else self._model.save
+        now, save = self.snapshot(), None if self._serving is None else self._serving.model.save
         tokens = 0 if now is None else now.new_tokens + now.prompt_tokens
         before, self._saved = self._saved[1], (perf_counter(), tokens)
         if save is None or (tokens == before and self.unsaved is None):
@@ -379,7 +377,8 @@ class Service:
 
     async def with_grammar_trials(self, client: str, work: Callable[[], T]) -> T:
         """Run work with grammar trials, one request at a time, round robin over clients."""
-        return await self._trials.run(client, lambda: self.grammars.trying(work))
+        grammars = self.serving.grammars
+        return await self._trials.run(client, lambda: grammars.trying(work))
 
     def track(self, context: RequestContext, endpoint: str) -> InFlightRequest:
         """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
@@ -418,12 +417,11 @@ class Service:
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._preparing_large.shutdown(wait=False, cancel_futures=True)
         self._trials.close()
-        if self._engine is not None:
-            self._engine.close()
-        if self._model is not None:
-            self.grammars.close()
+        if self._serving is not None:
+            self._serving.engine.close()
+            self._serving.grammars.close()
             self._save()
-            self._model.close()
+            self._serving.model.close()
         self._flush()
 
 
@@ -431,16 +429,3 @@ def _expire(request: InFlightRequest, seconds: float) -> None:
     if request.outcome is None and request.waiting:
         why = f"no row became free within {seconds:g} s: retry later"
         request.abort(overloaded(why, "queue_timeout"))
-
-
-def _method(lookahead: Lookahead) -> str:
-    config, _ = resolve(lookahead)
-    if config is None:
-        return "plain"
-    return "adaptive" if config.adaptive else "lookahead"
-
-
-def _digest(settings: Settings, model: ServedModel) -> str:
-    """Return a digest of the facts that answers depend on: model, dtype and template."""
-    facts = (settings.name, repr(model.model.config), str(model.model.dtype), model.chat_template)
-    return hashlib.sha256("\n".join(facts).encode(errors="replace")).hexdigest()[:12]

@@ -81,7 +81,7 @@ class Settings:
         shutdown_timeout: time that running answers have after SIGTERM, in seconds.
         ping_s: seconds of silence in a stream after which a ping is sent.
         metrics: True to serve `/metrics`.
-        acceptance: acceptance of drafts in answers: "none", "summary" or "detailed".
+        acceptance: acceptance of drafts in answers: "none" or "summary".
         page: True to serve the chat page.
         strict: True to refuse unknown fields.
         replica: replica label of the metrics; "" for a single server.

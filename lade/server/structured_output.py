@@ -124,7 +124,7 @@ class GrammarCompiler:
             ApiError: grammars are not available, reported for the field `param`.
         """
         if self._vocabulary is None:
-            raise unsupported(param, f"{param}: {self._missing or self._unusable}")
+            raise unsupported(param, str(self._missing or self._unusable))
         client = getattr(self._request, "client", "")
         with self._lock:
             if client not in self._of_client:
@@ -145,7 +145,7 @@ class GrammarCompiler:
         except TrialError as problem:
             raise overloaded(f"{param}: {problem}", "grammar_not_tried") from problem
         except InputError as problem:
-            raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
+            raise invalid(param, str(problem), INVALID_SCHEMA) from problem
 
     def close(self) -> None:
         """Stop the trial process."""
@@ -166,14 +166,14 @@ def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tup
         return None
     (make, given, param), *more = made
     if more:
-        raise invalid(more[0][2], f"{more[0][2]}: contradicts {param}: leave out one of them")
+        raise invalid(more[0][2], f"contradicts {param}: leave out one of them")
     _check_length(given, param)
     try:
         return make(given), param
     except InputError as problem:
-        raise invalid(param, f"{param}: {problem}", INVALID_SCHEMA) from problem
+        raise invalid(param, str(problem), INVALID_SCHEMA) from problem
     except MissingExtraError as problem:
-        raise unsupported(param, f"{param}: {problem}") from problem
+        raise unsupported(param, str(problem)) from problem
 
 
 _Constraints = list[tuple[Callable[[Any], Grammar], Any, str]]
@@ -193,7 +193,7 @@ def _structured(given: StructuredOutputs | None) -> _Constraints:
         if value is not None:
             constraints.append((make, value, f"{where}.{name}"))
     if not constraints:
-        raise invalid(where, f"{where}: empty: give json, json_object, regex, choice or grammar")
+        raise invalid(where, "empty: give json, json_object, regex, choice or grammar")
     return constraints
 
 
@@ -204,19 +204,19 @@ def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Const
     kind = given.get("type")
     if kind is None:
         where = f"{names.whole}.type"
-        raise invalid(where, f"{where}: missing: give json_schema, json_object or text")
+        raise invalid(where, "missing: give json_schema, json_object or text")
     if kind == "text":
         return []
     if kind == "json_object" and given.get("schema") is None:
         return [(lambda _: Grammar.json_object(), "", names.whole)]
     if kind not in ("json_object", "json_schema"):
-        why = f"{names.whole}: {str(kind)[:40]!r} is not supported: give json_schema, json_object or text"
+        why = f"{str(kind)[:40]!r} is not supported: give json_schema, json_object or text"
         raise unsupported(f"{names.whole}.type", why)
     inner = given.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
     param = names.schema if kind == "json_schema" else f"{names.whole}.schema"
     if schema is None:
-        raise invalid(param, f"{param}: missing: give a JSON schema")
+        raise invalid(param, "missing: give a JSON schema")
     return [(schema_of, schema, param)]
 
 
@@ -233,7 +233,7 @@ def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
 
 def _check_length(given: Any, param: str) -> None:
     if length_of(given) > LONGEST_SCHEMA:
-        raise invalid(param, f"{param}: more than {LONGEST_SCHEMA} characters: shorten it", INVALID_SCHEMA)
+        raise invalid(param, f"more than {LONGEST_SCHEMA} characters: shorten it", INVALID_SCHEMA)
 
 
 def length_of(given: Any) -> int:
@@ -258,7 +258,7 @@ def check_ends(body: BaseRequest, param: str) -> None:
     """Raise `ApiError` for options that would continue an answer beyond the end of its grammar."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
-            raise invalid(name, f"{name}: not available with {param}, which determines the end: leave it out")
+            raise invalid(name, f"not available with {param}, which determines the end: leave it out")
 
 
 _ANYTHING = "/(?s:.*)/"
@@ -309,10 +309,10 @@ def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     if choice == "none" or not (forced or (tools and not nameless)):
         return None
     if not tools:
-        raise invalid("tool_choice", "tool_choice: no tools to call: give tools")
+        raise invalid("tool_choice", "no tools to call: give tools")
     if nameless:
         param = f"tools[{nameless[0]}].function.name"
-        raise invalid(param, f"{param}: give a name of letters, digits, - and _")
+        raise invalid(param, "give a name of letters, digits, - and _")
     named = _named(choice)
     if choice not in (None, "auto", "required") and named not in names:
         raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of a tool')
@@ -323,9 +323,7 @@ def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
         made.append(_call(tools[number], f"tools[{number}].function", vocabulary, length, left))
         left -= length if length <= min(left, LONGEST_SCHEMA) else 0
         if thread_time() - begun > SLOWEST_TOOLS:
-            raise invalid(
-                "tools", f"tools: their schemas take more than {SLOWEST_TOOLS:g} s to compile", INVALID_SCHEMA
-            )
+            raise invalid("tools", f"their schemas take more than {SLOWEST_TOOLS:g} s to compile", INVALID_SCHEMA)
     return Calls(made, forced, body.parallel_tool_calls is not False and named is None)
 
 
@@ -356,7 +354,7 @@ def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int,
         vocabulary.compiled(made.source)
     except InputError as problem:
         if function.get("strict") or isinstance(problem, SlowGrammarError):
-            raise invalid(f"{place}.parameters", f"{place}.parameters: {problem}", INVALID_SCHEMA) from problem
+            raise invalid(f"{place}.parameters", str(problem), INVALID_SCHEMA) from problem
         made = Grammar.json_object()
     return CallableTool(str(function["name"]), made)
 
@@ -378,7 +376,7 @@ def message_grammar(
     """
     if calls is not None and not _has_calls(template):
         if calls.forced:
-            why = 'tool_choice: grammars do not support this model\'s tool call markup: give "auto" or "none"'
+            why = 'grammars do not support this model\'s tool call markup: give "auto" or "none"'
             raise unsupported("tool_choice", why)
         calls = None
     if form is None and calls is None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_cli_errors import fails
 
-from lade.cli.batch import files
-from lade.cli.batch.files import ResultFile
-from lade.errors import InputError
+from lade.cli import batch_files as files
+from lade.cli.batch_files import Results
 from lade.hf import job
 from lade.server import service
+from lade.serving.batch import EngineBatch
 from lade_lab.fakes import nearly_flat_cost
 
 NEW = 8
@@ -122,34 +122,75 @@ def test_resume_on_a_full_disk_says_so_and_keeps_what_is_there(run, asked, monke
     monkeypatch.setattr(files, "write_whole", full)
     result, _ = run(file, "--resume")
     assert result.exit_code == 2 and "No space left on device" in result.stderr and "Traceback" not in result.stderr
-    monkeypatch.setattr(files.os, "truncate", full)
-    with pytest.raises(InputError, match="fix that, then --resume"):
-        ResultFile(out, resume=True).truncate()
     assert out.read_bytes() == before
 
 
 def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, monkeypatch):
     lines = [chat(str(number), f"question {number}", max_tokens=30, ignore_eos=True) for number in range(12)]
     file = asked(lines)
-    append, written = ResultFile.append, []
+    write, written = Results.write, []
 
-    def interrupting(self, line):
-        written.append(line)
+    def interrupting(self, request, reply):
+        written.append(request)
         if len(written) == 3:
             threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-        append(self, line)
+        return write(self, request, reply)
 
-    monkeypatch.setattr(ResultFile, "append", interrupting)
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Results, "write", interrupting)
     result, out = run(file)
     assert result.exit_code == 130 and "with --resume continues" in result.stderr
+    assert signal.getsignal(signal.SIGINT) is before
     kept = answers(out)
     assert 3 <= len(kept) < 12
-    monkeypatch.setattr(ResultFile, "append", append)
+    monkeypatch.setattr(Results, "write", write)
     result, out = run(file, "--resume")
     assert result.exit_code == 0 and "continuing after" not in result.stdout
     assert answers(out).keys() == {line["custom_id"] for line in lines}
     assert {name: answers(out)[name] for name in kept} == kept
     assert run(file, "--resume")[0].exit_code == 0
+
+
+def test_a_file_of_prompts_is_one_of_requests(run, asked):
+    lines = [{"messages": ASKED[0]["body"]["messages"]}, {"prompt": "one two", "seed": 3}]
+    whole = [chat("1", "hello"), other("2", "/v1/completions", prompt="one two", seed=3)]
+    options = {"max_tokens": NEW, "temperature": 0}
+    result, out = run(asked([{**line, **options} for line in lines]))
+    assert result.exit_code == 0, result.output
+    found = answers(out)
+    out.unlink()
+    run(asked([{**each, "body": {**each["body"], **options}} for each in whole]))
+    assert text_of(found["1"]) == text_of(answers(out)["1"])
+    texts = [each["2"]["response"]["body"]["choices"][0]["text"] for each in (found, answers(out))]
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_second_ctrl_c_waits_for_nothing(run, asked, monkeypatch):
+    file = asked([chat(str(number), f"question {number}", max_tokens=30, ignore_eos=True) for number in range(12)])
+
+    def interrupting(self, request, reply):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(Results, "write", interrupting)
+    result, out = run(file)
+    assert result.exit_code == 130 and "0 of 12 requests" in result.stderr
+    assert answers(out) == {}
+
+
+def test_an_engine_that_breaks_down_ends_the_run(run, asked, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def breaking(self):
+        raise MemoryError("all is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineBatch, "advance", breaking)
+        result, out = run(asked([chat(str(number), "hello") for number in range(9)]))
+    assert result.exit_code == 1 and "the engine failed (MemoryError: all is lost)" in result.stderr
+    assert run(asked([chat(str(number), "hello") for number in range(9)]), "--resume")[0].exit_code == 0
+    assert len(answers(out)) == 9
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ MADE = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", MADE)
-def test_answers_follow_it_alone_and_in_batches(lade, folder, model, tokenizer, files, tmp_path, kind):
+def test_answers_follow_it(lade, folder, model, tokenizer, files, kind):
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     more = {"max_new_tokens": 40, "logits_processor": [MADE[kind].processor(tokenizer)]}
     plain = model.generate(ids, **more)[0, ids.shape[1] :].tolist()
@@ -45,14 +45,6 @@ def test_answers_follow_it_alone_and_in_batches(lade, folder, model, tokenizer, 
     alone = lade("generate", "--prompt", PROMPT, "--json", *common)
     assert alone.exit_code == 0, alone.output
     assert json.loads(alone.stdout)["token_ids"] == plain
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    many = ["--prompts", prompts, "--batch-size", 2, "--out", out]
-    assert lade("generate", *many, *common).exit_code == 0
-    assert json.loads(out.read_text())["token_ids"] == plain
-    if kind != "schema":  # the lines are of another form
-        other = lade("generate", *many, "--resume", *common[:-2], *files["schema"])
-        assert other.exit_code == 2 and "grammar" in other.stderr
 
 
 @pytest.mark.parametrize(

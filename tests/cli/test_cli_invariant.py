@@ -9,7 +9,7 @@ from lade.cli.loading import load
 from lade.cli.loading.load import load as load_model
 from lade.cli.options.decoding import Output, Speed
 from lade.cli.options.model import Loading
-from lade.cli.serve.model import load as load_served
+from lade.cli.serve_model import load as load_served
 from lade.cli.terminal import Terminal
 from lade.errors import UnsupportedModelError
 from lade_lab.results import Results
@@ -31,16 +31,6 @@ def test_generate_writes_what_plain_decoding_writes(lade, folder):
 def test_an_attention_that_would_be_replaced_is_an_error(lade, folder, command):
     result = lade(command, "-m", folder, "--invariant", "--attn-implementation", "eager")
     assert result.exit_code == 2 and "--invariant" in result.stderr
-
-
-def test_lines_of_an_invariant_model_are_not_continued_without_it(lade, folder, tmp_path):
-    prompts, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"{PROMPT} {number}"}) for number in range(2)))
-    ask = ["generate", "-m", folder, *HALF, "--prompts", prompts, "--batch-size", 2, "-n", 4, "--out", out]
-    assert lade(*ask, "--invariant").exit_code == 0
-    result = lade(*ask, "--resume", "--no-invariant")
-    assert result.exit_code == 2 and "invariant" in result.stderr
-    assert lade(*ask, "--resume").exit_code == 0
 
 
 def loaded(folder, dtype, **wanted):

@@ -14,7 +14,6 @@ PANELS = {
     "Arguments": ["PROMPT"],
     "Options": ["--prompt", "--prompts", "--max-new-tokens", "--image", "--prediction-file", "--help"],
     "Chat template": ["--raw", "--system", "--chat-template-kwargs"],
-    "Batches": ["--batch-size", "--out", "--resume", "--shard"],
     "Choosing tokens": [
         "--temperature", "--do-sample", "--top-k", "--top-p", "--min-p", "--seed", "--repetition-penalty",
         "--num-beams", "--stop",

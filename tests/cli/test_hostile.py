@@ -39,7 +39,7 @@ def files(tmp_path):
 
 
 GENERATE = ["generate", "-p", "x"]
-MANY = ["generate", "--prompts", "PROMPTS.jsonl"]
+MANY = ["batch", "-i", "PROMPTS.jsonl"]
 BENCH = ["bench", "--out", "OUT"]
 SCALING = ["bench", "scaling", "--out", "OUT"]
 WARM = ["warm", "--prompts", "PROMPTS.jsonl", "--out", "OUT"]
@@ -70,9 +70,8 @@ CASES = [
     (["generate", "--prompts", "DEEP.jsonl"], ["line 1", "JSON", "recursion"]),
     (["generate", "--prompts", "DIGITS.jsonl"], ["line 1", "JSON"]),
     (["generate", "--prompts", LONG], ["cannot be read: File name too long"]),
-    ([*MANY, "--batch-size", HUGE], [f"--batch-size {HUGE}", "4096"]),
-    ([*MANY, "--batch-size", "2", "--out", LONG], ["File name too long"]),
-    ([*MANY, "--batch-size", "2", "--out", "ANSWERS.jsonl", "--resume"], ["damaged at line 1", "recursion"]),
+    ([*MANY, "-o", LONG], ["File name too long"]),
+    ([*MANY, "-o", "ANSWERS.jsonl", "--resume"], ["damaged at line 1", "recursion"]),
     ([*WARM, "--prompts", "DEEP.jsonl"], ["line 1", "JSON"]),
     ([*WARM, "--max-mib", "-" + HUGE], ["--max-mib -"]),
     (["doctor", "--cached", HUGE], [f"--cached {HUGE}", "<= 1000000"]),

@@ -85,18 +85,14 @@ def sentencepiece(tmp_path_factory):
     return path, tokenizer
 
 
-def test_a_text_continues_its_prompt_with_a_space(generate, sentencepiece, lines, tmp_path):
+def test_a_text_continues_its_prompt_with_a_space(generate, sentencepiece, lines):
     model, tokenizer = sentencepiece
     ids = report(generate("the cat", "--json", model=model))["token_ids"]
     text = tokenizer.decode([*tokenizer("the cat")["input_ids"], *ids]).removeprefix("the cat")
     assert text.startswith(" ") and not tokenizer.decode(ids).startswith(" ")
     assert report(generate("the cat", "--json", model=model))["text"] == text
     assert generate("the cat", model=model).stdout == text + "\n"
-    many = ["--prompts", lines({"prompt": "the cat"}), "--batch-size", 2]
-    assert report(generate(*many, model=model))["text"] == text
-    out = tmp_path / "out.jsonl"
-    assert generate(*many, "--out", out, model=model).exit_code == 0
-    assert json.loads(out.read_text())["text"] == text
+    assert report(generate("--prompts", lines({"prompt": "the cat"}), "--json", model=model))["text"] == text
 
 
 def test_special_tokens_before_an_answer_do_not_cost_its_space(sentencepiece):
@@ -138,10 +134,6 @@ def test_conversations_are_lines(generate, templated, lines):
     ]
     found = generate("--prompts", file, "--json", model=templated).stdout.splitlines()
     assert [json.loads(line)["token_ids"] for line in found] == expected
-    found = generate("--prompts", file, "--batch-size", 2, model=templated).stdout.splitlines()
-    first, second = map(json.loads, found)
-    assert [first["token_ids"], second["token_ids"]] == expected
-    assert first["messages"] == messages and "prompt" not in first and second["prompt"] == "four"
 
 
 def test_an_answer_that_was_begun_is_gone_on_with(generate, templated, lines):
@@ -170,7 +162,6 @@ def test_a_template_gets_its_arguments(generate, moody):
 def test_a_template_that_refuses_is_one_line(generate, moody, lines):
     file = lines({"messages": [{"role": "pirate", "content": "ahoy"}]})
     fails(generate("--prompts", file, model=moody), "no pirates", "--raw")
-    fails(generate("--prompts", file, "--batch-size", 2, model=moody), "line 1", "no pirates")
 
 
 @pytest.mark.one_in(2)
@@ -222,16 +213,6 @@ def test_a_memory_is_warmed_with_what_will_be_asked(lade, templated, lines, tmp_
     assert 0.0 < known() < 1.0 and known("--raw") == 0.0
 
 
-def test_answers_to_other_prompts_are_not_gone_on_with(generate, templated, lines, tmp_path):
-    file, out = lines({"prompt": "one"}, {"messages": [{"role": "user", "content": "two"}]}), tmp_path / "out.jsonl"
-    arguments = ["--prompts", file, "--batch-size", 2, "--out", out, "--resume"]
-    assert generate(*arguments, "--system", "be kind", model=templated).exit_code == 0
-    assert "is complete" in generate(*arguments, "--system", "be kind", model=templated).stderr
-    fails(generate(*arguments, model=templated), "settings.system is null here", "be kind")
-    lines({"prompt": "one"}, {"messages": [{"role": "user", "content": "too"}]})
-    fails(generate(*arguments, "--system", "be kind", model=templated), '"too" here', "line 2 of")
-
-
 # How an answer ends
 
 
@@ -239,7 +220,7 @@ def test_answers_to_other_prompts_are_not_gone_on_with(generate, templated, line
 def test_an_answer_says_why_it_ended(generate, folder, lines, plain, tokenizer, tmp_path, edited):
     whole = plain(tokenizer(PROMPT)["input_ids"], NEW)
     text = tokenizer.decode(whole)
-    many = ["--prompts", lines({"prompt": PROMPT}), "--batch-size", 1]
+    many = ["--prompts", lines({"prompt": PROMPT}), "--json"]
     cases = [([], folder, "length"), (["--stop", text[3:5]], folder, "stop"), (["--stop", text[-2:]], folder, "stop")]
     end = next(token for token in whole if token != whole[0])
     ended = edited(folder, tmp_path / "ended", generation_config={"eos_token_id": [end]})

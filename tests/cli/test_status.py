@@ -104,13 +104,12 @@ def test_an_error_takes_its_place(generate, tmp_path):
 def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    many = ["--prompts", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")]
     for words, stdin in (
-        (["chat"], "/quit\n"),
-        (["demo", "-p", PROMPT, "--plain-text"], None),
-        (["generate", *many], None),
+        (["chat", "-n", "4"], "/quit\n"),
+        (["demo", "-p", PROMPT, "--plain-text", "-n", "4"], None),
+        (["batch", "-i", str(file), "-o", str(tmp_path / "o")], None),
     ):
-        result = CliRunner().invoke(app, [*words, "-m", str(folder), "-n", "4"], input=stdin, env=TERMINAL)
+        result = CliRunner().invoke(app, [*words, "-m", str(folder)], input=stdin, env=TERMINAL)
         assert result.exit_code == 0, result.output
         assert f"loading {folder}" in texts(result.stderr)
 
@@ -134,7 +133,7 @@ def test_a_download_has_bars_on_a_terminal_only(hub, tmp_path):
 
 def test_a_download_that_was_broken_off_has_bars_again(hub, tmp_path, folder):
     """The index is there, a part that it names is not."""
-    from lade.cli.loading.hub import find
+    from lade.cli.loading.from_pretrained import find
     from lade.cli.options.model import Loading
 
     loading = Loading("some/model", cache_dir=tmp_path)
@@ -323,10 +322,10 @@ def test_many_prompts_tell_their_progress(monkeypatch, folder, tmp_path):
     monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    for words in (
-        ["generate", "--prompts", str(file), "--batch-size", "2", "--out", str(tmp_path / "o")],
-        ["warm", "--prompts", str(file), "--out", str(tmp_path / "w.lade")],
-    ):
-        result = CliRunner().invoke(app, [*words, "-m", str(folder), "-n", "4"])
+    for what, words in {
+        "requests": ["batch", "-i", str(file), "-o", str(tmp_path / "o")],
+        "prompts": ["warm", "--prompts", str(file), "--out", str(tmp_path / "w.lade"), "-n", "4"],
+    }.items():
+        result = CliRunner().invoke(app, [*words, "-m", str(folder)])
         assert result.exit_code == 0, result.output
-        assert "1 of 1 prompts" in result.stderr
+        assert f"1 of 1 {what}" in result.stderr

@@ -9,10 +9,10 @@ from test_cli_errors import fails
 from typer.testing import CliRunner
 
 from lade import InputError, LookaheadConfig, Memory, generate
-from lade.cli import preparation as module
+from lade.cli import warm as module
 from lade.cli.loading.load import LoadedModel
 from lade.cli.main import app
-from lade.cli.preparation import WarmResult
+from lade.cli.warm import WarmResult
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.memory import fingerprint_of
 from lade.stats import Stats

@@ -38,19 +38,6 @@ def test_the_model_is_split_and_the_first_process_writes(folder):
     assert shared["token_ids"] == alone["token_ids"] and len(alone["token_ids"]) == 30
 
 
-def test_a_batch_of_a_split_model_is_written_by_the_first_process(folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"text {number}"}) + "\n" for number in range(6)))
-    many = ("--prompts", prompts, "--temperature", 1.0, "--seed", 5, "--batch-size", 2)
-    run(ALONE, *generate(folder, *many, "--out", tmp_path / "alone.jsonl"))
-    run(TORCHRUN, *generate(folder, *many, "--out", tmp_path / "shared.jsonl"))
-    alone, shared = (
-        [json.loads(line)["token_ids"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("alone", "shared")
-    )
-    assert alone == shared and len(alone) == 6
-
-
 def test_a_server_starts_torchrun_and_ends_when_told(folder):
     command = [*ALONE, "serve", "--model", str(folder), "--tensor-parallel", "2", "--port", "0", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -13,8 +13,8 @@ def scripted(monkeypatch, said):
     """Answers whose text is `said`, or what that returns for a prompt, whatever the tokens: toys write no markup."""
     parse = ChatPreprocessor.parser
 
-    def parser(self, prompt):
-        inner, texts = parse(self, prompt), iter(said(prompt) if callable(said) else said)
+    def parser(self, prompt, serving):
+        inner, texts = parse(self, prompt, serving), iter(said(prompt) if callable(said) else said)
 
         class Scripted:
             in_reasoning = False

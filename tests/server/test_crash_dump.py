@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from served import SERVED, Passes, byte_model, running, slow_served, until
 
-from lade.cli.serve.command import replay
+from lade.cli.serve import replay
 from lade.errors import InputError
 from lade.server import failures
 from lade.server.failures import FINISHED, read_dump

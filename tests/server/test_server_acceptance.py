@@ -1,13 +1,13 @@
 """Acceptance metrics of answers, in vLLM's shape, agree with the steps and with the Prometheus series."""
 
-import pytest
+from collections import Counter
+
 from prometheus_client.parser import text_string_to_metric_families
 from served import running, until
 
 from lade.server.metrics import accepted_by_position, speculative_decoding
 from lade.stats import Step
 
-LEVELS = ("summary", "detailed")
 ASKED = {"temperature": 0, "max_tokens": 40, "lookahead": {"budget": 12}}
 
 
@@ -23,7 +23,7 @@ def test_the_shape_is_that_of_vllm():
         step(3, ["bonus"], 3),
         step(4, ["text", "text"], 3),
     ]
-    found = speculative_decoding(steps, detailed=True)
+    found = speculative_decoding(steps)
     assert found == {
         "mean_acceptance_length": 1 + 4 / 3,
         "draft_acceptance_rate": 4 / 8,
@@ -34,8 +34,6 @@ def test_the_shape_is_that_of_vllm():
         "num_draft_tokens": 8,
         "num_spec_tokens": 4,
         "accepted_by_source": {"pool": 2, "text": 2},
-        "per_step_accepted": [2, 0, 2],
-        "per_step_drafted": [4, 2, 2],
     }
 
 
@@ -43,7 +41,6 @@ def test_nothing_drafted_is_all_zero():
     found = speculative_decoding([step(0, ["prefill"], 9), step(1, ["bonus"], 1)])
     assert found["acceptance_histogram"] == [0] and found["mean_acceptance_length"] == 1.0
     assert found["num_spec_steps"] == found["num_draft_tokens"] == found["draft_acceptance_rate"] == 0
-    assert "per_step_accepted" not in found
 
 
 def test_positions_count_steps_that_accepted_further():
@@ -61,9 +58,8 @@ def test_answers_have_none_unless_asked_for(server):
     assert not any("metrics" in event for event in server.events("/v1/completions", prompt="abc", **usage)[:-1])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_answers_agree_with_their_figures_streamed_or_not(level):
-    with running(acceptance=level, share="none") as server:
+def test_answers_agree_with_their_figures_streamed_or_not():
+    with running(acceptance="summary", share="none") as server:
         whole = server.chat("ab" * 9, **ASKED).json(), server.complete("ab" * 9, **ASKED).json()
         bodies = {"messages": [{"role": "user", "content": "ab" * 9}]}, {"prompt": "ab" * 9}
         usage = {"stream_options": {"include_usage": True}}
@@ -76,7 +72,6 @@ def test_answers_agree_with_their_figures_streamed_or_not(level):
             assert sum(histogram) == found["num_spec_steps"] and len(histogram) == found["num_spec_tokens"] + 1
             assert sum(k * steps for k, steps in enumerate(histogram)) == found["num_accepted_draft_tokens"] > 0
             assert sum(found["accepted_by_source"].values()) == found["num_accepted_draft_tokens"]
-            assert ("per_step_accepted" in found) == (level == "detailed")
             events = server.events(f"/v1/{path}", **body, **ASKED, **usage)
             *others, last, end = events
             assert end == "[DONE]" and metrics_of(last) == found and last["usage"] == answer["usage"]
@@ -101,7 +96,7 @@ def vllm_series(server):
 
 
 def test_answers_add_up_to_the_series_that_dashboards_know():
-    with running(acceptance="detailed") as server:
+    with running(acceptance="summary") as server:
         assert vllm_series(server)["vllm:spec_decode_num_drafts_total", None][0] == 0, "the warm-up does not count"
         found = [metrics_of(server.chat("ab" * k, **ASKED).json()) for k in range(3, 9)]
         until(server.at_rest)
@@ -111,9 +106,12 @@ def test_answers_add_up_to_the_series_that_dashboards_know():
         value, labels = series[f"vllm:spec_decode_num_{name}_total", None]
         assert value == sum(each[member] for each in found) > 0
         assert labels == {"model_name": "toy", "engine": "0"}
-    accepted = [count for each in found for count in each["per_step_accepted"]]
+    accepted = Counter[int]()
+    for each in found:
+        accepted.update(dict(enumerate(each["acceptance_histogram"])))
+    accepted = +accepted
     for position in range(max(accepted)):
         value, labels = series["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(position)]
-        assert value == sum(count > position for count in accepted)
+        assert value == sum(steps for count, steps in accepted.items() if count > position)
         assert labels == {"model_name": "toy", "engine": "0", "position": str(position)}
     assert ("vllm:spec_decode_num_accepted_tokens_per_pos_total", str(max(accepted))) not in series

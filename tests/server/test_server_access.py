@@ -193,9 +193,9 @@ def test_pages_that_are_allowed_may():
 
 
 def test_a_salt_buys_no_turn(guarded, monkeypatch):
-    asked, add = [], guarded.service.engine.add
+    asked, add = [], guarded.service.serving.engine.add
     monkeypatch.setattr(
-        guarded.service.engine,
+        guarded.service.serving.engine,
         "add",
         lambda *given, **named: asked.append((named["client"], named["scope"])) or add(*given, **named),
     )

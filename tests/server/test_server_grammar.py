@@ -203,7 +203,7 @@ def held(monkeypatch):
     """A server with the keys "ka" and "kb", whose trials wait to be let; and threads that ask it."""
     monkeypatch.setattr(structured_output, "GrammarTrial", HeldTrial)
     with running(keys=Keys((Key("a", "ka"), Key("b", "kb")))) as server, ThreadPoolExecutor(8) as threads:
-        trial = server.service.grammars._trial
+        trial = server.service.serving.grammars._trial
         try:
             yield server, trial, lambda *given: threads.submit(ask, server, *given)
         finally:
@@ -216,7 +216,9 @@ def ask(server, regex=None, key="ka", timeout=SOON):
 
 
 def waiting(server):
-    return sum(not turn.done() for line in list(server.service._trials._waiting.values()) for turn in list(line))
+    trials = server.service._trials
+    locks = [trials._thread, *trials._of_client.values()]
+    return sum(not turn.done() for lock in locks for turn in list(lock._waiters or ()))
 
 
 def test_nobody_waits_for_grammars_of_others_to_be_tried(held):

@@ -156,7 +156,7 @@ def test_a_failed_pass_ends_its_requests_alone():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
     with running() as server:
-        batch = server.service._engine._scheduler._batch
+        batch = server.service.serving.engine._scheduler._batch
 
         def broken():
             raise MemoryError("nothing left")

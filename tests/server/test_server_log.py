@@ -10,6 +10,7 @@ import pytest
 from served import running, until
 
 from lade.server.access_log import AccessLog
+from lade.server.served_model import ServedModel
 from lade.server.settings import PROBES
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
@@ -74,7 +75,7 @@ def test_what_the_library_logs_is_in_it_with_the_traceback_of_an_error(monkeypat
     lines = []
     log = AccessLog(lines.append, as_json=True)
     with running() as server, log.listening():
-        monkeypatch.setattr(server.service.encoder, "ids", broken)
+        monkeypatch.setattr(ServedModel, "ids", broken)
         answer = server.complete("a")
         assert answer.status_code == 500
         logging.getLogger("lade.some.module").info("measuring %d things", 3)

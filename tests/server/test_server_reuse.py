@@ -90,9 +90,9 @@ def test_the_memory_of_a_file_serves_those_who_share_alone(share, keys, salt, us
     memory, asked = Memory(2**20), []
     served = replace(SERVED, lookahead=LookaheadConfig(memory=memory), save=lambda: None)
     with running(served, share=share, keys=keys) as server:
-        warned, add = "neither read nor filled" in caplog.text, server.service.engine.add
+        warned, add = "neither read nor filled" in caplog.text, server.service.serving.engine.add
         monkeypatch.setattr(
-            server.service.engine, "add", lambda *given, **named: (asked.append(named), add(*given, **named))[1]
+            server.service.serving.engine, "add", lambda *given, **named: (asked.append(named), add(*given, **named))[1]
         )
         for key in [each.secret for each in keys.all] or ["-"]:
             body = {"prompt": "the fox said that", "max_tokens": 30, "temperature": 0, "cache_salt": salt}

@@ -16,7 +16,7 @@ from lade.model.prepared import IMAGE_FORMATS
 from lade.server.chat_template import ChatTemplate, Images
 from lade.server.errors import ApiError
 from lade.server.schemas import ChatRequest
-from lade.server.served_model import ServedModel, TextEncoder
+from lade.server.served_model import ServedModel
 from lade.server.settings import MAX_IMAGES, MAX_PIXELS
 
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -43,7 +43,7 @@ FIELDS = """\
 
 
 def template_of(served, defaults=None):
-    return ChatTemplate(served, TextEncoder(served.tokenizer, None), defaults or {})
+    return ChatTemplate(served, defaults or {})
 
 
 def shown(template, *messages, defaults=None, **fields):
@@ -230,7 +230,7 @@ def test_bodies_may_be_larger_where_the_model_takes_images():
 def test_images_go_where_the_model_takes_them():
     seen = []
 
-    def encode(messages, arguments, check):
+    def encode(messages, arguments):
         seen.append(messages)
         return [1, 2, 3], {"pixel_values": "x"}
 

@@ -22,8 +22,16 @@ from lade.backends.cpu.packing.gguf_model import load_gguf
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.backends.processes.channel import connect
 from lade.backends.processes.team import dismiss, team_of
-from lade.cli.loading.from_pretrained import load_model, load_processor, load_tokenizer, put_adapter
-from lade.cli.loading.hub import ModelSource, downloading, find, quiet
+from lade.cli.loading.from_pretrained import (
+    ModelSource,
+    downloading,
+    find,
+    load_model,
+    load_processor,
+    load_tokenizer,
+    put_adapter,
+    quiet,
+)
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal, one_line
 from lade.config import Lookahead, LookaheadConfig

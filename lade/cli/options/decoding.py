@@ -194,11 +194,10 @@ class Choices:
     num_beams: int = _option(1, "B", "Beam search with B beams, shown when complete.")
     stop: list[str] | None = _option(None, "TEXT", "End after this text. Repeatable.", "--stop")
 
-    def settled(self, seed: int | None = None, *, by_default: bool = False) -> Choices:
+    def settled(self, *, by_default: bool = False) -> Choices:
         """Return the choices, checked, with `do_sample` resolved and a seed if tokens are sampled.
 
         Args:
-            seed: used where none is given; None draws one.
             by_default: sample where neither `--temperature` nor `--do-sample` is given.
 
         Raises:
@@ -217,10 +216,7 @@ class Choices:
             if len(text) > _MAX_STOP_LENGTH:
                 remedy = f"{len(text)} characters, give at most {_MAX_STOP_LENGTH}"
                 raise ConfigError("stop", f"{text[:20]}...", remedy)
-        if do_sample and self.seed is None:
-            seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed
-        else:
-            seed = self.seed
+        seed = secrets.randbelow(_DRAWN_SEEDS) if do_sample and self.seed is None else self.seed
         return replace(self, do_sample=do_sample, temperature=self.temperature or None, seed=seed)
 
     def after(self, generations: int) -> Choices:
@@ -240,19 +236,16 @@ class Choices:
 GREEDY = Choices()
 
 
-def check_ranges(values: Mapping[str, Any], origin: str = "") -> None:
+def check_ranges(values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for the first value out of its range.
 
     Args:
         values: values by the names of `Choices`' fields; None and unknown names are skipped.
-        origin: source of the values, if not the command line.
     """
     for name, (fits, remedy) in _RANGES.items():
         value = values.get(name)
         if value is not None and not fits(value):
-            raise ConfigError(
-                _option_name(name), value, f"{origin}; {remedy} with --{_option_name(name)}" if origin else remedy
-            )
+            raise ConfigError(_option_name(name), value, remedy)
 
 
 def _option_name(name: str) -> str:

@@ -16,8 +16,11 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from lade.errors import ConfigError
 
 T = TypeVar("T")
-_OPTION = "option"
-"""Key of a field's metadata: the `typer.Option` to show for it."""
+Takes = tuple[Callable[[Any], bool], str]
+"""Which values an option takes, and what to give in place of others."""
+AT_LEAST_ONE: Takes = (lambda value: value >= 1, "give a whole number >= 1")
+_OPTION, _TAKES = "option", "takes"
+"""Keys of a field's metadata: the `typer.Option` to show for it, and its name with what it takes."""
 
 
 def option(
@@ -27,6 +30,8 @@ def option(
     *names: str,
     panel: str | None = None,
     words: Sequence[str] = (),
+    one_of: Sequence[str] = (),
+    takes: Takes | None = None,
     repr: bool = True,
     **more: Any,
 ) -> Any:
@@ -38,19 +43,39 @@ def option(
         help: its line in the help.
         names: names as typed; none for the field's own.
         panel: panel of the help; None for that of the command.
-        words: values that the shell completes.
+        words: values that the shell completes, among others that it takes.
+        one_of: the only values that it takes, which the shell completes.
+        takes: which values it takes, see `Checked`.
         repr: False for a secret.
         more: further arguments of `typer.Option`.
     """
-    if words:
-        more["autocompletion"] = lambda: list(words)
+    if words or one_of:
+        more["autocompletion"] = lambda: list(words or one_of)
+    if one_of:
+        takes = (lambda value: value in one_of), f"give one of {', '.join(one_of)}"
     shown = typer.Option(*names, metavar=metavar or None, help=help, rich_help_panel=panel, **more)
-    return field(default=default, repr=repr, metadata={_OPTION: shown})
+    return field(default=default, repr=repr, metadata={_OPTION: shown, _TAKES: takes and (names[:1], *takes)})
 
 
 def options_in(panel: str) -> Callable[..., Any]:
     """Return `option` for one panel of the help."""
     return functools.partial(option, panel=panel)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Base of groups whose options do not take all values of their types."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a value that its option does not take."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None or (checked := each.metadata.get(_TAKES)) is None:
+                continue
+            names, fits, remedy = checked
+            if not fits(value):
+                name = names[0].removeprefix("--") if names else each.name.replace("_", "-")
+                raise ConfigError(name, value, remedy)
 
 
 def grouped(command: Callable[..., T]) -> Callable[..., T]:

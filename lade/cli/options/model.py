@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lade.cli.options.grouping import options_in
+from lade.cli.options.grouping import Checked, options_in
 from lade.cli.prompts import check_text
 from lade.errors import ConfigError
 
@@ -36,7 +36,7 @@ NamedModel = Annotated[
 
 
 @dataclass(frozen=True)
-class ModelChoice:
+class ModelChoice(Checked):
     """The model, its dtype and its device."""
 
     model: str | None = _option(
@@ -47,7 +47,7 @@ class ModelChoice:
         "NAME",
         "Weight dtype: bf16, fp16, fp32, fp64, or auto, the checkpoint's.",
         envvar="LADE_DTYPE",
-        words=DTYPES,
+        one_of=DTYPES,
     )
     device: str = _option(
         "auto", "NAME", "cpu, cuda, cuda:1, mps, ..., or auto: the best.", envvar="LADE_DEVICE", words=DEVICES
@@ -75,7 +75,7 @@ class Loading(ModelChoice):
         words=QUANTIZATIONS,
     )
     weights: str | None = _expert(
-        None, "NAME", "int8 or int4: round the weights for the CPU; lade pack shows the loss.", words=WEIGHTS
+        None, "NAME", "int8 or int4: round the weights for the CPU; lade pack shows the loss.", one_of=WEIGHTS
     )
     attn_implementation: str | None = _expert(
         None, "NAME", "Attention: sdpa, eager, ... Default: the model's.", words=("sdpa", "eager")
@@ -91,12 +91,9 @@ class Loading(ModelChoice):
 
     def check(self) -> None:
         """Raise `ConfigError` for values that are wrong for any model."""
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", self.dtype, f"give one of {', '.join(DTYPES)}")
+        super().check()
         if self.model is None and self.revision is not None:
             raise ConfigError("revision", self.revision, "needs --model: the embedded model has no revisions")
-        if self.weights is not None and self.weights not in WEIGHTS:
-            raise ConfigError("weights", self.weights, f"give {' or '.join(WEIGHTS)}")
         if self.weights is not None and self.quantization is not None:
             raise ConfigError("weights", self.weights, f"contradicts --quantization {self.quantization}")
         if self.device_map is not None and self.device != "auto":

@@ -9,7 +9,6 @@ from scripted_server import Script
 from served import SERVED, TOKENIZER, byte_tokenizer, plain, running, slow_served, templated, text_of, until
 
 from conftest import opened
-from lade.server.app import page_files
 from lade.server.keys import Key, Keys
 from lade.server.served_model import ServedModel
 
@@ -39,7 +38,7 @@ def test_the_texts_of_a_trace_are_the_text_of_its_event(server, path):
 
 
 def test_the_page_is_told_what_the_model_takes_and_what_holds_where_nothing_is_asked(server):
-    told = {"chat": True, "context": server.service.context, "images": False}
+    told = {"chat": True, "context": server.service.serving.context, "images": False}
     (model, _) = server.http.get("/v1/models").json()["data"]
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": server.service.settings.answer_tokens}
     assert model["lade"] == {**told, "defaults": defaults, "page": {"temperature": 0.0}}, "greedy, as `lade chat`"
@@ -53,7 +52,7 @@ def test_the_page_is_told_what_the_model_takes_and_what_holds_where_nothing_is_a
 @pytest.mark.slow
 def test_the_page_needs_no_key_and_all_else_does():
     with running(keys=Keys((Key("one", "sk-right"),)), ready=False) as server:  # while the model is being loaded, too
-        for path in (file.path for file in page_files()):
+        for path in ("/", "/page/app.js", "/page/vendor/marked.esm.js"):
             assert server.http.get(path).status_code == 200
         for path in ("/v1/models", "/v1/lade/status", "/page/none.js"):
             assert server.http.get(path).status_code in (401, 404)

@@ -6,10 +6,10 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
 
-from lade.cli.batch.files import RequestResults, Shard, ShardOption, read_requests
+from lade.cli.batch_files import Results, read_requests, sharded
 from lade.cli.options import decoding as options
 from lade.cli.options.grouping import option
-from lade.cli.serve.options import EngineLimits, ServedTemplate, check_all, served_names
+from lade.cli.serve_options import EngineLimits, ServedTemplate, check_all, served_names
 from lade.cli.terminal import terminal
 
 EXAMPLE = "Example:  [bold]lade batch -i requests.jsonl -o results.jsonl --model Qwen/Qwen3-0.6B[/bold]"
@@ -20,10 +20,10 @@ _MAX_BODY = 2**30
 class Files:
     """Request and result files."""
 
-    input: Path = option(MISSING, "FILE", "OpenAI batch file with the requests.", "--input", "-i")
+    input: Path = option(MISSING, "FILE", "OpenAI batch file, or prompts, one per line.", "--input", "-i")
     out: Path = option(MISSING, "FILE", "Write the results to this file.", "--out", "-o")
     resume: bool = option(False, "", "Continue the run that wrote --out.", "--resume")
-    shard: ShardOption = None
+    shard: str | None = option(None, "I/N", "Take every N-th line only, from the I-th on: 1/4, ..., 4/4.")
     name: list[str] | None = option(
         None, "NAME", "Model name in requests. Repeatable. Default: from --model.", "--name"
     )
@@ -39,7 +39,7 @@ def batch(
     loading: options.Loading,
     output: options.Output,
 ) -> None:
-    """Answer a file of requests in the format of OpenAI's batch API, with the answers of lade serve.
+    """Answer a file of requests in the format of OpenAI's batch API, or of prompts, with the answers of lade serve.
 
     Results are written as they complete, matched by custom_id; an interrupted run keeps them.
 
@@ -47,16 +47,15 @@ def batch(
     """
     with terminal(output) as term:
         check_all(limits, loading=loading, speed=speed, template=template)
-        wanted = Shard.parse(files.shard).select(read_requests(files.input))
-        results = RequestResults(files.out, wanted, resume=files.resume)
+        wanted = sharded(read_requests(files.input), files.shard)
+        results = Results(files.out, wanted, resume=files.resume)
         if not results.unanswered:
             results.drop_failures()
             term.say(f"{str(results.path)!r} is complete: {len(wanted)} requests", "dim")
             return
         chat_template = template.text()
-        from lade.cli.batch.request_job import RequestJob
-        from lade.cli.batch.runner import run
-        from lade.cli.serve.model import load
+        from lade.cli.batch_run import run
+        from lade.cli.serve_model import load
         from lade.server.service import Service
         from lade.server.settings import MAX_CHOICES, MAX_PROMPTS, Settings
 
@@ -71,4 +70,4 @@ def batch(
             page=False,
         )
         service = Service(settings, partial(load, loading, speed, chat_template, term))
-        run(RequestJob(service, results, len(wanted)), term)
+        run(service, results, len(wanted), term)

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.serve.options import Access, Limits, Listening, ServedTemplate, check_all, served_names
+from lade.cli.serve_options import Access, Limits, Listening, ServedTemplate, check_all, served_names
 from lade.cli.terminal import Terminal, terminal
 from lade.errors import ConfigError
 
@@ -73,7 +73,7 @@ def serve(
         with nullcontext() if log is None else log.listening():
             term.show_status(f"listening on {url_of(listening.host, socket)}, to be ready when the model is loaded")
             term.show_status("importing torch and transformers")
-            from lade.cli.serve.model import load
+            from lade.cli.serve_model import load
             from lade.server.listen import run
             from lade.server.service import Service
 
@@ -105,7 +105,7 @@ def _processes(listening: Listening, term: Terminal) -> int:
 def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
     """Return True in the process that serves; in the others, False when they are done."""
     from lade.cli.loading.load import is_first_process, leading
-    from lade.cli.serve.model import load_split
+    from lade.cli.serve_model import load_split
 
     if is_first_process():
         return True

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lade.cli.options.decoding import Speed
-from lade.cli.options.grouping import options_in
+from lade.cli.options.grouping import AT_LEAST_ONE, Checked, Takes, options_in
 from lade.cli.options.model import Loading, Template
 from lade.cli.prompts import read_utf8
 from lade.errors import ConfigError, MissingExtraError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 SHARES = ("key", "all", "none")
 LOG_FORMATS = ("text", "json")
-ACCEPTANCE = ("none", "summary", "detailed")
+ACCEPTANCE = ("none", "summary")
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_BODY = 2**30
@@ -30,6 +31,10 @@ _MAX_BODY = 2**30
 _server = options_in("Server")
 _access = options_in("Access")
 _limits = options_in("Limits")
+_count = partial(_limits, takes=AT_LEAST_ONE)
+_seconds = partial(_limits, takes=(lambda value: 0 <= value < 1e6, "give seconds >= 0"))
+_DURATION: Takes = (lambda value: 0 < value < 1e6, "give seconds > 0")
+_PORTS: Takes = (lambda value: 0 <= value < 2**16, "give a whole number from 0 to 65535")
 _template = options_in("Chat template")
 
 
@@ -57,44 +62,38 @@ class ServedTemplate:
 
 
 @dataclass(frozen=True)
-class Listening:
+class Listening(Checked):
     """Network options, and the names of the model."""
 
     host: str = _server("127.0.0.1", "ADDR", "Address to listen on; 0.0.0.0 for all.")
-    port: int = _server(8000, "PORT", "Port to listen on; 0 for any free one.")
+    port: int = _server(8000, "PORT", "Port to listen on; 0 for any free one.", takes=_PORTS)
     name: list[str] | None = _server(
         None, "NAME", "Model name in requests. Repeatable. Default: from --model.", "--name"
     )
-    log_format: str = _server("text", "KIND", "Log format: text or json.", words=LOG_FORMATS)
+    log_format: str = _server("text", "KIND", "Log format: text or json.", one_of=LOG_FORMATS)
     metrics: bool = _server(True, "", "Serve /metrics to Prometheus.", "--metrics/--no-metrics")
     acceptance: str = _server(
         "none",
         "LEVEL",
-        "Acceptance of drafts in answers, as in vLLM: none, summary or detailed.",
+        "Acceptance of drafts in answers, as in vLLM: none or summary.",
         "--per-request-spec-decode-metrics",
-        words=ACCEPTANCE,
+        one_of=ACCEPTANCE,
     )
     otel: bool = _server(False, "", "Send a span per request to an OpenTelemetry collector.", "--otel")
     page: bool = _server(True, "", "Serve the chat page at /.", "--page/--no-page")
     strict: bool = _server(False, "", "Reject requests with unknown fields.", "--strict")
     crash_dump: Path | None = _server(None, "DIR", "Write the last requests there, with their texts, on a crash.")
     replay: Path | None = _server(None, "FILE", "Send the requests of a crash dump again, and exit.")
-    tensor_parallel: int | None = _server(None, "N", "Split the model over N processes, started by torchrun.")
+    tensor_parallel: int | None = _server(
+        None, "N", "Split the model over N processes, started by torchrun.", takes=AT_LEAST_ONE
+    )
     torchrun: str | None = _server(None, "", "Set by torchrun.", envvar="TORCHELASTIC_RUN_ID", hidden=True)
 
     def check(self) -> None:
         """Raise `ConfigError` for a value out of range; `MissingExtraError` if OpenTelemetry is not installed."""
-        if self.tensor_parallel is not None and self.tensor_parallel < 1:
-            raise ConfigError("tensor-parallel", self.tensor_parallel, "give a whole number >= 1")
-        if not 0 <= self.port < 2**16:
-            raise ConfigError("port", self.port, "give a whole number from 0 to 65535")
+        super().check()
         if self.otel and find_spec("opentelemetry.sdk") is None:  # FastAPI needs the API alone
             raise MissingExtraError("opentelemetry-sdk", "otel")
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError("log-format", self.log_format, f"give one of {', '.join(LOG_FORMATS)}")
-        if self.acceptance not in ACCEPTANCE:
-            name = "per-request-spec-decode-metrics"
-            raise ConfigError(name, self.acceptance, f"give one of {', '.join(ACCEPTANCE)}")
         folder = self.crash_dump
         if folder is not None and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise ConfigError("crash-dump", str(folder), "give a folder that this user can write to")
@@ -109,7 +108,7 @@ def served_names(names: list[str] | None, loading: Loading) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Access:
+class Access(Checked):
     """Authentication and access options."""
 
     api_key_file: Path | None = _access(None, "FILE", "API keys, one per line, or name:key. Default: none required.")
@@ -125,7 +124,7 @@ class Access:
     )
 
     share: str = _access(
-        "key", "WHO", "Who shares draft memory and prefix cache: key (requests of one key), all or none.", words=SHARES
+        "key", "WHO", "Who shares draft memory and prefix cache: key (requests of one key), all or none.", one_of=SHARES
     )
 
     def keys(self) -> Keys:
@@ -136,60 +135,44 @@ class Access:
 
     def check(self) -> None:
         """Raise `ConfigError` for an invalid origin or scope."""
-        if self.share not in SHARES:
-            raise ConfigError("share", self.share, f"give one of {', '.join(SHARES)}")
+        super().check()
         for origin in self.cors_origin or ():
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ConfigError("cors-origin", origin, "give scheme and host, such as https://example.org, or *")
 
 
 @dataclass(frozen=True)
-class EngineLimits:
+class EngineLimits(Checked):
     """Limits of the engine, of `lade batch` too."""
 
-    max_rows: int = _limits(16, "N", "Maximum number of requests decoded together.")
-    max_tokens: int | None = _limits(None, "N", "KV cache slots: rows times the longest text. Default: as many as fit.")
-    answer_tokens: int = _limits(1024, "N", "Maximum tokens of an answer, if the request sets no limit.")
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a limit out of range."""
-        self._check_counts("max_rows", "max_tokens", "answer_tokens")
-
-    def _check_counts(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(name.replace("_", "-"), value, "give a whole number >= 1")
+    max_rows: int = _count(16, "N", "Maximum number of requests decoded together.")
+    max_tokens: int | None = _count(None, "N", "KV cache slots: rows times the longest text. Default: as many as fit.")
+    answer_tokens: int = _count(1024, "N", "Maximum tokens of an answer, if the request sets no limit.")
 
 
 @dataclass(frozen=True)
 class Limits(EngineLimits):
     """Limits of the server."""
 
-    max_waiting: int = _limits(64, "N", "Maximum number of queued requests; further ones get status 503.")
-    context: int | None = _limits(None, "N", "Maximum tokens of prompt and answer together. Default: the model's.")
+    max_waiting: int = _count(64, "N", "Maximum number of queued requests; further ones get status 503.")
+    context: int | None = _count(None, "N", "Maximum tokens of prompt and answer together. Default: the model's.")
     prefix_cache: str | None = _limits(
         None, "SIZE", "Size of the prefix cache; 0: none. Default: a tenth of the KV cache."
     )
     max_body: str | None = _limits(
         None, "SIZE", "Maximum size of a request body. Default: 4MiB, or 16MiB for models that take images."
     )
-    queue_timeout: float | None = _limits(None, "S", "Seconds a request may wait in the queue. Default: no limit.")
-    request_timeout: float | None = _limits(None, "S", "Seconds a request may take in all. Default: no limit.")
-    pass_timeout: float = _limits(120.0, "S", "Seconds after which a pass counts as hung: /live is 503. 0: never.")
-    shutdown_timeout: float = _limits(30.0, "S", "Seconds that running requests may take after SIGTERM.")
+    queue_timeout: float | None = _seconds(None, "S", "Seconds a request may wait in the queue. Default: no limit.")
+    request_timeout: float | None = _limits(
+        None, "S", "Seconds a request may take in all. Default: no limit.", takes=_DURATION
+    )
+    pass_timeout: float = _seconds(120.0, "S", "Seconds after which a pass counts as hung: /live is 503. 0: never.")
+    shutdown_timeout: float = _seconds(30.0, "S", "Seconds that running requests may take after SIGTERM.")
     config: Path | None = _limits(None, "FILE", "TOML file of limits, such as queue-timeout = 5; SIGHUP rereads it.")
 
     def check(self) -> None:
         """Raise `ConfigError` for a limit out of range."""
         super().check()
-        self._check_counts("max_waiting", "context")
-        for name in ("queue_timeout", "pass_timeout", "shutdown_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1e6:
-                raise ConfigError(name.replace("_", "-"), value, "give seconds >= 0")
-        if self.request_timeout is not None and not 0 < self.request_timeout < 1e6:
-            raise ConfigError("request-timeout", self.request_timeout, "give seconds > 0")
         assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises `ConfigError` for an invalid size
         if self.body_bytes is not None and not 1 <= self.body_bytes <= _MAX_BODY:
             raise ConfigError("max-body", self.max_body, "give 1 to 1GiB")

@@ -80,10 +80,8 @@ def _image_encoder(loaded: LoadedModel) -> Callable[..., tuple[list[int], Mappin
     if getattr(loaded.model.config, "vision_config", None) is None:
         return None
 
-    def encoded(
-        messages: Any, arguments: Mapping[str, Any], check: Callable[[str], None]
-    ) -> tuple[list[int], Mapping[str, Any]]:
-        made = encode(loaded, messages, arguments, check)
+    def encoded(messages: Any, arguments: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
+        made = encode(loaded, messages, arguments)
         return made.ids, made.media
 
     return encoded
