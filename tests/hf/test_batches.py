@@ -7,6 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import hooks_of
 from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
 from transformers import GenerationConfig, WatermarkingConfig
 
@@ -473,7 +474,7 @@ def test_an_error_leaves_nothing_broken():
     arguments = padded(random_texts(4, 9))
     with pytest.raises(RuntimeError, match="user's own"):
         lade.generate(MODELS["llama"], max_new_tokens=9, lookahead=PAPER, prefix_allowed_tokens_fn=fail, **arguments)
-    assert not MODELS["llama"]._forward_hooks
+    assert not hooks_of(MODELS["llama"])
     assert_same(MODELS["llama"], **arguments, max_new_tokens=9)
 
 
