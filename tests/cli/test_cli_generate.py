@@ -2,8 +2,7 @@ import json
 import signal
 
 import pytest
-import torch
-from shell_fixtures import CONTEXT, SHORT
+from shell_fixtures import CONTEXT
 
 from lade import native
 
@@ -81,15 +80,6 @@ def test_a_checkpoint_that_wants_to_sample_is_decoded_greedily_without_a_word(
     assert not any(word in result.stderr for word in [*wishes, "max_length"])
 
 
-def test_penalties_of_a_checkpoint_stay(lade, folder, model, tokenizer, tmp_path, edited):
-    copy = edited(folder, tmp_path / "m", generation_config={"repetition_penalty": 5.0})
-    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    expected = model.generate(ids, max_new_tokens=20, do_sample=False, repetition_penalty=5.0)[0, ids.shape[1] :]
-    report = json.loads(lade("generate", "-m", copy, "-p", PROMPT, "-n", 20, "--json").stdout)
-    assert report["token_ids"] == expected.tolist()
-    assert report["config"] is not None
-
-
 def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one two"}\n\n{"prompt": "three é", "id": 3}\n')
@@ -127,16 +117,6 @@ def test_a_generation_beyond_the_context_is_warned_of(lade, folder, plain, token
     result = lade("generate", "-m", folder, "-p", prompt, "-n", 12, "--json")
     assert f"context of {CONTEXT}" in result.stderr and len(result.stderr.splitlines()) == 1
     assert json.loads(result.stdout)["new_tokens"] == 12
-
-
-def test_a_table_of_positions_ends_the_text(lade, with_position_table):
-    for method in ("plain", "lookahead"):
-        result = lade(
-            "generate", "-m", with_position_table, "-p", "x" * (SHORT - 4), "-n", 12, "--json", "--method", method
-        )
-        assert result.exit_code == 0, result.output
-        assert "warning" in result.stderr
-        assert json.loads(result.stdout)["new_tokens"] <= 5
 
 
 @pytest.mark.slow

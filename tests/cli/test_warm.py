@@ -4,16 +4,14 @@ import json
 import signal
 
 import pytest
-import torch
 from test_cli_errors import fails
 from typer.testing import CliRunner
 
-from lade import InputError, LookaheadConfig, Memory, generate
+from lade import InputError, Memory
 from lade.cli import preparation as module
 from lade.cli.loading.load import LoadedModel
 from lade.cli.main import app
 from lade.cli.preparation import WarmResult
-from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.memory import fingerprint_of
 from lade.stats import Stats
 
@@ -78,19 +76,6 @@ def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer
     assert len(memory) == report["contexts"] > 0
     assert memory.fingerprint == fingerprint_of(tokenizer) and memory.max_bytes == 128 * 2**20
     assert (memory.weights != Memory().weights).any()
-
-
-@pytest.mark.slow
-def test_the_memory_is_one_that_the_library_would_have_filled(warm, out, model, tokenizer):
-    warm()
-    memory = Memory()
-    for text in TEXTS:
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        generate(model, input_ids=ids, max_new_tokens=NEW, lookahead=LookaheadConfig(memory=memory))
-    ids = tokenizer(TEXTS[1])["input_ids"]
-    for end in range(1, len(ids) + 1):
-        for kept in (memory, Memory.load(out)):
-            assert [len(rows) for rows in kept.lookup(ids[:end])] == [len(ORDERS), len(TEXT_ORDERS)]
 
 
 def test_the_summary(warm, out):
@@ -298,7 +283,3 @@ def test_a_chat_with_a_memory(warm, lade, folder, out, plain, tokenizer):
     assert result.exit_code == 0, result.output
     assert result.stdout == tokenizer.decode(plain(tokenizer(TEXTS[0])["input_ids"], NEW)) + "\n"
     assert "adaptive, budget 8, memory" in result.stderr
-
-
-def test_the_help_has_an_example(lade):
-    assert "Example:  lade warm --model gpt2" in lade("warm", "--help").stdout
