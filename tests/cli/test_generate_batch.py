@@ -1,15 +1,11 @@
 """`lade generate --batch-size`: the same answers, in order, in a file that survives whatever ends the run."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import CancelledError, Future
 
 import pytest
-import torch
 from test_cli_errors import fails
 from test_cli_generate import FIELDS
 from typer.testing import CliRunner
@@ -19,11 +15,9 @@ from lade.cli.batch.files import ResultFile
 from lade.cli.batch.prompt_job import PromptJob
 from lade.cli.batch.runner import completed
 from lade.cli.main import app
-from lade.hf import job
 from lade.serving import batch as serving_batch
 from lade.serving import engine as serving_engine
 from lade.serving.engine import Engine
-from lade_lab.fakes import nearly_flat_cost
 
 CONTEXT = 512  # of the model in conftest.py
 NEW = 12
@@ -38,11 +32,6 @@ METHODS = [
     ["--budget", 8],
 ]
 SAMPLED = ["--do-sample", "--seed", 11, "--temperature", 1.5, "--top-k", 20]
-
-
-@pytest.fixture(autouse=True)
-def known_cost_of_batches(monkeypatch):
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 @pytest.fixture(autouse=True)
@@ -111,18 +100,6 @@ def test_answers_are_those_without_batches(lade, generate, folder, prompts, meth
             assert (max(entry["tokens_per_step"] for entry in entries) > 1) == ("plain" not in method)
 
 
-def test_answers_are_those_of_model_generate(generate, model, tokenizer, plain):
-    greedy = [json.loads(line)["token_ids"] for line in generate(size=3).stdout.splitlines()]
-    assert greedy == [plain(tokenizer(text)["input_ids"], NEW) for text in TEXTS]
-    drawn = [json.loads(line)["token_ids"] for line in generate(*SAMPLED, size=3).stdout.splitlines()]
-    for text, tokens in zip(TEXTS, drawn, strict=True):
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        torch.manual_seed(11)
-        wanted = model.generate(ids, max_new_tokens=NEW, do_sample=True, temperature=1.5, top_k=20)
-        assert tokens == wanted[0, ids.shape[1] :].tolist()
-    assert drawn != greedy
-
-
 def test_a_prompt_may_contain_the_padding_token(lade, generate, folder, prompts, tokenizer, tmp_path, edited):
     padding = tokenizer("o")["input_ids"][0]
     copy = edited(folder, tmp_path / "m", generation_config={"pad_token_id": padding, "eos_token_id": 0})
@@ -170,12 +147,6 @@ def test_a_file_gets_the_lines_and_the_terminal_a_summary(generate, out):
     assert timeless(read(out)) == timeless(map(json.loads, generate().stdout.splitlines()))
     out.unlink()
     assert generate("--out", out, "--json").stderr == ""
-
-
-def test_an_empty_file_may_be_there(generate, whole, out):
-    out.touch()
-    assert generate("--out", out).exit_code == 0
-    assert timeless(read(out)) == timeless(read(whole))
 
 
 # Going on
@@ -381,39 +352,6 @@ def test_ctrl_c_without_a_file(generate, interrupting):
     assert f"interrupted: {done} of 7 prompts are written; with --out FILE" in result.stderr
 
 
-@pytest.mark.slow
-def test_kill_9_in_the_middle_of_a_line(generate, whole, folder, prompts, out):
-    """In a process of its own, as nothing else can be killed."""
-    code = (
-        "import os, signal, sys\n"
-        "from lade.cli.batch import files as result_file\n"
-        "encoded, written = result_file._encoded, []\n"
-        "def append(self, line):\n"
-        "    text = encoded(line)\n"
-        "    with self.path.open('a') as file:\n"
-        "        file.write(text if len(written) < 3 else text[:70])\n"
-        "    if len(written) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    written.append(text)\n"
-        "result_file.ResultFile.append = append\n"
-        "from lade.cli.main import main\n"
-        "sys.argv = ['lade', 'generate', *sys.argv[1:]]\n"
-        "main()\n"
-    )
-    arguments = ["-m", folder, "--prompts", prompts, "--batch-size", 2, "-n", NEW, "--budget", 8, "--out", out]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert out.read_bytes().count(b"\n") == 3 and not out.read_bytes().endswith(b"\n")
-    result = generate("--budget", 8, "--out", out, "--resume")
-    assert result.exit_code == 0 and "continuing after 3 of 7 prompts" in result.stderr
-    assert [entry["token_ids"] for entry in read(out)] == [entry["token_ids"] for entry in read(whole)]
-    assert [entry["line"] for entry in read(out)] == LINES
-
-
 @pytest.fixture
 def failing(monkeypatch):
     """Has the requests for some lines fail after their third step."""
@@ -584,21 +522,6 @@ def test_options_that_do_not_go_together(lade, prompts, tmp_path, monkeypatch, a
 
 
 # How the engine is used
-
-
-@pytest.mark.slow
-def test_prompts_are_handed_over_a_few_at_a_time(generate, monkeypatch):
-    add, handles, most = Engine.add, [], []
-
-    def adding(self, input_ids, **arguments):
-        handles.append(add(self, input_ids, **arguments))
-        most.append(sum(not handle.done() for handle in handles[1:]))
-        return handles[-1]
-
-    monkeypatch.setattr(Engine, "add", adding)
-    assert len(generate(size=2, new=60).stdout.splitlines()) == 7
-    assert 2 < max(most) <= 4
-    assert len(handles) == 8, "the first one shows whether the longest fits"
 
 
 class Fake:

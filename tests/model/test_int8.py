@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from inside import hooks_of
 from integer_toys import DTYPES, VOCABULARY, assert_decoded_plainly, assert_texts_are_plains, build, logits
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -323,7 +324,7 @@ def test_errors_are_told_by_layer():
         name for name, module in model.named_modules() if isinstance(module, Int8Linear)
     ]
     assert all(0.001 < error.weights < 0.02 and 0.001 < error.outputs < 0.1 for error in errors)
-    assert not any(module._forward_hooks for module in model.modules())
+    assert not hooks_of(model)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from functools import reduce
 import accelerate
 import pytest
 import torch
+from inside import attention_name_of
 from torch import nn
 from transformers import (
     BartConfig,
@@ -61,14 +62,14 @@ def short_trials(monkeypatch, tmp_path):
 
 def state_of(model: nn.Module) -> list[object]:
     kinds = [(name, type(module), set(vars(module))) for name, module in model.named_modules()]
-    return [*kinds, set(vars(model)), model.config._attn_implementation]
+    return [*kinds, set(vars(model)), attention_name_of(model)]
 
 
 def test_it_is_undone_without_a_trace():
     model = toy_model(dtype=HALF)
     before, weights = state_of(model), {name: id(weight) for name, weight in model.named_parameters()}
     assert lade.invariant(model) is model
-    assert model.config._attn_implementation == attention.NAME and state_of(model) != before
+    assert attention_name_of(model) == attention.NAME and state_of(model) != before
     assert {name: id(weight) for name, weight in model.named_parameters()} == weights
     assert lade.invariant(model) is model  # once more
     assert lade.variant(model) is model

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inside import hooks_of
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import lade
@@ -94,7 +95,7 @@ def test_the_head_runs_on_last_tokens_alone():
     watch = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
     runner_of(model).prefill(texts(*LENGTHS), TreeCache())
     watch.remove()
-    assert seen == [(5, 1, 32)] and not model.model._forward_hooks
+    assert seen == [(5, 1, 32)] and not hooks_of(model)
 
 
 def test_those_that_would_take_more_padding_than_a_pass_costs_go_apart():
@@ -119,7 +120,7 @@ def test_an_error_leaves_an_empty_cache():
     cache, prompts = TreeCache(), [[1, 2, 3], [4, 1000]]
     with pytest.raises(IndexError):
         runner_of(MODELS["llama"]).prefill(prompts, cache)
-    assert not cache.layers and not MODELS["llama"].model._forward_hooks
+    assert not cache.layers and not hooks_of(MODELS["llama"])
 
 
 @pytest.mark.by_processor

@@ -23,7 +23,6 @@ from lade.backends.cuda_graphs.fused import FusedDecoder, difference, fusion_ref
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
-from lade.hf import job
 from lade.model.facts import ModelFacts
 
 NAMES = ["llama", "mistral-window", "qwen2", "qwen3", "gemma3_text"]
@@ -40,7 +39,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     monkeypatch.setattr(graphed, "Tape", EagerReplay)  # a tape does not see what an interpreter does
     made = Graphs(device)
-    monkeypatch.setattr(job, "runner_for", made.runner_for)
+    made.serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made

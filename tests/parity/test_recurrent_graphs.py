@@ -14,6 +14,7 @@ import torch
 from comparing import CONFIGS, PAPER, batch, lookahead, plain, prompt
 from families import RECURRENT_FAMILIES, Family
 from graphed import Graphs, shapes_of
+from inside import buffers_in
 from test_batch_families import LENGTHS
 from test_serving_families import assert_served
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,7 +25,6 @@ from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
-from lade.hf import job
 from lade.model.kv_cache import TreeCache
 
 BUDGET = lade.LookaheadConfig(budget=24)
@@ -55,7 +55,7 @@ def recurrent(name: str) -> Any:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     made = Graphs(torch.device("cpu"))
-    monkeypatch.setattr(job, "runner_for", made.runner_for)
+    made.serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made
@@ -135,7 +135,7 @@ def test_a_second_generation_captures_nothing_and_sees_nothing_of_the_first(grap
         ids = prompt(20, seed)
         assert torch.equal(lookahead(model, ids, BUDGET, max_new_tokens=10), plain(model, ids, max_new_tokens=10))
         recorded.append(graphs.counted.recorded)
-    assert recorded[2] == recorded[1] > 0 and len(graphs.pool(model)._entries) == 1
+    assert recorded[2] == recorded[1] > 0 and len(buffers_in(graphs.pool(model))) == 1
 
 
 @pytest.mark.slow

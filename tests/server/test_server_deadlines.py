@@ -78,14 +78,14 @@ def test_who_waits_for_a_row_has_a_deadline(server, passes):
 
 
 def test_a_prompt_that_is_being_tokenized_has_a_deadline(server, passes, monkeypatch):
-    add, inside, go_on = server.service._engine.add, threading.Event(), threading.Event()
+    add, inside, go_on = server.service.engine.add, threading.Event(), threading.Event()
 
     def slowly(*arguments, **named):
         inside.set()
         assert go_on.wait(SOON)
         return add(*arguments, **named)
 
-    monkeypatch.setattr(server.service._engine, "add", slowly)
+    monkeypatch.setattr(server.service.engine, "add", slowly)
     assert server.complete(**BODY, timeout=0.1).status_code == 504 and inside.is_set()
     go_on.set()
     passes.let_all()

@@ -62,7 +62,7 @@ def test_who_leaves_during_prefill_frees_the_row():
 
 def test_who_leaves_while_the_prompt_is_prepared_frees_the_place(monkeypatch):
     with running(max_rows=1) as server:
-        add, inside, go_on, added = server.service._engine.add, threading.Event(), threading.Event(), threading.Event()
+        add, inside, go_on, added = server.service.engine.add, threading.Event(), threading.Event(), threading.Event()
 
         def slowly(*arguments, **named):
             inside.set()
@@ -72,7 +72,7 @@ def test_who_leaves_while_the_prompt_is_prepared_frees_the_place(monkeypatch):
             finally:
                 added.set()
 
-        monkeypatch.setattr(server.service._engine, "add", slowly)
+        monkeypatch.setattr(server.service.engine, "add", slowly)
         leave(server, False, inside.is_set)
         until(server.at_rest)
         monkeypatch.undo()

@@ -8,9 +8,7 @@ import pytest
 import torch
 from serving_toys import engine_threads
 
-from lade.hf import job
 from lade.model.prefill import PromptPasses
-from lade_lab.fakes import nearly_flat_cost
 
 sys.path.append(str(Path(__file__).parent.parent / "parity"))  # where the tiny models of all families are
 
@@ -21,11 +19,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def known_cost_of_batches(monkeypatch):
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 @pytest.fixture(autouse=True)

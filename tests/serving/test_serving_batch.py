@@ -7,6 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import cache_of
 from serving_toys import (
     METHODS,
     PAPER,
@@ -93,7 +94,7 @@ def test_a_text_of_one_token_never_takes_part_in_a_step(passes):
     handle = driven.add(random_ids(5), max_new_tokens=1)
     driven.advance()
     assert passes == [] and driven.batch.idle and len(new_tokens(handle, random_ids(5))) == 1
-    assert driven.batch._loop.cache.room == (0, 0)
+    assert cache_of(driven.batch).room == (0, 0)
 
 
 def test_the_first_token_may_be_the_end_of_sequence_while_others_go_on():

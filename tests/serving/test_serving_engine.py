@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 import torch
 from families import SWITCH, family, longrope
+from inside import batch_of, cache_of, force_attention
 from peft import LoraConfig, get_peft_model
 from serving_toys import (
     METHODS,
@@ -394,7 +395,7 @@ def test_a_text_longer_than_a_table_of_positions_would_fail_for_all(name):
 
 def test_a_model_that_cannot_be_served():
     model = toy_model("llama")
-    model.config._attn_implementation = "flash_attention_2"
+    force_attention(model, "flash_attention_2")
     with pytest.raises(lade.UnsupportedModelError, match="takes no tree mask"):
         Engine(model)
 
@@ -559,7 +560,7 @@ def test_many_short_requests_leave_nothing_behind(of_each_round):
             time.sleep(0.01)
         assert not any(ref() for ref in kept)
         assert len(set(counts[1:])) == 1, counts
-        assert engine._scheduler._batch._loop.cache.room == (0, 0)
+        assert cache_of(batch_of(engine)).room == (0, 0)
     assert not engine_threads()
     freed = weakref.ref(engine)
     del engine

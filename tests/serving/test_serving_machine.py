@@ -9,6 +9,7 @@ from families import family
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from inside import cache_of
 from serving_toys import PAPER, VOCABULARY, Driven, FailingCriterion, FailsAt, alone, oddly, random_ids
 
 from lade import LookaheadConfig, Memory
@@ -146,7 +147,7 @@ class Requests(RuleBasedStateMachine):
             self.driven.finish()
             self.each_has_a_part_of_its_own_text()
             assert all(handle.done() for handle in self.handles)
-            assert self.driven.batch._cache.room == (0, 0)
+            assert cache_of(self.driven.batch).room == (0, 0)
 
 
 class TestRequests(Requests.TestCase):
