@@ -56,3 +56,8 @@ def runner_of(batch: EngineBatch) -> Any:
 def prefix_cache_of(batch: EngineBatch) -> Any:
     """The texts that are kept for later prompts."""
     return batch._reuse.prefix_cache
+
+
+def prefill_runner_of(batch: EngineBatch) -> Any:
+    """Makes the passes over prompts."""
+    return batch._prefill_runner

@@ -8,6 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_beams, assert_same_cache, both, padded
+from spies import answered, watched
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
@@ -123,14 +124,11 @@ def test_prompts_that_finish_at_different_times(early_stopping, sampling):
 @pytest.fixture
 def passes(monkeypatch):
     """For each pass over trees its rows, and how much of them the cache held."""
-    seen, extend = [], EagerRunner.extend
 
-    def watched(self, trees, held, cache):
-        seen.append((list(cache.lengths), list(held)))
-        return extend(self, trees, held, cache)
+    def see(runner, trees, held, cache):
+        return (list(cache.lengths), list(held))
 
-    monkeypatch.setattr(EagerRunner, "extend", watched)
-    return seen
+    return watched(monkeypatch, EagerRunner, "extend", see)
 
 
 @pytest.mark.one_in(8)
@@ -159,16 +157,10 @@ def test_rows_keep_to_their_own_length(passes):
 
 
 def test_what_the_model_said_of_one_prompt_is_guessed_behind_another(monkeypatch):
-    prompts, grown = [[1, 2, 3, 4, 5], [7, 8, 9]], []
+    prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
     first = int(LLAMA.generate(**padded(prompts[1:]), num_beams=2, max_new_tokens=1)[0, -1])
     prompts[0].append(first)  # so what follows it is known when the second prompt's best beam takes it
-    run = BeamLogits._pass
-
-    def watched(self):
-        run(self)
-        grown.append(self.rows[1].branches)
-
-    monkeypatch.setattr(BeamLogits, "_pass", watched)
+    grown = answered(monkeypatch, BeamLogits, "_pass", lambda _, logits: logits.rows[1].branches)
     assert_same(LLAMA, prompts, LookaheadConfig(1, 3, 0), num_beams=2, max_new_tokens=2)
     (branches,) = grown
     assert max(branches.tree.depths) == 2, "nothing is guessed behind the first tokens"
@@ -310,16 +302,11 @@ def test_a_tree_cache_of_the_user_is_filled():
 
 
 def test_only_logits_that_some_beam_may_ask_for_are_held(monkeypatch):
-    held = []
+    def look(_, row):
+        assert all(row.branches.follows[node] for node in row.branches.logits)
+        return len(row.branches.logits)
 
-    def watched(self):
-        kept = prune(self)
-        held.append(len(self.branches.logits))
-        assert all(self.branches.follows[node] for node in self.branches.logits)
-        return kept
-
-    prune = BeamRow.prune
-    monkeypatch.setattr(BeamRow, "prune", watched)
+    held = answered(monkeypatch, BeamRow, "prune", look)
     assert_same(LLAMA, num_beams=4, max_new_tokens=60)
     assert 0 < max(held) < 60
 

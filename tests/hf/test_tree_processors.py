@@ -9,6 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import watched
 from test_sampling import MODELS, configs, plain, sampled, warpers
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -116,20 +117,11 @@ def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppres
 
 
 def test_on_a_cpu_they_get_no_text_and_no_copy_of_the_logits(monkeypatch):
-    seen, process = [], logits_process.TemperatureLogitsWarper.__call__
+    def see(processor, input_ids, scores):
+        return (input_ids.shape[1], scores.data_ptr())
 
-    def watched(self, input_ids, scores):
-        seen.append((input_ids.shape[1], scores.data_ptr()))
-        return process(self, input_ids, scores)
-
-    monkeypatch.setattr(logits_process.TemperatureLogitsWarper, "__call__", watched)
-    made, init = [], hf_row.TextFreeChooser.__init__
-
-    def noted(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        made.append(self)
-
-    monkeypatch.setattr(hf_row.TextFreeChooser, "__init__", noted)
+    seen = watched(monkeypatch, logits_process.TemperatureLogitsWarper, "__call__", see)
+    made = watched(monkeypatch, hf_row.TextFreeChooser, "__init__", lambda chooser, *_, **__: chooser)
     sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, temperature=0.7, lookahead=LookaheadConfig())
     assert len(made) == 1 and [length for length, _ in seen] == [0] * 5
     logits = torch.randn(3, 20)

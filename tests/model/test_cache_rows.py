@@ -5,6 +5,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import watched
 
 from lade import TreeCache, supports
 from lade.decoding.tree import TokenTree
@@ -177,13 +178,11 @@ def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, remote, m
     cache = cache_of([1, 2])
     for row in range(1, rows):
         cache.take(cache_of([10 * row]))
-    uploads, upload = [], module.upload
 
-    def watched(arrays, device):
-        uploads.append([array.tolist() for array in arrays])
-        return upload(arrays, device)
+    def see(arrays, device):
+        return [array.tolist() for array in arrays]
 
-    monkeypatch.setattr(module, "upload", watched)
+    uploads = watched(monkeypatch, module, "upload", see)
     feed(cache, [[20, 21, 22, 23, 24]] * rows)
     cache.keep([[0, 2, 4]] * rows, fed=5)
     moved = [[4, 6, 2, 4, 6, 2, 4, 6], [0, 0, 1, 1, 1, 2, 2, 2], [3, 4, 1, 2, 3, 1, 2, 3]]
@@ -197,8 +196,7 @@ def test_slots_are_uploaded_once_for_what_is_moved_in_all_layers(rows, remote, m
     ("path", "uploaded"), [([0, 2], 0), ([0, 3, 4], 0), ([0, 2, 3], 1), ([0, 2, 3, 4], 1), ([0, 3, 5], 1)]
 )
 def test_a_piece_that_does_not_overlap_where_it_belongs_is_moved_without_an_upload(path, uploaded, remote, monkeypatch):
-    cache, upload, uploads = cache_of([1, 2]), module.upload, list[object]()
-    monkeypatch.setattr(module, "upload", lambda *args: (uploads.append(args), upload(*args))[1])
+    cache, uploads = cache_of([1, 2]), watched(monkeypatch, module, "upload")
     feed(cache, [[20, 21, 22, 23, 24, 25]])
     cache.keep([path], fed=6)
     assert len(uploads) == uploaded

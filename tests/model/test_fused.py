@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from integer_toys import assert_texts_are_plains
+from spies import answered
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -384,11 +385,7 @@ def test_copies_have_weights_of_their_own(copied):
 @pytest.fixture
 def ahead(monkeypatch):
     """For each pass whose first layer was asked to compute all: whether it did."""
-    passes, make = [], chained_decoder._Run.made
-    monkeypatch.setattr(
-        chained_decoder._Run, "made", lambda *args: [passes.append((out := make(*args)) is not None), out][1]
-    )
-    return passes
+    return answered(monkeypatch, chained_decoder._Run, "made", lambda out, *_: out is not None)
 
 
 def fed(model, ids, sizes, cache=None, **more):

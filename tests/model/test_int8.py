@@ -8,6 +8,7 @@ import pytest
 import torch
 from inside import hooks_of
 from integer_toys import DTYPES, VOCABULARY, assert_decoded_plainly, assert_texts_are_plains, build, logits
+from spies import failing, watched
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -18,7 +19,8 @@ from lade.backends.cpu.packing import blocks, folder, integers
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.pack import int8_layers, kept_layers, packed_layers
 from lade.backends.cpu.packing.panel_weight import has_block_kernels
-from lade.backends.cpu.packing.quality import perplexity, watched
+from lade.backends.cpu.packing.quality import perplexity
+from lade.backends.cpu.packing.quality import watched as errors_of
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 
 pytestmark = pytest.mark.by_processor
@@ -119,16 +121,10 @@ def test_lookahead_writes_the_tokens_of_plain_decoding(way, family, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_prompt_of_an_invariant_model_is_one_product_for_each_layer(dtype, monkeypatch):
-    fed, product = list[int](), Int8Linear._product
-
-    def noted(layer, x):
-        fed.append(x.shape[-2])
-        return product(layer, x)
-
     model = lade.invariant(packed(build(dtype=dtype), keep="lm_head"))
     layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
     assert not any(isinstance(layer, PaddedRows) for layer in layers)
-    monkeypatch.setattr(Int8Linear, "_product", noted)
+    fed = watched(monkeypatch, Int8Linear, "_product", lambda layer, x: x.shape[-2])
     logits(model, torch.randint(1, VOCABULARY, (1, 175)))
     assert fed == [175] * len(layers) != []
 
@@ -297,18 +293,10 @@ def test_what_cannot_be_is_refused_before_the_work(make, options, error, message
 
 
 def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):
-    model, made, original = build(), [], Int8Linear._pack_weight
-
-    def pack_weight(self):
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        made.append(self)
-        original(self)
-
-    monkeypatch.setattr(Int8Linear, "_pack_weight", pack_weight)
-    with pytest.raises(KeyboardInterrupt):
+    model = build()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        failing(patch, Int8Linear, "_pack_weight", KeyboardInterrupt, calls={4})
         packed(model)
-    monkeypatch.setattr(Int8Linear, "_pack_weight", original)
     assert int8_layers(model) == 3
     assert torch.equal(logits(packed(model)), logits(packed(build())))
 
@@ -318,7 +306,7 @@ def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):
 
 def test_errors_are_told_by_layer():
     model = packed(build(), keep_original=True, keep="lm_head")
-    with watched(model) as errors:
+    with errors_of(model) as errors:
         logits(model)
     assert [error.name for error in errors] == [
         name for name, module in model.named_modules() if isinstance(module, Int8Linear)

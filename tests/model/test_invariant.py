@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from inside import attention_name_of
+from spies import watched
 from torch import nn
 from transformers import (
     BartConfig,
@@ -264,12 +265,9 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, team = times_logistic(x), functions.run_on_team
+    alone = times_logistic(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    shared = []
-    monkeypatch.setattr(
-        functions, "run_on_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs))
-    )
+    shared = watched(monkeypatch, functions, "run_on_team", lambda *args, **_: args[2])
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 

@@ -7,6 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import watched
 
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import EagerReplay
@@ -147,9 +148,7 @@ def test_nothing_is_moved_where_the_path_is_the_first_nodes(monkeypatch):
 
 
 def test_all_layers_are_moved_at_once(monkeypatch):
-    cache, calls = static(5, 3), []
-    scatter = torch.Tensor.scatter_
-    monkeypatch.setattr(torch.Tensor, "scatter_", lambda *given: calls.append(given[0].shape) or scatter(*given))
+    cache, calls = static(5, 3), watched(monkeypatch, torch.Tensor, "scatter_", lambda *given: given[0].shape)
     feed(cache, [[201, 202, 203], [211, 212, 213]])
     calls.clear()
     cache.keep([[0, 2], [0]], fed=3)

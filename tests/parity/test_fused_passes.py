@@ -12,6 +12,7 @@ import torch
 from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
 from families import family
 from graphed import Graphs
+from spies import watched
 from test_attention_families import DEVICES
 
 import lade
@@ -48,15 +49,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gr
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
     """Shapes of the fused passes that are made."""
-    made: list[StepShape] = []
-    states = FusedDecoder.states
-
-    def noted(self: FusedDecoder, inputs: Any, buffers: Any, shape: StepShape) -> torch.Tensor:
-        made.append(shape)
-        return states(self, inputs, buffers, shape)
-
-    monkeypatch.setattr(FusedDecoder, "states", noted)
-    return made
+    return watched(monkeypatch, FusedDecoder, "states", lambda decoder, inputs, buffers, shape: shape)
 
 
 def built(name: str, device: torch.device, **overrides: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from serving_toys import engine_threads
+from spies import watched
 
 from lade.model.prefill import PromptPasses
 
@@ -33,12 +34,11 @@ def no_thread_stays():
 @pytest.fixture
 def fed(monkeypatch):
     """Shapes of what prefill feeds, pass by pass, padding included."""
-    shapes, feed = [], PromptPasses.feed
+    shapes = []
 
-    def watched(self, prompts, sharing, cache, hook):
+    def see(passes, prompts, sharing, cache, hook):
         if prompts != [[0]]:  # which an engine feeds to find out what a row takes
             shapes.append((len(prompts), max(map(len, prompts)) - cache.get_seq_length()))
-        return feed(self, prompts, sharing, cache, hook)
 
-    monkeypatch.setattr(PromptPasses, "feed", watched)
+    watched(monkeypatch, PromptPasses, "feed", see)
     return shapes

@@ -27,6 +27,7 @@ from serving_toys import (
     oddly,
     random_ids,
 )
+from spies import failing
 
 import lade
 from lade import (
@@ -504,16 +505,7 @@ def test_an_unforeseen_error_reaches_every_request(monkeypatch):
 
 def test_a_batch_that_failed_does_not_end_the_engine(monkeypatch):
     engine, held, handles = running_engine()
-    forward = EagerRunner.forward
-    failed = []
-
-    def fails(self, trees, rows, cache):
-        if not failed:
-            failed.append(True)
-            raise MemoryError("no more")
-        return forward(self, trees, rows, cache)
-
-    monkeypatch.setattr(EagerRunner, "forward", fails)
+    failed = failing(monkeypatch, EagerRunner, "forward", MemoryError("no more"), calls={1})
     held.opened.set()
     handles[0].result(SOON)
     assert failed and new_tokens(handles[1], random_ids(4)) == alone(LLAMA, random_ids(4), max_new_tokens=9)

@@ -25,6 +25,7 @@ from serving_toys import (
     oddly,
     random_ids,
 )
+from spies import answered, failing, watched
 from test_serving_machine import Requests, model_of
 
 import lade
@@ -162,19 +163,19 @@ def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
 
 def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
     """What lies after the last slot that passes read is poisoned, and so are rows beyond those of the pass."""
-    forward, poisoned = GraphRunner._replay, []
 
-    def poisoning(self, step, trees):
+    def poison(runner, step, trees):
         for group in step.cache.buffers.groups:
             group[:, step.shape.rows :] = torch.nan
             group[:, :, :, step.shape.keys : -1] = torch.nan
-        poisoned.append(step.cache.buffers.rows - step.shape.rows)
-        logits = forward(self, step, trees)
+        return step.cache.buffers.rows - step.shape.rows
+
+    def clean(logits, runner, step, trees):
         for group in step.cache.buffers.groups:
             group.nan_to_num_(0.0)
-        return logits
 
-    monkeypatch.setattr(GraphRunner, "_replay", poisoning)
+    answered(monkeypatch, GraphRunner, "_replay", clean)
+    poisoned = watched(monkeypatch, GraphRunner, "_replay", poison)
     driven, handles = Driven(LLAMA, max_rows=3), []
     for number in range(6):
         handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4)))
@@ -320,24 +321,11 @@ def test_rows_and_slots_are_counted_as_they_are_made():
     ),
 )
 def test_no_buffers_take_more_than_they_may(max_tokens, requests):
-    wanted, trees = [], []
     with pytest.MonkeyPatch.context() as patch:
         Graphs(CPU).serve(patch)
-        make, prepare = Buffers.__init__, GraphRunner._prepare
-
-        def made(buffers, layers, rows, slots):
-            wanted.append(rows * slots)
-            make(buffers, layers, rows, slots)
-
-        def prepared(self, fed, cache, **options):
-            before = cache.buffers
-            step = prepare(self, fed, cache, **options)
-            trees.extend(map(len, fed))
-            assert cache.buffers is before, "a pass finds room"
-            return step
-
-        patch.setattr(Buffers, "__init__", made)
-        patch.setattr(GraphRunner, "_prepare", prepared)
+        wanted = watched(patch, Buffers, "__init__", lambda buffers, layers, rows, slots: rows * slots)
+        after = answered(patch, GraphRunner, "_prepare", lambda step, runner, fed, cache, **_: cache.buffers)
+        before = watched(patch, GraphRunner, "_prepare", lambda runner, fed, cache, **_: cache.buffers)
         driven, handles = Driven(LLAMA, max_tokens=max_tokens), []
         for seed, (length, new, method) in enumerate(requests):
             try:
@@ -347,18 +335,13 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
                 assert StaticCache.buffer_slots(length + new, largest_tree(config)) > max_tokens
         driven.finish()
     assert all(slots <= max_tokens for slots in wanted)
+    assert all(now is then for now, then in zip(after, before, strict=True)), "a pass finds room"
     for handle, seed, length, new in handles:
         assert handle.tokens == alone(LLAMA, random_ids(length, seed), max_new_tokens=new)
 
 
 def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, monkeypatch):
-    acquired, acquire = [], BufferPool.acquire
-
-    def acquiring(*given):
-        acquired.append(acquire(*given))
-        return acquired[-1]
-
-    monkeypatch.setattr(BufferPool, "acquire", acquiring)
+    acquired = answered(monkeypatch, BufferPool, "acquire")
     for limit, used in ((10_000, True), (1000, False)):
         runner = graphs.runner(LLAMA)
         others = runner.new_cache(tokens=1000)
@@ -501,16 +484,8 @@ def out_of_memory(*given, **options):
 
 def move_without_memory(self, cache):
     """`StaticCache.move_to`, where the second layer of the new cache finds no memory."""
-    update, calls = TreeLayer.update, []
-
-    def fails(layer, *given):
-        calls.append(layer)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("not even that")
-        return update(layer, *given)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TreeLayer, "update", fails)
+        failing(patch, TreeLayer, "update", torch.OutOfMemoryError("not even that"), calls={2})
         move_to(self, cache)
 
 
@@ -585,16 +560,8 @@ def test_texts_go_on_where_a_device_has_no_memory(where, memory, monkeypatch):
     model = family("llama").build().to(device)
     texts = [random_ids(4 + number, number).to(device) for number in range(4)]
     expected = [model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0) for ids in texts]
-    whole, calls = GraphRunner._static_pass, []
-
-    def fails(self, *given):
-        calls.append(given)
-        if len(calls) == 9:  # in the third capture, after two calls
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(self, *given)
-
-    if where == "capture":
-        monkeypatch.setattr(GraphRunner, "_static_pass", fails)
+    if where == "capture":  # in the third one, after two calls
+        failing(monkeypatch, GraphRunner, "_static_pass", torch.OutOfMemoryError("CUDA out of memory"), calls={9})
     else:
         memory.slots = 600
     driven = Driven(model)

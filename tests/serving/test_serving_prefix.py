@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inside import batch_of, prefix_cache_of
 from peft import LoraConfig, get_peft_model
 from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
+from spies import watched
 
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
@@ -297,13 +298,10 @@ def test_what_is_known_anyway_is_noted_where_no_logits_of_prompts_are_computed(l
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_is_known_of_a_text_is_learned_where_it_is_not_computed(learns, monkeypatch):
-    told, learn_prompt = [], AdaptiveDrafter.learn_prompt
     ids, driven = random_ids(3 * MIN_PREFIX), Driven(LLAMA, prefix_cache=MEGABYTE)
     driven.add(ids, METHODS[3], max_new_tokens=2)
     driven.finish()
-    monkeypatch.setattr(
-        AdaptiveDrafter, "learn_prompt", lambda self, *args: (told.append(args[1]), learn_prompt(self, *args))
-    )
+    told = watched(monkeypatch, AdaptiveDrafter, "learn_prompt", lambda drafter, *args: args[1])
     monkeypatch.setattr(job, "reads_logits", lambda *_: False)
     method = LookaheadConfig(budget=8, prompt_ngrams=learns)
     handles = [driven.add(ids, method, max_new_tokens=2) for _ in range(2)]

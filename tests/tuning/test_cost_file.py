@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from spies import failing, watched
 
 from lade import files
 from lade.decoding.drafting.step_cost import StepCost
@@ -130,22 +131,16 @@ def test_a_curve_is_measured_again_after_a_month(monkeypatch):
 def test_a_curve_is_replaced_as_a_whole(tmp_path, monkeypatch):
     """Whatever happens while it is written, the old file is there; afterwards the new one, and nothing else."""
     store._save(KEY, curve(1.0))
-    seen = []
-    replace = os.replace
+    with monkeypatch.context() as patch:
 
-    def watched(source, target):
-        seen.append((load(KEY).seconds(1), json.loads(Path(source).read_text())["key"]))
-        replace(source, target)
+        def see(source, target):
+            return (load(KEY).seconds(1), json.loads(Path(source).read_text())["key"])
 
-    monkeypatch.setattr(os, "replace", watched)
-    store._save(KEY, curve(2.0))
+        seen = watched(patch, os, "replace", see)
+        store._save(KEY, curve(2.0))
     assert seen == [(1.0, KEY)]
     assert load(KEY).seconds(1) == 2.0
-
-    def full(source, target):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    failing(monkeypatch, os, "replace", OSError("no space left on device"))
     assert not store._save(KEY, curve(3.0))
     assert load(KEY).seconds(1) == 2.0
     assert len(list(tmp_path.iterdir())) == 1
