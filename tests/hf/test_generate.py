@@ -186,16 +186,6 @@ def test_a_streamer_hears_what_plain_decoding_would_tell_it(model, ids):
     assert plainly.calls == expected.calls
 
 
-def test_a_streamer_is_told_the_end_after_an_error_as_well(model, ids):
-    def fail(input_ids, scores):
-        raise RuntimeError("user's own")
-
-    recorder = Recorder()
-    with pytest.raises(RuntimeError, match="user's own"):
-        lade.generate(model, input_ids=ids, max_new_tokens=5, streamer=recorder, logits_processor=[fail])
-    assert recorder.calls[-1] == "end"
-
-
 @pytest.mark.parametrize("beams", [1, 2])
 def test_a_refusal_after_decoding_has_begun_is_an_error_and_no_reason_to_fall_back(model, ids, beams):
     """The streamer has got the prompt by then; to decode it plainly as well would stream it twice."""
