@@ -9,6 +9,7 @@ from torch import nn
 from lade import Engine
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.serving.batch import EngineBatch
+from lade.serving.handle import Handle
 
 
 def buffers_in(pool: BufferPool) -> list[Any]:
@@ -61,3 +62,18 @@ def prefix_cache_of(batch: EngineBatch) -> Any:
 def prefill_runner_of(batch: EngineBatch) -> Any:
     """Makes the passes over prompts."""
     return batch._prefill_runner
+
+
+def steps_of(handle: Handle) -> list[Any]:
+    """The steps that a handle has been told, without waiting for its end."""
+    return handle._steps
+
+
+def result_of(handle: Handle) -> Any:
+    """What a handle ended with, without raising it: `None` as long as it goes on, or where it was cancelled."""
+    return handle._result
+
+
+def watchers_of(handle: Handle) -> Any:
+    """The coroutines that wait for a handle."""
+    return handle._watchers

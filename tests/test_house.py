@@ -27,9 +27,9 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 16,
     "entries of Args that are fragments, per cent": 2.4,
-    "lines of tests": 63_667,
-    "private attributes in tests": 402,
-    "patches in tests": 602,
+    "lines of tests": 62_774,
+    "private attributes in tests": 247,
+    "patches in tests": 453,
 }
 LEAST = {"median lines of a file": 223}
 

@@ -2,7 +2,7 @@ import json
 import signal
 
 import pytest
-from shell_fixtures import CONTEXT
+from shell_fixtures import CONTEXT, press_ctrl_c
 
 from lade import native
 
@@ -121,18 +121,8 @@ def test_a_generation_beyond_the_context_is_warned_of(lade, folder, plain, token
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
-def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monkeypatch):
-    from lade.cli import run as decoding
-
-    original = decoding.stream
-
-    def stream(*args, **kwargs):
-        for step in original(*args, **kwargs):
-            if step.index == 5:
-                signal.raise_signal(signal.SIGINT)
-            yield step
-
-    monkeypatch.setattr(decoding, "stream", stream)
+def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, at_step):
+    at_step(5, press_ctrl_c)
     before = signal.getsignal(signal.SIGINT)
     result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json", "--method", method)
     assert result.exit_code == 130
@@ -147,18 +137,8 @@ def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monk
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, monkeypatch):
-    from lade.cli import run as decoding
-
-    original = decoding.stream
-
-    def stream(*args, **kwargs):
-        for step in original(*args, **kwargs):
-            yield step
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(decoding, "stream", stream)
+def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, at_step):
+    at_step(1, lambda: (press_ctrl_c(), press_ctrl_c()))
     result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json")
     assert result.exit_code == 130
     assert json.loads(result.stdout)["new_tokens"] == 1

@@ -4,6 +4,8 @@ import json
 import signal
 
 import pytest
+from shell_fixtures import press_ctrl_c
+from spies import failing, watched
 from test_cli_errors import fails
 from typer.testing import CliRunner
 
@@ -38,27 +40,6 @@ def warm(lade, folder, prompts, out):
         return lade("warm", "-m", folder, "--prompts", prompts, "--out", out, "-n", NEW, *arguments)
 
     return run
-
-
-@pytest.fixture
-def interrupting(monkeypatch):
-    """Presses Ctrl-C in a step of a generation, both counted from 1."""
-    from lade.cli import run as decoding
-
-    original, state = decoding.stream, {"generations": 0}
-
-    def at(generation, step_of_it):
-        def stream(*args, **kwargs):
-            state["generations"] += 1
-            for step in original(*args, **kwargs):
-                if (state["generations"], step.index) == (generation, step_of_it):
-                    signal.raise_signal(signal.SIGINT)
-                yield step
-
-        monkeypatch.setattr(decoding, "stream", stream)
-        return state
-
-    return at
 
 
 def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer):
@@ -152,8 +133,8 @@ def test_texts_end_with_the_context(warm, prompts):
     assert json.loads(warm("--json").stdout)["new_tokens"] == 5
 
 
-def test_ctrl_c_saves_what_it_has(warm, out, interrupting, tokenizer):
-    interrupting(2, 3)
+def test_ctrl_c_saves_what_it_has(warm, out, at_step, tokenizer):
+    at_step(3, press_ctrl_c, text=2)
     before = signal.getsignal(signal.SIGINT)
     result = warm("--json")
     assert result.exit_code == 130
@@ -166,15 +147,8 @@ def test_ctrl_c_saves_what_it_has(warm, out, interrupting, tokenizer):
 
 
 def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
-    original, asked = LoadedModel.encode, []
-
-    def encode(self, text):
-        asked.append(text)
-        if len(asked) == 2:
-            signal.raise_signal(signal.SIGINT)
-        return original(self, text)
-
-    monkeypatch.setattr(LoadedModel, "encode", encode)
+    asked = []
+    asked = watched(monkeypatch, LoadedModel, "encode", lambda *_: press_ctrl_c() if len(asked) == 1 else None)
     result = warm("--json")
     assert result.exit_code == 130 and json.loads(result.stdout)["prompts"] == 2
     assert len(Memory.load(out)) > 0
@@ -183,15 +157,8 @@ def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
 def test_it_saves_now_and_then(warm, out, monkeypatch):
     """Whatever ends it: what was saved before is there."""
     monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
-    original, seen = LoadedModel.encode, []
-
-    def encode(self, text):
-        seen.append(len(Memory.load(out)) if out.exists() else 0)
-        if len(seen) == 3:
-            raise RuntimeError("the machine is gone")
-        return original(self, text)
-
-    monkeypatch.setattr(LoadedModel, "encode", encode)
+    failing(monkeypatch, LoadedModel, "encode", RuntimeError("the machine is gone"), calls={3})
+    seen = watched(monkeypatch, LoadedModel, "encode", lambda *_: len(Memory.load(out)) if out.exists() else 0)
     assert isinstance(warm().exception, RuntimeError)
     assert 0 == seen[0] < seen[1] < seen[2] == len(Memory.load(out))
 

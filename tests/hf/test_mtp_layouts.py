@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mtp_toys import llama, llama_with_mtp, load, write_checkpoint
+from pretend import short_trials
 from safetensors.torch import load_file, save_file
 from spies import failing
 from torch.nn import Linear
@@ -17,7 +18,6 @@ from transformers.modeling_layers import MtpLayer
 
 import lade
 from lade import LookaheadConfig, UnsupportedArgumentError
-from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.packing import pack
 from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
@@ -60,7 +60,7 @@ MAKERS = [packed, packed_after_loading, invariant, invariant_after_loading]
 @pytest.fixture(scope="module", params=MAKERS, ids=lambda make: make.__name__)
 def model(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make_invariant, "TEXTS", (61,))
+        short_trials(patch)
         yield request.param(tmp_path_factory.mktemp("mtp"))
 
 

@@ -54,6 +54,11 @@ class Wanting:
         return more * scores
 
 
+def batched(patch, at_once):
+    """Whether nodes are chosen at once, as on a device that is waited for."""
+    patch.setattr(hf_row, "prefers_batched", lambda device: at_once)
+
+
 @pytest.fixture
 def at_once(monkeypatch):
     """As on a GPU; counts the choosers."""
@@ -64,7 +69,7 @@ def at_once(monkeypatch):
             super().__init__(*args, **kwargs)
             made_choosers.append(self)
 
-    monkeypatch.setattr(hf_row, "prefers_batched", lambda device: True)
+    batched(monkeypatch, True)
     monkeypatch.setattr(hf_row, "BatchedChooser", Counted)
     return made_choosers
 
@@ -110,7 +115,7 @@ def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppres
     arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
     expected, expected_state = sampled(plain, model, seed, **arguments)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hf_row, "prefers_batched", lambda device: at_once)
+        batched(patched, at_once)
         ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
     assert torch.equal(ours, expected)
     assert torch.equal(state, expected_state)
@@ -164,7 +169,7 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     """What is learned of a step is what the model says, not what was drawn."""
     seen = []
     for at_once in (True, False):
-        monkeypatch.setattr(hf_row, "prefers_batched", lambda device, at_once=at_once: at_once)
+        batched(monkeypatch, at_once)
         stats = lade.Stats()
         for seed in range(3):
             arguments = {"max_new_tokens": 60, "temperature": 0.8}

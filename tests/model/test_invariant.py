@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from inside import attention_name_of
+from pretend import short_trials, use_threads
 from spies import watched
 from torch import nn
 from transformers import (
@@ -54,11 +55,10 @@ HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def short_trials(monkeypatch, tmp_path):
-    """One text, behind which the tree crosses the border of a tile; no verdict is known."""
+def unknown(monkeypatch, tmp_path):
+    """Trials are short, and no verdict is known."""
     monkeypatch.setattr(trials, "RECORDS", Records("invariant", "the verdict", tmp_path))
-    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
-    monkeypatch.setattr("lade.backends.cpu.invariant.trials.TEXTS", (60,))
+    short_trials(monkeypatch)
 
 
 def state_of(model: nn.Module) -> list[object]:
@@ -266,7 +266,7 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
     alone = times_logistic(x)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    use_threads(monkeypatch, 3)
     shared = watched(monkeypatch, functions, "run_on_team", lambda *args, **_: args[2])
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 
@@ -288,7 +288,7 @@ def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
         entered.append(threads)
         ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)(place)
 
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    use_threads(monkeypatch, 3)
     monkeypatch.setattr(worker_threads, "_entrance", lambda: enter_alone)
     monkeypatch.setattr(worker_threads, "TEAM", worker_threads.ThreadTeam())  # that of the process may rest
     assert all(map(torch.equal, all_work(), expected))

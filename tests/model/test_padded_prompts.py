@@ -3,10 +3,10 @@
 import pytest
 import torch
 from inside import hooks_of
+from pretend import short_trials
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import lade
-from lade.backends.cpu.invariant import make_invariant
 from lade.backends.trials import tree_check
 from lade.model import prefill, prompt_logits, runner
 from lade.model.facts import CACHE
@@ -126,7 +126,7 @@ def test_an_error_leaves_an_empty_cache():
 @pytest.mark.by_processor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_invariant_model_gives_the_same_bits(dtype, monkeypatch):
-    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
+    short_trials(monkeypatch)
     model = lade.invariant(toy_model(dtype=dtype))
     prompts, runs = texts(*LENGTHS), runner_of(model)
     together = Fed(runs, prompts)

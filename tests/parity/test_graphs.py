@@ -21,12 +21,12 @@ from families import CONTEXT, FAMILIES, family, longrope
 from graphed import Graphs, shapes_of
 from inside import buffers_in
 from mtp_toys import llama_with_mtp, load
+from pretend import small_buffers
 from test_batch_families import batch, build
 from transformers import GenerationConfig
 
 import lade
 from lade.backends.cuda_graphs import backend as choice
-from lade.backends.cuda_graphs import static_cache
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
@@ -309,8 +309,7 @@ def test_a_shorter_text_is_not_shown_a_longer_one(device: torch.device, graphs: 
 def test_buffers_grow_with_a_text_that_was_not_expected(
     device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
-    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    small_buffers(monkeypatch)
     model, ids = built("llama", device), prompt(210).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
     (entry,) = buffers_in(graphs.pool(model))
@@ -491,8 +490,7 @@ def test_a_generation_goes_on_without_memory(
     rows: int, where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For static buffers at all, for larger ones, or for a capture; the next one finds some again."""
-    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
-    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    small_buffers(monkeypatch)
     model, length = built("gemma3_text", device), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)]).to(device)
     expected = plain(model, ids, max_new_tokens=50)

@@ -15,12 +15,12 @@ from comparing import CONFIGS, PAPER, batch, lookahead, plain, prompt
 from families import RECURRENT_FAMILIES, Family
 from graphed import Graphs, shapes_of
 from inside import buffers_in
+from pretend import small_buffers
 from test_batch_families import LENGTHS
 from test_serving_families import assert_served
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
-from lade.backends.cuda_graphs import static_cache
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers
 from lade.decoding.tree import TokenTree
@@ -155,8 +155,7 @@ def test_the_cache_that_is_handed_out(name: str, graphs: Graphs) -> None:
 def test_a_generation_goes_on_without_memory(
     where: str, rows: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
-    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    small_buffers(monkeypatch)
     model, length = recurrent("qwen3_5_text"), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)])
     expected = plain(model, ids, max_new_tokens=30)

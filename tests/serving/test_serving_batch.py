@@ -7,7 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import cache_of
+from inside import cache_of, result_of, steps_of
 from serving_toys import (
     METHODS,
     PAPER,
@@ -116,7 +116,7 @@ def test_a_prompt_in_pieces_gives_the_same_text(piece, method):
     handle = driven.add(ids, method, max_new_tokens=25)
     driven.finish()
     assert new_tokens(handle, ids) == alone(LLAMA, ids, max_new_tokens=25)
-    assert handle._steps[0].fed == 14
+    assert steps_of(handle)[0].fed == 14
 
 
 def test_between_two_pieces_of_a_prompt_the_others_make_a_step(passes):
@@ -328,7 +328,7 @@ def test_an_error_in_one_request_ends_that_request_alone(kind, written, place):
     said = handles[place].tokens
     assert said == expected[: len(said)] and handles[place].stats.new_tokens == len(said)
     if kind == "on_step":
-        assert len(handles[place]._steps) == written + 1, "its last step was told"
+        assert len(steps_of(handles[place])) == written + 1, "its last step was told"
     else:
         assert len(said) == max(0, written - (kind == "criterion")), "all that came before the error"
     for number, handle in enumerate(handles):
@@ -489,13 +489,13 @@ def test_cancelling(state):
     handle = driven.add(random_ids(10, seed=1), max_new_tokens=30)
     driven.advance({"waiting": 0, "opening": 1, "running": 4, "ended": 60}[state])
     assert (len(handle.tokens) > 0) is (state in ("running", "ended"))
-    steps = len(handle._steps)
+    steps = len(steps_of(handle))
     assert handle.cancel() is (state != "ended")
     assert handle.done() is (state in ("waiting", "ended"))
     driven.advance()
-    assert handle.done() and len(handle._steps) == steps and len(driven.batch.running.active) == (state != "ended")
+    assert handle.done() and len(steps_of(handle)) == steps and len(driven.batch.running.active) == (state != "ended")
     driven.finish()
-    assert (handle._result is None) is (state != "ended")
+    assert (result_of(handle) is None) is (state != "ended")
     assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=30)
 
 
@@ -538,7 +538,7 @@ def test_a_request_has_the_figures_of_its_own_steps():
     driven.advance(3)
     handle = driven.add(random_ids(10, seed=1), PAPER, max_new_tokens=40)
     driven.finish()
-    stats, steps = handle.stats, handle._steps
+    stats, steps = handle.stats, steps_of(handle)
     assert [step.index for step in steps] == list(range(len(steps)))
     assert (stats.generations, stats.new_tokens, stats.steps) == (1, 40, len(steps) - 1)
     assert stats.step_tokens == [step.fed for step in steps[1:]] and sum(stats.accepted) == 39

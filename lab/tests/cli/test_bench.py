@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from pretend import not_found
 from test_cli_errors import fails
 
 from lade.cli.loading import hub
 from lade.cli.loading import load as loading
+from lade_lab.cli import job
 from lade_lab.cli import run as bench_report
 from lade_lab.cli import run as bench_run
 from lade_lab.cli.run import duration
@@ -237,7 +239,7 @@ def test_sampling(bench, out):
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(
     bench, out, drawn, monkeypatch
 ):
-    monkeypatch.setattr("lade_lab.cli.job.find_spec", lambda name: None)
+    not_found(monkeypatch, job)
     fails(bench("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install")
     assert not out.exists()
     result = bench()

@@ -5,11 +5,13 @@ import signal
 
 import pytest
 import torch
+from pretend import not_found
 from test_cli_errors import fails
 
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade_lab import scaling_law as scaling_figure
 from lade_lab import scaling_run as study
+from lade_lab.cli import job
 from lade_lab.scaling_law import NAME, Scaling
 
 NEW = 12
@@ -111,7 +113,7 @@ def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
 
 
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(scaling, out, monkeypatch):
-    monkeypatch.setattr("lade_lab.cli.job.find_spec", lambda name: None)
+    not_found(monkeypatch, job)
     fails(scaling("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install '.[bench]'")
     assert not out.exists()
     result = scaling("--json")
