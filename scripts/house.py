@@ -25,6 +25,10 @@ ROLE = "Role"
 LAB = "lade_lab"
 ROOT = "lade"
 """Has the lab as a lazy name, `lade.bench`."""
+TESTS = ("tests/", "lab/tests/", "conftest.py")
+"""Where tests and their settings lie, in a checkout."""
+PATCHES = {"setattr", "setitem", "delattr", "delitem"}
+"""Methods of `MonkeyPatch` that replace something that the test did not make."""
 FEWEST_WORDS = 4
 """An entry under `Args:` with fewer, and no shape or name in it, is a fragment: it says nothing by itself."""
 
@@ -156,6 +160,31 @@ class House:
         }
 
 
+def figures_of_tests(checkout: Path) -> dict[str, int]:
+    """Return the figures of the tests in a checkout: their mass, and how far they reach into what they test."""
+    paths = [path for path in sorted(checkout.rglob("*.py")) if str(path.relative_to(checkout)).startswith(TESTS)]
+    sources = [Source(path.stem, path.read_text(encoding="utf-8"), is_package=False) for path in paths]
+    return {
+        "lines of tests": sum(each.lines for each in sources),
+        "private attributes in tests": sum(map(_is_private, _nodes(sources, ast.Attribute))),
+        "patches in tests": sum(map(_is_patch, _nodes(sources, ast.Call))),
+    }
+
+
+def _nodes(sources: list[Source], kind: type) -> Iterator:
+    return (node for each in sources for node in each.nodes(kind))
+
+
+def _is_private(node: ast.Attribute) -> bool:
+    """Whether it reads or writes a private attribute of something else than the object whose method it stands in."""
+    inside = isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr.startswith("_") and not node.attr.startswith("__") and not inside
+
+
+def _is_patch(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Attribute) and node.func.attr in PATCHES
+
+
 def _span(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1
 
@@ -188,9 +217,12 @@ def _is_fragment(entry: str) -> bool:
 
 
 def main() -> None:
-    """Print the figures of a package, `lade` unless another folder is named."""
-    package = Path(sys.argv[1] if len(sys.argv) > 1 else "lade")
-    for name, value in House(package.resolve()).figures().items():
+    """Print the figures of a package, `lade` with its tests unless another folder is named."""
+    package = Path(sys.argv[1] if len(sys.argv) > 1 else "lade").resolve()
+    figures = House(package).figures()
+    if len(sys.argv) == 1:
+        figures |= figures_of_tests(package.parent)
+    for name, value in figures.items():
         print(f"{value:>10g}  {name}")
 
 

@@ -275,12 +275,6 @@ def test_benchmarks_run_in_turn_and_a_difference_ends_nothing(scripts, process, 
     assert said.endswith("outputs differ: scaling\n")
 
 
-def test_all_are_all(scripts, process, tmp_path):
-    process.codes = [0] * len(scripts.catalogue.BENCHMARKS)
-    words = ["all", "--out", str(tmp_path), *given_folders(tmp_path, scripts)]
-    assert scripts.run.main(words) == 0 and not process.codes
-
-
 def test_an_interruption_or_bad_input_ends_it_when_the_process_has_ended(scripts, process, tmp_path):
     process.codes, process.interrupted = [130, 0], True
     words = ["embedded-code", "scaling", *given_folders(tmp_path, scripts), "--out", str(tmp_path)]

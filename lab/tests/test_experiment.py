@@ -353,15 +353,6 @@ def test_ctrl_c_amid_an_answer_and_twice(uninterrupted, tmp_path, monkeypatch):
     assert timeless(finished(long_run(tmp_path, resume=True))) == timeless(uninterrupted)
 
 
-def test_the_same_experiment_can_go_on_after_ctrl_c(uninterrupted, tmp_path, monkeypatch):
-    experiment = long_run(tmp_path)
-    with monkeypatch.context() as patch:
-        dying(patch, OwnArm, "complete", 3, after=True, problem=KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            finished(experiment)
-    assert timeless(finished(experiment)) == timeless(uninterrupted)
-
-
 def test_step_curves_are_measured_once(tmp_path, monkeypatch):
     experiment = long_run(tmp_path)
     experiment.warm_up()
@@ -370,14 +361,6 @@ def test_step_curves_are_measured_once(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "step_curve", None)
     again.warm_up()
     assert again.results.step_curves == experiment.results.step_curves != []
-
-
-def test_a_complete_run_needs_no_warm_up(tmp_path, monkeypatch):
-    finished(long_run(tmp_path))
-    again = long_run(tmp_path, resume=True)
-    monkeypatch.setattr(OwnArm, "complete", None)
-    again.warm_up()
-    assert finished(again).complete
 
 
 def test_going_on_on_other_terms_is_refused(tmp_path):

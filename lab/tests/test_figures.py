@@ -8,6 +8,7 @@ import pytest
 from made_results import METHODS, made_results
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from pretend import not_found
 
 from lade.errors import MissingExtraError
 from lade_lab.report import figures
@@ -109,7 +110,7 @@ def test_settings_of_matplotlib_are_left_alone(drawn):
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    not_found(monkeypatch, figures)
     with pytest.raises(MissingExtraError, match="pip install"):
         save_figures(RESULTS, tmp_path / "none")
     assert not (tmp_path / "none").exists()

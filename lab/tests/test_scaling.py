@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_toys import Letters, models, workload
+from pretend import not_found
 
 import lade
 from lade.errors import ConfigError, InputError, MissingExtraError
@@ -256,6 +257,6 @@ def test_a_single_size_is_drawn_without_lines(tmp_path):
 def test_figures_without_matplotlib_and_without_a_folder(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="another --out"):
         scaling_figure.save_figures(law(), tmp_path / "none")
-    monkeypatch.setattr(scaling_figure, "find_spec", lambda name: None)
+    not_found(monkeypatch, scaling_figure)
     with pytest.raises(MissingExtraError):
         scaling_figure.save_figures(law(), tmp_path)

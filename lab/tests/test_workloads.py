@@ -11,7 +11,7 @@ import pytest
 from lade.embedded.files import model_path
 from lade.errors import InputError
 from lade_lab import results
-from lade_lab.workloads import FORMATS, Item, distinct_ngrams, load
+from lade_lab.workloads import Item, distinct_ngrams, load
 from training.corpus import HELD_OUT
 from training.evaluate import load as load_model
 
@@ -124,11 +124,6 @@ def test_classeval_asks_for_the_class_or_continues_its_skeleton(tmp_path):
     skeleton = CLASSEVAL["skeleton"]
     assert workload.items[0].worded(True) == [f"Please complete the class Door in the following code.\n{skeleton}"]
     assert workload.items[0].worded(False) == [skeleton]
-
-
-def test_turns_without_other_wording_are_the_same_with_and_without_a_template(tmp_path):
-    (item,) = load(written(tmp_path / "q.jsonl", TALK)).items
-    assert item.worded(True) == item.worded(False) == TALK["turns"]
 
 
 def test_talk_beside_other_tasks_is_spec_bench_and_each_task_can_be_chosen(tmp_path):
@@ -303,10 +298,6 @@ def test_a_category_of_a_file_without_categories_is_refused(tmp_path):
     refused(f"{written(tmp_path / 'g.jsonl', GSM8K)}#math", "'math'", "leave #... away")
 
 
-def test_the_formats_are_named():
-    assert FORMATS == ("spec-bench", "mt-bench", "humaneval", "mbpp", "gsm8k", "classeval", "jsonl")
-
-
 # What is built in
 
 
@@ -330,18 +321,6 @@ def test_the_built_in_prompts_leave_room_in_the_embedded_model_and_go_on():
         indent = " " * (len(prompt.split("\n")[-1]) - len(prompt.split("\n")[-1].lstrip()))
         body = f"\n{indent}    pass" if prompt.endswith(":") else f"\n{indent}pass"
         compile(prompt + body, item.id, "exec")
-
-
-@pytest.mark.slow
-def test_the_built_in_prompts_do_not_all_lead_into_loops():
-    """Half of the 4-grams are distinct; 0.35 to 0.44 of them are, on average, over all functions of these modules."""
-    model, tokenizer = load_model(model_path())
-    tokenizer.padding_side = "left"
-    prompts = [item.turns[0] for item in load("builtin").items]
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    output = model.generate(**inputs, max_new_tokens=120, min_new_tokens=120, do_sample=False)
-    shares = [distinct_ngrams(ids.tolist()) for ids in output[:, inputs["input_ids"].shape[1] :]]
-    assert min(shares) > 0.3 and sum(shares) / len(shares) > 0.5
 
 
 def test_a_module_of_the_built_in_prompts_can_be_chosen():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from lade.cli import run as decoding
 from lade.cli import terminal
 from lade.cli.main import app
 
@@ -159,3 +162,28 @@ def edited() -> Callable[..., Path]:
         return target
 
     return copy
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have something done at a step of a text, before it is told: of the text with that number, from 1, or of all."""
+    original = decoding.stream
+
+    def have(index: int | None, do: Callable[[], Any], text: int | None = None) -> None:
+        texts = itertools.count(1)
+
+        def stream(*args: Any, **named: Any) -> Iterator[Any]:
+            number = next(texts)
+            for step in original(*args, **named):
+                if index in (None, step.index) and text in (None, number):
+                    do()
+                yield step
+
+        monkeypatch.setattr(decoding, "stream", stream)
+
+    return have
+
+
+def press_ctrl_c() -> None:
+    """Ctrl-C, as the terminal sends it."""
+    signal.raise_signal(signal.SIGINT)

@@ -13,18 +13,15 @@ from test_cli_errors import fails
 
 from lade.cli import batch_files as files
 from lade.cli.batch_files import Results
-from lade.hf import job
 from lade.server import service
 from lade.serving.batch import EngineBatch
-from lade_lab.fakes import nearly_flat_cost
 
 NEW = 8
 
 
 @pytest.fixture(autouse=True)
-def nothing_measured(monkeypatch):
+def no_warm_up(monkeypatch):
     monkeypatch.setattr(service, "warm_up", lambda engine, model, settings: None)
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 def chat(custom_id, text, **fields):

@@ -1,7 +1,6 @@
-import signal
-
 import pytest
 import torch
+from shell_fixtures import press_ctrl_c
 
 from lade.cli.conversation import Conversation
 from lade.cli.loading.load import load
@@ -160,18 +159,8 @@ def test_input_that_is_not_utf8_is_bad_input(lade, folder):
 
 
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
-def test_ctrl_c_stops_the_answer_and_not_the_chat(lade, templated, subject, method, monkeypatch):
-    from lade.cli import run as decoding
-
-    original = decoding.stream
-
-    def stream(*args, **kwargs):
-        for step in original(*args, **kwargs):
-            if step.index == 4 and kwargs["input_ids"].shape[1] < 30:
-                signal.raise_signal(signal.SIGINT)
-            yield step
-
-    monkeypatch.setattr(decoding, "stream", stream)
+def test_ctrl_c_stops_the_answer_and_not_the_chat(lade, templated, subject, method, at_step):
+    at_step(4, press_ctrl_c, text=1)
     result = lade("chat", "-m", templated, "-n", 30, "--method", method, stdin="hello\nagain\n")
     assert result.exit_code == 0, result.output
     assert result.stderr.count("interrupted") == 1

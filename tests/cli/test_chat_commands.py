@@ -1,10 +1,11 @@
 """What one can say in a chat besides turns, and how a chat chooses tokens."""
 
 import shutil
-import signal
 
 import pytest
 import torch
+from shell_fixtures import press_ctrl_c
+from spies import watched
 from test_cli_errors import fails
 from transformers import LlamaForCausalLM
 
@@ -182,29 +183,25 @@ def test_commands_take_what_they_take(chat):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch, times):
+def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch, at_step, times):
     """Once: between two steps. Twice: amid a forward pass. Three times: also while the answer is taken up."""
-    from lade.cli import run as decoding
     from lade.cli.conversation import Conversation
 
-    original, answered, pressed = decoding.stream, Conversation.add_answer, []
+    answered, pressed = Conversation.add_answer, []
 
-    def stream(*args, **kwargs):
-        for step in original(*args, **kwargs):
-            if step.index == 3 and not pressed:
-                pressed.append(step)
-                for _ in range(min(times, 2)):
-                    signal.raise_signal(signal.SIGINT)
-            yield step
+    def press():
+        pressed.append(times)
+        for _ in range(min(times, 2)):
+            press_ctrl_c()
 
     def interrupted(self, turn, answer):
         if times == 3 and len(pressed) == 1:
             pressed.append(turn)
             for _ in range(2):
-                signal.raise_signal(signal.SIGINT)
+                press_ctrl_c()
         answered(self, turn, answer)
 
-    monkeypatch.setattr(decoding, "stream", stream)
+    at_step(3, press, text=1)
     monkeypatch.setattr(Conversation, "add_answer", interrupted)
     result = chat(TURNS[0], "/reset", *TURNS)
     assert "interrupted" in result.stderr and len(result.answers) == 4
@@ -214,30 +211,16 @@ def test_ctrl_c_ends_an_answer_whenever_it_is_pressed(chat, plainly, monkeypatch
 def test_ctrl_c_that_comes_after_the_last_step_changes_nothing(chat, plainly, monkeypatch):
     from lade.cli.conversation import Conversation
 
-    answered = Conversation.add_answer
-
-    def interrupted(self, turn, answer):
-        signal.raise_signal(signal.SIGINT)
-        answered(self, turn, answer)
-
-    monkeypatch.setattr(Conversation, "add_answer", interrupted)
+    watched(monkeypatch, Conversation, "add_answer", lambda *_: press_ctrl_c())
     result = chat(*TURNS)
     assert result.answers == plainly(TURNS) and "interrupted" not in result.stderr
 
 
-def test_an_error_ends_an_answer_and_not_the_chat(chat, plainly, monkeypatch):
-    from lade.cli import run as decoding
+def test_an_error_ends_an_answer_and_not_the_chat(chat, plainly, at_step):
+    def fail():
+        raise UnsupportedArgumentError("no such thing", "leave it out")
 
-    original, calls = decoding.stream, []
-
-    def stream(*args, **kwargs):
-        calls.append(kwargs)
-        for step in original(*args, **kwargs):
-            if step.index == 3 and len(calls) == 2:
-                raise UnsupportedArgumentError("no such thing", "leave it out")
-            yield step
-
-    monkeypatch.setattr(decoding, "stream", stream)
+    at_step(3, fail, text=2)
     result = chat(TURNS[0], "lost", *TURNS[1:])
     assert "error: no such thing" in result.stderr
     answers = plainly(TURNS)

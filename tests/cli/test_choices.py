@@ -8,10 +8,7 @@ import torch
 from test_cli_errors import fails
 from transformers import StoppingCriteria
 
-from lade.cli.loading.load import load
 from lade.cli.options.decoding import Choices
-from lade.cli.options.model import Loading
-from lade.cli.terminal import terminal
 from lade.errors import ConfigError
 
 PROMPT = "say it again, say it"
@@ -45,23 +42,6 @@ def expected(model, tokenizer):
     return run
 
 
-@pytest.fixture
-def served(folder, tokenizer):
-    """Whether the library decodes with these arguments of `model.generate` itself, not by falling back."""
-    from lade import LookaheadConfig, UnsupportedArgumentError, generate
-
-    def ask(**arguments):
-        with terminal() as term:
-            model = load(Loading(str(folder), device="cpu"), term=term).model
-        try:
-            generate(model, torch.tensor([[5]]), lookahead=LookaheadConfig(), max_new_tokens=1, **arguments)
-        except UnsupportedArgumentError:
-            return False
-        return True
-
-    return ask
-
-
 SAMPLINGS = [
     {"temperature": 0.7},
     {"temperature": 3.0, "top_k": 0},
@@ -79,7 +59,7 @@ def flags(arguments):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["+".join(sampling) for sampling in SAMPLINGS])
 def test_sampling_is_that_of_model_generate_with_the_same_seed(generate, expected, sampling):
-    for method in ("auto", "plain"):
+    for method in ("auto", "plain", "lookahead"):
         report = generate("--do-sample", "--seed", 11, "--method", method, *flags(sampling))
         assert report["token_ids"] == expected(seed=11, do_sample=True, **sampling)
         assert (report["do_sample"], report["num_beams"], report["seed"]) == (True, 1, 11)
@@ -91,16 +71,6 @@ def test_a_temperature_above_0_samples_and_0_does_not(generate, expected):
     assert report["do_sample"] is True and report["seed"] == 11
     report = generate("--temperature", 0)
     assert report["token_ids"] == expected(do_sample=False) and report["do_sample"] is False
-
-
-def test_an_explicit_method_samples_as_well_once_the_library_does(lade, generate, served, folder, expected):
-    arguments = ["--do-sample", "--seed", 3, "--window", 4, "--ngram", 3]
-    if served(do_sample=True):
-        report = generate(*arguments)
-        assert report["token_ids"] == expected(seed=3, do_sample=True)
-        assert report["config"]["window"] == 4
-    else:
-        fails(lade("generate", "-m", folder, "-p", PROMPT, *arguments), "do_sample=True")
 
 
 def test_a_seed_that_is_not_given_is_drawn_and_reported(generate):
@@ -158,12 +128,6 @@ def test_a_text_ends_behind_a_stop_text(generate, plain, tokenizer, method):
     report = generate("--method", method, "--stop", stops[0], "--stop", stops[1])
     assert report["text"] == text[:end] and end < NEW
     assert report["new_tokens"] == len(report["token_ids"]) == end
-
-
-def test_stop_texts_end_samples(generate, expected, tokenizer):
-    report = generate("--do-sample", "--seed", 5, "--stop", "a", "--stop", "e", "--stop", " ")
-    wanted = expected(seed=5, do_sample=True, stop_strings=["a", "e", " "], tokenizer=tokenizer)
-    assert report["token_ids"] == wanted
 
 
 @pytest.mark.one_in(3)

@@ -2,8 +2,7 @@ import json
 import signal
 
 import pytest
-import torch
-from shell_fixtures import CONTEXT, SHORT
+from shell_fixtures import CONTEXT, press_ctrl_c
 
 from lade import native
 
@@ -81,15 +80,6 @@ def test_a_checkpoint_that_wants_to_sample_is_decoded_greedily_without_a_word(
     assert not any(word in result.stderr for word in [*wishes, "max_length"])
 
 
-def test_penalties_of_a_checkpoint_stay(lade, folder, model, tokenizer, tmp_path, edited):
-    copy = edited(folder, tmp_path / "m", generation_config={"repetition_penalty": 5.0})
-    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    expected = model.generate(ids, max_new_tokens=20, do_sample=False, repetition_penalty=5.0)[0, ids.shape[1] :]
-    report = json.loads(lade("generate", "-m", copy, "-p", PROMPT, "-n", 20, "--json").stdout)
-    assert report["token_ids"] == expected.tolist()
-    assert report["config"] is not None
-
-
 def test_jsonl_gives_an_object_a_line(lade, folder, plain, tokenizer, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one two"}\n\n{"prompt": "three é", "id": 3}\n')
@@ -129,30 +119,10 @@ def test_a_generation_beyond_the_context_is_warned_of(lade, folder, plain, token
     assert json.loads(result.stdout)["new_tokens"] == 12
 
 
-def test_a_table_of_positions_ends_the_text(lade, with_position_table):
-    for method in ("plain", "lookahead"):
-        result = lade(
-            "generate", "-m", with_position_table, "-p", "x" * (SHORT - 4), "-n", 12, "--json", "--method", method
-        )
-        assert result.exit_code == 0, result.output
-        assert "warning" in result.stderr
-        assert json.loads(result.stdout)["new_tokens"] <= 5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "lookahead"])
-def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monkeypatch):
-    from lade.cli import run as decoding
-
-    original = decoding.stream
-
-    def stream(*args, **kwargs):
-        for step in original(*args, **kwargs):
-            if step.index == 5:
-                signal.raise_signal(signal.SIGINT)
-            yield step
-
-    monkeypatch.setattr(decoding, "stream", stream)
+def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, at_step):
+    at_step(5, press_ctrl_c)
     before = signal.getsignal(signal.SIGINT)
     result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json", "--method", method)
     assert result.exit_code == 130
@@ -167,18 +137,8 @@ def test_ctrl_c_gives_what_there_is(lade, folder, plain, tokenizer, method, monk
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, monkeypatch):
-    from lade.cli import run as decoding
-
-    original = decoding.stream
-
-    def stream(*args, **kwargs):
-        for step in original(*args, **kwargs):
-            yield step
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(decoding, "stream", stream)
+def test_a_second_ctrl_c_does_not_wait_for_the_step(lade, folder, at_step):
+    at_step(1, lambda: (press_ctrl_c(), press_ctrl_c()))
     result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 100, "--json")
     assert result.exit_code == 130
     assert json.loads(result.stdout)["new_tokens"] == 1

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -198,12 +196,3 @@ def test_advice(part, changed, words):
     assert diagnosis.advice(WELL) == []
     (line,) = diagnosis.advice({**WELL, part: {**WELL[part], **changed}})
     assert words in line
-
-
-def test_help_does_not_wait_for_torch():
-    code = "import sys, lade.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_help_has_an_example(lade):
-    assert "lade doctor --model gpt2" in lade("doctor", "--help").stdout

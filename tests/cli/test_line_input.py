@@ -6,6 +6,7 @@ import stat
 import sys
 
 import pytest
+from pretend import without
 from test_processes import on_a_terminal
 
 from lade.cli import line_input
@@ -109,7 +110,7 @@ def test_a_history_that_cannot_be_kept_is_said_and_nothing_else(typed, tmp_path)
 
 
 def test_without_readline_there_is_no_editing_and_no_file(entries, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "readline", None)
+    without(monkeypatch, "readline")
     monkeypatch.setattr(LineInput, "edits", True)
     monkeypatch.setattr("builtins.input", lambda prompt: "one")
     lines = LineInput(tmp_path / "history")

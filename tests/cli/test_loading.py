@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
+from pretend import not_found
 from safetensors.torch import load_file, save_file
 from test_cli_errors import fails
 from transformers import LlamaForCausalLM, dynamic_module_utils
@@ -112,7 +113,7 @@ def test_a_device_map_instead_of_a_device(generate, plain, tokenizer):
 
 
 def test_a_device_map_takes_accelerate(generate, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    not_found(monkeypatch, module)
     fails(generate("--device-map", "auto"), "--device-map auto", "pip install accelerate")
 
 
@@ -190,7 +191,7 @@ def test_adapters_that_do_not_fit(generate, adapter, tmp_path, monkeypatch):
         save_file(changed, tmp_path / "other" / "adapter_model.safetensors")
         fails(generate("--adapter", tmp_path / "other"), "--adapter")
     fails(generate("--adapter", "./none"), "--adapter ./none")
-    monkeypatch.setattr(adapter_module, "find_spec", lambda name: None)
+    not_found(monkeypatch, adapter_module)
     fails(generate("--adapter", adapter), "--adapter", "pip install peft")
 
 

@@ -1,11 +1,10 @@
 """What a prompt is: a text from anywhere, or a conversation in the model's chat template; and how its answer ends."""
 
 import json
-import signal
 
 import pytest
 import torch
-from shell_fixtures import SHORT
+from shell_fixtures import SHORT, press_ctrl_c
 from test_cli_errors import fails
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -243,17 +242,8 @@ def test_the_end_of_the_context_is_a_length(generate, with_position_table):
     assert f"context of {SHORT}" in on_a_terminal(with_position_table, prompt).stdout
 
 
-def test_an_interrupted_answer_says_so(generate, monkeypatch):
-    from lade.cli import run as decoding
-
-    original = decoding.stream
-
-    def stream(*args, **kwargs):
-        for step in original(*args, **kwargs):
-            signal.raise_signal(signal.SIGINT)
-            yield step
-
-    monkeypatch.setattr(decoding, "stream", stream)
+def test_an_interrupted_answer_says_so(generate, at_step):
+    at_step(None, press_ctrl_c)
     result = generate(PROMPT, "--json")
     assert result.exit_code == 130 and json.loads(result.stdout)["finish_reason"] == "interrupted"
 

@@ -13,6 +13,7 @@ import urllib.request
 
 import pytest
 import torch
+from pretend import not_found
 
 from lade.serving.batch import EngineBatch
 
@@ -209,7 +210,7 @@ def test_a_model_that_cannot_be_served_is_one_line_with_what_can_be_typed(lade, 
 def test_a_missing_package_is_one_line(lade, monkeypatch):
     from lade.cli import serve_options as checks
 
-    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "uvicorn" else name)
+    not_found(monkeypatch, checks, "uvicorn")
     result = lade("serve")
     assert result.exit_code == 2 and "pip install '.[serve]'" in result.stderr
 
@@ -217,7 +218,7 @@ def test_a_missing_package_is_one_line(lade, monkeypatch):
 def test_opentelemetry_is_an_extra(lade, monkeypatch):
     from lade.cli import serve_options as checks
 
-    monkeypatch.setattr(checks, "find_spec", lambda name: None if name.startswith("opentelemetry") else name)
+    not_found(monkeypatch, checks, "opentelemetry")
     result = lade("serve", "--otel")
     assert result.exit_code == 2 and "pip install '.[otel]'" in result.stderr and result.stderr.count("\n") == 1
     loaded = "import sys, lade.server.listen; print('lade.server.tracing' in sys.modules)"

@@ -200,14 +200,6 @@ def line():
     return Status(console, shown=True), console
 
 
-def test_what_is_over_soon_is_not_shown(monkeypatch, line):
-    status, console = line
-    monkeypatch.setattr(AtOnce, "start", lambda self: None)
-    status.show("soon over")
-    status.hide()
-    assert console.export_text() == ""
-
-
 def test_a_timer_that_is_late_shows_nothing(monkeypatch, line):
     status, console = line
     waiting = []
@@ -307,15 +299,6 @@ def test_progress_is_told_now_and_then(monkeypatch, capsys):
         monkeypatch.setattr(module, "LINE_EVERY_S", 60.0)
         term.tell_progress("2 of 3 prompts")
     assert capsys.readouterr().err == "1 of 3 prompts\n"
-
-
-def test_on_a_terminal_bars_tell_it(monkeypatch, capsys):
-    monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
-    for name, value in TERMINAL.items():
-        monkeypatch.setenv(name, value)
-    with terminal() as term:
-        term.tell_progress("1 of 3 prompts")
-    assert "1 of 3" not in capsys.readouterr().err
 
 
 def test_many_prompts_tell_their_progress(monkeypatch, folder, tmp_path):

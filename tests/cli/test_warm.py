@@ -4,16 +4,16 @@ import json
 import signal
 
 import pytest
-import torch
+from shell_fixtures import press_ctrl_c
+from spies import failing, watched
 from test_cli_errors import fails
 from typer.testing import CliRunner
 
-from lade import InputError, LookaheadConfig, Memory, generate
+from lade import InputError, Memory
 from lade.cli import warm as module
 from lade.cli.loading.load import LoadedModel
 from lade.cli.main import app
 from lade.cli.warm import WarmResult
-from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.memory import fingerprint_of
 from lade.stats import Stats
 
@@ -42,27 +42,6 @@ def warm(lade, folder, prompts, out):
     return run
 
 
-@pytest.fixture
-def interrupting(monkeypatch):
-    """Presses Ctrl-C in a step of a generation, both counted from 1."""
-    from lade.cli import run as decoding
-
-    original, state = decoding.stream, {"generations": 0}
-
-    def at(generation, step_of_it):
-        def stream(*args, **kwargs):
-            state["generations"] += 1
-            for step in original(*args, **kwargs):
-                if (state["generations"], step.index) == (generation, step_of_it):
-                    signal.raise_signal(signal.SIGINT)
-                yield step
-
-        monkeypatch.setattr(decoding, "stream", stream)
-        return state
-
-    return at
-
-
 def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer):
     result = warm("--json")
     assert result.exit_code == 0, result.output
@@ -78,19 +57,6 @@ def test_it_fills_a_memory_with_what_the_model_says(warm, out, folder, tokenizer
     assert len(memory) == report["contexts"] > 0
     assert memory.fingerprint == fingerprint_of(tokenizer) and memory.max_bytes == 128 * 2**20
     assert (memory.weights != Memory().weights).any()
-
-
-@pytest.mark.slow
-def test_the_memory_is_one_that_the_library_would_have_filled(warm, out, model, tokenizer):
-    warm()
-    memory = Memory()
-    for text in TEXTS:
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        generate(model, input_ids=ids, max_new_tokens=NEW, lookahead=LookaheadConfig(memory=memory))
-    ids = tokenizer(TEXTS[1])["input_ids"]
-    for end in range(1, len(ids) + 1):
-        for kept in (memory, Memory.load(out)):
-            assert [len(rows) for rows in kept.lookup(ids[:end])] == [len(ORDERS), len(TEXT_ORDERS)]
 
 
 def test_the_summary(warm, out):
@@ -167,8 +133,8 @@ def test_texts_end_with_the_context(warm, prompts):
     assert json.loads(warm("--json").stdout)["new_tokens"] == 5
 
 
-def test_ctrl_c_saves_what_it_has(warm, out, interrupting, tokenizer):
-    interrupting(2, 3)
+def test_ctrl_c_saves_what_it_has(warm, out, at_step, tokenizer):
+    at_step(3, press_ctrl_c, text=2)
     before = signal.getsignal(signal.SIGINT)
     result = warm("--json")
     assert result.exit_code == 130
@@ -181,15 +147,8 @@ def test_ctrl_c_saves_what_it_has(warm, out, interrupting, tokenizer):
 
 
 def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
-    original, asked = LoadedModel.encode, []
-
-    def encode(self, text):
-        asked.append(text)
-        if len(asked) == 2:
-            signal.raise_signal(signal.SIGINT)
-        return original(self, text)
-
-    monkeypatch.setattr(LoadedModel, "encode", encode)
+    asked = []
+    asked = watched(monkeypatch, LoadedModel, "encode", lambda *_: press_ctrl_c() if len(asked) == 1 else None)
     result = warm("--json")
     assert result.exit_code == 130 and json.loads(result.stdout)["prompts"] == 2
     assert len(Memory.load(out)) > 0
@@ -198,15 +157,8 @@ def test_ctrl_c_between_two_prompts_is_heard_too(warm, out, monkeypatch):
 def test_it_saves_now_and_then(warm, out, monkeypatch):
     """Whatever ends it: what was saved before is there."""
     monkeypatch.setattr(module, "SAVE_EVERY_S", 0.0)
-    original, seen = LoadedModel.encode, []
-
-    def encode(self, text):
-        seen.append(len(Memory.load(out)) if out.exists() else 0)
-        if len(seen) == 3:
-            raise RuntimeError("the machine is gone")
-        return original(self, text)
-
-    monkeypatch.setattr(LoadedModel, "encode", encode)
+    failing(monkeypatch, LoadedModel, "encode", RuntimeError("the machine is gone"), calls={3})
+    seen = watched(monkeypatch, LoadedModel, "encode", lambda *_: len(Memory.load(out)) if out.exists() else 0)
     assert isinstance(warm().exception, RuntimeError)
     assert 0 == seen[0] < seen[1] < seen[2] == len(Memory.load(out))
 
@@ -298,7 +250,3 @@ def test_a_chat_with_a_memory(warm, lade, folder, out, plain, tokenizer):
     assert result.exit_code == 0, result.output
     assert result.stdout == tokenizer.decode(plain(tokenizer(TEXTS[0])["input_ids"], NEW)) + "\n"
     assert "adaptive, budget 8, memory" in result.stderr
-
-
-def test_the_help_has_an_example(lade):
-    assert "Example:  lade warm --model gpt2" in lade("warm", "--help").stdout

@@ -5,6 +5,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import watched
 
 import lade
 from lade import LookaheadConfig, Memory, Stats
@@ -71,14 +72,7 @@ def test_a_text_that_the_memory_knows_takes_fewer_steps(dtype):
 def test_the_cost_is_measured_once_and_saved(cache_folder, monkeypatch):
     """By the first generation of a kind of model; the next one uses it, and so does the next process."""
     prompt = {"prompt": [1, 2, 3, 4, 1, 2, 3], "new_tokens": 80, "seed": None, "eos": None}
-    measured, before = [], set(cache_folder.glob("*.json"))
-
-    def counted(*arguments):
-        measured.append(original(*arguments))
-        return measured[-1]
-
-    original = profile._measured
-    monkeypatch.setattr(profile, "_measured", counted)
+    measured, before = watched(monkeypatch, profile, "_measured"), set(cache_folder.glob("*.json"))
     model, later = (toy_model(vocabulary=53, positions=384) for _ in range(2))  # of a shape that no other test has
     expected = output_of(plain, model, prompt)
 

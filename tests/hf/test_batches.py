@@ -7,7 +7,9 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import hooks_of
 from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
+from spies import watched
 from transformers import GenerationConfig, WatermarkingConfig
 
 import lade
@@ -174,18 +176,16 @@ def test_unused_slots_of_the_cache_are_seen_by_nobody(monkeypatch):
 
     The latter lie within what attention reads, where a weight of zero makes zero of any number, but not of NaN.
     """
-    forward, poisoned = EagerRunner.forward, []
 
-    def poisoning(self, trees, rows, cache):
+    def poison(runner, trees, rows, cache):
         for layer in cache.layers:
             for buffer in (layer.keys, layer.values):
                 buffer[:, :, max(cache.lengths) :] = torch.nan
                 for row, length in enumerate(cache.lengths):
                     buffer[row, :, length : max(cache.lengths)] = 1e6
-                    poisoned.append(max(cache.lengths) - length)
-        return forward(self, trees, rows, cache)
+        return sum(max(cache.lengths) - length for length in cache.lengths)
 
-    monkeypatch.setattr(EagerRunner, "forward", poisoning)
+    poisoned = watched(monkeypatch, EagerRunner, "forward", poison)
     for family in ("llama", "gpt2"):
         assert_same(MODELS[family], **padded(random_texts(4, 11, 7)), max_new_tokens=40)
     assert sum(poisoned) > 0
@@ -194,16 +194,11 @@ def test_unused_slots_of_the_cache_are_seen_by_nobody(monkeypatch):
 @pytest.fixture
 def passes(monkeypatch):
     """Shapes of all that is fed, prefill first."""
-    fed = []
-    call = torch.nn.Module.__call__
 
-    def watched(self, *args, **kwargs):
-        if self is MODELS["llama"]:
-            fed.append(tuple((kwargs.get("input_ids") if not args else args[0]).shape))
-        return call(self, *args, **kwargs)
+    def shape(model, *args, **named):
+        return tuple((args[0] if args else named["input_ids"]).shape)
 
-    monkeypatch.setattr(type(MODELS["llama"]), "__call__", watched)
-    return fed
+    return watched(monkeypatch, type(MODELS["llama"]), "__call__", shape)
 
 
 def test_rows_that_have_ended_are_not_fed(passes):
@@ -328,11 +323,8 @@ def test_rows_share_the_memory_that_is_given():
 @pytest.mark.parametrize("told", [{}, {"repetition_penalty": 1.1}, {"stopping_criteria": [lambda ids, scores: False]}])
 def test_prompts_are_read_where_a_batch_finds_it_worth_it(read, told, monkeypatch):
     """Or where the memory outlasts it. A row by itself always does."""
-    rows, learn_prompt = [], AdaptiveDrafter.learn_prompt
     monkeypatch.setattr(Controller, "reads_logits", read)
-    monkeypatch.setattr(
-        AdaptiveDrafter, "learn_prompt", lambda self, *args: (rows.append(self), learn_prompt(self, *args))
-    )
+    rows = watched(monkeypatch, AdaptiveDrafter, "learn_prompt", lambda drafter, *_: drafter)
     several, one = padded(random_texts(9, 4, 6)), padded(random_texts(9))
     for texts, memory, expected in ((several, None, 3 * read), (several, Memory(), 3), (one, None, 1)):
         rows.clear()
@@ -342,10 +334,7 @@ def test_prompts_are_read_where_a_batch_finds_it_worth_it(read, told, monkeypatc
 
 def test_a_batch_goes_by_how_far_its_rows_are_and_an_engine_does_not(monkeypatch):
     """The caller waits for the slowest row; an engine has other requests for a place that gets free."""
-    told, decide = [], Controller.decide
-    monkeypatch.setattr(
-        Controller, "decide", lambda self, found, emitted=None: (told.append(emitted), decide(self, found, emitted))
-    )
+    told = watched(monkeypatch, Controller, "decide", lambda controller, found, emitted=None: emitted)
     texts = random_texts(9, 4, 6)
     assert_same(MODELS["llama"], LookaheadConfig(), **padded(texts), max_new_tokens=6)
     assert told[0] == [1, 1, 1] and min(told[-1]) > 1
@@ -369,14 +358,12 @@ def test_the_cost_of_a_pass_is_that_of_a_batch(monkeypatch):
     texts = random_texts(6, 6, 6, 6)
     plain = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=40)[:, 6:]
     eos = [int(plain[0, 3]), int(plain[2, 9])]
-    stats, largest = Stats(), []
-    forward = EagerRunner.forward
+    stats = Stats()
 
-    def watched(self, trees, rows, cache):
-        largest.append((len(rows), max(map(len, trees))))
-        return forward(self, trees, rows, cache)
+    def see(runner, trees, rows, cache):
+        return (len(rows), max(map(len, trees)))
 
-    monkeypatch.setattr(EagerRunner, "forward", watched)
+    largest = watched(monkeypatch, EagerRunner, "forward", see)
     assert_same(MODELS["llama"], "auto", **padded(texts), max_new_tokens=40, eos_token_id=eos, stats=stats)
     assert asked[0] == 4 and asked == sorted(asked, reverse=True) and asked[-1] <= 2
     assert [size for _, size in observed] == [size for _, size in largest], "once a pass, by the largest tree"
@@ -473,7 +460,7 @@ def test_an_error_leaves_nothing_broken():
     arguments = padded(random_texts(4, 9))
     with pytest.raises(RuntimeError, match="user's own"):
         lade.generate(MODELS["llama"], max_new_tokens=9, lookahead=PAPER, prefix_allowed_tokens_fn=fail, **arguments)
-    assert not MODELS["llama"]._forward_hooks
+    assert not hooks_of(MODELS["llama"])
     assert_same(MODELS["llama"], **arguments, max_new_tokens=9)
 
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from same_as_plain import assert_same_cache
+from spies import failing, watched
 from transformers import DynamicCache, StaticCache
 from windowed import windowed
 
@@ -100,20 +101,10 @@ def test_a_static_cache_that_is_filled_half_is_as_before(make, monkeypatch):
     model = make()
     cache = StaticCache(config=model.config, max_cache_len=64)
     text = ours(model, IDS, 14, past_key_values=cache)
-    update, calls = type(cache.layers[-1]).update, []
-
-    def failing(layer, *args, **kwargs):
-        calls.append(layer)
-        if layer is cache.layers[-1]:
-            raise KeyboardInterrupt
-        return update(layer, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        for kind in {type(layer) for layer in cache.layers}:
-            patch.setattr(kind, "update", failing)
-        with pytest.raises(KeyboardInterrupt):
-            ours(model, text, 9, past_key_values=cache)
-    assert len(calls) > 1 and {int(layer.get_seq_length()) for layer in cache.layers} == {text.shape[1] - 1}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        failing(patch, cache.layers[-1], "update", KeyboardInterrupt)
+        ours(model, text, 9, past_key_values=cache)
+    assert len(cache.layers) > 1 and {int(layer.get_seq_length()) for layer in cache.layers} == {text.shape[1] - 1}
     assert torch.equal(plain(model, text, 9, past_key_values=cache), plain(model, text, 9))
 
 
@@ -221,9 +212,8 @@ def test_the_cache_of_an_output_is_used_as_plains_is(make, use, rows):
 
 
 def test_the_cache_of_a_batch_is_not_computed_before_it_is_read(monkeypatch):
-    model, calls = toy_model(), []
-    whole = model.forward
-    monkeypatch.setattr(model, "forward", lambda *given, **named: (calls.append(1), whole(*given, **named))[1])
+    model = toy_model()
+    calls = watched(monkeypatch, model, "forward", lambda *given, **named: None)
     output = ours(model, IDS.repeat(2, 1), 9, return_dict_in_generate=True)
     before = len(calls)
     assert isinstance(output.past_key_values, DynamicCache) and len(calls) == before

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import force_attention
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from same_as_plain import PAPER
@@ -189,7 +190,7 @@ def rounding(model: Any) -> Callable[[], object]:
 
 
 def with_another_kernel(model: Any) -> Callable[[], object]:
-    model.config._attn_implementation = "flash_attention_2"
+    force_attention(model, "flash_attention_2")
     return partial(setattr, model.config, "_attn_implementation", "sdpa")
 
 

@@ -18,6 +18,16 @@ def distributions(rows, tokens, vocabulary, seed):
     return scores.masked_fill(banned, -torch.inf).softmax(dim=-1)
 
 
+def noise_of(draws):
+    """The blocks that are kept for rows that have not drawn from them yet."""
+    return draws._noise
+
+
+def assert_nothing_is_kept(draws):
+    noise = noise_of(draws)
+    assert not noise._kept and not noise._states
+
+
 def in_step(probabilities, ends):
     """What plain decoding draws, until the last row has ended: tokens `[B][]`, and the generator's state."""
     drawn = [torch.multinomial(step, num_samples=1)[:, 0].tolist() for step in probabilities[: max(ends)]]
@@ -33,7 +43,7 @@ def at_their_own_pace(probabilities, ends, order, most_bytes=MOST_BYTES):
         texts[row].append(draws.draw(row, probabilities[len(texts[row]), row : row + 1]))
         if len(texts[row]) == ends[row]:
             draws.leave(row)
-    assert not draws._noise._kept and not draws._noise._states
+    assert_nothing_is_kept(draws)
     return texts, torch.get_rng_state()
 
 
@@ -97,7 +107,7 @@ def test_what_is_drawn_ahead_is_what_would_be_drawn(ends, vocabulary, seed, kept
         ours = generator.get_state() if generator else torch.get_rng_state()
         assert torch.equal(ours, states[furthest]), "as if no more had been drawn than was taken"
     assert texts == [[step[row] for step in expected[:end]] for row, end in enumerate(ends)]
-    assert not draws._noise._kept and not draws._noise._states
+    assert_nothing_is_kept(draws)
 
 
 def test_who_draws_between_two_steps_is_heard():
@@ -160,15 +170,15 @@ def test_a_block_is_kept_until_the_last_row_has_passed_it():
     draws, (probabilities,) = Draws(3), distributions(1, 1, 10, seed=0)
     for _ in range(4):
         draws.draw(0, probabilities)
-    assert len(draws._noise) == 4
+    assert len(noise_of(draws)) == 4
     draws.draw(1, probabilities)
-    assert len(draws._noise) == 4, "row 2 needs them all"
+    assert len(noise_of(draws)) == 4, "row 2 needs them all"
     draws.leave(2)
-    assert len(draws._noise) == 3
+    assert len(noise_of(draws)) == 3
     draws.leave(1)
-    assert len(draws._noise) == 0, "row 0 draws new ones"
+    assert len(noise_of(draws)) == 0, "row 0 draws new ones"
     draws.draw(0, probabilities)
-    assert len(draws._noise) == 0
+    assert len(noise_of(draws)) == 0
 
 
 def test_what_is_kept_is_bounded():

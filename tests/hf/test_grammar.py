@@ -2,11 +2,11 @@
 
 import json
 import re
-import sys
 
 import jsonschema
 import pytest
 import torch
+from pretend import without
 from schemas import CITY, PERSON, SCHEMAS, closed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -261,8 +261,7 @@ def test_without_what_it_needs_it_says_so(monkeypatch):
         lade.generate(MODEL, PROMPT, grammar=CHOICE)
     with pytest.raises(InputError, match="another processor forbids"):
         guided(Grammar.regex("[0-9]{2}"), min_new_tokens=20)
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    without(monkeypatch, "llguidance", "llguidance.hf")
     with pytest.raises(MissingExtraError, match=re.escape("pip install '.[grammar]'")):
         Grammar.json_object()
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from pretend import short_trials
 
 import lade
-from lade.backends.cpu.invariant import make_invariant
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -19,7 +19,7 @@ SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits
 def model():
     """Made once: no test here changes it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make_invariant, "TEXTS", (61,))
+        short_trials(patch)
         yield lade.invariant(toy_model(dtype=HALF))
 
 

@@ -13,7 +13,19 @@ from lade.hf import legacy_api as compat
 from lade.testing import toy_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
-ORIGINAL = GenerationMixin._sample
+
+
+def sample():
+    """What the original library replaces, and so does this one."""
+    return GenerationMixin._sample
+
+
+def lookahead():
+    """What `config_lade` has set."""
+    return compat._settings.lookahead
+
+
+ORIGINAL = sample()
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +34,7 @@ def restored(monkeypatch):
     monkeypatch.setattr(compat, "_settings", compat._Settings())
     yield
     lade.restore_all()
-    assert GenerationMixin._sample is ORIGINAL
+    assert sample() is ORIGINAL
 
 
 @pytest.fixture
@@ -99,14 +111,14 @@ def test_restore_all_undoes_the_patch_however_often_it_was_made(passes, monkeypa
     lade.augment_all()
     lade.augment_all()
     lade.restore_all()
-    assert GenerationMixin._sample is ORIGINAL
+    assert sample() is ORIGINAL
     monkeypatch.setenv("USE_LADE", "1")
     model.generate(IDS, max_new_tokens=30)
     assert len(counted) == 30
 
 
 def test_importing_patches_nothing():
-    assert GenerationMixin._sample is ORIGINAL
+    assert sample() is ORIGINAL
 
 
 def test_debug_prints_the_summary_and_the_log_adds_up(passes, monkeypatch, capsys, tmp_path):
@@ -180,12 +192,12 @@ def test_the_log_is_bounded_and_its_sums_are_whole(monkeypatch, capsys, tmp_path
 def test_settings_that_are_left_out_keep_their_value():
     lade.config_lade(LEVEL=3, WINDOW_SIZE=9)
     lade.config_lade(GUESS_SET_SIZE=2, POOL_FROM_PROMPT=1)
-    assert compat._settings.lookahead == lade.LookaheadConfig(9, 3, 2, prompt_ngrams=True)
+    assert lookahead() == lade.LookaheadConfig(9, 3, 2, prompt_ngrams=True)
 
 
 def test_pool_from_prompt_is_off_until_asked_for():
     config()
-    assert not compat._settings.lookahead.prompt_ngrams
+    assert not lookahead().prompt_ngrams
 
 
 @pytest.mark.parametrize("setting", [{"ALWAYS_FWD_ONE": 0}, {"SPLIT_FLAG": 1}, {"DIST_WORKERS": 2}, {"USE_FLASH": 1}])
@@ -200,10 +212,10 @@ def test_quiet_values_are_quiet():
 
 
 def test_bad_sizes_are_named_and_change_nothing():
-    before = compat._settings.lookahead
+    before = lookahead()
     with pytest.raises(lade.ConfigError, match="ngram=1"):
         lade.config_lade(LEVEL=1)
-    assert compat._settings.lookahead == before
+    assert lookahead() == before
 
 
 def test_a_log_into_a_folder_that_is_not_there_is_named(tmp_path):

@@ -8,6 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
+from spies import watched
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.streamers import BaseStreamer
@@ -191,13 +192,11 @@ def test_padding_after_the_end_of_a_row_costs_no_passes_of_its_own(monkeypatch):
     texts = random_texts(6, 6, 6)
     first = MODELS["llama"].generate(torch.tensor(texts), max_new_tokens=80)[:, 6:]
     eos = int(first[0, 9])
-    sizes, forward = [], EagerRunner.extend
 
-    def watched(self, trees, held, cache):
-        sizes.append([len(tree) - own for tree, own in zip(trees, held, strict=True)])
-        return forward(self, trees, held, cache)
+    def see(runner, trees, held, cache):
+        return [len(tree) - own for tree, own in zip(trees, held, strict=True)]
 
-    monkeypatch.setattr(EagerRunner, "extend", watched)
+    sizes = watched(monkeypatch, EagerRunner, "extend", see)
     stats, said = Stats(), {**NOTHING}
     ids = assert_same(
         MODELS["llama"],
@@ -218,13 +217,7 @@ def test_padding_after_the_end_of_a_row_costs_no_passes_of_its_own(monkeypatch):
 
 def test_a_row_that_is_far_ahead_waits(monkeypatch):
     monkeypatch.setattr(lock_step_row, "MOST_HELD", 4)
-    held, forward = [], EagerRunner.extend
-
-    def watched(self, trees, own, cache):
-        held.extend(own)
-        return forward(self, trees, own, cache)
-
-    monkeypatch.setattr(EagerRunner, "extend", watched)
+    held = watched(monkeypatch, EagerRunner, "extend", lambda runner, trees, own, cache: max(own))
     config, texts = LookaheadConfig(budget=6), random_texts(4, 9, 6)
     assert_same(MODELS["llama"], config, said=CRITERION, **padded(texts), max_new_tokens=100)
     assert 4 < max(held) < 4 + 6

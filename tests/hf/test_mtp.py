@@ -212,13 +212,18 @@ class KnowsTexts:
         return Predictions(tokens, odds)
 
 
+def draft_by(patch, passes):
+    """Have all requests drafted by these passes of a layer."""
+    patch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+
+
 @pytest.fixture
 def drafted_by(monkeypatch):
     """Has all texts be drafted with a layer of a test's own."""
 
     def use(layer, habits=None, fixed=3, clock=None):
         passes = MtpPasses(layer, habits or MtpHabits(), clock or WallClock(), fixed)
-        monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+        draft_by(monkeypatch, passes)
         return passes
 
     return use
@@ -288,7 +293,7 @@ def test_the_cheaper_part_of_the_head_is_computed(monkeypatch, seconds):
     plain, clock = MODEL.generate(PROMPT, max_new_tokens=80), Told()
     layer, habits = Gathers(plain.tolist(), clock, seconds), MtpHabits()
     passes = MtpPasses(layer, habits, clock, 3)
-    monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+    draft_by(monkeypatch, passes)
     assert torch.equal(
         lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True)), plain
     )
@@ -300,7 +305,7 @@ def test_the_cheaper_part_of_the_head_is_computed(monkeypatch, seconds):
 def test_the_seconds_of_passes_are_known(monkeypatch):
     plain = MODEL.generate(PROMPT, max_new_tokens=80)
     passes = MtpPasses(KnowsTexts(plain.tolist()), MtpHabits(), Ticks(), 3)
-    monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+    draft_by(monkeypatch, passes)
     assert passes.spent_s == 0.0
     steps = lade.stream(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     spent = [passes.spent_s for _ in steps]
@@ -311,7 +316,7 @@ def test_the_seconds_of_passes_are_known(monkeypatch):
 def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(monkeypatch):
     plain, habits, observed = MODEL.generate(PROMPT, max_new_tokens=80), MtpHabits(), []
     passes = MtpPasses(KnowsTexts(plain.tolist()), habits, Ticks(), 3)
-    monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
+    draft_by(monkeypatch, passes)
 
     class Told:
         def decide(self, candidates, emitted):

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from mtp_toys import llama, llama_with_mtp, load, write_checkpoint
+from pretend import short_trials
 from safetensors.torch import load_file, save_file
+from spies import failing
 from torch.nn import Linear
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpLayer
 
 import lade
 from lade import LookaheadConfig, UnsupportedArgumentError
-from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.packing import pack
 from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
@@ -59,7 +60,7 @@ MAKERS = [packed, packed_after_loading, invariant, invariant_after_loading]
 @pytest.fixture(scope="module", params=MAKERS, ids=lambda make: make.__name__)
 def model(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make_invariant, "TEXTS", (61,))
+        short_trials(patch)
         yield request.param(tmp_path_factory.mktemp("mtp"))
 
 
@@ -244,22 +245,14 @@ def test_files_that_are_no_layer_any_more_cost_drafts_and_never_the_text(tmp_pat
 def test_a_pass_of_the_layer_that_fails_ends_its_use_and_not_the_text(tmp_path, monkeypatch, caplog, calls):
     model = llama_with_mtp(tmp_path)
     plain = model.generate(PROMPTS, max_new_tokens=30, do_sample=False)
-    block, made = layer_of(model).mtp.layers[0], []
-    whole = block.forward
-
-    def failing(*inputs, **named):
-        made.append(1)
-        if len(made) >= calls:
-            raise RuntimeError("out of memory")
-        return whole(*inputs, **named)
-
-    monkeypatch.setattr(block, "forward", failing)
+    block = layer_of(model).mtp.layers[0]
+    failed = failing(monkeypatch, block, "forward", RuntimeError("out of memory"), calls=range(calls, 100))
     assert torch.equal(lade.generate(model, PROMPTS, max_new_tokens=30, lookahead=BUDGET), plain)
-    assert len(made) == calls and "texts go on without it" in caplog.text
+    assert len(failed) == 1 and "texts go on without it" in caplog.text
     with lade.Engine(model) as engine:
         handle = engine.add(PROMPT, max_new_tokens=30, lookahead=LookaheadConfig(budget=8))
         assert torch.equal(handle.result(60), plain[:1])
-    assert "RuntimeError: out of memory" in lade.supports(model).mtp.reason and len(made) == calls
+    assert "RuntimeError: out of memory" in lade.supports(model).mtp.reason and len(failed) == 1
 
 
 def test_loading_a_layer_changes_nothing_of_the_process(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from inside import hooks_of
 
 import lade
 from lade import Stats
@@ -48,7 +49,7 @@ def test_a_pass_that_fails_is_no_step_and_took_no_time(at, how):
         plainly(model, stats, how)()
     assert (stats.new_tokens, stats.generations, stats.steps) == (at - 1, min(1, at - 1), max(0, at - 2))
     assert 0 <= stats.forward_s <= stats.decode_s and stats.prefill_s >= 0
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not hooks_of(model)
 
 
 @pytest.mark.parametrize("how", ["generate", "stream", "decode"])

@@ -9,6 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import watched
 from test_sampling import MODELS, configs, plain, sampled, warpers
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -53,6 +54,11 @@ class Wanting:
         return more * scores
 
 
+def batched(patch, at_once):
+    """Whether nodes are chosen at once, as on a device that is waited for."""
+    patch.setattr(hf_row, "prefers_batched", lambda device: at_once)
+
+
 @pytest.fixture
 def at_once(monkeypatch):
     """As on a GPU; counts the choosers."""
@@ -63,7 +69,7 @@ def at_once(monkeypatch):
             super().__init__(*args, **kwargs)
             made_choosers.append(self)
 
-    monkeypatch.setattr(hf_row, "prefers_batched", lambda device: True)
+    batched(monkeypatch, True)
     monkeypatch.setattr(hf_row, "BatchedChooser", Counted)
     return made_choosers
 
@@ -109,27 +115,18 @@ def test_the_tokens_and_the_generator_are_plains(family, config, warped, suppres
     arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, "suppress_tokens": suppressed, **warped}
     expected, expected_state = sampled(plain, model, seed, **arguments)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hf_row, "prefers_batched", lambda device: at_once)
+        batched(patched, at_once)
         ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
     assert torch.equal(ours, expected)
     assert torch.equal(state, expected_state)
 
 
 def test_on_a_cpu_they_get_no_text_and_no_copy_of_the_logits(monkeypatch):
-    seen, process = [], logits_process.TemperatureLogitsWarper.__call__
+    def see(processor, input_ids, scores):
+        return (input_ids.shape[1], scores.data_ptr())
 
-    def watched(self, input_ids, scores):
-        seen.append((input_ids.shape[1], scores.data_ptr()))
-        return process(self, input_ids, scores)
-
-    monkeypatch.setattr(logits_process.TemperatureLogitsWarper, "__call__", watched)
-    made, init = [], hf_row.TextFreeChooser.__init__
-
-    def noted(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        made.append(self)
-
-    monkeypatch.setattr(hf_row.TextFreeChooser, "__init__", noted)
+    seen = watched(monkeypatch, logits_process.TemperatureLogitsWarper, "__call__", see)
+    made = watched(monkeypatch, hf_row.TextFreeChooser, "__init__", lambda chooser, *_, **__: chooser)
     sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=5, temperature=0.7, lookahead=LookaheadConfig())
     assert len(made) == 1 and [length for length, _ in seen] == [0] * 5
     logits = torch.randn(3, 20)
@@ -172,7 +169,7 @@ def test_trees_are_those_of_choices_made_one_by_one(config, monkeypatch):
     """What is learned of a step is what the model says, not what was drawn."""
     seen = []
     for at_once in (True, False):
-        monkeypatch.setattr(hf_row, "prefers_batched", lambda device, at_once=at_once: at_once)
+        batched(monkeypatch, at_once)
         stats = lade.Stats()
         for seed in range(3):
             arguments = {"max_new_tokens": 60, "temperature": 0.8}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import buffers_in
 
 import lade
 from lade.backends.cuda_graphs import backend as graphs
@@ -109,7 +110,7 @@ def test_of_idle_buffers_the_larger_ones_are_kept(first):
     large = caches[1].buffers
     caches[first].reset()
     caches[1 - first].reset()
-    (entry,) = pool._entries
+    (entry,) = buffers_in(pool)
     assert entry.buffers is large and entry.idle
     again = cache_on(pool, 2, 20)
     assert again.buffers is large and not entry.idle
@@ -121,16 +122,16 @@ def test_buffers_that_are_too_small_make_way():
     small.reset()
     for rows, tokens in ((2, 10), (2, 600)):
         larger = cache_on(pool, rows, tokens)
-        assert [entry.buffers for entry in pool._entries] == [larger.buffers]
+        assert [entry.buffers for entry in buffers_in(pool)] == [larger.buffers]
         larger.reset()
     other = cache_on(pool, 1, 10, setup="another one")
-    assert [entry.buffers for entry in pool._entries] == [other.buffers]
+    assert [entry.buffers for entry in buffers_in(pool)] == [other.buffers]
 
 
 def test_each_of_two_borrowers_has_a_capture_of_its_own():
     pool = BufferPool(EagerReplay)
     caches = [cache_on(pool, 1, 10) for _ in range(2)]
-    one, other = pool._entries
+    one, other = buffers_in(pool)
     assert caches[0].buffers is not caches[1].buffers and one.capture is not other.capture
 
 
@@ -163,7 +164,7 @@ def test_buffers_that_are_outgrown_are_not_kept():
     cache.reserve(4, 256)
     cache.take(one_token())
     cache.reserve(1, 600)
-    (entry,) = pool._entries
+    (entry,) = buffers_in(pool)
     assert entry.buffers is cache.buffers and cache.room == (1, 768)
 
 
@@ -173,7 +174,7 @@ def test_after_a_failure_nothing_is_kept():
     with pytest.warns(CaptureWarning):
         pool.capture_failed("setup", RuntimeError("no"))
     cache.reset()
-    assert pool._entries == []
+    assert buffers_in(pool) == []
 
 
 class NoMemory:
@@ -189,7 +190,7 @@ def test_a_capture_without_memory_is_no_failure_of_the_model():
     cache = cache_on(pool, 1, 10)
     with pytest.raises(torch.OutOfMemoryError, match="the reason"):
         pool.record(cache.buffers, lambda: torch.ones(1), [])
-    assert pool.capture_failed_in is None and isinstance(pool._entries[0].capture, NoMemory)
+    assert pool.capture_failed_in is None and isinstance(buffers_in(pool)[0].capture, NoMemory)
 
 
 def test_release_frees_idle_buffers(monkeypatch):
@@ -202,11 +203,11 @@ def test_release_frees_idle_buffers(monkeypatch):
     caches[1].reset()
     assert gone() is not None
     lade.release(SimpleNamespace(_orig_mod=model))  # as `torch.compile` wraps it
-    (entry,) = pool._entries
+    (entry,) = buffers_in(pool)
     assert entry.buffers is caches[0].buffers and gone() is None
     caches[0].reset()
     lade.release(model)
-    assert pool._entries == []
+    assert buffers_in(pool) == []
 
 
 def test_on_a_device_the_memory_is_for_others_too(monkeypatch):

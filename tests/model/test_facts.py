@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from spies import watched
 from torch import nn
 
 import lade
@@ -124,9 +125,8 @@ def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
 
 
 def test_a_call_looks_at_its_model_once(monkeypatch):
-    model, ids, looks = toy_model("llama"), torch.tensor([[5, 6, 7]]), []
-    look = ModelFacts.of
-    monkeypatch.setattr(ModelFacts, "of", lambda model: looks.append(model) or look(model))
+    model, ids = toy_model("llama"), torch.tensor([[5, 6, 7]])
+    looks = watched(monkeypatch, ModelFacts, "of", lambda model: model)
     for arguments in ({}, {"do_sample": True}, {"num_beams": 2}, {"input_ids": ids.repeat(2, 1)}):
         looks.clear()
         lade.generate(model, **{"input_ids": ids, "max_new_tokens": 5, **arguments})

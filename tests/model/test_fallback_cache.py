@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from spies import failing, watched
 
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
@@ -119,22 +120,16 @@ def test_rows_are_adopted(full, cache, pool):
 
 @pytest.mark.parametrize("full", ["never", "before", "meanwhile"])
 def test_what_it_holds_is_handed_over(full, pool, monkeypatch):
-    target, update, calls = TreeCache(), TreeLayer.update, []
+    target = TreeCache()
     cache = FallbackCache(lambda: StaticCache(pool=pool), target)
     cache.take(filled(4))
-
-    def updating(self, *given):
-        calls.append(given)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("Tried to allocate 1 x 1.")
-        return update(self, *given)
 
     if full == "before":
         pool.full = True
         with no_memory():
             cache.reserve(2, 256)
     if full == "meanwhile":
-        monkeypatch.setattr(TreeLayer, "update", updating)
+        failing(monkeypatch, TreeLayer, "update", torch.OutOfMemoryError("Tried to allocate 1 x 1."), calls={2})
         with no_memory():
             cache.give_back(4)
     else:
@@ -176,21 +171,17 @@ def test_an_answer_that_takes_memory(cache, pool):
 def test_what_a_failure_held_is_gone_when_the_rows_move(cache, monkeypatch):
     """Its frames would keep what was made before memory ran out, just when some is needed."""
     cache.take(filled(3))
-    seen, move_to = [], StaticCache.move_to
+    made = []
 
     def fails(static):
-        made = torch.zeros(3)
-        seen.append(weakref.ref(made))
+        held = torch.zeros(3)
+        made.append(weakref.ref(held))
         raise torch.OutOfMemoryError("Tried to allocate 7 x 7.")
 
-    def moving(self, other):
-        seen.append(seen[0]() is None)
-        move_to(self, other)
-
-    monkeypatch.setattr(StaticCache, "move_to", moving)
+    gone = watched(monkeypatch, StaticCache, "move_to", lambda *_: made[0]() is None)
     with no_memory():
         cache.try_static(fails)
-    assert seen[1] is True
+    assert gone == [True]
 
 
 def test_other_errors_are_raised(cache):

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from integer_toys import assert_texts_are_plains
+from pretend import use_threads
+from spies import answered
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -90,6 +92,16 @@ def first(model, kind):
     return next(module for module in model.modules() if isinstance(module, kind))
 
 
+def calls_of(module):
+    """The calls that a module has prepared."""
+    return module._calls
+
+
+def runs_of(model):
+    """The runs of layers that a decoder computes in one call each."""
+    return model.model._stack.runs
+
+
 def apart(model):
     """A copy whose modules make all their calls."""
     other = copy.deepcopy(model)
@@ -115,14 +127,14 @@ def outputs(model, ids, cache=None, **more):
 @torch.no_grad()
 def test_a_block_has_the_bits_of_its_layers(weights, dtype, activation, threads, monkeypatch):
     block = first(made("llama", weights, dtype, hidden_act=activation), GatedBlock)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    use_threads(monkeypatch, threads)
     for rows in (1, 2, 3, 8, 16, 17, 40, PREPARED_ROWS, PREPARED_ROWS + 1):
         x = rows_of(block, 1, rows, dtype=dtype)
         assert torch.equal(block(x), block.original.forward(block, x)), rows
     assert block(x[0, 0]).shape == x[0, 0].shape and block(x[:, :0]).shape == (1, 0, x.shape[-1])
     turned = rows_of(block, 4, 6, dtype=dtype).transpose(0, 1)
     assert torch.equal(block(turned), block(turned.contiguous()))
-    assert max(key[1] for key in block._calls.known) == PREPARED_ROWS
+    assert max(key[1] for key in calls_of(block).known) == PREPARED_ROWS
 
 
 @with_each
@@ -134,7 +146,7 @@ def test_a_model_has_the_bits_of_its_parts(weights, dtype, family, threads, monk
     model = made(family, weights, dtype)
     assert count(model, GatedBlock) == count(model, FusedProjections) == 2
     assert count(model, FusedLayer) == 2 * (family in WITH_LAYERS)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    use_threads(monkeypatch, threads)
     other, generator = apart(model), torch.Generator().manual_seed(1)
     for rows, tokens in ((1, 1), (1, 9), (3, 5), (1, PREPARED_ROWS), (2, PREPARED_ROWS)):
         ids = torch.randint(1, 48, (rows, tokens + 4), generator=generator)
@@ -219,9 +231,9 @@ def test_parts_that_are_replaced_by_others_of_their_kind_are_fused_anew():
         setattr(layer.self_attn, name, other.model.layers[0].self_attn.get_submodule(name))
     found = outputs(model, IDS).logits
     assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
-    assert layer._calls.known, "the layer is still made by two calls"
+    assert calls_of(layer).known, "the layer is still made by two calls"
     other = model.model.layers[1]
-    assert layer._calls.known is not other._calls.known, "which have other kernels"
+    assert calls_of(layer).known is not calls_of(other).known, "which have other kernels"
 
 
 @pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
@@ -303,9 +315,9 @@ def test_layers_of_one_shape_share_their_stages():
     model.model.layers[1].input_layernorm.variance_epsilon = 0.5
     model = lade.invariant(model)
     assert torch.equal(outputs(model, IDS).logits, outputs(apart(model), IDS).logits)
-    first, second, third = (layer._calls.known for layer in model.model.layers)
+    first, second, third = (calls_of(layer).known for layer in model.model.layers)
     assert first is third and first is not second
-    assert len({id(layer.mlp._calls.known) for layer in model.model.layers}) == 1
+    assert len({id(calls_of(layer.mlp).known) for layer in model.model.layers}) == 1
 
 
 def test_rows_that_autocast_would_cast_go_the_parts_own_way():
@@ -370,7 +382,7 @@ def test_copies_have_weights_of_their_own(copied):
     model = made()
     expected = outputs(model, IDS).logits
     again = copied(model)
-    calls = [module._calls for module in again.modules() if isinstance(module, Fused)]
+    calls = [calls_of(module) for module in again.modules() if isinstance(module, Fused)]
     assert len(calls) == 6 and not any(each.known or each.survey for each in calls)
     del model
     assert torch.equal(outputs(again, IDS).logits, expected)
@@ -384,11 +396,7 @@ def test_copies_have_weights_of_their_own(copied):
 @pytest.fixture
 def ahead(monkeypatch):
     """For each pass whose first layer was asked to compute all: whether it did."""
-    passes, make = [], chained_decoder._Run.made
-    monkeypatch.setattr(
-        chained_decoder._Run, "made", lambda *args: [passes.append((out := make(*args)) is not None), out][1]
-    )
-    return passes
+    return answered(monkeypatch, chained_decoder._Run, "made", lambda out, *_: out is not None)
 
 
 def fed(model, ids, sizes, cache=None, **more):
@@ -409,11 +417,11 @@ def same(found, expected):
 def test_a_decoder_has_the_bits_of_its_layers(weights, dtype, family, threads, monkeypatch, ahead):
     model = made(family, weights, dtype, num_hidden_layers=3)
     assert count(model, ChainedDecoder) == 1
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    use_threads(monkeypatch, threads)
     other = apart(model)
     with torch.no_grad():
         fits = model.model.is_fit()
-    runs = len(model.model._stack.runs)
+    runs = len(runs_of(model))
     assert fits and runs == (3 if family == "gemma2" else 1)
     for rows, sizes in ((1, [4, 1, 1, 9, 1]), (3, [2, 5, 1, 20]), (2, [3, PREPARED_ROWS // 2, 1])):
         ids, done = torch.randint(1, 48, (rows, sum(sizes))), len(ahead)
@@ -591,7 +599,7 @@ def test_few_shapes_are_kept(monkeypatch):
     model = made()
     other, ids = apart(model), torch.randint(1, 48, (1, 40), generator=torch.Generator().manual_seed(0))
     assert same(fed(model, ids, [4, 1, 2, 3, 4, 5, 1, 20]), fed(other, ids, [4, 1, 2, 3, 4, 5, 1, 20]))
-    assert len(model.model._stack.runs[0]._known) == 3
+    assert len(runs_of(model)[0]._known) == 3
 
 
 def test_weights_that_are_moved_are_found():
@@ -601,5 +609,5 @@ def test_weights_that_are_moved_are_found():
     expected = lade.generate(model, input_ids=IDS, **given)
     criteria = StoppingCriteriaList([Interrupting(model.share_memory, IDS.shape[1] + 5)])
     assert torch.equal(lade.generate(model, input_ids=IDS, stopping_criteria=criteria, **given), expected)
-    (run,) = model.model._stack.runs.values()
+    (run,) = runs_of(model).values()
     assert run._addresses == [each.data_ptr() for each in run._storages]

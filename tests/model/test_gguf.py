@@ -1,7 +1,6 @@
 """GGUF files: models with the file's own values, exact drafts, and files that are damaged or hostile."""
 
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_gguf import OWN, SPECIAL, TOKENS, blocks_of, written
+from pretend import without
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 import lade
@@ -299,5 +299,5 @@ def test_whatever_bytes_of_a_header_are_changed_one_line_says_so(data, files, tm
 
 def test_without_the_package_one_line_says_what_to_install(files, monkeypatch):
     path = files()
-    monkeypatch.setitem(sys.modules, "gguf", None)
+    without(monkeypatch, "gguf")
     assert_refused(path, r"GGUF files need gguf \(.*\): run  pip install gguf")

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from spies import watched
 
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding.tree import TokenTree
@@ -42,13 +43,7 @@ def test_on_the_cpu_nothing_is_copied():
 
 def test_elsewhere_it_arrives_in_one_copy(monkeypatch):
     """Seen on a device without memory, where torch only keeps the books."""
-    copies, copy = [], torch.Tensor.to
-
-    def counted(self, *arguments, **named):
-        copies.append((self, named))
-        return copy(self, *arguments, **named)
-
-    monkeypatch.setattr(torch.Tensor, "to", counted)
+    copies = watched(monkeypatch, torch.Tensor, "to", lambda tensor, *_, **named: (tensor, named))
     first, second = upload([np.arange(6).reshape(2, 3), np.array([True, False])], torch.device("meta"))
     assert first.device.type == second.device.type == "meta" and first.shape == (2, 3) and second.dtype == torch.bool
     ((staged, named),) = copies

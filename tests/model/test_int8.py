@@ -1,12 +1,12 @@
 """Linear layers in int8: rows that do not see each other, the text of plain decoding, folders, and what is refused."""
 
-import copy
 import json
-import pickle
 
 import pytest
 import torch
-from integer_toys import DTYPES, VOCABULARY, assert_decoded_plainly, assert_texts_are_plains, build, logits
+from inside import hooks_of
+from integer_toys import VOCABULARY, build, logits
+from spies import failing, watched
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -15,33 +15,16 @@ import lade
 from lade.backends.cpu.invariant.padded_rows import PaddedRows
 from lade.backends.cpu.packing import blocks, folder, integers
 from lade.backends.cpu.packing.integers import Int8Linear
-from lade.backends.cpu.packing.pack import int8_layers, kept_layers, packed_layers
-from lade.backends.cpu.packing.panel_weight import has_block_kernels
-from lade.backends.cpu.packing.quality import perplexity, watched
+from lade.backends.cpu.packing.pack import int8_layers, kept_layers
+from lade.backends.cpu.packing.quality import perplexity
+from lade.backends.cpu.packing.quality import watched as errors_of
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 
 pytestmark = pytest.mark.by_processor
 
-HERE = has_block_kernels()
-
 
 def packed(model, **options):
     return lade.pack(model, weights="int8", min_weights=1, **options)
-
-
-@pytest.fixture(params=["compiled", "reference"])
-def way(request, monkeypatch):
-    """Layers with the compiled kernels, and those of an installation without the library."""
-    if request.param == "reference":
-        take(monkeypatch, False)
-    elif not HERE:
-        pytest.skip("the compiled kernels are missing")
-    return request.param
-
-
-def take(monkeypatch, library):
-    """Have layers take panels, or none, as without the library."""
-    monkeypatch.setattr(blocks, "has_block_kernels", lambda: library)
 
 
 def difference(found, expected):
@@ -49,19 +32,6 @@ def difference(found, expected):
 
 
 # What a layer computes
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(96, 64), (64, 300), (7, 3), (1, 33), (40, 3000)], ids=str)
-@torch.no_grad()
-def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, dtype, way):
-    outputs, inputs = shape
-    layer = Int8Linear(nn.Linear(inputs, outputs).to(dtype), keep=False)
-    x = torch.randn(64, inputs).to(dtype) * 10 ** torch.linspace(-2, 2, 64)[:, None].to(dtype)
-    together = layer(x)
-    for rows in range(1, 65):
-        assert torch.equal(layer(x[:rows]), together[:rows])
-        assert torch.equal(layer(x[rows - 1 : rows]), together[rows - 1 : rows])
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(24, 40), nn.Linear(24, 40, bias=False), Conv1D(40, 24)])
@@ -80,21 +50,6 @@ def test_it_is_the_product_of_the_rounded_factors(layer):
 
 
 @torch.no_grad()
-def test_rows_of_zeros_and_inputs_of_any_shape(way):
-    layer = Int8Linear(nn.Linear(24, 40), keep=False)
-    assert torch.equal(layer(torch.zeros(3, 24)), layer.bias.expand(3, -1))
-    x = torch.randn(2, 3, 4, 24)
-    expected = torch.stack([layer(row) for row in x.view(-1, 24)]).view(2, 3, 4, 40)
-    assert torch.equal(layer(x), expected)
-    assert torch.equal(layer(torch.randn(24, 5).T).shape and layer(x.transpose(0, 1)), expected.transpose(0, 1))
-    assert layer(torch.randn(0, 24)).shape == (0, 40)
-    assert layer(torch.full((1, 24), float("inf"))).isfinite().sum() == 0
-    for unfit in (torch.randn(3, 23), torch.randn(3, 24).double()):
-        with pytest.raises(RuntimeError, match=r"mat1 and mat2|dtype"):
-            layer(unfit)
-
-
-@torch.no_grad()
 def test_an_input_that_was_written_into_is_rounded_anew():
     first, second = packed(nn.Sequential(nn.Linear(24, 40), nn.Linear(24, 16)).eval())
     x = torch.randn(3, 24)
@@ -107,27 +62,12 @@ def test_an_input_that_was_written_into_is_rounded_anew():
 # What a model writes
 
 
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_lookahead_writes_the_tokens_of_plain_decoding(way, family, dtype):
-    model = lade.invariant(packed(build(family, dtype)))
-    assert int8_layers(model) == packed_layers(model) > 0 and lade.supports(model)
-    assert_texts_are_plains(model)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_prompt_of_an_invariant_model_is_one_product_for_each_layer(dtype, monkeypatch):
-    fed, product = list[int](), Int8Linear._product
-
-    def noted(layer, x):
-        fed.append(x.shape[-2])
-        return product(layer, x)
-
     model = lade.invariant(packed(build(dtype=dtype), keep="lm_head"))
     layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
     assert not any(isinstance(layer, PaddedRows) for layer in layers)
-    monkeypatch.setattr(Int8Linear, "_product", noted)
+    fed = watched(monkeypatch, Int8Linear, "_product", lambda layer, x: x.shape[-2])
     logits(model, torch.randint(1, VOCABULARY, (1, 175)))
     assert fed == [175] * len(layers) != []
 
@@ -160,13 +100,6 @@ def test_all_ways_of_decoding_write_the_tokens_of_plain_decoding(wide):
         assert all(torch.equal(each.result(), one) for each, one in zip(handles, alone, strict=True))
 
 
-def test_without_an_attention_that_rounds_alike_it_is_decoded_plainly():
-    model = packed(build())
-    assert_decoded_plainly(model, "int8")
-    lade.variant(lade.invariant(model))
-    assert not lade.supports(model)
-
-
 def test_kept_layers_stay_in_their_dtype():
     model = packed(build(), keep=["lm_head", "layers.0.*"])
     assert kept_layers(model) == [name for name in kept_layers(model) if "layers.0." in name or name == "lm_head"]
@@ -175,66 +108,7 @@ def test_kept_layers_stay_in_their_dtype():
     assert 0 < difference(logits(model), dense) < difference(whole, dense) < 0.1
 
 
-# Undoing, copying, saving
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_originals_come_back_if_they_were_kept(family):
-    model, before = build(family), build(family)
-    lade.unpack(packed(model, keep_original=True))
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before.parameters(), strict=True))
-    assert torch.equal(logits(model), logits(before))
-
-
-def test_without_originals_unpacking_is_refused_and_nothing_changes():
-    model = packed(build("gpt2"))
-    assert model.lm_head.weight is model.get_input_embeddings().weight, "tied, so it stays"
-    expected = logits(model)
-    with pytest.raises(UnsupportedModelError, match=r"int8, and its original weight was not kept; load the model"):
-        lade.unpack(model)
-    assert torch.equal(logits(model), expected) and int8_layers(model) == packed_layers(model)
-    with pytest.raises(UnsupportedModelError, match="float32"):
-        model.half()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_copies_compute_the_same_bits_also_without_the_library(family, copied, way, monkeypatch):
-    model, other = packed(build(family, torch.bfloat16)), HERE and way == "reference"
-    take(monkeypatch, other)
-    again = copied(model)
-    assert compiled(model) == {way == "compiled"} and compiled(again) == {other}
-    assert torch.equal(logits(again), logits(model))
-
-
-def compiled(model):
-    return {module._panel_weight is not None for module in model.modules() if isinstance(module, Int8Linear)}
-
-
-def test_a_state_has_what_the_integers_stand_for(tmp_path):
-    model = packed(build())
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    name = "model.layers.0.mlp.down_proj"
-    assert torch.equal(again.get_submodule(name).weight, model.get_submodule(name).dense_weight())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-def test_a_saved_model_is_loaded_bit_for_bit_also_without_the_library(family, dtype, way, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_SHARD_BYTES", 20_000)
-    model = packed(build(family, dtype), keep=["layers.0.*"] if family == "llama" else ())
-    lade.save_packed(model, tmp_path)
-    assert len(list(tmp_path.glob("packed-*.safetensors"))) > 1
-    take(monkeypatch, HERE and way == "reference")
-    found = lade.load_packed(tmp_path)
-    assert torch.equal(logits(found), logits(model)) and not found.training
-    assert compiled(model) == {way == "compiled"} and compiled(found) == {HERE and way == "reference"}
-    assert (int8_layers(found), kept_layers(found)) == (int8_layers(model), kept_layers(model))
-    tied = [each.get_input_embeddings().weight is each.lm_head.weight for each in (found, model)]
-    assert tied[0] == tied[1]
-    with pytest.raises(OSError, match="no file named"):
-        type(model).from_pretrained(tmp_path)
+# Folders
 
 
 def test_folders_that_are_not_whole_are_refused(tmp_path):
@@ -296,18 +170,10 @@ def test_what_cannot_be_is_refused_before_the_work(make, options, error, message
 
 
 def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):
-    model, made, original = build(), [], Int8Linear._pack_weight
-
-    def pack_weight(self):
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        made.append(self)
-        original(self)
-
-    monkeypatch.setattr(Int8Linear, "_pack_weight", pack_weight)
-    with pytest.raises(KeyboardInterrupt):
+    model = build()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        failing(patch, Int8Linear, "_pack_weight", KeyboardInterrupt, calls={4})
         packed(model)
-    monkeypatch.setattr(Int8Linear, "_pack_weight", original)
     assert int8_layers(model) == 3
     assert torch.equal(logits(packed(model)), logits(packed(build())))
 
@@ -317,13 +183,13 @@ def test_interrupted_it_leaves_a_model_that_can_be_packed_again(monkeypatch):
 
 def test_errors_are_told_by_layer():
     model = packed(build(), keep_original=True, keep="lm_head")
-    with watched(model) as errors:
+    with errors_of(model) as errors:
         logits(model)
     assert [error.name for error in errors] == [
         name for name, module in model.named_modules() if isinstance(module, Int8Linear)
     ]
     assert all(0.001 < error.weights < 0.02 and 0.001 < error.outputs < 0.1 for error in errors)
-    assert not any(module._forward_hooks for module in model.modules())
+    assert not hooks_of(model)
 
 
 @torch.no_grad()

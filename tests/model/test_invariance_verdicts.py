@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from spies import watched
 from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -29,11 +30,8 @@ def records(tmp_path, monkeypatch):
 @pytest.fixture
 def tried(monkeypatch):
     """Products whose padding was found by a trial, and lengths of the texts that models were tried on."""
-    products, texts = [], []
-    find, trial = padded_rows.padding_for, make_invariant.ModelTrial
-    monkeypatch.setattr(weights, "padding_for", lambda *given: products.append(given[1]) or find(*given))
-    monkeypatch.setattr(make_invariant, "ModelTrial", lambda *given: texts.append(given[2]) or trial(*given))
-    return products, texts
+    products = watched(monkeypatch, weights, "padding_for", lambda *given: given[1])
+    return products, watched(monkeypatch, make_invariant, "ModelTrial", lambda *given: given[2])
 
 
 def paddings(model):

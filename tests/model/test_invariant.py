@@ -9,6 +9,9 @@ from functools import reduce
 import accelerate
 import pytest
 import torch
+from inside import attention_name_of
+from pretend import short_trials, use_threads
+from spies import watched
 from torch import nn
 from transformers import (
     BartConfig,
@@ -52,23 +55,22 @@ HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def short_trials(monkeypatch, tmp_path):
-    """One text, behind which the tree crosses the border of a tile; no verdict is known."""
+def unknown(monkeypatch, tmp_path):
+    """Trials are short, and no verdict is known."""
     monkeypatch.setattr(trials, "RECORDS", Records("invariant", "the verdict", tmp_path))
-    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
-    monkeypatch.setattr("lade.backends.cpu.invariant.trials.TEXTS", (60,))
+    short_trials(monkeypatch)
 
 
 def state_of(model: nn.Module) -> list[object]:
     kinds = [(name, type(module), set(vars(module))) for name, module in model.named_modules()]
-    return [*kinds, set(vars(model)), model.config._attn_implementation]
+    return [*kinds, set(vars(model)), attention_name_of(model)]
 
 
 def test_it_is_undone_without_a_trace():
     model = toy_model(dtype=HALF)
     before, weights = state_of(model), {name: id(weight) for name, weight in model.named_parameters()}
     assert lade.invariant(model) is model
-    assert model.config._attn_implementation == attention.NAME and state_of(model) != before
+    assert attention_name_of(model) == attention.NAME and state_of(model) != before
     assert {name: id(weight) for name, weight in model.named_parameters()} == weights
     assert lade.invariant(model) is model  # once more
     assert lade.variant(model) is model
@@ -263,12 +265,9 @@ def test_what_is_times_a_logistic_function_is_so_at_the_ends_too(dtype):
 
 def test_threads_share_the_numbers_and_change_nothing(monkeypatch):
     x = 3 * torch.randn(200_001)
-    alone, team = times_logistic(x), functions.run_on_team
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    shared = []
-    monkeypatch.setattr(
-        functions, "run_on_team", lambda *args, **kwargs: (shared.append(args[2]), team(*args, **kwargs))
-    )
+    alone = times_logistic(x)
+    use_threads(monkeypatch, 3)
+    shared = watched(monkeypatch, functions, "run_on_team", lambda *args, **_: args[2])
     assert torch.equal(times_logistic(x), alone) and shared == [3]
 
 
@@ -290,7 +289,7 @@ def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
         entered.append(threads)
         ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)(place)
 
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    use_threads(monkeypatch, 3)
     monkeypatch.setattr(worker_threads, "_entrance", lambda: ctypes.cast(enter_alone, ctypes.c_void_p).value)
     monkeypatch.setattr(worker_threads, "TEAM", worker_threads.ThreadTeam())  # that of the process may rest
     assert all(map(torch.equal, all_work(), expected))

@@ -7,6 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend import use_threads
 from trees import Case, attention, cases, tree_of
 
 from lade.backends.cpu.invariant import attention as module
@@ -186,7 +187,7 @@ def test_bits_do_not_depend_on_places_pieces_and_threads(dtype, size, value_size
     copied = key.clone(), value.transpose(2, 3).contiguous().transpose(2, 3)
     monkeypatch.setattr(work, "_ROWS", 12)
     monkeypatch.setattr(work, "_MANY", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    use_threads(monkeypatch, 3)
     elsewhere, _ = invariant_attention(LAYER, query, *copied, None, softcap=softcap, s_aux=sinks)
     assert torch.equal(found, elsewhere)
     for token in (0, 1, 33, 69):

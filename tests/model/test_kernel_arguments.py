@@ -9,6 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend import short_trials
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from transformers.activations import ACT2FN
@@ -182,7 +183,7 @@ def test_a_layer_of_an_invariant_model_takes_what_it_took_before(x, kind, before
 )
 @torch.no_grad()
 def test_a_model_that_is_cast_after_it_was_made_invariant_goes_on(before, after, monkeypatch):
-    monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
+    short_trials(monkeypatch)
     ids = torch.arange(1, 20)[None]
     expected = toy_model(dtype=before).to(after)(ids).logits
     model = lade.invariant(toy_model(dtype=before)).to(after)
@@ -198,7 +199,7 @@ def test_a_model_that_is_cast_after_it_was_made_invariant_goes_on(before, after,
 @pytest.mark.by_processor
 @torch.no_grad()
 def test_an_invariant_model_says_what_it_cannot_become(monkeypatch):
-    monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
+    short_trials(monkeypatch)
     model, ids = lade.invariant(toy_model(dtype=torch.float32)), torch.arange(1, 9)[None]
     with pytest.raises(ValueError, match=r"torch.float64, but is for 16 and 32 bits: call lade.variant\(model\)"):
         model.double()(ids)

@@ -66,6 +66,11 @@ def read(runner, model, rows):
             model(input_ids=torch.tensor([row.tokens[:-1]]))
 
 
+def held_of(runner, row):
+    """What is kept of a row."""
+    return runner._held[row]
+
+
 def accept(runner, model, rows, more):
     """A pass of the model over chains that hold what is accepted, and after it what is not."""
     with torch.no_grad(), runner.watching():
@@ -93,7 +98,7 @@ def look_around(runner, rows, chance):
                 token = chance.randrange(1, VOCABULARY)
                 if (parent, token) not in {(node.parent, node.token) for node in own}:
                     own.append(Unseen(0, parent, token, depth + 1, 0.5))
-            tree = runner._held[row].tree
+            tree = held_of(runner, row).tree
             own = [node for node in own if tree.child(node.parent, node.token) is None]
             known[row] += [(len(tree) + at, node.depth) for at, node in enumerate(own)]
             nodes.append(own)
@@ -113,7 +118,7 @@ def test_the_cache_is_that_of_one_pass_over_each_text(model, runner, seed):
         predictions = look_around(runner, drafting, chance)
         for place, row in enumerate(drafting):
             keys, best = one_pass(model, row.tokens)
-            held, number = runner._held[row], runner._order.index(row)
+            held, number = held_of(runner, row), runner._order.index(row)
             torch.testing.assert_close(
                 runner._cache.layers[0].keys[number, :, : held.entries], keys, atol=1e-6, rtol=1e-5
             )
@@ -171,7 +176,7 @@ def test_a_row_whose_states_have_a_gap_begins_anew(model, runner):
     accept(runner, model, [row], [[6, 7]])
     assert runner.knows(row)
     assert len(runner.predict([row], [()]).tokens) == 1
-    assert runner._held[row].entries == 2 and runner._held[row].start == 11
+    assert held_of(runner, row).entries == 2 and held_of(runner, row).start == 11
 
 
 def test_old_states_are_dropped_so_that_long_prompts_take_bounded_memory(monkeypatch):

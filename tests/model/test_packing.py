@@ -8,6 +8,7 @@ import accelerate
 import peft
 import pytest
 import torch
+from spies import failing
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -617,16 +618,7 @@ def test_float16_is_packed_or_refused_as_the_processor_has_it():
 def test_what_interrupts_packing_leaves_the_model_as_it_was(monkeypatch, problem):
     model = build("gpt2")
     expected, parts = copy.deepcopy(model), list(model.modules())
-    made = []
-    original = PackedLinear._pack_weight
-
-    def pack_weight(self):
-        if len(made) == 3:
-            raise problem
-        made.append(self)
-        original(self)
-
-    monkeypatch.setattr(PackedLinear, "_pack_weight", pack_weight)
+    failing(monkeypatch, PackedLinear, "_pack_weight", problem, calls={4})
     with pytest.raises(problem):
         packed(model)
     assert list(model.modules()) == parts

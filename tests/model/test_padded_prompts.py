@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from inside import hooks_of
+from pretend import short_trials
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import lade
-from lade.backends.cpu.invariant import make_invariant
 from lade.backends.trials import tree_check
 from lade.model import prefill, prompt_logits, runner
 from lade.model.facts import CACHE
@@ -94,7 +95,7 @@ def test_the_head_runs_on_last_tokens_alone():
     watch = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
     runner_of(model).prefill(texts(*LENGTHS), TreeCache())
     watch.remove()
-    assert seen == [(5, 1, 32)] and not model.model._forward_hooks
+    assert seen == [(5, 1, 32)] and not hooks_of(model)
 
 
 def test_those_that_would_take_more_padding_than_a_pass_costs_go_apart():
@@ -119,13 +120,13 @@ def test_an_error_leaves_an_empty_cache():
     cache, prompts = TreeCache(), [[1, 2, 3], [4, 1000]]
     with pytest.raises(IndexError):
         runner_of(MODELS["llama"]).prefill(prompts, cache)
-    assert not cache.layers and not MODELS["llama"].model._forward_hooks
+    assert not cache.layers and not hooks_of(MODELS["llama"])
 
 
 @pytest.mark.by_processor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_invariant_model_gives_the_same_bits(dtype, monkeypatch):
-    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
+    short_trials(monkeypatch)
     model = lade.invariant(toy_model(dtype=dtype))
     prompts, runs = texts(*LENGTHS), runner_of(model)
     together = Fed(runs, prompts)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from pretend import use_threads
 
 from lade.backends.cpu.invariant.padded_rows import _drawn, _order, cancelling
 from lade.backends.cpu.kernels import BFLOAT16
@@ -52,7 +53,7 @@ def test_an_output_has_the_same_bits_beside_any_rows(outputs, inputs, biased, in
     monkeypatch.setattr(panel_weight, "DOTS", panel_weight.DOTS._replace(least_bytes=1))
     monkeypatch.setattr(panel_weight, "_MANY_INPUTS", 1)
     for threads in (2, 3, 7):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        use_threads(monkeypatch, threads)
         for rows in (1, 16, 17, 500):
             assert torch.equal(panel_product(x[:rows], packed, bias, outputs), expected[:rows]), (threads, rows)
 

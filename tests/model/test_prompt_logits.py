@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from inside import hooks_of
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GraniteConfig, GraniteForCausalLM
 
@@ -146,7 +147,7 @@ def test_the_hook_goes_even_when_prefill_fails():
     model = toy_model()
     with pytest.raises(IndexError):
         shown(model, torch.full((1, 5), 1000))
-    assert not model.get_decoder()._forward_hooks
+    assert not hooks_of(model)
 
 
 STATES = torch.ones(1, IDS.shape[1], 32, dtype=torch.float64)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from spies import watched
 
 import lade
 from lade.decoding.tree import TokenTree
@@ -27,15 +28,9 @@ def own_frames():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_runner_calls_the_model_itself(family, monkeypatch):
-    model, found = toy_model(family, vocabulary=48), []
+    model = toy_model(family, vocabulary=48)
     runner, cache = EagerRunner(model, lade.supports(model).require(), model.generation_config), TreeCache()
     runner.prefill([[1, 2]], cache)
-    forward = type(model).forward
-
-    def watched(self, *args, **kwargs):
-        found.append(own_frames())
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(model), "forward", watched)
+    found = watched(monkeypatch, type(model), "forward", lambda *_, **__: own_frames())
     assert torch.isfinite(runner.forward([TokenTree(3)], [[1, 2, 3]], cache)).all()
     assert found == [["forward"]]

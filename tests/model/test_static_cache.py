@@ -1,12 +1,11 @@
 """A cache at fixed addresses: compared with lists of what each row should hold."""
 
-import random
-
 import pytest
 import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import watched
 
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import EagerReplay
@@ -109,30 +108,6 @@ def test_an_empty_one_says_so():
         _ = cache.buffers
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_paths_are_kept(seed):
-    generator = random.Random(seed)
-    rows = generator.choice([1, 2, 3])
-    lengths = [generator.randint(1, 9) for _ in range(rows)]
-    cache = static(*lengths)
-    expected = held(cache)
-    addresses = [group.data_ptr() for group in cache.buffers.groups]
-    for step in range(12):
-        size = generator.choice([1, 2, 7, 8, 9])
-        numbers = [[200 + 20 * step + node for node in range(size)] for _ in range(rows)]
-        feed(cache, numbers)
-        assert cache.lengths == [len(row) + size for row in expected]
-        paths = [[0, *sorted(generator.sample(range(1, size), generator.randint(0, size - 1)))] for _ in range(rows)]
-        if step % 3 == 0:
-            paths = [list(range(len(path))) for path in paths]
-        cache.keep(paths, fed=size)
-        for row, fed, path in zip(expected, numbers, paths, strict=True):
-            row.extend(fed[node] for node in path)
-        for layer in range(LAYERS):
-            assert held(cache, layer) == expected
-    assert addresses == [group.data_ptr() for group in cache.buffers.groups]
-
-
 def test_nothing_is_moved_where_the_path_is_the_first_nodes(monkeypatch):
     cache = static(5, 3)
     monkeypatch.setattr(Buffers, "move", None)
@@ -147,9 +122,7 @@ def test_nothing_is_moved_where_the_path_is_the_first_nodes(monkeypatch):
 
 
 def test_all_layers_are_moved_at_once(monkeypatch):
-    cache, calls = static(5, 3), []
-    scatter = torch.Tensor.scatter_
-    monkeypatch.setattr(torch.Tensor, "scatter_", lambda *given: calls.append(given[0].shape) or scatter(*given))
+    cache, calls = static(5, 3), watched(monkeypatch, torch.Tensor, "scatter_", lambda *given: given[0].shape)
     feed(cache, [[201, 202, 203], [211, 212, 213]])
     calls.clear()
     cache.keep([[0, 2], [0]], fed=3)
@@ -167,14 +140,6 @@ def test_rows_are_selected(rows):
     feed(cache, [[201]] * len(rows))
     cache.keep([[0]] * len(rows), fed=1)
     assert held(cache) == [[*before[row], 201] for row in rows]
-
-
-@pytest.mark.parametrize(("row", "rows"), [(0, [2, 1]), (1, [0, 2]), (2, [0, 1])])
-def test_the_last_row_takes_the_place_of_one_that_leaves(row, rows):
-    cache = static(4, 7, 2)
-    before = held(cache)
-    cache.leave(row)
-    assert held(cache) == [before[row] for row in rows]
 
 
 def test_more_rows_than_there_is_room_for():
@@ -380,9 +345,3 @@ def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
     again = StaticCache(20)
     again.join([other], [(0, 0), (0, 1), (0, 2)])
     assert held(again) == expected
-
-
-def test_moving_nothing():
-    cache, other = StaticCache(60), TreeCache()
-    cache.move_to(other)
-    assert cache.empty and other.room == (0, 0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pretend import use_threads
 
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import panel_products, panel_weight
@@ -24,7 +25,7 @@ def instructions(request):
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
     monkeypatch.setattr(panel_products, "_MANY", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    use_threads(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

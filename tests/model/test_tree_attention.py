@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import attention_name_of, force_attention
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 from trees import Case, attention, cases, tree_of
 
@@ -174,7 +175,7 @@ def test_models_outside_of_the_interface_are_refused():
     """Their attention would add the boolean masks of `lade_tree` to the scores."""
     config = BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=16)
     model = BloomForCausalLM._from_config(config, attn_implementation=NAME).eval()
-    assert model.config._attn_implementation == NAME
+    assert attention_name_of(model) == NAME
     support = lade.supports(model)
     assert not support and "interface" in support.reason and "eager" in support.reason
 
@@ -184,5 +185,5 @@ def test_other_kernels_are_still_refused():
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
     )
     model = LlamaForCausalLM(config).eval()
-    model.config._attn_implementation = "flex_attention"
+    force_attention(model, "flex_attention")
     assert "flex_attention" in lade.supports(model).reason

@@ -9,6 +9,7 @@ from array import array
 import pytest
 import torch
 from forked import in_fork
+from pretend import use_threads
 
 from lade.backends.cpu import worker_threads
 from lade.backends.cpu.invariant.functions import times_logistic
@@ -18,7 +19,7 @@ from lade.backends.cpu.worker_threads import At, Room, Stages, ThreadTeam, run_o
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    use_threads(monkeypatch, 3)
 
 
 LOCK = threading.Lock()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import Watch
+from spies import watched
 
 from lade.backends.trials import backend as trials
 from lade.model.kv_cache import TreeCache
@@ -26,32 +27,18 @@ def one_thread() -> Iterator[None]:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Notes the trees that are fed and the paths that are kept."""
     seen = Watch()
-    forward, keep = EagerRunner.forward, TreeCache.keep
 
-    def watched_forward(self, trees, rows, cache):  # type: ignore[no-untyped-def]
+    def fed(runner: EagerRunner, trees: Any, rows: Any, cache: Any) -> None:
         seen.trees.extend(trees)
         deepest = max(max(tree.depths) for tree in trees)
         seen.furthest = max(seen.furthest, deepest + max(cache.lengths))
-        return forward(self, trees, rows, cache)
 
-    def watched_keep(self, paths, fed):  # type: ignore[no-untyped-def]
-        seen.paths.extend(paths)
-        return keep(self, paths, fed)
-
-    monkeypatch.setattr(EagerRunner, "forward", watched_forward)
-    monkeypatch.setattr(TreeCache, "keep", watched_keep)
+    watched(monkeypatch, EagerRunner, "forward", fed)
+    watched(monkeypatch, TreeCache, "keep", lambda cache, paths, fed: seen.paths.extend(paths))
     return seen
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Class names of the models on which trees were compared with plain decoding, one entry a comparison."""
-    names: list[str] = []
-    worst_error = trials.worst_error
-
-    def counted(model: Any, *args: Any, **kwargs: Any) -> float:
-        names.append(type(model).__name__)
-        return worst_error(model, *args, **kwargs)
-
-    monkeypatch.setattr(trials, "worst_error", counted)
-    return names
+    return watched(monkeypatch, trials, "worst_error", lambda model, *_, **__: type(model).__name__)

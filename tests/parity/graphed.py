@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
+from inside import buffers_in
 from tape import Counted, Counts, Tape
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -14,6 +16,7 @@ from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.capture import CudaCapture
 from lade.backends.cuda_graphs.pool import BufferPool, new_pool
 from lade.backends.cuda_graphs.runner import GraphRunner
+from lade.hf import job
 from lade.model.facts import ModelFacts
 from lade.model.runner import EagerRunner
 
@@ -40,6 +43,11 @@ class Graphs:
             return EagerRunner(model, plan, generation_config, facts)
         return GraphRunner(model, plan, generation_config, self.pool(model), facts)
 
+    def serve(self, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+        """Have all passes from now on made by these runners."""
+        monkeypatch.setattr(job, "runner_for", self.runner_for)
+        return self
+
     def pool(self, model: PreTrainedModel) -> BufferPool:
         if model not in self._pools:
             make = Tape if self.device.type == "cpu" else lambda: CudaCapture(self.device)
@@ -54,5 +62,5 @@ class Graphs:
 
 
 def shapes_of(pool: BufferPool) -> Counter[tuple[int, int, int]]:
-    passes = [shape for entry in pool._entries for shape in entry.buffers.passes]
+    passes = [shape for entry in buffers_in(pool) for shape in entry.buffers.passes]
     return Counter((shape.rows, shape.size, shape.keys) for shape in passes)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, only_fallback, plain, prompt
 from families import family
+from inside import hooks_of
 from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -37,10 +38,6 @@ def adapted(**more: dict[str, Any]) -> Any:
 
 def activated() -> dict[str, Any]:
     return {"alora_invocation_tokens": PROMPT[0, 5:7].tolist()}
-
-
-def hooks(model: Any) -> list[Any]:
-    return [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
 
 
 def streamed(model: Any, **arguments: Any) -> torch.Tensor:
@@ -77,7 +74,7 @@ def test_an_activated_lora_is_refused_by_name(way: str) -> None:
     assert "alora_invocation_tokens" in lade.supports(model).reason
     with pytest.raises(lade.UnsupportedModelError, match=r"activated LoRA \(alora_invocation_tokens\).*set_adapter"):
         WAYS[way](model, input_ids=PROMPT, lookahead=PAPER, **NEW)
-    assert not hooks(model)
+    assert not hooks_of(model)
 
 
 @pytest.mark.one_in(6)
@@ -122,7 +119,7 @@ def test_the_adapter_named_for_one_prompt(way: str, do_sample: bool) -> None:
     assert not torch.equal(expected, model.generate(**{**arguments, "adapter_names": ["default"]}))
     torch.manual_seed(7)
     assert torch.equal(WAYS[way](model, lookahead=PAPER, **arguments), expected)
-    assert not hooks(model)
+    assert not hooks_of(model)
 
 
 @pytest.mark.parametrize("way", ["stream", "engine"])
@@ -133,7 +130,7 @@ def test_an_adapter_named_for_what_goes_on_after_the_call_is_refused(way: str) -
         lade.UnsupportedArgumentError, match=rf"adapter_names .* only while .*generate runs; .*{remedy}"
     ):
         WAYS[way](model, input_ids=PROMPT, lookahead=PAPER, adapter_names=["two"], **NEW)
-    assert not hooks(model)
+    assert not hooks_of(model)
 
 
 def test_an_adapter_named_for_a_stream_is_plains_under_auto() -> None:
@@ -148,7 +145,7 @@ def test_an_engine_refuses_hooks_that_plain_decoding_has_left() -> None:
     model = adapted(two={})
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(input_ids=PROMPT, adapter_names=["two"], max_new_tokens=-1)
-    assert hooks(model), "PEFT cleans up by itself: then this test, and what it tests, can go"
+    assert hooks_of(model), "PEFT cleans up by itself: then this test, and what it tests, can go"
     with lade.Engine(model) as engine, pytest.raises(lade.UnsupportedArgumentError, match="adapter_names"):
         engine.add(PROMPT, **NEW)
 
@@ -174,11 +171,11 @@ def test_adapters_named_for_several_rows_are_refused(case: str, way: str) -> Non
         pytest.skip("plain decoding fails with this PEFT")
     with pytest.raises(lade.UnsupportedModelError, match="adapter_names are for a whole batch"):
         WAYS[way](model, lookahead=PAPER, **SEVERAL[case])
-    assert not hooks(model)
+    assert not hooks_of(model)
     with pytest.warns(lade.FallbackWarning) as caught:
         ours = WAYS[way](model, **SEVERAL[case])
     assert "adapter_names" in only_fallback(caught.list) and torch.equal(ours, expected)
-    assert not hooks(model)
+    assert not hooks_of(model)
     assert_same(model, PROMPT, **NEW)
 
 
@@ -190,7 +187,7 @@ def test_an_activated_lora_among_the_adapters_named(way: str) -> None:
     expected = model.generate(**arguments)
     with pytest.raises(lade.UnsupportedModelError, match="activated LoRA"):
         WAYS[way](model, lookahead=PAPER, **arguments)
-    assert not hooks(model)
+    assert not hooks_of(model)
     with pytest.warns(lade.FallbackWarning, match="activated LoRA"):
         assert torch.equal(WAYS[way](model, **arguments), expected)
 
@@ -203,7 +200,7 @@ def test_a_call_that_fails_leaves_no_hooks(config: Any) -> None:
             continue  # refused before
         with pytest.raises(ValueError, match="max_new_tokens"):
             WAYS[way](model, lookahead=config, input_ids=PROMPT, adapter_names=["two"], max_new_tokens=-1)
-        assert not hooks(model)
+        assert not hooks_of(model)
 
 
 def test_a_generation_broken_off_leaves_no_hooks() -> None:
@@ -215,7 +212,7 @@ def test_a_generation_broken_off_leaves_no_hooks() -> None:
     for way in ("generate", "custom"):
         with pytest.raises(KeyboardInterrupt):
             WAYS[way](model, input_ids=PROMPT, adapter_names=["two"], stopping_criteria=[interrupt], **NEW)
-        assert not hooks(model)
+        assert not hooks_of(model)
 
 
 # --- other adapters --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain, prompt
 from families import FAMILIES, WINDOW, Family, family
+from spies import watched
 
 import lade
 from lade.backends.tree_attention import backend as tree_attention
@@ -104,10 +105,7 @@ def test_the_kernel_writes_what_plain_decoding_writes(
     name: str, device: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = family(name).build(NAME, dtype=torch.float32, num_hidden_layers=2)
-    kernel, passes = tree_attention._kernel(), []
-    assert kernel is not None
-    attend = kernel.attend
-    monkeypatch.setattr(kernel, "attend", lambda *args, **kwargs: passes.append(1) or attend(*args, **kwargs))
+    passes = watched(monkeypatch, tree_attention._kernel(), "attend", lambda *_, **__: None)
     config, tokens = (lade.LookaheadConfig(2, 3, 3), 24) if device == "cpu" else (PAPER, 70)
     stats = assert_same(model.to(device), prompt(20).to(device), [config], max_new_tokens=tokens)
     assert passes

@@ -24,7 +24,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 import lade
 from lade.backends.recurrent.layer import RecurrentLayer, RecurrentTreeLayer, TokenCounter
 from lade.decoding.tree import TokenTree
-from lade.hf import job
 from lade.model.cache_layers import TreeLayer
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -230,7 +229,7 @@ def test_a_stream_may_be_read_in_either_mode(name: str) -> None:
 def test_captured_passes_are_replayed_in_either_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their buffers stay from one generation to the next."""
     graphs, model = Graphs(torch.device("cpu")), model_of(name)
-    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
+    graphs.serve(monkeypatch)
     expected = plain(model, prompt(9), max_new_tokens=20)
     for inferring in (True, False, True):
         with torch.inference_mode(inferring):

@@ -15,8 +15,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
 from lade import announcements, version
-from lade.hf import job
-from lade_lab.fakes import nearly_flat_cost
 
 CASES = [
     pytest.param(case, id=str(case))
@@ -26,11 +24,6 @@ CASES = [
 NEW = 40
 CONFIG = lade.LookaheadConfig(budget=32)
 """Of random models hardly a text is easy to draft; 32 tokens a step shorten each of them."""
-
-
-@pytest.fixture(autouse=True)
-def known_cost_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 def by_enable(model: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:

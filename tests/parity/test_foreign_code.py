@@ -13,6 +13,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from comparing import PAPER, assert_same, batch, build, lookahead, plain, prompt
 from families import family
+from inside import force_attention
 from torch.nn import functional
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -307,7 +308,7 @@ def test_layers_with_a_configuration_of_their_own_are_checked(checks: list[str])
     model: Any = family("llama").build("eager")
     model.config = copy.deepcopy(model.config)
     assert lade.supports(model) and len(checks) == 1
-    model.config._attn_implementation = "sdpa"
+    force_attention(model, "sdpa")
     assert not lade.supports(model), "masks for SDPA are of no use to eager attention"
 
 

@@ -12,6 +12,7 @@ import torch
 from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
 from families import family
 from graphed import Graphs
+from spies import watched
 from test_attention_families import DEVICES
 
 import lade
@@ -23,7 +24,6 @@ from lade.backends.cuda_graphs.fused import FusedDecoder, difference, fusion_ref
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
-from lade.hf import job
 from lade.model.facts import ModelFacts
 
 NAMES = ["llama", "mistral-window", "qwen2", "qwen3", "gemma3_text"]
@@ -40,7 +40,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     monkeypatch.setattr(graphed, "Tape", EagerReplay)  # a tape does not see what an interpreter does
     made = Graphs(device)
-    monkeypatch.setattr(job, "runner_for", made.runner_for)
+    made.serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made
@@ -49,15 +49,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gr
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
     """Shapes of the fused passes that are made."""
-    made: list[StepShape] = []
-    states = FusedDecoder.states
-
-    def noted(self: FusedDecoder, inputs: Any, buffers: Any, shape: StepShape) -> torch.Tensor:
-        made.append(shape)
-        return states(self, inputs, buffers, shape)
-
-    monkeypatch.setattr(FusedDecoder, "states", noted)
-    return made
+    return watched(monkeypatch, FusedDecoder, "states", lambda decoder, inputs, buffers, shape: shape)
 
 
 def built(name: str, device: torch.device, **overrides: Any) -> Any:

@@ -19,13 +19,14 @@ import torch
 from comparing import CONFIGS, PAPER, lookahead, plain, prompt
 from families import CONTEXT, FAMILIES, family, longrope
 from graphed import Graphs, shapes_of
+from inside import buffers_in
 from mtp_toys import llama_with_mtp, load
+from pretend import small_buffers
 from test_batch_families import batch, build
 from transformers import GenerationConfig
 
 import lade
 from lade.backends.cuda_graphs import backend as choice
-from lade.backends.cuda_graphs import static_cache
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
@@ -61,7 +62,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     made = Graphs(device)
-    monkeypatch.setattr(job, "runner_for", made.runner_for)
+    made.serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made
@@ -128,7 +129,7 @@ def test_passes_with_and_without_states_share_buffers(device: torch.device, grap
     for mtp in (True, False, True):
         config = lade.LookaheadConfig(budget=10, mtp=mtp)
         assert torch.equal(lookahead(model, ids, config, max_new_tokens=30), expected)
-    assert len(graphs.pool(model)._entries) == 1
+    assert len(buffers_in(graphs.pool(model))) == 1
 
 
 @pytest.mark.slow
@@ -302,17 +303,16 @@ def test_a_shorter_text_is_not_shown_a_longer_one(device: torch.device, graphs: 
     for length, new in ((100, 5), (10, 30)):
         ids = prompt(length, seed=length).to(device)
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=new), plain(model, ids, max_new_tokens=new))
-    assert len(graphs.pool(model)._entries) == 1
+    assert len(buffers_in(graphs.pool(model))) == 1
 
 
 def test_buffers_grow_with_a_text_that_was_not_expected(
     device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
-    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    small_buffers(monkeypatch)
     model, ids = built("llama", device), prompt(210).to(device)
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), plain(model, ids, max_new_tokens=50))
-    (entry,) = graphs.pool(model)._entries
+    (entry,) = buffers_in(graphs.pool(model))
     assert entry.buffers.slots > 256
 
 
@@ -325,7 +325,7 @@ def test_generations_at_the_same_time_have_buffers_of_their_own(device: torch.de
         for tokens, step in zip(written, steps, strict=True):
             tokens.extend(step.tokens if step else [])
     assert written == [plain(model, ids, max_new_tokens=20)[0, 20:].tolist() for ids in texts]
-    assert len(graphs.pool(model)._entries) == 1, "of idle ones one is kept"
+    assert len(buffers_in(graphs.pool(model))) == 1, "of idle ones one is kept"
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def test_a_generation_without_an_end_does_not_keep_its_buffers(device: torch.dev
     del stream
     gc.collect()
     lookahead(model, ids, PAPER, max_new_tokens=5)
-    assert len(graphs.pool(model)._entries) == 1
+    assert len(buffers_in(graphs.pool(model))) == 1
 
 
 @pytest.mark.parametrize("where", ["criterion", "model"])
@@ -364,7 +364,7 @@ def test_a_generation_that_fails_gives_its_buffers_back(
             arguments["stopping_criteria"] = [interrupt]
         with pytest.raises(KeyboardInterrupt):
             lookahead(model, ids, PAPER, **arguments)
-    (entry,) = graphs.pool(model)._entries
+    (entry,) = buffers_in(graphs.pool(model))
     assert entry.idle and entry.owner is None
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), plain(model, ids, max_new_tokens=30))
 
@@ -400,7 +400,7 @@ def test_a_model_can_go(device: torch.device, graphs: Graphs) -> None:
     graphs._pools.clear()
     del model
     gc.collect()
-    assert gone() is None and pool._entries, "what was captured does not hold the model"
+    assert gone() is None and buffers_in(pool), "what was captured does not hold the model"
 
 
 # --- where it does not work ------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(name: str, device
             assert torch.equal(lookahead(model, ids, config, max_new_tokens=20), expected), config
     (warning,) = caught
     assert warning.category is CaptureWarning and "cannot be captured" in str(warning.message)
-    assert graphs.counted.recorded == 0 and not graphs.pool(model)._entries, "they will not be acquired again"
+    assert graphs.counted.recorded == 0 and not buffers_in(graphs.pool(model)), "they will not be acquired again"
 
 
 def test_who_is_served_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,8 +490,7 @@ def test_a_generation_goes_on_without_memory(
     rows: int, where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For static buffers at all, for larger ones, or for a capture; the next one finds some again."""
-    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
-    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    small_buffers(monkeypatch)
     model, length = built("gemma3_text", device), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)]).to(device)
     expected = plain(model, ids, max_new_tokens=50)
@@ -515,7 +514,7 @@ def test_a_generation_goes_on_without_memory(
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
     (warning,) = caught
     assert warning.category is CaptureWarning and "no memory" in str(warning.message)
-    before, entries = graphs.counted.replayed, graphs.pool(model)._entries
+    before, entries = graphs.counted.replayed, buffers_in(graphs.pool(model))
     assert (before > 0) is (where != "start") and not entries, "what was there made way"
     assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=50), expected)
     assert graphs.counted.replayed > before
@@ -606,7 +605,7 @@ def test_graphs_are_chosen_where_there_are_some() -> None:
     model, ids = built("llama", device), prompt(20).to(device)
     assert torch.equal(lookahead(model, ids, PAPER), plain(model, ids))
     pool = pool_of(model, device)
-    assert isinstance(pool._entries[0].capture, CudaCapture) and shapes_of(pool)
+    assert isinstance(buffers_in(pool)[0].capture, CudaCapture) and shapes_of(pool)
 
 
 @pytest.mark.gpu

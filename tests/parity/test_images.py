@@ -32,7 +32,6 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 
 import lade
-from lade.hf import job
 from lade.model.facts import ModelFacts
 from lade.serving import prefix_cache
 
@@ -284,7 +283,7 @@ def _by_engine(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("case", FOUR)
 def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs = built(case), Graphs(torch.device("cpu"))
-    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
+    graphs.serve(monkeypatch)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
         arguments = {**inputs, **SHORT}
         assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), model.generate(**arguments))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, plain, prompt
 from families import family
+from inside import force_attention
 from transformers import DynamicCache
 
 import lade
@@ -65,7 +66,7 @@ def test_what_it_cannot_be_served_with() -> None:
     ):
         engine.add(prompt(20), prefill_chunk_size=7, max_new_tokens=5)
     assert "its indexers pick" in capture_refusal(model)
-    model.config._attn_implementation = "lade_tree"
+    force_attention(model, "lade_tree")
     assert "takes no tree mask" in lade.supports(model).reason
 
 

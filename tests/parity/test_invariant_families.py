@@ -10,9 +10,9 @@ import transformers
 from comparing import PAPER, batch, in_turn, prompt
 from families import FAMILIES, RECURRENT_FAMILIES
 from packaging.version import Version
+from pretend import short_trials
 
 import lade
-from lade.backends.cpu.invariant import make_invariant
 
 pytestmark = pytest.mark.by_processor
 
@@ -76,8 +76,7 @@ def test_the_table_of_families_is_true():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
 def test_windows_and_experts(name, monkeypatch):
-    monkeypatch.setattr(make_invariant, "TEXTS", (61,))
-    monkeypatch.setattr("lade.backends.cpu.invariant.trials.TEXTS", (60,))
+    short_trials(monkeypatch)
     case = next(case for case in FAMILIES if str(case) == name)
     model = lade.invariant(case.build(dtype=torch.float32, num_hidden_layers=4))
     assert_equal_bits(model, prompt(50))

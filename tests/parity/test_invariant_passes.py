@@ -23,7 +23,6 @@ from lade.backends.cuda_graphs.buffers import StepShape
 from lade.backends.cuda_graphs.capture import EagerReplay
 from lade.backends.cuda_graphs.invariant import make_invariant as making
 from lade.errors import CaptureWarning, PrecisionWarning
-from lade.hf import job
 from lade.model.facts import CACHE, as_cache, is_invariant
 
 __all__ = ["passes"]  # a fixture
@@ -43,7 +42,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gr
     if device.type == "cpu":
         quick_kernels(monkeypatch, attends=True)
     made = Graphs(device)
-    monkeypatch.setattr(job, "runner_for", made.runner_for)
+    made.serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         warnings.simplefilter("error", PrecisionWarning)
@@ -83,7 +82,7 @@ def test_scores_are_those_of_plain_decoding_with_all_kernels(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(graphed, "Tape", EagerReplay)
-    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
+    graphs.serve(monkeypatch)
     if device.type == "cpu":
         quick_kernels(monkeypatch, attends=False)
     model, ids = invariant("llama", device, dtype=torch.float16), prompt(60).to(device)

@@ -28,6 +28,7 @@ from quantised_layers import (
     linears,
     toy,
 )
+from spies import watched
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,7 +48,6 @@ OTHERS = "gives a token another result beside other tokens: quantise the weights
 ROUNDS = (
     r"rounds its inputs \(by 0\.\d+ of their size\), which magnifies other rounding errors: quantise the weights only"
 )
-IN_HALF = r"computes in 16 bits, and the model is in float\d\d: load it with dtype=torch\.bfloat16 or float16"
 REFUSED = {
     PerTensor: OTHERS,
     OutlierColumns: OTHERS,
@@ -65,15 +65,7 @@ EXACT = [torch.float64, torch.float32]
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The layers that were tried."""
-    tried: list[nn.Module] = []
-    reason_of = layer_trial._trial_refusal
-
-    def watched(layer: nn.Module, model: Any) -> str:
-        tried.append(layer)
-        return reason_of(layer, model)
-
-    monkeypatch.setattr(layer_trial, "_trial_refusal", watched)
-    return tried
+    return watched(monkeypatch, layer_trial, "_trial_refusal", lambda layer, model: layer)
 
 
 # --- served ----------------------------------------------------------------------------------------------------------

@@ -14,17 +14,17 @@ import torch
 from comparing import CONFIGS, PAPER, batch, lookahead, plain, prompt
 from families import RECURRENT_FAMILIES, Family
 from graphed import Graphs, shapes_of
+from inside import buffers_in
+from pretend import small_buffers
 from test_batch_families import LENGTHS
 from test_serving_families import assert_served
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
-from lade.backends.cuda_graphs import static_cache
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
-from lade.hf import job
 from lade.model.kv_cache import TreeCache
 
 BUDGET = lade.LookaheadConfig(budget=24)
@@ -55,7 +55,7 @@ def recurrent(name: str) -> Any:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     made = Graphs(torch.device("cpu"))
-    monkeypatch.setattr(job, "runner_for", made.runner_for)
+    made.serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made
@@ -135,7 +135,7 @@ def test_a_second_generation_captures_nothing_and_sees_nothing_of_the_first(grap
         ids = prompt(20, seed)
         assert torch.equal(lookahead(model, ids, BUDGET, max_new_tokens=10), plain(model, ids, max_new_tokens=10))
         recorded.append(graphs.counted.recorded)
-    assert recorded[2] == recorded[1] > 0 and len(graphs.pool(model)._entries) == 1
+    assert recorded[2] == recorded[1] > 0 and len(buffers_in(graphs.pool(model))) == 1
 
 
 @pytest.mark.slow
@@ -155,8 +155,7 @@ def test_the_cache_that_is_handed_out(name: str, graphs: Graphs) -> None:
 def test_a_generation_goes_on_without_memory(
     where: str, rows: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_cache, "AHEAD_TOKENS", 8)
-    monkeypatch.setattr(static_cache, "LARGEST_STEP", 32)  # the first buffers hold 256 slots
+    small_buffers(monkeypatch)
     model, length = recurrent("qwen3_5_text"), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)])
     expected = plain(model, ids, max_new_tokens=30)

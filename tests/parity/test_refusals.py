@@ -12,6 +12,7 @@ import pytest
 import torch
 from comparing import PAPER, only_fallback, plain, prompt
 from families import VOCABULARY, WINDOW, family
+from inside import force_attention
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, StaticCache
@@ -168,7 +169,7 @@ def test_a_model_whose_attention_is_bidirectional() -> None:
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa"])
 def test_attention_kernels_that_take_no_mask(kernel: str) -> None:
     model = family("llama").build()
-    model.config._attn_implementation = kernel
+    force_attention(model, kernel)
     with pytest.raises(lade.UnsupportedModelError, match='takes no tree mask: load it with attn_implementation="sdpa"'):
         generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
 

@@ -12,8 +12,6 @@ from families import FAMILIES, UNLISTED, Family, family
 from graphed import Graphs
 
 import lade
-from lade.hf import job
-from lade_lab.fakes import nearly_flat_cost
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
 SOME = ["llama", "mistral-window", "gemma3_text", "gpt2", "opt", "bloom", "gpt_oss", "llama4_text", "deepseek_v3"]
@@ -22,11 +20,6 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 NOW_AND_THEN = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "llama4_text", "opt")]
 CAPTURED = ["mistral-window", "gemma3_text", "bloom", *NOW_AND_THEN]
-
-
-@pytest.fixture(autouse=True)
-def known_cost_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: Any) -> None:
@@ -62,7 +55,7 @@ def test_sampled_requests_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_requests_of_it_on_captured_passes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, model = Graphs(torch.device(device)), family(name).build().to(device)
-    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
+    graphs.serve(monkeypatch)
     told = {"eos_token_id": plain(model, prompt(7).to(device))[0, 19].item(), "pad_token_id": 0}
     assert_served(model, [PAPER], new_tokens=20, do_sample=False, **told)
     assert graphs.counted.replayed > graphs.counted.recorded > 1

@@ -18,12 +18,12 @@ import torch
 from comparing import PAPER, batch, build, lookahead, plain, prompt
 from families import family
 from graphed import Graphs
+from inside import buffers_in
 from transformers import BloomForCausalLM
 
 import lade
 from lade.backends.cuda_graphs import pool as model_pools
 from lade.backends.cuda_graphs.backend import capture_refusal
-from lade.hf import job
 from lade.hf.plain import metered
 from lade.model.module_changes import hooked
 
@@ -208,14 +208,14 @@ def test_a_pass_over_a_tree_inside_another_one_is_refused() -> None:
 def test_threads_replay_passes_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs = family(name).build(), Graphs(torch.device("cpu"))
     pool = graphs.pool(model)
-    monkeypatch.setattr(job, "runner_for", graphs.runner_for)
+    graphs.serve(monkeypatch)
     prompts = [prompt(length, seed=length) for length in (9, 10)]
     expected = [plain(model, ids, max_new_tokens=9) for ids in prompts]
     jobs = [functools.partial(lookahead, model, ids, PAPER, max_new_tokens=9) for ids in prompts]
     for results, right in zip(at_once(jobs), expected, strict=True):
         assert all(torch.equal(ids, right) for ids in results)
     assert graphs.counted.replayed > graphs.counted.recorded > 0
-    assert len(pool._entries) == 1, "idle buffers are kept"
+    assert len(buffers_in(pool)) == 1, "idle buffers are kept"
 
 
 def test_threads_may_check_an_unknown_model_at_once() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, only_fallback, plain, prompt
 from families import UNLISTED, WINDOW, Family, family
+from inside import force_attention
 from transformers import LlamaForCausalLM, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
@@ -174,7 +175,7 @@ def test_a_wrong_window_is_refused() -> None:
     model.__class__ = OwnMistral
     for layer in (model.model,):  # the model masks by a config of its own, narrower than the one we can read
         layer.config = type(model.config)(**{**model.config.to_dict(), "sliding_window": WINDOW - 1})
-        layer.config._attn_implementation = "sdpa"
+        force_attention(layer, "sdpa")
     assert "logits differ by" in lade.supports(model).reason
 
 

@@ -13,6 +13,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
 from families import Family, family
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from pretend import short_trials
 
 import lade
 
@@ -165,7 +166,7 @@ def test_a_wholly_offloaded_model(offload: Any, tmp_path: Path) -> None:
 @pytest.mark.by_processor
 @pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
 def test_an_invariant_model_that_is_offloaded(offload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
+    short_trials(monkeypatch)
     model = lade.invariant(family("llama").build(dtype=torch.float32))
     expected = plain(model, prompt(10))
     folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
@@ -247,7 +248,7 @@ def test_a_model_that_has_to_be_one_graph_is_decoded_plainly(compiled: Any) -> N
 @pytest.mark.by_processor
 @COMPILED
 def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
+    short_trials(monkeypatch)
     model = lade.invariant(family("llama").build(dtype=torch.float32))
     compiled(model)
     expected = plain(model, prompt(10), max_new_tokens=20)
@@ -260,7 +261,7 @@ def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled: Any, m
 @pytest.mark.by_processor
 def test_an_invariant_model_under_autocast_is_decoded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its products were tried in the dtype that they have."""
-    monkeypatch.setattr("lade.backends.cpu.invariant.make_invariant.TEXTS", (5,))
+    short_trials(monkeypatch)
     model = lade.invariant(family("llama").build(dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(model, prompt(10), max_new_tokens=20)

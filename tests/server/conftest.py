@@ -6,9 +6,7 @@ import pytest
 import torch
 from served import Running, running
 
-from lade.hf import job
 from lade.server import service
-from lade_lab.fakes import nearly_flat_cost
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,8 +27,6 @@ def no_warm_up():
 
 @pytest.fixture(scope="module")
 def server() -> Running:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
-        with running() as made:
-            yield made
+    with running() as made:
+        yield made
     gc.collect()

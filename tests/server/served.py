@@ -13,15 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 import shell_fixtures
 import torch
 from shell_fixtures import CONTEXT, byte_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lade.hf import job
 from lade.server.listen import Server
 from lade.server.served_model import ServedModel
 from lade.server.service import Service
 from lade.server.settings import Settings
+from lade_lab.fakes import nearly_flat_cost
 
 SOON = 60.0
 TEMPLATE = (
@@ -110,7 +113,9 @@ class Running:
 
 @contextmanager
 def running(served: Any = SERVED, log: Any = None, ready: bool = True, **changes: Any) -> Iterator[Running]:
-    """A server with other settings than usual."""
+    """A server with other settings than usual; what its passes cost is known, and not measured."""
+    known = pytest.MonkeyPatch()
+    known.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
     made = Running(replace(SETTINGS, **changes), served, log)
     made.thread.start()
     try:
@@ -122,6 +127,7 @@ def running(served: Any = SERVED, log: Any = None, ready: bool = True, **changes
         yield made
     finally:
         made.stop()
+        known.undo()
 
 
 def until(true: Callable[[], Any], seconds: float = SOON) -> None:

@@ -24,7 +24,6 @@ from lade.server.errors import ApiError
 from lade.server.failures import FailedRequests
 from lade.serving import batch, handle, prefix_cache, scheduler
 from lade.serving import running as running_set
-from lade_lab.fakes import nearly_flat_cost
 
 TOKENS = 24
 PROBLEMS = {
@@ -145,7 +144,6 @@ def ask_all(server):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
     monkeypatch.setattr(service, "SAVE_S", 0.0)
     with running(replace(SERVED, save=Saver()), prefix_cache=2**24) as made:
         yield made

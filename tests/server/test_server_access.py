@@ -4,6 +4,7 @@ import functools
 
 import pytest
 from served import running, until
+from spies import watched
 
 from lade.errors import InputError
 from lade.server.access_log import AccessLog
@@ -193,12 +194,10 @@ def test_pages_that_are_allowed_may():
 
 
 def test_a_salt_buys_no_turn(guarded, monkeypatch):
-    asked, add = [], guarded.service.serving.engine.add
-    monkeypatch.setattr(
-        guarded.service.serving.engine,
-        "add",
-        lambda *given, **named: asked.append((named["client"], named["scope"])) or add(*given, **named),
-    )
+    def see(*given, **named):
+        return (named["client"], named["scope"])
+
+    asked = watched(monkeypatch, guarded.service.serving.engine, "add", see)
     for secret, salt in ((SECRET, "one"), (SECRET, "two"), ("sk-another", "one")):
         body = {"prompt": "a", "max_tokens": 1, "cache_salt": salt}
         assert guarded.http.post("/v1/completions", json=body, headers={"x-api-key": secret}).status_code == 200

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from served import MODEL, TOKENIZER, plain, running, templated, text_of
+from spies import watched
 
 from lade.server import app
 from lade.server.serialization import encoded
@@ -287,8 +288,7 @@ def test_completions_have_logprobs_of_the_old_form(server):
 
 def test_a_token_of_a_stream_costs_as_much_as_those_before_it(server, monkeypatch):
     """Where it begins is not found by spelling all of the text again."""
-    spelled, spell = [], TokenText.bytes
-    monkeypatch.setattr(TokenText, "bytes", lambda self, token: spelled.append(token) or spell(self, token))
+    spelled = watched(monkeypatch, TokenText, "bytes")
     tokens = 200
     body = {"prompt": "abc", "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "lookahead": None}
     events = server.events("/v1/completions", **body, logprobs=0)

@@ -7,6 +7,7 @@ import openai
 import pytest
 import torch
 from served import CONTEXT, MODEL, SERVED, TOKENIZER, byte_model, plain, running, text_of, until
+from spies import watched
 
 from lade.server import completions
 from lade.server.completions import CompletionLogprobs
@@ -99,15 +100,13 @@ def test_what_was_reused_is_told_all_the_same_and_others_go_on(server):
 
 def test_many_logprobs_are_spelled_beside_the_event_loop(monkeypatch):
     """A probe is answered while they are."""
-    seen, of_prompt = [], CompletionLogprobs.of_prompt
     with running(replace(SERVED, model=byte_model(TOKENIZER))) as server:
 
-        def slowly(self, *arguments):
+        def meanwhile(logprobs, *arguments):
             assert server.http.get("/live").status_code == 200
-            seen.append(len(arguments[2]))
-            return of_prompt(self, *arguments)
+            return len(arguments[2])
 
-        monkeypatch.setattr(completions.CompletionLogprobs, "of_prompt", slowly)
+        seen = watched(monkeypatch, completions.CompletionLogprobs, "of_prompt", meanwhile)
         assert server.complete("abcdef", echo=True, logprobs=1, max_tokens=0).status_code == 200
         until(server.at_rest)
     assert seen == [5]

@@ -1,7 +1,6 @@
 """Answers in a form, and calls that are forced: the tokens of `model.generate` with the grammar's processor."""
 
 import json
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import jsonschema
 import pytest
+from pretend import without
 from served import (
     MODEL,
     SOON,
@@ -431,7 +431,7 @@ def test_tools_that_cannot_be_described_take_any_object_unless_they_are_strict()
 
 
 def test_without_the_library_forms_are_refused_with_the_remedy_and_calls_are_free(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    without(monkeypatch, "llguidance.hf")
     with running(ServedModel(MODEL, byte_tokenizer(SHOWN), context=512)) as server:
         answer = server.chat(response_format=FORMAT)
         assert answer.status_code == 400 and "'.[grammar]'" in answer.json()["error"]["message"]

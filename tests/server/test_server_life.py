@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from inside import batch_of
 from served import MODEL, SERVED, SETTINGS, SOON, Passes, Running, running, slow_served, until, until_placed
 
 import lade
@@ -156,7 +157,7 @@ def test_a_failed_pass_ends_its_requests_alone():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
     with running() as server:
-        batch = server.service.serving.engine._scheduler._batch
+        batch = batch_of(server.service.serving.engine)
 
         def broken():
             raise MemoryError("nothing left")

@@ -12,6 +12,7 @@ import httpx2 as httpx
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from served import running, until
+from spies import watched
 
 from lade.server import routes
 from lade.server.middleware import _MAX_HELD, BodyRoute
@@ -153,8 +154,7 @@ def test_4_mb_of_wrong_items_cost_little_and_hold_up_nobody(server, path, before
     ],
 )
 def test_large_requests_become_chats_beside_the_others(server, monkeypatch, path, body, name, size):
-    threads, convert = [], getattr(routes, name)
-    monkeypatch.setattr(routes, name, lambda asked: threads.append(threading.current_thread()) or convert(asked))
+    threads = watched(monkeypatch, routes, name, lambda asked: threading.current_thread())
     assert server.http.post(path, json={**body, "user": "x" * size}).status_code == 200
     assert (threads[0] is server.thread) == (size < SMALL)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from served import SERVED, Passes, plain, running, slow_served, templated, text_of, until
+from spies import watched
 
 from lade import LookaheadConfig, Memory
 from lade.server.keys import NO_KEYS, Key, Keys
@@ -87,13 +88,11 @@ TWO, ONE = KEYS, Keys((Key("a", "ka"),))
     ],
 )
 def test_the_memory_of_a_file_serves_those_who_share_alone(share, keys, salt, used, caplog, monkeypatch):
-    memory, asked = Memory(2**20), []
+    memory = Memory(2**20)
     served = replace(SERVED, lookahead=LookaheadConfig(memory=memory), save=lambda: None)
     with running(served, share=share, keys=keys) as server:
-        warned, add = "neither read nor filled" in caplog.text, server.service.serving.engine.add
-        monkeypatch.setattr(
-            server.service.serving.engine, "add", lambda *given, **named: (asked.append(named), add(*given, **named))[1]
-        )
+        warned = "neither read nor filled" in caplog.text
+        asked = watched(monkeypatch, server.service.serving.engine, "add", lambda *given, **named: named)
         for key in [each.secret for each in keys.all] or ["-"]:
             body = {"prompt": "the fox said that", "max_tokens": 30, "temperature": 0, "cache_salt": salt}
             assert server.http.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code == 200

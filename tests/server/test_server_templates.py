@@ -9,6 +9,7 @@ import threading
 import pytest
 from PIL import EpsImagePlugin, Image, PngImagePlugin
 from served import MODEL, byte_tokenizer, running
+from spies import watched
 
 from lade.cli.encoder import open_image
 from lade.errors import InputError
@@ -198,8 +199,8 @@ def test_the_images_of_a_request_are_bounded_together(monkeypatch):
 
 def test_the_images_of_one_request_at_a_time_are_decoded(monkeypatch):
     """Else as many as there are threads would be in memory."""
-    inside, go_on, decoded, read = threading.Semaphore(0), threading.Event(), [], Images.read
-    monkeypatch.setattr(Images, "read", lambda self, *given: decoded.append(1) or read(self, *given))
+    inside, go_on = threading.Semaphore(0), threading.Event()
+    decoded = watched(monkeypatch, Images, "read")
 
     def encode(*given):
         inside.release()

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from serving_toys import engine_threads
+from spies import watched
 
-from lade.hf import job
 from lade.model.prefill import PromptPasses
-from lade_lab.fakes import nearly_flat_cost
 
 sys.path.append(str(Path(__file__).parent.parent / "parity"))  # where the tiny models of all families are
 
@@ -21,11 +20,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def known_cost_of_batches(monkeypatch):
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +34,11 @@ def no_thread_stays():
 @pytest.fixture
 def fed(monkeypatch):
     """Shapes of what prefill feeds, pass by pass, padding included."""
-    shapes, feed = [], PromptPasses.feed
+    shapes = []
 
-    def watched(self, prompts, sharing, cache, hook):
+    def see(passes, prompts, sharing, cache, hook):
         if prompts != [[0]]:  # which an engine feeds to find out what a row takes
             shapes.append((len(prompts), max(map(len, prompts)) - cache.get_seq_length()))
-        return feed(self, prompts, sharing, cache, hook)
 
-    monkeypatch.setattr(PromptPasses, "feed", watched)
+    watched(monkeypatch, PromptPasses, "feed", see)
     return shapes

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 import torch
+from inside import cache_of, rows_of
 
 from lade import Stats, supports
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
@@ -146,22 +147,22 @@ class Driven:
 
     def check(self):
         """No more than there may be, and nothing kept of those that have ended."""
-        capacity, cache = self.batch.capacity, self.batch._cache
+        capacity, cache = self.batch.capacity, cache_of(self.batch)
         rows, slots = cache.room
         assert rows * slots <= max(capacity.max_tokens, 0)
         assert len(self.batch.running.active) <= capacity.max_rows
         assert {id(seat.handle) for seat in self.batch.running.active} == {id(handle) for handle in self.seats}
-        assert len(self.batch._loop.rows) == len(self.batch.running.decoding)
-        assert cache.lengths == ([len(row.tokens) - 1 for row in self.batch._loop.rows] or [0])
+        assert len(rows_of(self.batch)) == len(self.batch.running.decoding)
+        assert cache.lengths == ([len(row.tokens) - 1 for row in rows_of(self.batch)] or [0])
         told = self.batch.tally.snapshot(**dict.fromkeys(KNOWN_TO_THE_QUEUE, 0))
         assert (told.slots, told.room) == (sum(cache.lengths), rows * slots)
-        if self.batch._loop.rows and self.batch._allocator.is_enough:
+        if rows_of(self.batch) and self.batch._allocator.is_enough:
             needs, now = self.batch.running.needs(), max(cache.lengths)
             assert self.batch.running.next_preempted() is None
             assert replace(capacity, sizing=cache).suffices(cache.room, needs, now)
         if isinstance(cache, FallbackCache) and isinstance(cache.current, StaticCache):
             check_zeros(cache.current)
-        self.most_rows = max(self.most_rows, len(self.batch._loop.rows))
+        self.most_rows = max(self.most_rows, len(rows_of(self.batch)))
 
     def finish(self):
         for _ in range(10_000):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from comparing import lookahead, plain, prompt
 from families import FAMILIES, RECURRENT_FAMILIES
+from inside import prefix_cache_of
 from serving_toys import Driven, alone
 from transformers import DynamicCache
 
@@ -192,4 +193,4 @@ def test_where_fewer_keys_are_picked_than_are_worth_a_copy_nothing_is_kept(name)
     driven = Driven(model, prefix_cache=10**7)
     asked = [(driven.add(prompt(60), SMALL, max_new_tokens=9), prompt(60), {"max_new_tokens": 9}) for _ in range(2)]
     served(driven, asked)
-    assert [handle.cached_tokens for handle, *_ in asked] == [0, 0] and not len(driven.batch._reuse.prefix_cache)
+    assert [handle.cached_tokens for handle, *_ in asked] == [0, 0] and not len(prefix_cache_of(driven.batch))

@@ -7,6 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import cache_of, result_of, steps_of
 from serving_toys import (
     METHODS,
     PAPER,
@@ -19,6 +20,7 @@ from serving_toys import (
     new_tokens,
     random_ids,
 )
+from spies import failing, watched
 
 from lade import InputError, LookaheadConfig, Memory
 from lade.config import resolve
@@ -32,7 +34,6 @@ from lade.serving.capacity import Capacity, Need, largest_tree
 from lade.serving.request import PLAIN
 from lade.serving.running import RunningSet
 from lade.testing import toy_model
-from lade_lab.fakes import nearly_flat_cost
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
 GREEDY = {"do_sample": False}
@@ -41,15 +42,11 @@ GREEDY = {"do_sample": False}
 @pytest.fixture
 def passes(monkeypatch):
     """Shapes of the trees of each step: rows, and nodes of the largest one."""
-    fed = []
-    forward = EagerRunner.forward
 
-    def watched(self, trees, rows, cache):
-        fed.append((len(trees), max(map(len, trees))))
-        return forward(self, trees, rows, cache)
+    def see(runner, trees, rows, cache):
+        return (len(trees), max(map(len, trees)))
 
-    monkeypatch.setattr(EagerRunner, "forward", watched)
-    return fed
+    return watched(monkeypatch, EagerRunner, "forward", see)
 
 
 # --- joining and leaving ---------------------------------------------------------------------------------------------
@@ -93,7 +90,7 @@ def test_a_text_of_one_token_never_takes_part_in_a_step(passes):
     handle = driven.add(random_ids(5), max_new_tokens=1)
     driven.advance()
     assert passes == [] and driven.batch.idle and len(new_tokens(handle, random_ids(5))) == 1
-    assert driven.batch._loop.cache.room == (0, 0)
+    assert cache_of(driven.batch).room == (0, 0)
 
 
 def test_the_first_token_may_be_the_end_of_sequence_while_others_go_on():
@@ -119,7 +116,7 @@ def test_a_prompt_in_pieces_gives_the_same_text(piece, method):
     handle = driven.add(ids, method, max_new_tokens=25)
     driven.finish()
     assert new_tokens(handle, ids) == alone(LLAMA, ids, max_new_tokens=25)
-    assert handle._steps[0].fed == 14
+    assert steps_of(handle)[0].fed == 14
 
 
 def test_between_two_pieces_of_a_prompt_the_others_make_a_step(passes):
@@ -218,16 +215,8 @@ def test_no_more_rows_than_there_may_be():
 )
 def test_the_cache_never_takes_more_than_it_may(max_tokens, prefill_tokens, requests):
     """`Driven` looks after each step, and this looks inside of each, after the pass has fed its trees."""
-    seen = []
     with pytest.MonkeyPatch.context() as patch:
-        keep = TreeCache.keep
-
-        def watched(self, paths, fed):
-            rows, slots = self.room
-            seen.append(rows * slots)
-            return keep(self, paths, fed)
-
-        patch.setattr(TreeCache, "keep", watched)
+        seen = watched(patch, TreeCache, "keep", lambda cache, paths, fed: cache.room[0] * cache.room[1])
         driven, handles = Driven(LLAMA, prefill_tokens=prefill_tokens, max_tokens=max_tokens), []
         for seed, (length, new, method) in enumerate(requests):
             try:
@@ -247,14 +236,8 @@ def test_the_cache_never_takes_more_than_it_may(max_tokens, prefill_tokens, requ
     )
 )
 def test_no_tree_is_larger_than_is_reckoned_with(config):
-    sizes, forward = [], EagerRunner.forward
     with pytest.MonkeyPatch.context() as patch:
-
-        def watched(self, trees, rows, cache):
-            sizes.extend(map(len, trees))
-            return forward(self, trees, rows, cache)
-
-        patch.setattr(EagerRunner, "forward", watched)
+        sizes = watched(patch, EagerRunner, "forward", lambda runner, trees, *_: max(map(len, trees)))
         driven = Driven(LLAMA)
         driven.add(random_ids(12), config, max_new_tokens=25)
         driven.finish()
@@ -296,13 +279,7 @@ def test_room_for_texts_that_fit_is_enough_and_not_too_much(texts, max_rows, max
 
 def test_room_is_looked_at_when_rows_come_and_go_and_have_grown(monkeypatch):
     """Not at every step: it takes as long as a good part of a small model's pass."""
-    looks, growth = [], RunningSet.growth
-
-    def watched(self):
-        looks.append(len(self.decoding))
-        return growth(self)
-
-    monkeypatch.setattr(RunningSet, "growth", watched)
+    looks = watched(monkeypatch, RunningSet, "growth", lambda running: len(running.decoding))
     driven = Driven(LLAMA)
     driven.add(random_ids(5), None, max_new_tokens=60)
     driven.advance(20)
@@ -315,7 +292,7 @@ def test_room_is_looked_at_when_rows_come_and_go_and_have_grown(monkeypatch):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def failing(kind, ids, written):
+def failing_request(kind, ids, written):
     problem = LookupError("a user's own")
     match kind:
         case "processor":
@@ -337,7 +314,7 @@ def failing(kind, ids, written):
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_error_in_one_request_ends_that_request_alone(kind, written, place):
     driven, handles = Driven(LLAMA), []
-    arguments, problem = failing(kind, random_ids(6, seed=9), written)
+    arguments, problem = failing_request(kind, random_ids(6, seed=9), written)
     for number in range(3):
         if number == place:
             handles.append(driven.add(random_ids(6, seed=9), PAPER, max_new_tokens=20, **arguments))
@@ -351,7 +328,7 @@ def test_an_error_in_one_request_ends_that_request_alone(kind, written, place):
     said = handles[place].tokens
     assert said == expected[: len(said)] and handles[place].stats.new_tokens == len(said)
     if kind == "on_step":
-        assert len(handles[place]._steps) == written + 1, "its last step was told"
+        assert len(steps_of(handles[place])) == written + 1, "its last step was told"
     else:
         assert len(said) == max(0, written - (kind == "criterion")), "all that came before the error"
     for number, handle in enumerate(handles):
@@ -359,38 +336,31 @@ def test_an_error_in_one_request_ends_that_request_alone(kind, written, place):
             assert handle.tokens == alone(LLAMA, random_ids(6, seed=number), max_new_tokens=20)
 
 
-class FailingPasses:
-    """Lets passes fail, after they have changed the cache, where a condition on their trees and rows holds."""
+def failing_passes(monkeypatch, fails):
+    """Let passes fail, after they have changed the cache, where a condition on their trees and rows holds."""
 
-    def __init__(self, monkeypatch, fails):
-        self.failed, forward = 0, EagerRunner.forward
+    def where(runner, trees, rows, cache):
+        return fails(trees, rows)
 
-        def checked(runner, trees, rows, cache):
-            logits = forward(runner, trees, rows, cache)
-            if fails(trees, rows):
-                self.failed += 1
-                raise MemoryError("no more")
-            return logits
-
-        monkeypatch.setattr(EagerRunner, "forward", checked)
+    return failing(monkeypatch, EagerRunner, "forward", MemoryError("no more"), where=where, after=True)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_pass_that_fails_is_repeated_without_drafts_and_nothing_is_lost(monkeypatch, sampled):
     """As where a device has memory for passes over single tokens only."""
     driven, given = Driven(LLAMA, max_rows=3), {"max_new_tokens": 20, "do_sample": sampled}
-    failing = FailingPasses(monkeypatch, lambda trees, rows: max(map(len, trees)) > 1)
+    failed = failing_passes(monkeypatch, lambda trees, rows: max(map(len, trees)) > 1)
     handles = [driven.add(random_ids(6, seed), seed=seed, **given) for seed in range(4)]
     driven.finish()
     monkeypatch.undo()
-    assert failing.failed
+    assert failed
     for seed, handle in enumerate(handles):
         assert handle.tokens == alone(LLAMA, random_ids(6, seed), seed, **given)
 
 
 def test_whoever_makes_every_pass_fail_is_found_alone_and_the_others_lose_nothing(monkeypatch):
     driven, culprit = Driven(LLAMA, max_rows=3), random_ids(6, 1)[0].tolist()
-    FailingPasses(monkeypatch, lambda trees, rows: any(row[:6] == culprit for row in rows))
+    failing_passes(monkeypatch, lambda trees, rows: any(row[:6] == culprit for row in rows))
     handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(5)]
     driven.finish()
     monkeypatch.undo()
@@ -402,7 +372,7 @@ def test_whoever_makes_every_pass_fail_is_found_alone_and_the_others_lose_nothin
 
 def test_where_no_pass_succeeds_all_end(monkeypatch):
     driven = Driven(LLAMA, max_rows=2)
-    FailingPasses(monkeypatch, lambda trees, rows: True)
+    failing_passes(monkeypatch, lambda trees, rows: True)
     handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(3)]
     driven.finish()
     for handle in handles:
@@ -421,16 +391,12 @@ def test_a_drafter_that_fails_ends_its_row_alone(monkeypatch, method, lookahead)
     asked = [(driven.add(random_ids(9, seed), lookahead, max_new_tokens=30), seed) for seed in range(3)]
     driven.advance(1)  # into the queue
     drafter = next(row for row, active in driven.batch.running.decoding.items() if active.handle is asked[1][0]).drafter
-    kind, calls = type(_innermost(drafter)), []
-    called = getattr(kind, method)
 
-    def fails(self, *given, **more):
-        if self is _innermost(drafter):
-            calls.append(method)
-            raise OSError("its file is gone")
-        return called(self, *given, **more)
+    def mine(each, *_, **__):
+        return each is _innermost(drafter)
 
-    monkeypatch.setattr(kind, method, fails)
+    kind, problem = type(_innermost(drafter)), OSError("its file is gone")
+    calls = failing(monkeypatch, kind, method, problem, where=mine)
     driven.finish()
     monkeypatch.undo()
     for handle, seed in asked:
@@ -454,14 +420,8 @@ def test_an_error_of_the_model_in_prefill_ends_that_request_alone(monkeypatch):
     ids = random_ids(10, seed=1)
     handle = driven.add(ids, max_new_tokens=20)
     driven.advance()
-    prefill = EagerRunner.prefill
-
-    def fails(self, rows, cache, watch=None):
-        prefill(self, rows, cache, watch)
-        raise MemoryError("no more")
-
     with monkeypatch.context() as patch:
-        patch.setattr(EagerRunner, "prefill", fails)
+        failing(patch, EagerRunner, "prefill", MemoryError("no more"), after=True)
         driven.advance()
     third = driven.add(ids, max_new_tokens=20)
     driven.finish()
@@ -474,16 +434,12 @@ def test_an_error_of_the_model_in_prefill_ends_that_request_alone(monkeypatch):
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_cache_that_cannot_grow_is_an_error_of_those_who_wanted_it(joins, monkeypatch):
     """Of the request that joins, or of all in the step."""
-
-    def fails(self, rows, tokens):
-        raise MemoryError("no more")
-
     driven = Driven(LLAMA)
     first = driven.add(random_ids(4), None, max_new_tokens=600 if not joins else 60)
     driven.advance(2)
     ids = random_ids(9, seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(TreeCache, "reserve", fails)
+        failing(patch, TreeCache, "reserve", MemoryError("no more"))
         if joins:
             second = driven.add(ids, None, max_new_tokens=20)
             driven.advance()
@@ -502,14 +458,13 @@ def test_a_cache_that_cannot_grow_is_an_error_of_those_who_wanted_it(joins, monk
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_cost_that_cannot_be_measured_is_an_error_of_those_who_wanted_it(rows, monkeypatch):
-    def fails(model, runner, batch=1):
-        if batch >= rows:
-            raise MemoryError("no more")
-        return nearly_flat_cost()
-
     driven = Driven(LLAMA)
     with monkeypatch.context() as patch:
-        patch.setattr(job, "step_cost_for", fails)
+
+        def too_many(model, runner, batch=1):
+            return batch >= rows
+
+        failing(patch, job, "step_cost_for", MemoryError("no more"), where=too_many)
         handles = [driven.add(random_ids(4, seed), "auto", max_new_tokens=9) for seed in range(rows)]
         driven.finish()
         for seed, handle in enumerate(handles):
@@ -534,21 +489,20 @@ def test_cancelling(state):
     handle = driven.add(random_ids(10, seed=1), max_new_tokens=30)
     driven.advance({"waiting": 0, "opening": 1, "running": 4, "ended": 60}[state])
     assert (len(handle.tokens) > 0) is (state in ("running", "ended"))
-    steps = len(handle._steps)
+    steps = len(steps_of(handle))
     assert handle.cancel() is (state != "ended")
     assert handle.done() is (state in ("waiting", "ended"))
     driven.advance()
-    assert handle.done() and len(handle._steps) == steps and len(driven.batch.running.active) == (state != "ended")
+    assert handle.done() and len(steps_of(handle)) == steps and len(driven.batch.running.active) == (state != "ended")
     driven.finish()
-    assert (handle._result is None) is (state != "ended")
+    assert (result_of(handle) is None) is (state != "ended")
     assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=30)
 
 
 def test_slots_of_a_row_that_has_left_are_seen_by_nobody(monkeypatch):
     """Before each pass all slots that hold nothing are poisoned, as in the tests of batches."""
-    forward, reused = EagerRunner.forward, []
 
-    def poisoning(self, trees, rows, cache):
+    def poison(runner, trees, rows, cache):
         longest, used = max(cache.lengths), len(cache.lengths)
         for layer in cache.layers:
             for buffer in (layer.keys, layer.values):
@@ -556,10 +510,9 @@ def test_slots_of_a_row_that_has_left_are_seen_by_nobody(monkeypatch):
                 buffer[:, :, longest:] = torch.nan
                 for row, length in enumerate(cache.lengths):
                     buffer[row, :, length:longest] = 1e6
-        reused.append(used)
-        return forward(self, trees, rows, cache)
+        return used
 
-    monkeypatch.setattr(EagerRunner, "forward", poisoning)
+    reused = watched(monkeypatch, EagerRunner, "forward", poison)
     driven, handles = Driven(LLAMA, max_rows=3, prefill_tokens=6), []
     for number in range(9):
         handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4)))
@@ -585,7 +538,7 @@ def test_a_request_has_the_figures_of_its_own_steps():
     driven.advance(3)
     handle = driven.add(random_ids(10, seed=1), PAPER, max_new_tokens=40)
     driven.finish()
-    stats, steps = handle.stats, handle._steps
+    stats, steps = handle.stats, steps_of(handle)
     assert [step.index for step in steps] == list(range(len(steps)))
     assert (stats.generations, stats.new_tokens, stats.steps) == (1, 40, len(steps) - 1)
     assert stats.step_tokens == [step.fed for step in steps[1:]] and sum(stats.accepted) == 39
@@ -597,13 +550,7 @@ def test_a_request_has_the_figures_of_its_own_steps():
 
 
 def test_the_cost_of_a_pass_is_that_of_as_many_rows(monkeypatch):
-    asked = []
-
-    def cost_of(model, runner, batch=1):
-        asked.append(batch)
-        return nearly_flat_cost()
-
-    monkeypatch.setattr(job, "step_cost_for", cost_of)
+    asked = watched(monkeypatch, job, "step_cost_for", lambda model, runner, batch=1: batch)
     driven = Driven(LLAMA)
     for seed in range(5):
         driven.add(random_ids(4, seed), "auto", max_new_tokens=4 + 30 * (seed == 0))
@@ -617,8 +564,7 @@ def test_the_cost_of_a_pass_is_that_of_as_many_rows(monkeypatch):
 
 
 def test_the_cost_is_switched_with_the_number_of_rows(monkeypatch):
-    told, use = [], Controller.use
-    monkeypatch.setattr(Controller, "use", lambda self, cost: told.append(cost) or use(self, cost))
+    told = watched(monkeypatch, Controller, "use")
     driven = Driven(LLAMA)
     for seed in range(2):
         driven.add(random_ids(4, seed), "auto", max_new_tokens=16 + 16 * seed)
@@ -630,12 +576,8 @@ def test_the_cost_is_switched_with_the_number_of_rows(monkeypatch):
 @pytest.mark.parametrize("rare", [False, True])
 def test_where_looks_are_rare_several_requests_do_not_read_their_prompts(rare, monkeypatch):
     """A memory that outlasts its request does, and a request that has the engine to itself."""
-    read = []
-    learn_prompt = AdaptiveDrafter.learn_prompt
     monkeypatch.setattr(Controller, "reads_logits", not rare)
-    monkeypatch.setattr(
-        AdaptiveDrafter, "learn_prompt", lambda self, *args: (read.append(self), learn_prompt(self, *args))
-    )
+    read = watched(monkeypatch, AdaptiveDrafter, "learn_prompt", lambda drafter, *_: drafter)
     for requests, kept, expected in ((1, False, 1), (3, False, 0 if rare else 3), (3, True, 3)):
         read.clear()
         driven, prompts = Driven(LLAMA), [random_ids(6 + seed, seed) for seed in range(requests)]

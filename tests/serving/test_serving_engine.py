@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 import torch
 from families import SWITCH, family, longrope
+from inside import batch_of, cache_of, force_attention
 from peft import LoraConfig, get_peft_model
 from serving_toys import (
     METHODS,
@@ -26,6 +27,7 @@ from serving_toys import (
     oddly,
     random_ids,
 )
+from spies import failing
 
 import lade
 from lade import (
@@ -394,7 +396,7 @@ def test_a_text_longer_than_a_table_of_positions_would_fail_for_all(name):
 
 def test_a_model_that_cannot_be_served():
     model = toy_model("llama")
-    model.config._attn_implementation = "flash_attention_2"
+    force_attention(model, "flash_attention_2")
     with pytest.raises(lade.UnsupportedModelError, match="takes no tree mask"):
         Engine(model)
 
@@ -503,16 +505,7 @@ def test_an_unforeseen_error_reaches_every_request(monkeypatch):
 
 def test_a_batch_that_failed_does_not_end_the_engine(monkeypatch):
     engine, held, handles = running_engine()
-    forward = EagerRunner.forward
-    failed = []
-
-    def fails(self, trees, rows, cache):
-        if not failed:
-            failed.append(True)
-            raise MemoryError("no more")
-        return forward(self, trees, rows, cache)
-
-    monkeypatch.setattr(EagerRunner, "forward", fails)
+    failed = failing(monkeypatch, EagerRunner, "forward", MemoryError("no more"), calls={1})
     held.opened.set()
     handles[0].result(SOON)
     assert failed and new_tokens(handles[1], random_ids(4)) == alone(LLAMA, random_ids(4), max_new_tokens=9)
@@ -559,7 +552,7 @@ def test_many_short_requests_leave_nothing_behind(of_each_round):
             time.sleep(0.01)
         assert not any(ref() for ref in kept)
         assert len(set(counts[1:])) == 1, counts
-        assert engine._scheduler._batch._loop.cache.room == (0, 0)
+        assert cache_of(batch_of(engine)).room == (0, 0)
     assert not engine_threads()
     freed = weakref.ref(engine)
     del engine

@@ -12,6 +12,7 @@ from families import family
 from graphed import Graphs, shapes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import batch_of, buffers_in, cache_of, rows_of, runner_of
 from serving_toys import (
     METHODS,
     PAPER,
@@ -24,6 +25,7 @@ from serving_toys import (
     oddly,
     random_ids,
 )
+from spies import answered, failing, watched
 from test_serving_machine import Requests, model_of
 
 import lade
@@ -54,7 +56,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def graphs(monkeypatch):
     made = Graphs(CPU)
-    monkeypatch.setattr(job, "runner_for", made.runner_for)
+    made.serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         yield made
@@ -99,9 +101,9 @@ class GraphedRequests(Requests):
 
     def drive(self, *limits):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job, "runner_for", self.graphs.runner_for)
+            self.graphs.serve(patch)
             driven = Driven(model_of(self.name), *limits)
-        assert isinstance(driven.batch._cache, FallbackCache)
+        assert isinstance(cache_of(driven.batch), FallbackCache)
         return driven
 
 
@@ -138,8 +140,8 @@ def test_what_was_captured_serves_the_requests_that_come_later(graphs):
             alone(LLAMA, random_ids(5, seed), max_new_tokens=20) for seed in range(2)
         ]
         recorded.append(graphs.counted.recorded)
-        assert driven.batch._cache.room == (0, 0)
-        (entry,) = graphs.pool(LLAMA)._entries
+        assert cache_of(driven.batch).room == (0, 0)
+        (entry,) = buffers_in(graphs.pool(LLAMA))
         assert entry.idle
     assert recorded[1] == recorded[2], "the first time buffers grow, which loses what was captured on the old ones"
 
@@ -149,31 +151,31 @@ def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
     driven = Driven(LLAMA)
     handles = [driven.add(random_ids(3 + number, number), None, max_new_tokens=40) for number in range(3)]
     driven.advance(2)
-    buffers = driven.batch._cache.current.buffers
+    buffers = cache_of(driven.batch).current.buffers
     assert buffers.rows == 8
     for number in (3, 4):
         handles.append(driven.add(random_ids(3 + number, number), None, max_new_tokens=40))
         driven.advance()
-    assert driven.batch._cache.current.buffers is buffers and len(driven.batch._loop.rows) == 5
+    assert cache_of(driven.batch).current.buffers is buffers and len(rows_of(driven.batch)) == 5
     driven.finish()
     assert [handle.tokens for handle in handles] == [text_of(number, 40) for number in range(5)]
 
 
 def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
     """What lies after the last slot that passes read is poisoned, and so are rows beyond those of the pass."""
-    forward, poisoned = GraphRunner._replay, []
 
-    def poisoning(self, step, trees):
+    def poison(runner, step, trees):
         for group in step.cache.buffers.groups:
             group[:, step.shape.rows :] = torch.nan
             group[:, :, :, step.shape.keys : -1] = torch.nan
-        poisoned.append(step.cache.buffers.rows - step.shape.rows)
-        logits = forward(self, step, trees)
+        return step.cache.buffers.rows - step.shape.rows
+
+    def clean(logits, runner, step, trees):
         for group in step.cache.buffers.groups:
             group.nan_to_num_(0.0)
-        return logits
 
-    monkeypatch.setattr(GraphRunner, "_replay", poisoning)
+    answered(monkeypatch, GraphRunner, "_replay", clean)
+    poisoned = watched(monkeypatch, GraphRunner, "_replay", poison)
     driven, handles = Driven(LLAMA, max_rows=3), []
     for number in range(6):
         handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4)))
@@ -192,7 +194,7 @@ def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
 @pytest.mark.slow
 def test_an_engine_with_threads_gives_back_what_it_took(graphs):
     with Engine(LLAMA, max_rows=3, prefill_tokens=5) as engine:
-        assert type(engine._scheduler._batch._runner) is GraphRunner
+        assert type(runner_of(batch_of(engine))) is GraphRunner
         wanted = []
         for number, method in enumerate(METHODS):
             ids = random_ids(4 + number, number)
@@ -208,12 +210,17 @@ def test_an_engine_with_threads_gives_back_what_it_took(graphs):
         assert graphs.counted.replayed > 0
 
 
+def served_by(pool, monkeypatch):
+    """Have all passes captured on the buffers of one pool."""
+    monkeypatch.setattr(job, "runner_for", lambda facts, *given: GraphRunner(facts.model, *given, pool))
+
+
 @pytest.fixture
 def pool(monkeypatch):
     """That of a model, as it has one on a CUDA device."""
     made = new_pool(LLAMA, EagerReplay)
     monkeypatch.setitem(model_pools._pools, LLAMA, made)
-    monkeypatch.setattr(job, "runner_for", lambda facts, *given: GraphRunner(facts.model, *given, made))
+    served_by(made, monkeypatch)
     return made
 
 
@@ -221,14 +228,14 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypat
     """What was captured reads memory that others use by now."""
     model = toy_model("llama", vocabulary=VOCABULARY)
     pool = new_pool(model, EagerReplay)
-    monkeypatch.setattr(job, "runner_for", lambda facts, *given: GraphRunner(facts.model, *given, pool))
+    served_by(pool, monkeypatch)
     driven = Driven(model)
     for number in range(3):
         expected = alone(model, random_ids(5), max_new_tokens=12)
         handle = driven.add(random_ids(5), PAPER, max_new_tokens=12)
         driven.finish()
         assert handle.tokens == expected
-        (entry,) = pool._entries
+        (entry,) = buffers_in(pool)
         assert entry.setup == capture_setup(model), number
         for parameter in model.parameters():
             parameter.data = parameter.data.flip(-1).clone()
@@ -238,17 +245,17 @@ def test_what_is_left_from_before_is_free_for_an_engine(pool):
     driven = Driven(LLAMA)
     driven.add(random_ids(5), PAPER, max_new_tokens=9)
     driven.finish()
-    assert len(pool._entries) == 1
+    assert len(buffers_in(pool)) == 1
     with Engine(LLAMA, max_tokens=10**6):
-        assert len(pool._entries) == 1, "its size is given"
+        assert len(buffers_in(pool)) == 1, "its size is given"
         with Engine(LLAMA):
-            assert pool._entries == []
+            assert buffers_in(pool) == []
 
 
 def test_closing_an_engine_frees_its_buffers(pool):
     with Engine(LLAMA) as engine:
         assert engine.add(random_ids(5), lookahead=PAPER, max_new_tokens=9).result(30.0) is not None
-    assert pool._entries == [] and engine._scheduler._batch._runner.device == CPU
+    assert buffers_in(pool) == [] and runner_of(batch_of(engine)).device == CPU
 
 
 def test_between_two_bursts_an_engine_can_give_back_its_buffers(pool):
@@ -258,9 +265,9 @@ def test_between_two_bursts_an_engine_can_give_back_its_buffers(pool):
         driven.advance()
         lade.release(LLAMA)  # those in use stay
         driven.finish()
-        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(pool._entries) == 1
+        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(buffers_in(pool)) == 1
         lade.release(LLAMA)
-        assert pool._entries == []
+        assert buffers_in(pool) == []
 
 
 # --- capacity --------------------------------------------------------------------------------------------------------
@@ -314,24 +321,11 @@ def test_rows_and_slots_are_counted_as_they_are_made():
     ),
 )
 def test_no_buffers_take_more_than_they_may(max_tokens, requests):
-    wanted, trees = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "runner_for", Graphs(CPU).runner_for)
-        make, prepare = Buffers.__init__, GraphRunner._prepare
-
-        def made(buffers, layers, rows, slots):
-            wanted.append(rows * slots)
-            make(buffers, layers, rows, slots)
-
-        def prepared(self, fed, cache, **options):
-            before = cache.buffers
-            step = prepare(self, fed, cache, **options)
-            trees.extend(map(len, fed))
-            assert cache.buffers is before, "a pass finds room"
-            return step
-
-        patch.setattr(Buffers, "__init__", made)
-        patch.setattr(GraphRunner, "_prepare", prepared)
+        Graphs(CPU).serve(patch)
+        wanted = watched(patch, Buffers, "__init__", lambda buffers, layers, rows, slots: rows * slots)
+        after = answered(patch, GraphRunner, "_prepare", lambda step, runner, fed, cache, **_: cache.buffers)
+        before = watched(patch, GraphRunner, "_prepare", lambda runner, fed, cache, **_: cache.buffers)
         driven, handles = Driven(LLAMA, max_tokens=max_tokens), []
         for seed, (length, new, method) in enumerate(requests):
             try:
@@ -341,18 +335,13 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
                 assert StaticCache.buffer_slots(length + new, largest_tree(config)) > max_tokens
         driven.finish()
     assert all(slots <= max_tokens for slots in wanted)
+    assert all(now is then for now, then in zip(after, before, strict=True)), "a pass finds room"
     for handle, seed, length, new in handles:
         assert handle.tokens == alone(LLAMA, random_ids(length, seed), max_new_tokens=new)
 
 
 def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, monkeypatch):
-    acquired, acquire = [], BufferPool.acquire
-
-    def acquiring(*given):
-        acquired.append(acquire(*given))
-        return acquired[-1]
-
-    monkeypatch.setattr(BufferPool, "acquire", acquiring)
+    acquired = answered(monkeypatch, BufferPool, "acquire")
     for limit, used in ((10_000, True), (1000, False)):
         runner = graphs.runner(LLAMA)
         others = runner.new_cache(tokens=1000)
@@ -363,7 +352,7 @@ def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, 
         driven = Driven(LLAMA, max_tokens=limit)
         handle = driven.add(random_ids(4), PAPER, max_new_tokens=9)
         driven.advance(2)
-        assert (driven.batch._cache.current.buffers is buffers) is (buffers in acquired) is used
+        assert (cache_of(driven.batch).current.buffers is buffers) is (buffers in acquired) is used
         assert all(each.rows * each.slots <= limit for each in acquired)
         driven.finish()
         assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
@@ -391,9 +380,9 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
         for number in range(5):
             handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30 + number))
             driven.advance(2)
-        assert isinstance(driven.batch._cache.current, TreeCache), "until all have ended"
-        assert driven.batch._cache.room[1] < 200, "what it takes, and no bucket of it"
-        assert graphs.pool(LLAMA)._entries == [], "what was there makes way"
+        assert isinstance(cache_of(driven.batch).current, TreeCache), "until all have ended"
+        assert cache_of(driven.batch).room[1] < 200, "what it takes, and no bucket of it"
+        assert buffers_in(graphs.pool(LLAMA)) == [], "what was there makes way"
         driven.finish()
     assert [handle.tokens for handle in handles] == [text_of(number, 30 + number) for number in range(5)]
     (warning,) = caught
@@ -404,7 +393,7 @@ def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
     memory.slots = 10**9
     again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
     driven.advance()
-    assert isinstance(driven.batch._cache.current, StaticCache)
+    assert isinstance(cache_of(driven.batch).current, StaticCache)
     driven.finish()
     assert again.tokens == text_of(0, 20)
 
@@ -482,7 +471,7 @@ def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monke
         assert handle.done()
         with pytest.raises(torch.OutOfMemoryError, match="not even that"):
             handle.result(0)
-    assert driven.batch.idle and driven.batch._cache.room == (0, 0)
+    assert driven.batch.idle and cache_of(driven.batch).room == (0, 0)
     memory.slots = 10**9
     again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
     driven.finish()
@@ -495,16 +484,8 @@ def out_of_memory(*given, **options):
 
 def move_without_memory(self, cache):
     """`StaticCache.move_to`, where the second layer of the new cache finds no memory."""
-    update, calls = TreeLayer.update, []
-
-    def fails(layer, *given):
-        calls.append(layer)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("not even that")
-        return update(layer, *given)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TreeLayer, "update", fails)
+        failing(patch, TreeLayer, "update", torch.OutOfMemoryError("not even that"), calls={2})
         move_to(self, cache)
 
 
@@ -521,11 +502,11 @@ def test_after_a_capture_that_failed_rows_lie_in_a_cache_that_grows(graphs):
             for seed, handle in enumerate(handles):
                 assert handle.tokens == alone(model, random_ids(5, seed), **arguments)
     assert len(caught) == 1 and graphs.counted.recorded == 0
-    assert isinstance(driven.batch._cache.current, TreeCache) and graphs.pool(model)._entries == []
+    assert isinstance(cache_of(driven.batch).current, TreeCache) and buffers_in(graphs.pool(model)) == []
 
 
 def test_on_a_cpu_nothing_is_captured():
-    assert type(Driven(LLAMA).batch._runner) is EagerRunner
+    assert type(runner_of(Driven(LLAMA).batch)) is EagerRunner
 
 
 @pytest.mark.gpu
@@ -541,9 +522,9 @@ def test_an_engine_is_served_by_graphs_on_a_device():
             for handle, text in zip(handles, expected, strict=True):
                 assert torch.equal(handle.result(60.0), text)
         pool = pool_of(model, device)
-        (entry,) = pool._entries
+        (entry,) = buffers_in(pool)
         assert isinstance(entry.capture, CudaCapture) and {rows for rows, _, _ in shapes_of(pool)} >= {2, 4}
-    assert pool._entries == [], "what it took was given back"
+    assert buffers_in(pool) == [], "what it took was given back"
 
 
 @pytest.mark.gpu
@@ -565,7 +546,7 @@ def test_a_step_of_all_rows_waits_for_the_device_once(method):
                     driven.batch.advance()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len(driven.batch._loop.rows) == 3, "no row has left"
+        assert len(rows_of(driven.batch)) == 3, "no row has left"
         driven.finish()
     assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) <= 5
 
@@ -579,16 +560,8 @@ def test_texts_go_on_where_a_device_has_no_memory(where, memory, monkeypatch):
     model = family("llama").build().to(device)
     texts = [random_ids(4 + number, number).to(device) for number in range(4)]
     expected = [model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0) for ids in texts]
-    whole, calls = GraphRunner._static_pass, []
-
-    def fails(self, *given):
-        calls.append(given)
-        if len(calls) == 9:  # in the third capture, after two calls
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(self, *given)
-
-    if where == "capture":
-        monkeypatch.setattr(GraphRunner, "_static_pass", fails)
+    if where == "capture":  # in the third one, after two calls
+        failing(monkeypatch, GraphRunner, "_static_pass", torch.OutOfMemoryError("CUDA out of memory"), calls={9})
     else:
         memory.slots = 600
     driven = Driven(model)
@@ -611,7 +584,7 @@ def test_what_is_released_can_be_used_by_others():
     before = torch.cuda.memory_reserved(device)
     assert shapes_of(pool_of(model, device))
     lade.release(model)
-    assert torch.cuda.memory_reserved(device) < before and not pool_of(model, device)._entries
+    assert torch.cuda.memory_reserved(device) < before and not buffers_in(pool_of(model, device))
     text = model.generate(ids, max_new_tokens=20, do_sample=False)
     ours = lade.generate(model, input_ids=ids, max_new_tokens=20, do_sample=False, lookahead=PAPER)
     assert torch.equal(ours, text)

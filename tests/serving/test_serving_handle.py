@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from inside import steps_of, watchers_of
 from serving_toys import VOCABULARY, FailsAt, alone, random_ids
 
 from lade import Engine, Stats, Step
@@ -58,7 +59,7 @@ def test_several_threads_see_all_steps(handle):
 def test_whoever_waits_for_the_end_alone_is_woken_by_nothing_else(handle, monkeypatch):
     """Each time it is woken it would take a pass's time from the thread that decodes."""
     wakings, notify_all = [], handle._changed.notify_all
-    monkeypatch.setattr(handle._changed, "notify_all", lambda: (wakings.append(len(handle._steps)), notify_all()))
+    monkeypatch.setattr(handle._changed, "notify_all", lambda: (wakings.append(len(steps_of(handle))), notify_all()))
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         stack.callback(handle.end, "result")  # whatever happens, nobody waits for ever
         result = pool.submit(handle.result)
@@ -161,7 +162,7 @@ def test_coroutines_wait_without_blocking_anyone(handle):
         assert all(free), "a reader that waits holds the loop up"
         assert all([each.index for each in reader.result()] == list(range(20)) for reader in readers)
         assert [each.index for each in await collected(handle)] == list(range(20)), "it has ended already"
-        assert not handle._watchers
+        assert not watchers_of(handle)
 
     asyncio.run(main())
 
@@ -185,11 +186,11 @@ def test_a_cancelled_task_leaves_nothing_with_the_handle(handle):
     async def main():
         reader = asyncio.create_task(collected(handle))
         await asyncio.sleep(0.01)
-        assert len(handle._watchers) == 1
+        assert len(watchers_of(handle)) == 1
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
-        assert not handle._watchers
+        assert not watchers_of(handle)
 
     asyncio.run(main())
 
@@ -203,7 +204,7 @@ def test_a_reader_that_stops_early_leaves_nothing_with_the_handle(handle):
 
     handle.add_step(step(0, 1), 0.0)
     asyncio.run(main())
-    assert not handle._watchers
+    assert not watchers_of(handle)
 
 
 def test_a_loop_that_was_closed_does_not_hurt(handle):

@@ -9,6 +9,7 @@ from families import family
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from inside import cache_of, result_of, steps_of
 from serving_toys import PAPER, VOCABULARY, Driven, FailingCriterion, FailsAt, alone, oddly, random_ids
 
 from lade import LookaheadConfig, Memory
@@ -129,9 +130,9 @@ class Requests(RuleBasedStateMachine):
             tokens = handle.tokens
             assert tokens == self.expected[number][: len(tokens)]
             if number in self.cancelled:
-                assert handle._result is None
+                assert result_of(handle) is None
             elif handle.done() and number in self.failing:
-                problem = handle._result
+                problem = result_of(handle)
                 assert problem is self.failing[number], (problem, self.failing[number])
                 assert tokens == self.expected[number]
             elif handle.done():
@@ -139,14 +140,14 @@ class Requests(RuleBasedStateMachine):
                 stats = handle.stats
                 assert (stats.generations, stats.new_tokens) == (1, len(tokens))
                 assert sum(stats.accepted) == len(tokens) - 1
-                assert stats.steps == len(stats.accepted) == len(stats.step_tokens) == len(handle._steps) - 1
+                assert stats.steps == len(stats.accepted) == len(stats.step_tokens) == len(steps_of(handle)) - 1
 
     def teardown(self):
         if hasattr(self, "driven"):
             self.driven.finish()
             self.each_has_a_part_of_its_own_text()
             assert all(handle.done() for handle in self.handles)
-            assert self.driven.batch._cache.room == (0, 0)
+            assert cache_of(self.driven.batch).room == (0, 0)
 
 
 class TestRequests(Requests.TestCase):

@@ -10,7 +10,9 @@ from effort import examples
 from families import FAMILIES, RECURRENT_FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import prefill_runner_of, runner_of
 from serving_toys import VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
+from spies import failing
 
 from lade import Engine, LookaheadConfig
 from lade.server.sampling_parameters import Penalties
@@ -113,29 +115,16 @@ def test_closing_ends_a_displaced_request():
 
 def test_an_error_while_a_text_is_fed_again_ends_that_request_alone(monkeypatch):
     driven, (first, second) = displaced_one()
-    prefill = driven.batch._prefill_runner.prefill
-
-    def fails(rows, cache, hook=None):
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(driven.batch._prefill_runner, "prefill", fails)
+    failing(monkeypatch, prefill_runner_of(driven.batch), "prefill", MemoryError("no more"))
     driven.finish()
-    assert prefill is not None and first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
+    assert first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
     with pytest.raises(MemoryError, match="no more"):
         second.result(0)
 
 
 def test_a_failed_pass_spares_who_was_displaced(monkeypatch):
     driven, (first, second) = displaced_one()
-    forward, failed = driven.batch._runner.forward, []
-
-    def fails(trees, rows, cache):
-        if not failed:
-            failed.append(True)
-            raise MemoryError("no more")
-        return forward(trees, rows, cache)
-
-    monkeypatch.setattr(driven.batch._runner, "forward", fails)
+    failed = failing(monkeypatch, runner_of(driven.batch), "forward", MemoryError("no more"), calls={1})
     driven.finish()
     assert failed and first.tokens == alone(LLAMA, random_ids(4), max_new_tokens=70)
     assert second.tokens == alone(LLAMA, random_ids(4, 1), max_new_tokens=70)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from inside import steps_of
 from serving_toys import METHODS, VOCABULARY, Driven, FailsAt, alone, random_ids
+from spies import failing
 
 from lade import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
@@ -35,7 +37,7 @@ def test_each_gets_its_own_text(model, arguments, fed):
     asked = add_all(driven, **arguments)
     driven.advance()
     assert fed == [(5, 20)] and driven.most_rows == 5
-    assert [next(iter(handle._steps)).fed for handle, _ in asked] == list(LENGTHS)
+    assert [next(iter(steps_of(handle))).fed for handle, _ in asked] == list(LENGTHS)
     driven.finish()
     assert_all_alone(model, asked, **arguments)
 
@@ -104,14 +106,10 @@ def test_memories_learn_what_they_learn_of_a_prompt_alone(monkeypatch):
 
 
 def test_an_error_of_one_prompt_ends_that_request_alone(monkeypatch, fed):
-    prefill = EagerRunner.prefill
+    def has_nine(runner, rows, *_):
+        return any(len(row) == 9 for row in rows)
 
-    def fails(self, rows, cache, hook=None):
-        if any(len(row) == 9 for row in rows):
-            raise RuntimeError("no nine")
-        return prefill(self, rows, cache, hook)
-
-    monkeypatch.setattr(EagerRunner, "prefill", fails)
+    failing(monkeypatch, EagerRunner, "prefill", RuntimeError("no nine"), where=has_nine)
     driven = Driven(LLAMA)
     asked = add_all(driven)
     driven.finish()
@@ -123,10 +121,7 @@ def test_an_error_of_one_prompt_ends_that_request_alone(monkeypatch, fed):
 
 
 def test_without_memory_for_all_each_is_fed_by_itself(monkeypatch, fed):
-    def fails(self, row, tokens):
-        raise torch.OutOfMemoryError("no more")
-
-    monkeypatch.setattr(TreeCache, "copy_row", fails)
+    failing(monkeypatch, TreeCache, "copy_row", torch.OutOfMemoryError("no more"))
     driven = Driven(LLAMA)
     asked = add_all(driven, do_sample=True)
     driven.finish()

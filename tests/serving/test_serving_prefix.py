@@ -12,8 +12,10 @@ from families import RECURRENT_FAMILIES
 from graphed import Graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import batch_of, prefix_cache_of
 from peft import LoraConfig, get_peft_model
 from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
+from spies import watched
 
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
@@ -180,7 +182,7 @@ def check_arrivals(rng, driven):
     driven.finish()
     for handle, ids, seed, arguments in asked:
         assert handle.tokens == alone(driven.model, ids, seed, **whole(ids), **arguments)
-    cached = driven.batch._reuse.prefix_cache
+    cached = prefix_cache_of(driven.batch)
     assert cached.nbytes == sum(text.nbytes for text in cached._texts) <= cached.max_bytes
     return sum(handle.cached_tokens for handle, *_ in asked)
 
@@ -197,7 +199,7 @@ def test_whatever_comes_whenever_gets_its_own_text(seed):
 
 @pytest.mark.parametrize("seed", [1, 4])
 def test_on_captured_passes(monkeypatch, seed):
-    monkeypatch.setattr(job, "runner_for", Graphs(torch.device("cpu")).runner_for)
+    Graphs(torch.device("cpu")).serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         assert check_arrivals(random.Random(seed), Driven(LLAMA, 64, 3, 1600, headroom=16, prefix_cache=MEGABYTE))
@@ -265,7 +267,7 @@ def test_a_text_is_kept_as_that_of_its_client():
             ids = random_ids(40, 7)
             engine.add(ids, client=client, scope=scope, max_new_tokens=2, **whole(ids)).result(SOON)
         at_rest(engine)
-        kept = engine._scheduler._batch._reuse.prefix_cache._texts
+        kept = prefix_cache_of(batch_of(engine))._texts
         assert [(each.client, each.scope[0]) for each in kept] == [("a", "a 1"), ("a", "a 2"), ("b", "b")]
 
 
@@ -296,13 +298,10 @@ def test_what_is_known_anyway_is_noted_where_no_logits_of_prompts_are_computed(l
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_is_known_of_a_text_is_learned_where_it_is_not_computed(learns, monkeypatch):
-    told, learn_prompt = [], AdaptiveDrafter.learn_prompt
     ids, driven = random_ids(3 * MIN_PREFIX), Driven(LLAMA, prefix_cache=MEGABYTE)
     driven.add(ids, METHODS[3], max_new_tokens=2)
     driven.finish()
-    monkeypatch.setattr(
-        AdaptiveDrafter, "learn_prompt", lambda self, *args: (told.append(args[1]), learn_prompt(self, *args))
-    )
+    told = watched(monkeypatch, AdaptiveDrafter, "learn_prompt", lambda drafter, *args: args[1])
     monkeypatch.setattr(job, "reads_logits", lambda *_: False)
     method = LookaheadConfig(budget=8, prompt_ngrams=learns)
     handles = [driven.add(ids, method, max_new_tokens=2) for _ in range(2)]

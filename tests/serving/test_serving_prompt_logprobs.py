@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import FAMILIES, RECURRENT_FAMILIES
 from serving_toys import KNOWN_TO_THE_QUEUE, PAD, VOCABULARY, Driven, alone, random_ids
+from spies import watched
 
 from lade import ConfigError, Engine, InputError, LookaheadConfig
 from lade.model.runner import EagerRunner
@@ -67,15 +68,10 @@ def test_they_are_those_of_any_model(monkeypatch, name):
 
 
 def test_a_long_prompt_is_fed_in_pieces_between_the_steps_of_others(small_pieces, monkeypatch):
-    most, prefill = [], EagerRunner.prefill
+    def see(runner, rows, cache, hook=None):
+        return len(rows) * (len(rows[0]) - cache.get_seq_length())
 
-    def watched(self, rows, cache, hook=None):
-        before = cache.get_seq_length()
-        logits = prefill(self, rows, cache, hook)
-        most.append(len(rows) * (len(rows[0]) - before))
-        return logits
-
-    monkeypatch.setattr(EagerRunner, "prefill", watched)
+    most = watched(monkeypatch, EagerRunner, "prefill", see)
     driven, ids = Driven(LLAMA, prefill_tokens=21), random_ids(120)
     other = driven.add(random_ids(5, 1), None, max_new_tokens=40)
     driven.advance()

@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 from serving_toys import PAD, SOON, VOCABULARY, FailsAt, Gate, alone, at_rest, new_tokens, random_ids
+from spies import watched
 
 from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError
 from lade.hf import refusals
@@ -220,11 +221,9 @@ def test_the_error_that_ended_the_engine_is_told(gate, monkeypatch):
 
 
 def test_a_model_is_looked_through_once(monkeypatch):
-    asked = []
     model = toy_model("llama", vocabulary=VOCABULARY)
     with Engine(model) as engine:
-        looked = refusals.support_by
-        monkeypatch.setattr(refusals, "support_by", lambda facts, it: asked.append(it) or looked(facts, it))
+        asked = watched(monkeypatch, refusals, "support_by", lambda facts, it: it)
         engine.add(random_ids(4), max_new_tokens=2).result(SOON)
         assert not asked
         model.train()

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from pretend import use_threads
 
 import lade
 from lade import native
@@ -110,7 +111,7 @@ def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monk
     assert again() and not again()
     model.lm_head.__class__ = PackedLinear
     assert again() and not again()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    use_threads(monkeypatch, 77)
     assert again() and not again()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another one")
     assert again() and not again()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from spies import failing, watched
 
 from lade import files
 from lade.decoding.drafting.step_cost import StepCost
@@ -34,11 +35,15 @@ def load(key):
     return store._load(key)
 
 
+def save(key, cost):
+    return store._save(key, cost)
+
+
 def test_what_was_saved_is_loaded(tmp_path, monkeypatch):
     folder = tmp_path / "made" / "on demand"
     use(folder, monkeypatch)
     assert load(KEY) is None
-    assert store._save(KEY, curve())
+    assert save(KEY, curve())
     assert load(KEY).to_json() == curve().to_json()
     reordered = dict(reversed(KEY.items()))
     assert load(reordered) is not None
@@ -47,7 +52,7 @@ def test_what_was_saved_is_loaded(tmp_path, monkeypatch):
 
 
 def test_a_file_that_does_not_say_when_it_was_saved_is_too_old(caplog):
-    store._save(KEY, curve())
+    save(KEY, curve())
     path = store.RECORDS.path_of(KEY)
     record = json.loads(path.read_text())
     del record["saved_at"]
@@ -59,10 +64,10 @@ def test_a_file_that_does_not_say_when_it_was_saved_is_too_old(caplog):
     "change", [{"torch": "2.14"}, {"threads": 1}, {"shape": {"layers": 4, "heads": None}}, {"batch": 1}], ids=str
 )
 def test_another_key_has_another_curve(change):
-    store._save(KEY, curve(1.0))
+    save(KEY, curve(1.0))
     other = {**KEY, **change}
     assert load(other) is None
-    store._save(other, curve(3.0))
+    save(other, curve(3.0))
     assert load(KEY).seconds(1) == 1.0
     assert load(other).seconds(1) == 3.0
 
@@ -85,7 +90,7 @@ def from_another_time(text):
     ],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_reported_and_replaced(damage, caplog):
-    store._save(KEY, curve())
+    save(KEY, curve())
     path = store.RECORDS.path_of(KEY)
     damaged = damage(path.read_text())
     path.write_text(damaged)
@@ -93,7 +98,7 @@ def test_a_damaged_or_foreign_file_is_reported_and_replaced(damage, caplog):
         assert load(KEY) is None
     assert str(path) in caplog.text and "measured again" in caplog.text
     assert path.read_text() == damaged, "reading changes nothing"
-    assert store._save(KEY, curve())
+    assert save(KEY, curve())
     assert load(KEY) is not None
 
 
@@ -106,7 +111,7 @@ def test_a_file_that_is_no_text_is_reported(caplog):
 def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path, caplog):
     store.RECORDS.path_of(KEY).mkdir()
     assert load(KEY) is None
-    assert not store._save(KEY, curve())
+    assert not save(KEY, curve())
     assert "cannot be used" in caplog.text and "cannot be saved" in caplog.text
     assert len(list(tmp_path.iterdir())) == 1, "no temporary file is left"
 
@@ -114,13 +119,13 @@ def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path, caplog):
 def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     use(tmp_path / "file" / "folder", monkeypatch)
-    assert not store._save(KEY, curve())
+    assert not save(KEY, curve())
     assert "cannot be saved" in caplog.text and "folder" in caplog.text
     assert load(KEY) is None
 
 
 def test_a_curve_is_measured_again_after_a_month(monkeypatch):
-    store._save(KEY, curve())
+    save(KEY, curve())
     day = 24 * 3600
     for days, is_used in ((29, True), (31, False), (-31, False)):  # a clock that was wrong then or is now
         monkeypatch.setattr(files, "time", lambda days=days: NOW + days * day)
@@ -129,24 +134,18 @@ def test_a_curve_is_measured_again_after_a_month(monkeypatch):
 
 def test_a_curve_is_replaced_as_a_whole(tmp_path, monkeypatch):
     """Whatever happens while it is written, the old file is there; afterwards the new one, and nothing else."""
-    store._save(KEY, curve(1.0))
-    seen = []
-    replace = os.replace
+    save(KEY, curve(1.0))
+    with monkeypatch.context() as patch:
 
-    def watched(source, target):
-        seen.append((load(KEY).seconds(1), json.loads(Path(source).read_text())["key"]))
-        replace(source, target)
+        def see(source, target):
+            return (load(KEY).seconds(1), json.loads(Path(source).read_text())["key"])
 
-    monkeypatch.setattr(os, "replace", watched)
-    store._save(KEY, curve(2.0))
+        seen = watched(patch, os, "replace", see)
+        save(KEY, curve(2.0))
     assert seen == [(1.0, KEY)]
     assert load(KEY).seconds(1) == 2.0
-
-    def full(source, target):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    assert not store._save(KEY, curve(3.0))
+    failing(monkeypatch, os, "replace", OSError("no space left on device"))
+    assert not save(KEY, curve(3.0))
     assert load(KEY).seconds(1) == 2.0
     assert len(list(tmp_path.iterdir())) == 1
 

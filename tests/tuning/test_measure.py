@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from inside import hooks_of
 
 import lade
 from lade.clock import Duration
@@ -188,7 +189,7 @@ def test_a_model_notices_nothing(family, batch):
     assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
     assert np.random.get_state()[1].tolist() == generators[2]
     assert [module.training for module in model.modules()] == modes
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert not hooks_of(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert mine.lengths == [3]
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(mine.layers, kept, strict=True))

@@ -6,6 +6,8 @@ import pytest
 import torch
 from growing import sized
 from hulls import lower_hull
+from inside import buffers_in
+from spies import watched
 
 from lade.backends.cuda_graphs.buffers import Buffers
 from lade.backends.cuda_graphs.capture import EagerReplay
@@ -106,16 +108,14 @@ def runner_of(model):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_captures_do_not_count_as_passes(batch, monkeypatch):
     model = toy_model(vocabulary=300)
-    runner, when = runner_of(model), []
-    record, call = GraphRunner._record, StepTimer.__call__
-    monkeypatch.setattr(GraphRunner, "_record", lambda self, *given: when.append("capture") or record(self, *given))
-    monkeypatch.setattr(StepTimer, "__call__", lambda self, size: when.append(size) or call(self, size))
+    runner = runner_of(model)
+    captures = watched(monkeypatch, GraphRunner, "_record")
     timer = StepTimer(runner, vocabulary=300, largest=128, cached=100, batch=batch)
-    assert when.count("capture") == len(STEP_SIZES)
-    when.clear()
-    assert all(timer(size) > 0 for size in SIZES) and "capture" not in when
+    assert len(captures) == len(STEP_SIZES)
+    captures.clear()
+    assert all(timer(size) > 0 for size in SIZES) and not captures
     assert timer._cache.lengths == [100] * batch
-    (entry,) = runner._pool._entries
+    (entry,) = buffers_in(runner._pool)
     assert not entry.idle
     del timer
     gc.collect()
@@ -157,7 +157,7 @@ def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monk
 def test_who_has_measured_gives_back_what_it_took():
     runner = runner_of(toy_model(vocabulary=300))
     measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
-    assert [entry.owner for entry in runner._pool._entries] == [None]
+    assert [entry.owner for entry in buffers_in(runner._pool)] == [None]
 
 
 def test_logits_of_the_measured_cache_are_finite():

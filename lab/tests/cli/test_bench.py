@@ -1,21 +1,18 @@
 """`lade bench` as users run it, on a tiny model."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
+from pretend import not_found
 from test_cli_errors import fails
-from typer.testing import CliRunner
 
 from lade.cli.loading import hub
 from lade.cli.loading import load as loading
-from lade.cli.main import app
+from lade_lab.cli import job
 from lade_lab.cli import run as bench_report
 from lade_lab.cli import run as bench_run
 from lade_lab.cli.run import duration
@@ -175,14 +172,6 @@ def test_ctrl_c_and_going_on(bench, out, interrupting):
     assert steps[0] == steps[1]
 
 
-def test_ctrl_c_before_anything_is_done(bench, out, interrupting):
-    interrupting["at"] = 1
-    result = bench()
-    assert result.exit_code == 130 and "0 of 3 prompts" in result.stderr and "Traceback" not in result.stderr
-    interrupting["at"] = 0
-    assert bench("--resume").exit_code == 0
-
-
 def test_complete_results_are_reported_again_without_a_model(bench, lade, out, prompts, monkeypatch, folder):
     first = bench()
     monkeypatch.setattr(loading, "load", None)
@@ -250,7 +239,7 @@ def test_sampling(bench, out):
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(
     bench, out, drawn, monkeypatch
 ):
-    monkeypatch.setattr("lade_lab.cli.job.find_spec", lambda name: None)
+    not_found(monkeypatch, job)
     fails(bench("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install")
     assert not out.exists()
     result = bench()
@@ -323,59 +312,6 @@ def test_a_line_now_and_then_where_there_is_no_terminal(bench, monkeypatch):
     monkeypatch.setattr(bench_run, "LINE_EVERY_S", 0.0)
     lines = [line for line in bench().stderr.splitlines() if line.endswith(" left")]
     assert [line.split(",")[0] for line in lines] == ["1 of 3 prompts", "2 of 3 prompts"]
-
-
-def test_the_help_has_an_example():
-    text = CliRunner().invoke(app, ["bench", "--help"]).stdout
-    assert "Example:  lade bench --model gpt2" in text
-
-
-PANELS = {
-    "bench": ["What to run", "Answers", "Results", "Model", "Commands"],
-    "bench scaling": ["What to run", "Results", "Model"],
-    "doctor": ["What to measure", "Model"],
-    "info": [],
-}
-
-
-@pytest.mark.parametrize("command", PANELS)
-def test_the_help_is_readable_at_80_columns(command):
-    lines = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    panels = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
-    assert all(panel in panels for panel in PANELS[command])
-    options = "\n".join(lines).split("\n│ --")[1:]
-    assert len(options) > 5
-    crammed = [option for option in options if option.partition("╰")[0].count("\n") > 5]
-    assert crammed == [], "help of more than five lines"
-
-
-@pytest.mark.slow
-def test_kill_9_keeps_all_whole_prompts(folder, prompts, out):
-    """In a process of its own, as nothing else can be killed."""
-    arguments = ["-m", folder, "-w", prompts, "--methods", "plain,adaptive-warm=8", "--out", out, "-n", "60"]
-    code = (
-        "import os, signal, sys\n"
-        "from lade_lab.harness import experiment\n"
-        "experiment.step_curve = lambda *args, **options: None\n"
-        "from lade_lab.results import Results\n"
-        "save = Results.save\n"
-        "def saving(self, path):\n"
-        "    save(self, path)\n"
-        "    if len(self.samples) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Results.save = saving\n"
-        "from lade.cli.main import main\n"
-        "sys.argv = ['lade', 'bench', *sys.argv[1:]]\n"
-        "main()\n"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, check=False, env=environment
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    result = CliRunner().invoke(app, ["bench", *map(str, arguments), "--resume"])
-    assert result.exit_code == 0, result.output
-    assert "continuing after 2 of 3 prompts" in result.stderr
 
 
 @pytest.mark.slow

@@ -71,11 +71,23 @@ def test_tolerance(tolerance, code, compare):
     assert ("tolerated" in result.stdout) == (code == 0)
 
 
-def test_a_slower_machine_is_said_and_only_judged_when_asked(compare):
-    runs = results(), results(hf=1.25, adaptive=1.25)
-    result = compare(*runs)
-    assert result.exit_code == 0 and "hf, ran at 0.800 times its speed in A" in " ".join(result.stdout.split())
-    assert compare(*runs, "--absolute").exit_code == 1
+def test_options_reach_the_comparison(compare):
+    """What each of them does is seen in `test_compare`; without it the runs do not fail, or are not compared."""
+    slower = results(hf=1.25, adaptive=1.25)
+    later = results()
+    later.samples = [replace(each, seconds=(1 + (each.method == "adaptive")) * each.seconds) for each in later.samples]
+    other = results()
+    other.model, other.environment = (
+        replace(other.model, dtype="bfloat16"),
+        replace(other.environment, device="another"),
+    )
+    assert "hf, ran at 0.800 times its speed in A" in " ".join(compare(results(), slower).stdout.split())
+    assert [compare(results(), slower, *more).exit_code for more in ([], ["--absolute"])] == [0, 1]
+    assert [compare(results(), later, *more).exit_code for more in ([], ["--clock", "call"])] == [0, 1]
+    fails(compare(results(), other), "model dtype: 'float32' in A, 'bfloat16' in B", "--force")
+    forced = compare(results(), other, "--force")
+    assert forced.exit_code == 0 and "compared anyway: model dtype" in forced.stderr
+    assert "device: 'a machine' in A, 'another' in B" in forced.stderr
 
 
 def test_what_has_no_noise_is_told_exactly(compare):
@@ -100,38 +112,6 @@ def test_json(compare):
     assert "Infinity" not in text and json.loads(text)["changes"][1]["rate"]["high"] is None
 
 
-def test_added_and_removed_are_named(compare):
-    b = results()
-    b.samples = [
-        replace(each, method="new" if each.method == "adaptive" else "hf") for each in b.samples if each.prompt != "p3"
-    ]
-    out = compare(results(), b).stdout
-    for line in ("only in A: method 'adaptive'", "only in B: method 'new'", "only in A: prompt 'p3' of stories"):
-        assert line in out
-
-
-def test_runs_of_different_models(compare):
-    b = results()
-    b.model = replace(b.model, dtype="bfloat16")
-    fails(compare(results(), b), "model dtype: 'float32' in A, 'bfloat16' in B", "--force")
-    forced = compare(results(), b, "--force")
-    assert forced.exit_code == 0 and "compared anyway: model dtype" in forced.stderr
-
-
-def test_other_machines_are_warned_of(compare):
-    b = results()
-    b.environment = replace(b.environment, device="another")
-    result = compare(results(), b)
-    assert result.exit_code == 0 and "device: 'a machine' in A, 'another' in B" in result.stderr
-
-
-def test_the_whole_call(compare):
-    b = results()
-    b.samples = [replace(each, seconds=2 * each.seconds) if each.method == "adaptive" else each for each in b.samples]
-    assert compare(results(), b).exit_code == 0
-    assert compare(results(), b, "--clock", "call").exit_code == 1
-
-
 def test_files_that_are_no_results(compare, tmp_path):
     fails(compare(tmp_path / "none.json", results()), "none.json", "No such file")
     fails(compare(results(), tmp_path), str(tmp_path), "directory")
@@ -147,8 +127,3 @@ def test_files_that_are_no_results(compare, tmp_path):
 )
 def test_wrong_options_are_named(option, value, compare):
     fails(compare(results(), results(), option, value), f"error: {option} {value}")
-
-
-def test_help_has_an_example_and_the_exit_codes(compare):
-    out = " ".join(compare("--help", "--help").stdout.split())
-    assert "lade bench compare before/results.json" in out and "Exit code 1" in out

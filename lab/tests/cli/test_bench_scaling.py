@@ -5,11 +5,13 @@ import signal
 
 import pytest
 import torch
+from pretend import not_found
 from test_cli_errors import fails
 
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade_lab import scaling_law as scaling_figure
 from lade_lab import scaling_run as study
+from lade_lab.cli import job
 from lade_lab.scaling_law import NAME, Scaling
 
 NEW = 12
@@ -96,14 +98,6 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(scaling, out, interrupting
     assert again.exit_code == 0 and interrupting["answers"] == 10 and len(json.loads(again.stdout)["points"]) == 4
 
 
-def test_ctrl_c_before_the_first_size(scaling, out, interrupting):
-    interrupting["at"] = 1
-    result = scaling("--json")
-    assert result.exit_code == 130 and json.loads(result.stdout)["interrupted"]
-    interrupting["at"] = 0
-    assert scaling("--resume").exit_code == 0
-
-
 def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
     complete = study.OwnArm.complete
 
@@ -119,7 +113,7 @@ def test_a_wrong_output_is_exit_code_1(scaling, monkeypatch):
 
 
 def test_figures_are_drawn_only_if_asked_for_and_without_matplotlib_that_is_refused_at_once(scaling, out, monkeypatch):
-    monkeypatch.setattr("lade_lab.cli.job.find_spec", lambda name: None)
+    not_found(monkeypatch, job)
     fails(scaling("--figures"), "matplotlib is not installed: in the checkout of lade, run pip install '.[bench]'")
     assert not out.exists()
     result = scaling("--json")
@@ -152,11 +146,6 @@ def test_workloads_and_folders_that_are_none(scaling, tmp_path, out, prompts):
 def test_a_model_that_cannot_be_served_is_refused(lade, unsupported, prompts, out):
     result = lade("bench", "scaling", "-m", unsupported, "-w", prompts, "--out", out, "--windows", 2, "--ngrams", 3)
     assert result.exit_code == 2 and "GPTNeoForCausalLM" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_help_has_an_example(lade):
-    out = " ".join(lade("bench", "scaling", "--help").stdout.split())
-    assert "lade bench scaling --model gpt2" in out and "Exit code 1" in out
 
 
 def test_a_model_in_16_bits_is_made_invariant(scaling, monkeypatch):

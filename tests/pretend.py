@@ -1,0 +1,41 @@
+"""What tests pretend of the machine, of what is installed, and of sizes that would take long to reach."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from lade.backends.cpu.invariant import make_invariant, trials
+from lade.backends.cuda_graphs import static_cache
+
+
+def use_threads(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Have kernels shared among so many threads."""
+    patch.setattr(torch, "get_num_threads", lambda: number)
+
+
+def without(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """Have imports of these modules fail, as where their packages are not installed."""
+    for name in names:
+        patch.setitem(sys.modules, name, None)
+
+
+def not_found(patch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
+    """Have a module that asks with `find_spec` not find packages: those that begin with `names`, or all."""
+    found = module.find_spec
+    patch.setattr(module, "find_spec", lambda name: None if name.startswith(names or ("",)) else found(name))
+
+
+def short_trials(patch: pytest.MonkeyPatch) -> None:
+    """Try a model before it is made invariant on one text, behind which the tree crosses the border of a tile."""
+    patch.setattr(make_invariant, "TEXTS", (61,))
+    patch.setattr(trials, "TEXTS", (60,))
+
+
+def small_buffers(patch: pytest.MonkeyPatch) -> None:
+    """Have the first buffers of captured passes hold 256 slots."""
+    patch.setattr(static_cache, "AHEAD_TOKENS", 8)
+    patch.setattr(static_cache, "LARGEST_STEP", 32)
