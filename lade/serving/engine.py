@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from lade.config import Lookahead, resolve
+from lade.config import Lookahead
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
 from lade.grammar import Grammar
 from lade.hf.call import Prediction, check_stats
@@ -152,21 +152,17 @@ class Engine:
             skip_special_tokens: True to leave special tokens out of the text.
             scope: tenant name; cached prefixes are shared within a scope.
             client: client name; clients are served round robin. None for `scope`.
-            generate_arguments: arguments of `model.generate` for one prompt, except beams, streamers and caches. The
-                clock of `max_time` starts now.
+            generate_arguments: those of `model.generate` but beams, streamers and caches; `max_time` begins now.
 
         Raises:
             InputError: prompt or grammar are invalid, or the text is too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
             ConfigError: an argument has the wrong type or range.
-            EngineFullError: the queue is full.
-            EngineClosedError: the engine was closed, or this process was forked from the engine's.
+            EngineFullError, EngineClosedError: see `reserve`.
             concurrent.futures.CancelledError: `place` was released before the request was prepared.
         """
-        options = RequestOptions(
-            resolve(lookahead)[0], seed, prediction, grammar, logprobs, prompt_logprobs, stop_texts, tokenizer,
-            skip_special_tokens, scope, client
-        )  # fmt: skip
+        text = stop_texts, tokenizer, skip_special_tokens
+        options = RequestOptions(lookahead, seed, prediction, grammar, logprobs, prompt_logprobs, *text, scope, client)
         return self._add(input_ids, generate_arguments, options, place, stats, on_step)
 
     def _add(
@@ -196,7 +192,7 @@ class Engine:
 
         Raises:
             EngineFullError: the queue is full.
-            EngineClosedError: see `add`.
+            EngineClosedError: the engine was closed, or this process was forked from the engine's.
         """
         return self._scheduler.reserve()
 
