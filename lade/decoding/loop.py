@@ -44,10 +44,6 @@ class KVCache(Protocol):
         """Remove a row; the last row takes its place."""
         ...
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order."""
-        ...
-
 
 CacheT = TypeVar("CacheT", bound=KVCache)
 CacheT_contra = TypeVar("CacheT_contra", bound=KVCache, contravariant=True)
@@ -58,22 +54,22 @@ PromptLogitsHook = Callable[[Sequence[int], int, torch.Tensor], None]
 from index `start` on."""
 
 
-class Runner(Protocol[CacheT_contra]):
-    """Runs the model's forward passes on the type of cache that it needs."""
+class PromptRunner(Protocol[CacheT_contra]):
+    """Runs the model's forward passes over prompts on the type of cache that it needs; base of all runners."""
 
     @property
     def clock(self) -> Clock:
-        """Clock that times the steps."""
+        """Clock that times the passes."""
         ...
 
     @property
     def pass_time(self) -> Duration:
-        """Time spent in the model by the last call of `forward`."""
+        """Time spent in the model by the last pass over trees."""
         ...
 
     @property
     def prepared(self) -> bool:
-        """Whether the last call of `forward` did work that is done once, such as capturing a graph."""
+        """Whether the last pass over trees did work that is done once, such as capturing a graph."""
         ...
 
     def room(self, cached: int) -> int | None:
@@ -89,6 +85,10 @@ class Runner(Protocol[CacheT_contra]):
         all rows have the same length.
         """
         ...
+
+
+class Runner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
+    """Runs passes over trees of which nothing is cached yet."""
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
         """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree."""

@@ -27,7 +27,7 @@ from transformers.generation.utils import GenerateOutput
 from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedError, UnsupportedModelError
 from lade.grammar import GRAMMARS, GrammarArgument
-from lade.hf.refusals import fall_back, refuse
+from lade.hf.refusals import fall_back
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.facts import PACKED, adapters, needs_synced_passes, with_present_cache_name
 from lade.model.prepared import (
@@ -38,6 +38,7 @@ from lade.model.prepared import (
     custom_generate_for,
     holds_media,
     prompts_in,
+    refuse,
 )
 from lade.model.supports import PLAIN_REMEDY, may_be_shared, supports, unwrap
 from lade.stats import Stats
