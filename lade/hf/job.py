@@ -32,7 +32,6 @@ from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.loop import Reader
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, BatchDrafter, MtpPasses
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import GRAMMARS
@@ -220,22 +219,13 @@ class DecodeJob:
         self._state: ControllerState | None = None
         self.setup_s = 0.0
 
-    @property
-    def reader(self) -> Reader[Any] | None:
-        """Reader of the logits, see `DecodeLoop.reader`."""
-        return self.runner.reader
-
-    def drafter(self, spec: DraftSpec, *, alone: bool = False) -> Drafter:
-        """Return a drafter for one row.
+    def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
+        """Return one drafter per row; the step cost is looked up or measured if they need it for the first time.
 
         Args:
-            spec: specification of the drafter.
+            specs: specifications of the drafters.
             alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
         """
-        return self.drafters([spec], alone=alone)[0]
-
-    def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
-        """Return one drafter per row; the step cost is looked up or measured if they need it for the first time."""
         if self._cost is None and any(spec.sizes_trees for spec in specs):
             start = perf_counter()
             self._cost = self._learned = step_cost_for(self._model, self.runner, batch=self._rows)

@@ -132,7 +132,7 @@ class EngineBatch:
         capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
         own_kind: Any = self._cache  # the cache class that this runner expects
         self._loop = DecodeLoop(
-            [], self._runner, own_kind, isolate=True, reader=self._job.reader, leaving=self._cache_text
+            [], self._runner, own_kind, isolate=True, reader=self._runner.reader, leaving=self._cache_text
         )
         self.running = RunningSet(capacity, headroom)
         self._reuse = PrefixReuse(prefix_cache, self._runner.pieces.shareable, model)
@@ -177,7 +177,7 @@ class EngineBatch:
             self._cache.reset()
 
     def _drafter(self, request: EngineRequest) -> Drafter:
-        drafter = self._job.drafter(request.draft_spec, alone=len(self.running.active) == 1)
+        (drafter,) = self._job.drafters([request.draft_spec], alone=len(self.running.active) == 1)
         self._loop.budget, self._loop.mtp = self._job.budget, self._job.mtp
         return self._reuse.drafter(IsolatedDrafter(drafter))
 
