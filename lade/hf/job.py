@@ -223,7 +223,7 @@ class DecodeJob:
         """Return one drafter per row; the step cost is looked up or measured if they need it for the first time.
 
         Args:
-            specs: specifications of the drafters.
+            specs: specification of each row's drafter.
             alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
         """
         if self._cost is None and any(spec.sizes_trees for spec in specs):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.config import Lookahead
-from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
+from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError, whole_number
 from lade.grammar import Grammar
 from lade.hf.call import Prediction, check_stats
 from lade.model.facts import ModelFacts
@@ -83,10 +83,8 @@ class Engine:
     ) -> None:
         limits = {"max_rows": max_rows, "max_waiting": max_waiting, "prefill_tokens": prefill_tokens}
         for name, limit in (limits if max_tokens is None else {**limits, "max_tokens": max_tokens}).items():
-            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-                raise ConfigError(name, limit, "give a whole number >= 1")
-        if isinstance(prefix_cache, bool) or not isinstance(prefix_cache, int) or prefix_cache < 0:
-            raise ConfigError("prefix_cache", prefix_cache, "give a whole number of bytes >= 0")
+            whole_number(name, limit, 1)
+        whole_number("prefix_cache", prefix_cache, 0, of=" of bytes")
         self._model = model
         led = None
         if may_be_shared(unwrap(model)):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
-from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError, whole_number
 from lade.grammar import GRAMMARS, Grammar
 from lade.hf.call import (
     Prediction,
@@ -72,8 +72,8 @@ class RequestOptions:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
             raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
         for name, top in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
-                raise ConfigError(name, top, "give a whole number >= 0, or None for none")
+            if top is not None:
+                whole_number(name, top, 0, note=", or None for none")
         for name, given in (("scope", self.scope), ("client", self.client)):
             if given is not None and not isinstance(given, str):
                 raise ConfigError(name, given, "give a text that names whose request it is, or None")
