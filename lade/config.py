@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lade.errors import ConfigError
+from lade.errors import ConfigError, whole_number
 from lade.native import COMPILER_REMEDY, library
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ class LookaheadConfig:
         self._check_method(given)
 
     def _check_types(self) -> None:
-        _require_int("window", self.window, 0, MOST_COLUMNS, " (0 switches the window off)")
-        _require_int("ngram", self.ngram, 2, MOST_NGRAM)
-        _require_int("guesses", self.guesses, 0, MOST_COLUMNS, " (0 switches the pool off)")
-        _require_int("seed", self.seed, 0)
+        whole_number("window", self.window, 0, MOST_COLUMNS, note=" (0 switches the window off)")
+        whole_number("ngram", self.ngram, 2, MOST_NGRAM)
+        whole_number("guesses", self.guesses, 0, MOST_COLUMNS, note=" (0 switches the pool off)")
+        whole_number("seed", self.seed, 0)
         if self.budget is not None:
-            _require_int("budget", self.budget, 1, MOST_BUDGET, " (1 decodes plainly), or None")
+            whole_number("budget", self.budget, 1, MOST_BUDGET, note=" (1 decodes plainly), or None")
         for field in ("prompt_ngrams", "adaptive", "only"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "give True or False")
@@ -156,15 +156,8 @@ def _drafters(sources: object) -> tuple[Drafter, ...]:
         name = getattr(each, "name", None)
         if not isinstance(name, str) or not name or name in STEP_SOURCES:
             raise ConfigError("sources", sources, f"the name {name!r} is reserved: give the drafter another name")
-        _require_int("continuations", getattr(each, "continuations", 8), 1)
+        whole_number("continuations", getattr(each, "continuations", 8), 1)
     return tuple(sources)
-
-
-def _require_int(field: str, value: object, least: int, most: int | None = None, note: str = "") -> None:
-    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most)
-    if not fits:
-        limit = "" if most is None else f" and <= {most}"
-        raise ConfigError(field, value, f"give a whole number >= {least}{limit}{note}")
 
 
 def resolve(lookahead: Lookahead) -> tuple[LookaheadConfig | None, bool]:

@@ -37,6 +37,26 @@ class ConfigError(LadeError, ValueError):
         self.field, self.value, self.remedy = field, value, remedy
 
 
+def whole_number(field: str, value: Any, least: int, most: int | None = None, *, of: str = "", note: str = "") -> int:
+    """Return the value of a setting that has to be a whole number.
+
+    Args:
+        field: name of the setting, for the message.
+        value: the value that was given; True and False are no numbers.
+        least: the smallest number that is valid.
+        most: the largest number that is valid; None for no limit.
+        of: what is counted, such as " of bytes", for the message.
+        note: end of the message.
+
+    Raises:
+        ConfigError: the value is anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most):
+        return value
+    limit = "" if most is None else f" and <= {most}"
+    raise ConfigError(field, value, f"give a whole number{of} >= {least}{limit}{note}")
+
+
 class InputError(LadeError, ValueError):
     """A prompt, a file or token ids that cannot be decoded."""
 

@@ -24,19 +24,12 @@ from lade.decoding.drafting.controller import LARGEST
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.tree import TokenTree
 from lade.drafter import Continuation, Drafter
-from lade.errors import ConfigError
+from lade.errors import ConfigError, whole_number
 
 __all__ = ["Jacobi", "PromptLookup", "Suffix", "TokenRecycling"]
 
 Node = tuple[int, int, float]
 """A drafted token: its parent's number (0 is the last token of the text), its id, the probability that it is right."""
-
-
-def _whole(field: str, value: int, least: int, most: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        limit = "" if most is None else f" and <= {most}"
-        raise ConfigError(field, value, f"give a whole number >= {least}{limit}")
-    return value
 
 
 def _paths(nodes: Sequence[Node]) -> list[Continuation]:
@@ -139,8 +132,8 @@ class Suffix(_Peer):
     name = "suffix"
 
     def __init__(self, budget: int = 16, *, keep_tokens: int = 0) -> None:
-        self.budget = _whole("budget", budget, 1, LARGEST)
-        self.keep_tokens = _whole("keep_tokens", keep_tokens, 0, None)
+        self.budget = whole_number("budget", budget, 1, LARGEST)
+        self.keep_tokens = whole_number("keep_tokens", keep_tokens, 0)
         self.continuations = self.budget
         self._texts: dict[Hashable, _SuffixText] = {}
         self._earlier, self._answers, self._lock = Trie(), deque[list[int]](), Lock()
@@ -242,7 +235,7 @@ class TokenRecycling(_Peer):
     def __init__(self, budget: int = 16, *, keep: bool = False) -> None:
         if not isinstance(keep, bool):
             raise ConfigError("keep", keep, "give True or False")
-        self.budget = _whole("budget", budget, 1, LARGEST)
+        self.budget = whole_number("budget", budget, 1, LARGEST)
         self.continuations = self.budget
         self._template = template(self.budget - 1)
         self._kept: dict[int, Sequence[int]] | None = {} if keep else None
@@ -305,7 +298,7 @@ class PromptLookup(_Peer):
     name = "lookup"
 
     def __init__(self, budget: int = 16) -> None:
-        self.budget = _whole("budget", budget, 1, LARGEST)
+        self.budget = whole_number("budget", budget, 1, LARGEST)
         self.continuations = self.budget
         self._texts: dict[Hashable, tuple[list[int], defaultdict[tuple[int, ...], list[int]]]] = {}
 
@@ -380,8 +373,8 @@ class Jacobi(_Peer):
     name = "jacobi"
 
     def __init__(self, guesses: int = 8, *, seed: int = 0) -> None:
-        self.guesses = _whole("guesses", guesses, 1, LARGEST - 1)
-        self.seed = _whole("seed", seed, 0, None)
+        self.guesses = whole_number("guesses", guesses, 1, LARGEST - 1)
+        self.seed = whole_number("seed", seed, 0)
         self._chains: dict[Hashable, _Chain] = {}
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:

@@ -12,26 +12,26 @@ from scripts import house
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 236,
-    "lines": 49_440,
+    "files": 235,
+    "lines": 49_330,
     "files under 40 lines of code": 10,
     "lines of the largest file": 497,
     "imports, per cent of code": 10.5,
     "lines of a function, p90": 18,
     "lines of the longest function": 55,
     "files that generate imports": 55,
-    "lines that generate imports": 13_060,
+    "lines that generate imports": 13_050,
     "imports of backends by the core": 0,
     "results of backends without a type": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
-    "docstrings that begin with What, Whether or Of": 16,
+    "docstrings that begin with What, Whether or Of": 15,
     "entries of Args that are fragments, per cent": 2.4,
-    "lines of tests": 62_774,
-    "private attributes in tests": 247,
-    "patches in tests": 453,
+    "lines of tests": 62_210,
+    "private attributes in tests": 245,
+    "patches in tests": 444,
 }
-LEAST = {"median lines of a file": 224}
+LEAST = {"median lines of a file": 227}
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,15 @@ need alone, and the batch as many as its slowest row.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 import torch
 
-from lade.clock import Clock, Duration
-from lade.decoding.beams.logits import BeamCache
+from lade.decoding.beams.logits import BranchRunner, CacheT
 from lade.decoding.beams.tree import Branches
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
-from lade.decoding.loop import PromptLogitsHook, prompt_hook
+from lade.decoding.loop import prompt_hook
 from lade.decoding.readout import Readout, read
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import walk
@@ -45,7 +44,7 @@ class LockStepRow:
     Args:
         prompt: ids of the prompt, at least one.
         drafter: proposes the tokens to come.
-        padding: id that is record_token once the row has ended; None if the row continues instead.
+        padding: id that is emitted once the row has ended; None if the row continues instead.
         ends: ids after which padding is expected.
         source: ids of a text that drafters learn before the prompt, see `lade.decoding.row.Row`.
 
@@ -188,48 +187,6 @@ class LockStepRow:
             self.drafter.learn(context, self._draft, readout.rows(0, count), verdict)
 
 
-CacheT = TypeVar("CacheT", bound=BeamCache)
-CacheT_contra = TypeVar("CacheT_contra", bound=BeamCache, contravariant=True)
-
-
-class LockStepRunner(Protocol[CacheT_contra]):
-    """Runs the model's forward passes; see `lade.decoding.loop.Runner`."""
-
-    @property
-    def clock(self) -> Clock:
-        """Clock that times the passes."""
-        ...
-
-    @property
-    def prepared(self) -> bool:
-        """Whether the last call of `extend` did work that is done once."""
-        ...
-
-    @property
-    def pass_time(self) -> Duration:
-        """Time spent in the model by the last pass."""
-        ...
-
-    @property
-    def refeeds(self) -> bool:
-        """True if `extend` feeds the held nodes again."""
-        ...
-
-    def room(self, cached: int) -> int | None:
-        """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
-        ...
-
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: CacheT_contra, hook: PromptLogitsHook | None = None
-    ) -> torch.Tensor:
-        """Feed rows of any length; return the logits after each row, `[B, V]`."""
-        ...
-
-    def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: CacheT_contra) -> torch.Tensor:
-        """Feed one tree per row without its `held[b]` first nodes, the last ones in the cache; return `[B, S, V]`."""
-        ...
-
-
 class LockStepMeter:
     """Reports each forward pass to `stats` when the next one begins, and the tokens that it served are known.
 
@@ -289,7 +246,7 @@ class LockStepLogits(Generic[CacheT]):
     def __init__(
         self,
         rows: Sequence[LockStepRow],
-        runner: LockStepRunner[CacheT],
+        runner: BranchRunner[CacheT],
         cache: CacheT,
         stats: Stats,
         budget: Controller | None = None,

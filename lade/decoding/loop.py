@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -22,7 +21,7 @@ from torch.nn.functional import pad
 from lade.clock import Clock, Duration
 from lade.decoding.drafting.controller import Controller, common_progress
 from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.mtp import MtpPasses
+from lade.decoding.mtp import BatchDrafter
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
@@ -45,10 +44,6 @@ class KVCache(Protocol):
         """Remove a row; the last row takes its place."""
         ...
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order."""
-        ...
-
 
 CacheT = TypeVar("CacheT", bound=KVCache)
 CacheT_contra = TypeVar("CacheT_contra", bound=KVCache, contravariant=True)
@@ -59,22 +54,22 @@ PromptLogitsHook = Callable[[Sequence[int], int, torch.Tensor], None]
 from index `start` on."""
 
 
-class Runner(Protocol[CacheT_contra]):
-    """Runs the model's forward passes on the type of cache that it needs."""
+class PromptRunner(Protocol[CacheT_contra]):
+    """Runs the model's forward passes over prompts on the type of cache that it needs; base of all runners."""
 
     @property
     def clock(self) -> Clock:
-        """Clock that times the steps."""
+        """Clock that times the passes."""
         ...
 
     @property
     def pass_time(self) -> Duration:
-        """Time spent in the model by the last call of `forward`."""
+        """Time spent in the model by the last pass over trees."""
         ...
 
     @property
     def prepared(self) -> bool:
-        """Whether the last call of `forward` did work that is done once, such as capturing a graph."""
+        """Whether the last pass over trees did work that is done once, such as capturing a graph."""
         ...
 
     def room(self, cached: int) -> int | None:
@@ -90,6 +85,10 @@ class Runner(Protocol[CacheT_contra]):
         all rows have the same length.
         """
         ...
+
+
+class Runner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
+    """Runs passes over trees of which nothing is cached yet."""
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
         """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree."""
@@ -126,7 +125,7 @@ class DecodeLoop(Generic[CacheT]):
             it ends the step, and `run` raises it.
         reader: makes the passes in which all rows are greedy; None to use `runner`.
         leaving: called with each finished row and its index in the cache, before the cache drops it.
-        mtp: passes of the checkpoint's MTP layer; None without one.
+        mtp: passes of the checkpoint's MTP layer, if there is one.
         settled: `[B]`, number of cached tokens of each row that are certainly text. An interrupted forward pass may
             leave more in some layers or all, which must be dropped before the cache is used again.
     """
@@ -140,7 +139,7 @@ class DecodeLoop(Generic[CacheT]):
     isolate: bool = False
     reader: Reader[CacheT] | None = None
     leaving: Callable[[Row, int], None] | None = None
-    mtp: MtpPasses | None = None
+    mtp: BatchDrafter = field(default_factory=BatchDrafter)
     settled: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +165,7 @@ class DecodeLoop(Generic[CacheT]):
         cached = self.cache.lengths[0]
         fed = [len(row.tokens) - cached for row in self.rows]
         texts, hook = [row.tokens for row in self.rows], prompt_hook(self.rows)
-        with nullcontext() if self.mtp is None else self.mtp.reading(self.rows):
+        with self.mtp.reading(self.rows):
             logits = self.runner.prefill(texts, self.cache, hook)  # [B, V]
         self.settled = list(self.cache.lengths)
         ids = read(logits, wants_entries=False).argmax_ids  # [B]
@@ -188,7 +187,7 @@ class DecodeLoop(Generic[CacheT]):
         parts, fed = self._draft(), 0
         try:
             trees, texts = [part.draft.tree for part in parts], [part.row.tokens for part in parts]
-            with nullcontext() if self.mtp is None else self.mtp.watching():
+            with self.mtp.watching():
                 if self.reader is not None and all(part.is_greedy for part in parts):
                     wants_entries = any(part.draft.wants_entries for part in parts)
                     readouts = self.reader.readouts(trees, texts, self.cache, wants_entries=wants_entries)
@@ -206,8 +205,7 @@ class DecodeLoop(Generic[CacheT]):
         finally:  # also after an error: drop the rejected nodes, report the emitted tokens
             if fed:
                 self._keep(parts, fed)
-                if self.mtp is not None:
-                    self.mtp.accept(self.rows, [_accepted(part) for part in parts], fed)
+                self.mtp.accept(parts, fed)
             took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
             if emitted := [step for step in steps if step.tokens]:
@@ -219,8 +217,7 @@ class DecodeLoop(Generic[CacheT]):
     def _draft(self) -> list[RowStep]:
         """Collect the candidates of all rows before building any draft, so that a shared budget can compare them."""
         depths = [self.runner.room(cached) for cached in self.settled]
-        if self.mtp is not None:
-            self.mtp.draft(self.rows, depths)
+        self.mtp.draft(self.rows, depths)
         candidates = [row.drafter.candidates(row.tokens, depth) for row, depth in zip(self.rows, depths, strict=True)]
         if self.budget is not None:
             emitted = [row.emitted for row in self.rows] if self.waits_for_all else None
@@ -263,14 +260,13 @@ class DecodeLoop(Generic[CacheT]):
         pass_time = self.runner.pass_time
         forward_s = pass_time.undisturbed_s
         seconds = forward_s + (took - pass_time).undisturbed_s
-        without_mtp_s = seconds if self.mtp is None else max(forward_s, seconds - self.mtp.spent_s)
+        without_mtp_s = max(forward_s, seconds - self.mtp.spent_s)
         for row, step in zip(self.rows, steps, strict=True):
             row.drafter.observe(len(step.tokens), seconds)
         if self.budget is not None:
             times, prepared = (without_mtp_s, forward_s), self.runner.prepared
             self.budget.observe(fed, self._progress(steps), *times, rows=len(steps), prepared=prepared)
-        if self.mtp is not None:
-            self.mtp.observe(sum(len(step.tokens) for step in steps), seconds)
+        self.mtp.observe(steps, seconds)
 
     def _progress(self, steps: Sequence[Step]) -> float:
         """Return the tokens that a step has brought: to the mean row, or to a call that waits for all of them."""
@@ -291,8 +287,7 @@ class DecodeLoop(Generic[CacheT]):
         for place, row in enumerate(self.rows):
             if row.done:
                 row.drafter.end()
-                if self.mtp is not None:
-                    self.mtp.leave(row)
+                self.mtp.leave(row)
                 if self.leaving is not None:
                     self.leaving(row, place)
         if all(row.done for row in self.rows):
@@ -303,16 +298,10 @@ class DecodeLoop(Generic[CacheT]):
     def remove(self, row: Row) -> None:
         """Remove a row, finished or not; the last one takes its place."""
         place = self.rows.index(row)
-        if self.mtp is not None:
-            self.mtp.leave(row)
+        self.mtp.leave(row)
         self.cache.leave(place)
         self.rows[place] = self.rows[-1]
         self.rows.pop()
-
-
-def _accepted(part: RowStep) -> Sequence[int]:
-    """Return the nodes at which tokens were emitted; empty for a row that has ended."""
-    return () if part.row.done else part.verdict.path[: len(part.verdict.tokens)]
 
 
 class PromptReader(Protocol):

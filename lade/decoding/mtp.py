@@ -24,6 +24,8 @@ from lade.decoding.drafting.drafter import Drafter, PredictedTree, Unseen
 from lade.decoding.drafting.mtp_tree import MtpWeights
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.kernels.layout import Doubles, Ints
+from lade.decoding.row import RowStep
+from lade.stats import Step
 
 NODES = 8
 """Maximum number of nodes per row that a further pass feeds."""
@@ -180,7 +182,46 @@ class DraftedRow(RowText, Protocol):
     drafter: Drafter
 
 
-class MtpPasses:
+class BatchDrafter:
+    """Drafts for all rows of a batch together, before their own drafters do. This one drafts nothing.
+
+    Attributes:
+        fixed: number of passes per step, which may be changed; None for as many as pay.
+        spent_s: seconds that the passes of the last step took; 0.0 if it made none.
+        weights: trust in its predictions; None if it makes none.
+    """
+
+    fixed: int | None = None
+    spent_s: float = 0.0
+    weights: MtpWeights | None = None
+
+    def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
+        """Return a context in which the prompts of these rows, or pieces of them, are fed."""
+        return nullcontext()
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return a context in which one pass feeds a tree per row."""
+        return nullcontext()
+
+    def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
+        """Pass predictions to the drafters of these rows, before these are asked for candidates.
+
+        Args:
+            rows: all rows of the batch.
+            depths: maximum depth of each row's tree; None for no limit.
+        """
+
+    def accept(self, parts: Sequence[RowStep], fed: int) -> None:
+        """Learn what the pass of a step accepted, whose largest tree had `fed` nodes."""
+
+    def observe(self, steps: Sequence[Step], seconds: float) -> None:
+        """Learn what a step yielded, which took `seconds` in total."""
+
+    def leave(self, row: RowText) -> None:
+        """Remove a row, known or not."""
+
+
+class MtpPasses(BatchDrafter):
     """Makes the passes of a layer before each step of a batch, as many as pay.
 
     A pass pays if its expected tokens, that is the scores of the nodes that it feeds times the recent gain per unit of
@@ -192,21 +233,12 @@ class MtpPasses:
         habits: figures of earlier texts, updated by every step.
         clock: clock that times the passes.
         fixed: number of passes per step; None for as many as pay.
-
-    Attributes:
-        fixed: number of passes per step, which may be changed; None for as many as pay.
-        spent_s: seconds that the passes of the last step took; 0.0 if it made none.
     """
 
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
         self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
-        self.spent_s = 0.0
+        self.weights = habits.weights
         self._failed = False  # a pass has; predictions may be missed, texts may not
-
-    @property
-    def weights(self) -> MtpWeights:
-        """Trust in the layer's predictions."""
-        return self._habits.weights
 
     @property
     def rate(self) -> float:
@@ -214,7 +246,7 @@ class MtpPasses:
         return self._habits.tokens / self._habits.seconds if self._habits.seconds else 0.0
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
-        """See `MtpLayer`."""
+        """See `BatchDrafter`."""
         return self._layer.reading(rows)
 
     @property
@@ -233,30 +265,25 @@ class MtpPasses:
         return self._failed or (self.fixed is None and 0 < self._habits.refused < _RETRIAL - _STATES)
 
     def watching(self) -> AbstractContextManager[object]:
-        """See `MtpLayer`."""
+        """See `BatchDrafter`."""
         return nullcontext() if self._resting else self._layer.watching()
 
-    def accept(self, rows: Sequence[RowText], paths: Sequence[Sequence[int]], fed: int) -> None:
-        """See `MtpLayer`."""
-        self._layer.accept(rows, paths, fed)
+    def accept(self, parts: Sequence[RowStep], fed: int) -> None:
+        """See `BatchDrafter`."""
+        self._layer.accept([part.row for part in parts], [_accepted(part) for part in parts], fed)
 
     def leave(self, row: RowText) -> None:
-        """See `MtpLayer`."""
+        """See `BatchDrafter`."""
         self._layer.leave(row)
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Update the rate of the batch by a step that took `seconds` in total and yielded `tokens`."""
-        habits = self._habits
+    def observe(self, steps: Sequence[Step], seconds: float) -> None:
+        """See `BatchDrafter`."""
+        habits, tokens = self._habits, sum(len(step.tokens) for step in steps)
         habits.tokens += tokens - habits.tokens / _RATE_STEPS
         habits.seconds += seconds - habits.seconds / _RATE_STEPS
 
     def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
-        """Pass the layer's predictions to the drafters of these rows, before these are asked for candidates.
-
-        Args:
-            rows: all rows of the batch.
-            depths: maximum depth of each row's tree; None for no limit.
-        """
+        """See `BatchDrafter`."""
         self.spent_s = 0.0
         if self._resting:
             self._habits.refused += 1
@@ -337,3 +364,8 @@ class MtpPasses:
         cost.observe(nodes, seconds)
         cost.refresh()
         self.spent_s += seconds
+
+
+def _accepted(part: RowStep) -> Sequence[int]:
+    """Return the nodes at which tokens were emitted; empty for a row that has ended."""
+    return () if part.row.done else part.verdict.path[: len(part.verdict.tokens)]

@@ -34,22 +34,12 @@ ROW_WISE_PROCESSORS = frozenset(
     TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
     """.split()  # noqa: SIM905
 )
-"""Transformers' processors that treat each row independently."""
-
-BATCH_PROCESSORS = frozenset(
-    """
-    ClassifierFreeGuidanceLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor
-    DiaEOSDelayPatternLogitsProcessor SynthIDTextWatermarkLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor
-    """.split()  # noqa: SIM905
-)
-"""Transformers' processors that pair rows, count calls, or keep a state over all rows: they need lock-step."""
+"""Transformers' processors that treat each row independently; others may pair rows, count calls, or keep a state."""
 
 REFUSED_PROCESSORS = {"WhisperNoSpeechDetection": "it runs the model for all rows"}
 """Transformers' processors that are refused, with the reason."""
 
 ROW_WISE_CRITERIA = frozenset({"EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"})
-BATCH_CRITERIA = frozenset({"ConfidenceCriteria"})
-"""Transformers' criteria that read the first row only."""
 
 REMEDY = 'decode the prompts one by one, use plain model.generate, or lookahead="auto", which falls back to it'
 

@@ -27,10 +27,19 @@ from transformers.generation.utils import GenerateOutput
 from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError, UnsupportedError, UnsupportedModelError
 from lade.grammar import GRAMMARS, GrammarArgument
-from lade.hf.refusals import fall_back, refuse
+from lade.hf.refusals import fall_back
 from lade.model.capture_blockers import GIVE_INSIDE, wraps_model
 from lade.model.facts import PACKED, adapters, needs_synced_passes, with_present_cache_name
-from lade.model.prepared import REMEDY, argument_of, check_shape, holds_media, prompts_in
+from lade.model.prepared import (
+    REMEDY,
+    Prepared,
+    argument_of,
+    check_shape,
+    custom_generate_for,
+    holds_media,
+    prompts_in,
+    refuse,
+)
 from lade.model.supports import PLAIN_REMEDY, may_be_shared, supports, unwrap
 from lade.stats import Stats
 
@@ -124,12 +133,34 @@ class Call:
             refuse_streamed_beams(num_beams(inner, arguments), streamer)
         return cls(model, inner, arguments, config, auto, stats, streamer, predictions)
 
-    def for_callable(self) -> dict[str, Any] | None:
-        """Return the arguments for `model.generate` with a callable; None to decode plainly."""
+    @classmethod
+    def of_callable(
+        cls,
+        model: PreTrainedModel,
+        lookahead: Lookahead,
+        stats: Stats | None,
+        prediction: Prediction | None,
+        streamer: BaseStreamer | None,
+    ) -> Call:
+        """Check the arguments of `lade.decode`; errors are its."""
+        refuse_unforwarded_streamer()
+        check_stats(stats)
+        config, auto = resolve(lookahead)
+        refuse_unused_prediction(prediction, config)
+        refuse_autocast(model)
+        return cls(model, model, {}, config, auto, stats, streamer, prediction_ids(prediction))
+
+    def with_callable(self, use: Callable[[Prepared], object]) -> dict[str, Any]:
+        """Return the arguments with which `model.generate` calls `use`; errors are `arguments_for_callable`'s."""
+        arguments = arguments_for_callable(self.model, self.inner, self.arguments)
+        return {"custom_generate": custom_generate_for(use, self.model, self.predictions), **arguments}
+
+    def for_callable(self, use: Callable[[Prepared], object]) -> dict[str, Any] | None:
+        """Return the arguments with which `model.generate` calls `use`; None to decode plainly."""
         if self.config is None:
             return None
         try:
-            return arguments_for_callable(self.model, self.inner, self.arguments)
+            return self.with_callable(use)
         except UnsupportedError as problem:
             self.fall_back(problem)
             return None

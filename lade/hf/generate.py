@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 
-from lade.config import Lookahead, resolve
+from lade.config import Lookahead
 from lade.errors import UnsupportedError
 from lade.grammar import GrammarArgument
 from lade.hf.call import (
@@ -21,22 +21,16 @@ from lade.hf.call import (
     Generated,
     NeedsGenerateError,
     Prediction,
-    arguments_for_callable,
-    check_stats,
     cleaning_up,
     num_beams,
-    prediction_ids,
     refuse_adapter_arguments,
-    refuse_autocast,
     refuse_streamed_beams,
     refuse_streamed_rows,
     refuse_streamed_segments,
-    refuse_unforwarded_streamer,
-    refuse_unused_prediction,
     shared,
 )
 from lade.hf.session import Session, session_for
-from lade.model.prepared import Prepared, custom_generate_for
+from lade.model.prepared import Prepared
 from lade.stats import Stats, Step
 
 
@@ -82,17 +76,12 @@ def decode(
         InputError: the prompt cannot be decoded.
     """
     with cleaning_up(model):
-        refuse_unforwarded_streamer()
-        check_stats(stats)
-        config, auto = resolve(lookahead)
-        refuse_unused_prediction(prediction, config)
+        call = Call.of_callable(model, lookahead, stats, prediction, streamer)
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        expected = prediction_ids(prediction)
-        prepared = Prepared(*arguments, wrapper=model, inputs_tensor=inputs_tensor, predictions=expected)
-        refuse_autocast(model)
+        prepared = Prepared(*arguments, wrapper=model, inputs_tensor=inputs_tensor, predictions=call.predictions)
         if streamer is not None:
             refuse_streamed_beams(prepared.beams, streamer)
-        return _decode_prepared(Call(model, model, {}, config, auto, stats, streamer), prepared)
+        return _decode_prepared(call, prepared)
 
 
 def decoder(*, streamer: BaseStreamer | None = None) -> Callable[..., Generated]:
@@ -111,8 +100,7 @@ def _decode_prepared(call: Call, prepared: Prepared, *, unassisted: bool = True)
     if session is not None:
         return session.run()
     plain = import_module("lade.hf.plain")  # few calls need it
-    output: Generated = plain.decode_prepared(prepared, call.stats, call.streamer, unassisted=unassisted)
-    return output
+    return cast(Generated, plain.decode_prepared(prepared, call.stats, call.streamer, unassisted=unassisted))
 
 
 @overload
@@ -205,14 +193,10 @@ def generate(
     """
     with cleaning_up(model):
         call = Call.of(model, inputs, generate_arguments, lookahead, stats, prediction, grammar, streamer)
-        output: Generated
-        if (arguments := call.for_callable()) is not None:
-            use = functools.partial(_decode_prepared, call, unassisted=False)
-            with suppress(NeedsGenerateError):
-                output = model.generate(custom_generate=custom_generate_for(use, model, call.predictions), **arguments)
-                return output
-        output = import_module("lade.hf.plain").generate_plainly(model, stats, streamer, call.arguments)
-        return output
+        with suppress(NeedsGenerateError):
+            if arguments := call.for_callable(functools.partial(_decode_prepared, call, unassisted=False)):
+                return cast(Generated, model.generate(**arguments))
+        return cast(Generated, import_module("lade.hf.plain").generate_plainly(model, stats, streamer, call.arguments))
 
 
 @shared(streams=True)
@@ -243,10 +227,7 @@ def stream(
                 refuse_adapter_arguments(call.arguments, "lade.stream")
                 refuse_streamed_segments(call.inner)
                 make = functools.partial(Session, config=call.config, stats=Stats() if stats is None else stats)
-                arguments = arguments_for_callable(model, call.inner, call.arguments)
-                begin = custom_generate_for(make, model, call.predictions)
-                return iter(model.generate(custom_generate=begin, **arguments))
+                return iter(model.generate(**call.with_callable(make)))
             except UnsupportedError as problem:
                 call.fall_back(problem)
-        steps: Iterator[Step] = import_module("lade.hf.plain").plain_steps(model, stats, call.arguments)
-        return steps
+        return cast(Iterator[Step], import_module("lade.hf.plain").plain_steps(model, stats, call.arguments))

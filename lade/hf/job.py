@@ -32,17 +32,15 @@ from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.step_cost import StepCost
-from lade.decoding.loop import Reader
-from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, MtpPasses
+from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, BatchDrafter, MtpPasses
 from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import GRAMMARS
 from lade.hf.processors import Record
-from lade.hf.refusals import refuse
 from lade.model.facts import ModelFacts, as_cache
 from lade.model.inputs import batch_bucket
 from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
-from lade.model.prepared import USER_CACHES, Prepared, placeholder_ids, special_ids
+from lade.model.prepared import USER_CACHES, Prepared, placeholder_ids, refuse, special_ids
 from lade.model.runner import ENCODED_RUNNERS, MTP_LAYERS, EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal
 from lade.stats import Stats, Surroundings
@@ -195,7 +193,7 @@ class DecodeJob:
     Attributes:
         runner: the runner given.
         budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
-        mtp: passes of the checkpoint's MTP layer, once a drafter needs them; None before that or without a layer.
+        mtp: passes of the checkpoint's MTP layer, once a drafter needs them and if there is one.
         setup_s: seconds spent to measure passes, once on a machine, and not reported yet.
     """
 
@@ -211,7 +209,7 @@ class DecodeJob:
     ) -> None:
         self.runner = runner
         self.budget: Controller | None = None
-        self.mtp: MtpPasses | None = None
+        self.mtp = BatchDrafter()
         self._without_mtp = without_mtp
         self._model, self._rows, self._engine = model, rows, engine
         self._kind = "engine" if engine else ""  # of text: observations about one are not used for another
@@ -221,22 +219,13 @@ class DecodeJob:
         self._state: ControllerState | None = None
         self.setup_s = 0.0
 
-    @property
-    def reader(self) -> Reader[Any] | None:
-        """Reader of the logits, see `DecodeLoop.reader`."""
-        return self.runner.reader
-
-    def drafter(self, spec: DraftSpec, *, alone: bool = False) -> Drafter:
-        """Return a drafter for one row.
+    def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
+        """Return one drafter per row; the step cost is looked up or measured if they need it for the first time.
 
         Args:
-            spec: specification of the drafter.
+            specs: specification of each row's drafter.
             alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
         """
-        return self.drafters([spec], alone=alone)[0]
-
-    def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
-        """Return one drafter per row; the step cost is looked up or measured if they need it for the first time."""
         if self._cost is None and any(spec.sizes_trees for spec in specs):
             start = perf_counter()
             self._cost = self._learned = step_cost_for(self._model, self.runner, batch=self._rows)
@@ -261,7 +250,6 @@ class DecodeJob:
         """Use a caller's own drafter for the only row; an MTP layer predicts for it if it takes predictions."""
         if drafter.mtp is not None:
             self.mtp = _mtp_passes(self.runner, [LookaheadConfig(budget=1, mtp=True)], self._kind)
-            assert self.mtp is not None  # otherwise `_mtp_passes` has raised
             self.mtp.fixed = MOST_PASSES
         return drafter
 
@@ -269,9 +257,9 @@ class DecodeJob:
         """Load the model's MTP layer, if a row may draft with it."""
         if self._without_mtp:
             _refuse_mtp(configs, self._without_mtp)
-        elif self.mtp is None:
+        elif self.mtp.weights is None:
             self.mtp = _mtp_passes(self.runner, configs, self._kind)
-        if self.mtp is not None and self._cost is not None:
+        if self._cost is not None:
             self.mtp.fixed = None  # passes are chosen by their cost, as tree sizes are
 
     def _go_by_kind(self, kinds: set[str], *, alone: bool) -> None:
@@ -290,7 +278,7 @@ class DecodeJob:
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
         config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
         sizing: dict[str, Any] = {"budget": self.budget} if spec.sizes_trees else {}
-        if self.mtp is not None and (spec.config.mtp or _chooses_mtp(spec.config)):
+        if spec.config.mtp or _chooses_mtp(spec.config):
             sizing["mtp"] = self.mtp.weights
         own: list[Any] = self._own_sources(spec) if config.sources else []
         if config.only:
@@ -392,19 +380,19 @@ def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -
     return replace(config, mtp=True)
 
 
-def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> MtpPasses | None:
-    """Return the passes of a model's MTP layer for the rows of one batch; None without a layer that none requires."""
+def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> BatchDrafter:
+    """Return the passes of a model's MTP layer for the rows of one batch, none without a layer that none requires."""
     # Without sizes that go by the cost of passes nothing tells whether the layer pays: then it has to be asked for.
     wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
     if not wanting:
-        return None
+        return BatchDrafter()
     if runner.exposes_states:
         found = mtp_search_refusal(runner.facts) or MTP_LAYERS.load().layer_for(runner, kind)
     else:
         found = f"passes of a {type(runner).__name__} do not expose the hidden states that MTP layers need"
     if isinstance(found, str):
         _refuse_mtp(wanting, found)
-        return None
+        return BatchDrafter()
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
     return MtpPasses(*found, runner.clock, fixed)
 

@@ -30,11 +30,11 @@ from lade.decoding.lock_step import LockStepLogits, LockStepRow
 from lade.hf.batch_rules import check_lengths
 from lade.hf.job import DecodeJob, DraftSpec, Output, runner_of
 from lade.hf.plain import decoding_method
-from lade.hf.refusals import check, refuse, warn_of_precision
+from lade.hf.refusals import check, warn_of_precision
 from lade.model.config import Positions
 from lade.model.facts import CACHE, as_cache
 from lade.model.kv_cache import TreeCache
-from lade.model.prepared import USER_CACHES, Prepared, PromptTexts, ids_of, placeholder_ids, special_ids
+from lade.model.prepared import USER_CACHES, Prepared, PromptTexts, ids_of, placeholder_ids, refuse, special_ids
 from lade.stats import Stats
 
 

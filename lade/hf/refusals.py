@@ -31,7 +31,6 @@ from lade.model.kv_cache import TreeCache
 from lade.model.masks import MaskPlan
 from lade.model.prefill import MEDIA, PreparedPrompts
 from lade.model.prepared import (
-    REMEDY,
     USER_CACHES,
     Prepared,
     PromptTexts,
@@ -40,6 +39,7 @@ from lade.model.prepared import (
     is_unset,
     marks_only_text,
     placeholder_ids,
+    refuse,
 )
 from lade.model.runner import SLOTS, EagerRunner, input_device
 from lade.model.supports import INVARIANT_MODELS, TRIALS, is_listed, support_by, unwrap
@@ -176,11 +176,6 @@ def _mode_arguments(mode: GenerationMode, config: GenerationConfig) -> str:
     values = {name: getattr(config, name, None) for name in names}
     given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, False, 1)]
     return ", ".join(given) or f"generation mode {mode.value}"
-
-
-def refuse(what: str, why: str) -> None:
-    """Raise `UnsupportedArgumentError` for an argument."""
-    raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 
 def _check_prompts(prepared: Prepared, placeholders: Collection[int]) -> None:

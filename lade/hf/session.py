@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
@@ -201,23 +201,16 @@ def session_for(call: Call, prepared: Prepared) -> DecodeSession | None:
     if call.config is None:
         return None
     try:
-        return _session(call, prepared, call.config)
+        options: dict[str, Any] = {"config": call.config, "stats": Stats() if call.stats is None else call.stats}
+        if prepared.beams > 1:
+            if call.auto:
+                refuse_slow_beams(prepared)
+            return cast(DecodeSession, import_module("lade.hf.lock_step").BeamSession(prepared, **options))
+        options["streamer"] = call.streamer
+        rules, several = prepared.positional[1:], len(prepared.prompts) > 1
+        if several and needs_lock_step(*rules, streamed=call.streamer is not None):  # few calls need it
+            return cast(DecodeSession, import_module("lade.hf.lock_step").LockStepSession(prepared, **options))
+        return Session(prepared, **options)
     except UnsupportedError as problem:
         call.fall_back(problem)
         return None
-
-
-def _session(call: Call, prepared: Prepared, config: LookaheadConfig) -> DecodeSession:
-    stats, streamer = Stats() if call.stats is None else call.stats, call.streamer
-    session: DecodeSession
-    if prepared.beams > 1:
-        if call.auto:
-            refuse_slow_beams(prepared)
-        session = import_module("lade.hf.lock_step").BeamSession(prepared, config=config, stats=stats)
-        return session
-    rules, several = prepared.positional[1:], len(prepared.prompts) > 1
-    if several and needs_lock_step(*rules, streamed=streamer is not None):
-        make = import_module("lade.hf.lock_step").LockStepSession  # few calls need it
-        session = make(prepared, config=config, stats=stats, streamer=streamer)
-        return session
-    return Session(prepared, config=config, stats=stats, streamer=streamer)

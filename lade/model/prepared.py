@@ -285,7 +285,7 @@ class PromptTexts:
         if embeddings is not None:
             width = embeddings.shape[1]
             if shown not in (0, width):
-                _refuse(f"inputs_embeds of {width} columns", f"input_ids have {shown} columns, which do not match")
+                refuse(f"inputs_embeds of {width} columns", f"input_ids have {shown} columns, which do not match")
             prompts = prompts if shown else prompts.new_full((len(prompts), width), _PLACEHOLDER)
         mask = kwargs.get("attention_mask")
         columns = _unmasked_columns(prompts, None if mask is None else mask[:: prepared.beams])
@@ -316,18 +316,19 @@ def _unmasked_columns(prompts: torch.Tensor, attention_mask: torch.Tensor | None
     if attention_mask is None:
         return [range(width)] * rows
     if attention_mask.shape != prompts.shape:
-        _refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column per token")
+        refuse(f"an attention_mask of shape {list(attention_mask.shape)}", "it must have one column per token")
     columns: list[Sequence[int]] = []
     for mask in attention_mask.tolist():
         if not any(mask):
-            _refuse("an attention_mask of zeros", "there is no text to continue")
+            refuse("an attention_mask of zeros", "there is no text to continue")
         if not mask[-1]:
-            _refuse("an attention_mask that ends with 0", "plain decoding would continue after padding on the right")
+            refuse("an attention_mask that ends with 0", "plain decoding would continue after padding on the right")
         columns.append([column for column, seen in enumerate(mask) if seen])
     return columns
 
 
-def _refuse(what: str, why: str) -> None:
+def refuse(what: str, why: str) -> None:
+    """Raise `UnsupportedArgumentError` for an argument."""
     raise UnsupportedArgumentError(f"{what} cannot be used with lookahead decoding: {why}", REMEDY)
 
 

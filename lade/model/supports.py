@@ -218,7 +218,10 @@ def supports(model: Any) -> Support:
     support = support_by(facts, model)
     if support and {weight.device.type for weight in facts.weights} == {"cuda"}:
         support = replace(support, fused=FUSION.load().fusion_refusal(facts, support.require()))
-    return replace(support, mtp=mtp_support(facts)) if support else support
+    if not support:
+        return support
+    reason = mtp_search_refusal(facts)
+    return replace(support, mtp=MtpSupport(reason) if reason else MTP_FILES.load().examine(inner))
 
 
 def mtp_search_refusal(facts: ModelFacts) -> str:
@@ -243,17 +246,6 @@ def mtp_search_refusal(facts: ModelFacts) -> str:
     if (split := SPLIT_MODELS.loaded()) is not None and split.has_parts(model):
         return "each process of lade.parallel has the hidden states of a part of the tree only"
     return ""
-
-
-def mtp_support(facts: ModelFacts) -> MtpSupport:
-    """Return whether a model's checkpoint has usable MTP layers, and their size. Nothing is loaded.
-
-    Args:
-        facts: facts about a transformers model that `lade.supports`.
-    """
-    if reason := mtp_search_refusal(facts):
-        return MtpSupport(reason)
-    return MTP_FILES.load().examine(facts.model)
 
 
 def support_by(facts: ModelFacts, wrapped: Any) -> Support:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any
 
@@ -132,7 +132,7 @@ class EngineBatch:
         capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)
         own_kind: Any = self._cache  # the cache class that this runner expects
         self._loop = DecodeLoop(
-            [], self._runner, own_kind, isolate=True, reader=self._job.reader, leaving=self._cache_text
+            [], self._runner, own_kind, isolate=True, reader=self._runner.reader, leaving=self._cache_text
         )
         self.running = RunningSet(capacity, headroom)
         self._reuse = PrefixReuse(prefix_cache, self._runner.pieces.shareable, model)
@@ -177,7 +177,7 @@ class EngineBatch:
             self._cache.reset()
 
     def _drafter(self, request: EngineRequest) -> Drafter:
-        drafter = self._job.drafter(request.draft_spec, alone=len(self.running.active) == 1)
+        (drafter,) = self._job.drafters([request.draft_spec], alone=len(self.running.active) == 1)
         self._loop.budget, self._loop.mtp = self._job.budget, self._job.mtp
         return self._reuse.drafter(IsolatedDrafter(drafter))
 
@@ -268,10 +268,6 @@ class EngineBatch:
             if self._loop.rows and self._cache.room == (0, 0):  # the failed pass took the shared cache with it
                 self._end_rows(problem)
 
-    def _reading(self, rows: Sequence[Row]) -> AbstractContextManager[object]:
-        """Return a block in which texts of these rows are fed; an MTP layer is shown the states, if there is one."""
-        return nullcontext() if self._loop.mtp is None else self._loop.mtp.reading(rows)
-
     def _prefill_chunk(self, active: ActiveRequest, max_tokens: int) -> int:
         """Feed the next chunk of a text, see `feed_chunk`; after the last chunk the row joins the batch.
 
@@ -283,7 +279,7 @@ class EngineBatch:
             self.work = "prefill", start
             row, before = self._start(active), active.fed
             active.handle.failed_alone = True  # unless this pass succeeds
-            with self._reading([row]):
+            with self._loop.mtp.reading([row]):
                 logits, resumed = feed_chunk(active, row, self._prefill_runner, max_tokens), bool(row.written)
             active.handle.failed_alone = False
             self._count_prefill(start, [] if resumed else [active])
@@ -322,7 +318,7 @@ class EngineBatch:
     def _read_prompts(self, rows: Mapping[ActiveRequest, Row]) -> tuple[torch.Tensor, list[int]]:
         """Feed the prompts of rows and give each its own cache; return last-token logits `[B, V]` and their argmax."""
         texts, cache = [active.text for active in rows], self._prefill_runner.tree_cache()
-        with self._reading(list(rows.values())):
+        with self._loop.mtp.reading(list(rows.values())):
             logits = self._prefill_runner.prefill(texts, cache, prompt_hook(list(rows.values())))
         for place, active in enumerate(rows):
             active.cache, active.fed = cache.copy_row(place, len(texts[place])), len(texts[place])
@@ -407,9 +403,8 @@ class EngineBatch:
         logger.warning(
             "a pass over %d rows failed (%s: %s): they go on without drafts", len(rows), type(problem).__name__, problem
         )
-        if self._loop.mtp is not None:
-            for row in rows:
-                self._loop.mtp.leave(row)
+        for row in rows:
+            self._loop.mtp.leave(row)
         self._loop.rows = []
         self._cache.reset()
         for active in actives:

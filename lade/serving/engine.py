@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from lade.config import Lookahead, resolve
-from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError
+from lade.config import Lookahead
+from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError, whole_number
 from lade.grammar import Grammar
 from lade.hf.call import Prediction, check_stats
 from lade.model.facts import ModelFacts
@@ -83,10 +83,8 @@ class Engine:
     ) -> None:
         limits = {"max_rows": max_rows, "max_waiting": max_waiting, "prefill_tokens": prefill_tokens}
         for name, limit in (limits if max_tokens is None else {**limits, "max_tokens": max_tokens}).items():
-            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-                raise ConfigError(name, limit, "give a whole number >= 1")
-        if isinstance(prefix_cache, bool) or not isinstance(prefix_cache, int) or prefix_cache < 0:
-            raise ConfigError("prefix_cache", prefix_cache, "give a whole number of bytes >= 0")
+            whole_number(name, limit, 1)
+        whole_number("prefix_cache", prefix_cache, 0, of=" of bytes")
         self._model = model
         led = None
         if may_be_shared(unwrap(model)):
@@ -152,21 +150,17 @@ class Engine:
             skip_special_tokens: True to leave special tokens out of the text.
             scope: tenant name; cached prefixes are shared within a scope.
             client: client name; clients are served round robin. None for `scope`.
-            generate_arguments: arguments of `model.generate` for one prompt, except beams, streamers and caches. The
-                clock of `max_time` starts now.
+            generate_arguments: those of `model.generate` but beams, streamers and caches; `max_time` begins now.
 
         Raises:
             InputError: prompt or grammar are invalid, or the text is too long for the engine or the model.
             UnsupportedArgumentError: the arguments cannot be served exactly.
             ConfigError: an argument has the wrong type or range.
-            EngineFullError: the queue is full.
-            EngineClosedError: the engine was closed, or this process was forked from the engine's.
+            EngineFullError, EngineClosedError: see `reserve`.
             concurrent.futures.CancelledError: `place` was released before the request was prepared.
         """
-        options = RequestOptions(
-            resolve(lookahead)[0], seed, prediction, grammar, logprobs, prompt_logprobs, stop_texts, tokenizer,
-            skip_special_tokens, scope, client
-        )  # fmt: skip
+        text = stop_texts, tokenizer, skip_special_tokens
+        options = RequestOptions(lookahead, seed, prediction, grammar, logprobs, prompt_logprobs, *text, scope, client)
         return self._add(input_ids, generate_arguments, options, place, stats, on_step)
 
     def _add(
@@ -196,7 +190,7 @@ class Engine:
 
         Raises:
             EngineFullError: the queue is full.
-            EngineClosedError: see `add`.
+            EngineClosedError: the engine was closed, or this process was forked from the engine's.
         """
         return self._scheduler.reserve()
 

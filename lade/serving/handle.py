@@ -361,7 +361,7 @@ class Handle:
 
 
 def check_process(home: int) -> None:
-    """Raise `EngineClosedError` outside the process with id `home`: a fork has no decoding thread."""
+    """Raise `EngineClosedError` in another process than `home`, before a lock is taken that no thread there frees."""
     if os.getpid() != home:
         raise EngineClosedError(
             f"this engine decodes in process {home}, and process {os.getpid()}, which was forked from it, has no "

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from lade.config import LookaheadConfig
+from lade.config import Lookahead, LookaheadConfig, resolve
 from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row
-from lade.errors import ConfigError, InputError, UnsupportedArgumentError
+from lade.errors import ConfigError, InputError, UnsupportedArgumentError, whole_number
 from lade.grammar import GRAMMARS, Grammar
 from lade.hf.call import (
     Prediction,
@@ -48,26 +48,13 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Per-request options that `model.generate` lacks; see `Engine.add`.
-
-    Attributes:
-        lookahead: method and sizes; None for one token per step.
-        seed: seed of the draws, 0 to 2**64 - 1; None draws one.
-        prediction: text that the answer is expected to follow.
-        grammar: grammar that the answer has to follow.
-        logprobs: number of alternatives per token with their log-probabilities; None for no logprobs.
-        prompt_logprobs: number of alternatives per prompt token; None for no logprobs.
-        stop_texts: texts that end the answer; None if its text is not needed.
-        tokenizer: the model's tokenizer; required by `stop_texts`.
-        skip_special_tokens: True to leave special tokens out of the text.
-        scope: tenant whose cached prefixes the request shares.
-        client: client in whose turn the request is served; None for `scope`.
+    """Per-request options that `model.generate` lacks, by the names that `Engine.add` has for them.
 
     Raises:
         ConfigError: an option is invalid.
     """
 
-    lookahead: LookaheadConfig | None = None
+    lookahead: Lookahead = None
     seed: int | None = None
     prediction: Prediction | None = None
     grammar: Grammar | None = None
@@ -80,13 +67,13 @@ class RequestOptions:
     client: str | None = None
 
     def __post_init__(self) -> None:
-        refuse_unused_prediction(self.prediction, self.lookahead)
+        refuse_unused_prediction(self.prediction, resolve(self.lookahead)[0])
         seed, stops = self.seed, self.stop_texts
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
             raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
         for name, top in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
-                raise ConfigError(name, top, "give a whole number >= 0, or None for none")
+            if top is not None:
+                whole_number(name, top, 0, note=", or None for none")
         for name, given in (("scope", self.scope), ("client", self.client)):
             if given is not None and not isinstance(given, str):
                 raise ConfigError(name, given, "give a text that names whose request it is, or None")
@@ -100,7 +87,7 @@ class RequestOptions:
     @property
     def config(self) -> LookaheadConfig:
         """Method and sizes; `PLAIN` without lookahead."""
-        return self.lookahead or PLAIN
+        return resolve(self.lookahead)[0] or PLAIN
 
     def text(self, prompt: Sequence[int]) -> AnswerText | None:
         """Return the detokenizer of an answer; None if its text is not needed."""

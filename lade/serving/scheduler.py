@@ -135,7 +135,7 @@ class Scheduler:
 
     def reserve(self) -> QueueSlot:
         """See `Engine.reserve`."""
-        self.check_process()
+        check_process(self._process)
         with self._changed:
             self._check_open()
             held = len(self._waiting) + len(self._slots)
@@ -151,7 +151,7 @@ class Scheduler:
     def release_slot(self, place: QueueSlot) -> Handle | None:
         """See `QueueSlot.release`; return the handle of the request that has taken the slot, or None."""
         if place.handle is None:
-            self.check_process()
+            check_process(self._process)
             with self._changed:
                 place.released = place.handle is None
                 self._slots.discard(place)
@@ -195,15 +195,11 @@ class Scheduler:
             end = "was closed" if problem is None else f"broke down ({type(problem).__name__}: {problem})"
             raise EngineClosedError(f"this engine {end}: make a new one")
 
-    def check_process(self) -> None:
-        """Raise `EngineClosedError` in a forked process, before a lock is taken that no thread there releases."""
-        check_process(self._process)
-
     def cancel(self, handle: Handle) -> bool:
         """See `Handle.cancel`."""
         if handle.done():
             return False
-        self.check_process()
+        check_process(self._process)
         with self._changed:
             if handle.done():
                 return False

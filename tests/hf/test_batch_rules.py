@@ -11,8 +11,6 @@ from transformers.generation import logits_process, stopping_criteria
 
 from lade import UnsupportedArgumentError
 from lade.hf.batch_rules import (
-    BATCH_CRITERIA,
-    BATCH_PROCESSORS,
     REFUSED_PROCESSORS,
     ROW_WISE_CRITERIA,
     ROW_WISE_PROCESSORS,
@@ -23,6 +21,15 @@ from lade.hf.batch_rules import (
 from lade.model.config import Positions
 from lade.model.prepared import PromptTexts
 
+BATCH_PROCESSORS = frozenset(
+    """
+    ClassifierFreeGuidanceLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor
+    DiaEOSDelayPatternLogitsProcessor SynthIDTextWatermarkLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor
+    """.split()  # noqa: SIM905
+)
+"""Transformers' processors that pair rows, count calls, or keep a state over all rows: they need lock-step."""
+BATCH_CRITERIA = frozenset({"ConfidenceCriteria"})
+"""Transformers' criteria that read the first row only."""
 ROWS, LENGTH, VOCABULARY = 4, 7, 40
 PROMPTS = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
 

@@ -20,14 +20,13 @@ from spies import watched
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import FixedBudget
-from lade.decoding.drafting.logits_cache import CachedLogits, RecordingDrafter
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.readout import Readout
 from lade.decoding.verify import Verdict
 from lade.errors import CaptureWarning
 from lade.hf import job
 from lade.model.kv_cache import TreeCache
-from lade.serving.prefix_cache import MIN_PREFIX, CachedText, PrefixCache
+from lade.serving.prefix_cache import MIN_PREFIX, CachedLogits, CachedText, PrefixCache, RecordingDrafter
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)

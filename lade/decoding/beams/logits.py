@@ -25,10 +25,10 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from lade.clock import Duration
 from lade.config import LookaheadConfig
 from lade.decoding.beams.tree import Branches, Follow
 from lade.decoding.drafting.lookahead import NGramPool, chosen_ngrams
+from lade.decoding.loop import KVCache, PromptRunner
 from lade.decoding.tree import ROOT, TokenTree
 from lade.stats import Stats, Step
 
@@ -238,8 +238,8 @@ class BeamRow:
         self._guesser.learn(self.branches, first)
 
 
-class BeamCache(Protocol):
-    """Keys and values of B rows; see `lade.decoding.loop.KVCache`."""
+class BranchCache(KVCache, Protocol):
+    """Keys and values of B rows, which end with nodes of their trees."""
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Keep the tokens on each row's path, out of its last `fed` ones and the `held[b]` before them."""
@@ -250,24 +250,16 @@ class BeamCache(Protocol):
         ...
 
 
-CacheT = TypeVar("CacheT", bound=BeamCache)
-CacheT_contra = TypeVar("CacheT_contra", bound=BeamCache, contravariant=True)
+CacheT = TypeVar("CacheT", bound=BranchCache)
+CacheT_contra = TypeVar("CacheT_contra", bound=BranchCache, contravariant=True)
 
 
-class BeamRunner(Protocol[CacheT_contra]):
-    """Runs the model's forward passes; see `lade.decoding.loop.Runner`."""
+class BranchRunner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
+    """Runs passes over trees whose first nodes are cached."""
 
     @property
-    def pass_time(self) -> Duration:
-        """Time spent in the model by the last pass."""
-        ...
-
-    def room(self, cached: int) -> int | None:
-        """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
-        ...
-
-    def prefill(self, rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
-        """Feed rows of any length; return the logits after each row, `[B, V]`."""
+    def refeeds(self) -> bool:
+        """True if `extend` feeds the held nodes again."""
         ...
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: CacheT_contra) -> torch.Tensor:
@@ -330,7 +322,7 @@ class BeamLogits(Generic[CacheT]):
         prompts: Sequence[Sequence[int]],
         num_beams: int,
         config: LookaheadConfig,
-        runner: BeamRunner[CacheT],
+        runner: BranchRunner[CacheT],
         cache: CacheT,
         stats: Stats,
         excluded: Collection[int] = (),

@@ -211,9 +211,13 @@ class ForwardingDrafter(Drafter):
         """See `Drafter`."""
         return self._drafter.rests
 
+    def _forward(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Make a call of the other drafter whose result nobody needs."""
+        return call(*args)
+
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
-        self._drafter.learn_prompt(tokens, start, entries)
+        self._forward(self._drafter.learn_prompt, tokens, start, entries)
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:
         """See `Drafter`."""
@@ -229,19 +233,19 @@ class ForwardingDrafter(Drafter):
 
     def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
         """See `Drafter`."""
-        self._drafter.learn(context, draft, readout, verdict)
+        self._forward(self._drafter.learn, context, draft, readout, verdict)
 
     def observe(self, emitted: int, seconds: float) -> None:
         """See `Drafter`."""
-        self._drafter.observe(emitted, seconds)
+        self._forward(self._drafter.observe, emitted, seconds)
 
     def end(self) -> None:
         """See `Drafter`."""
-        self._drafter.end()
+        self._forward(self._drafter.end)
 
     def close(self) -> None:
         """See `Drafter`."""
-        self._drafter.close()
+        self._forward(self._drafter.close)
 
     def silence(self) -> None:
         """See `Drafter`."""
@@ -275,33 +279,13 @@ class IsolatedDrafter(ForwardingDrafter):
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
         plain = partial(_root_alone, context)
-        found = self._tried(super().candidates, context, max_depth)
+        found = self._forward(super().candidates, context, max_depth)
         return Candidates((), plain) if found is None else Candidates(found.scores, lambda: self._drafted(found, plain))
 
-    def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
-        """See `Drafter`."""
-        self._tried(super().learn_prompt, tokens, start, entries)
-
-    def learn(self, context: Sequence[int], draft: Draft, readout: Readout, verdict: Verdict) -> None:
-        """See `Drafter`."""
-        self._tried(super().learn, context, draft, readout, verdict)
-
-    def observe(self, emitted: int, seconds: float) -> None:
-        """See `Drafter`."""
-        self._tried(super().observe, emitted, seconds)
-
-    def end(self) -> None:
-        """See `Drafter`."""
-        self._tried(super().end)
-
-    def close(self) -> None:
-        """See `Drafter`."""
-        self._tried(super().close)
-
     def _drafted(self, candidates: Candidates, plain: Callable[[], Draft]) -> Draft:
-        return self._tried(candidates.draft) or plain()
+        return self._forward(candidates.draft) or plain()
 
-    def _tried(self, call: Callable[..., T], *args: Any) -> T | None:
+    def _forward(self, call: Callable[..., T], *args: Any) -> T | None:
         """Return the result of a call; None after an error, now or before, and where nothing is drafted."""
         if self._silent or self._problem is not None:
             return None

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from lade.backends.cpu.packing.blocks import BlockCodes
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear, out_of_pairs, pairs_of
 from lade.backends.cpu.packing.linear import PackedLinear, weight_of
-from lade.backends.cpu.packing.pack import guard, pack_layers, shared_weights
+from lade.backends.cpu.packing.pack import pack_layers, shared_weights
 from lade.errors import InputError, UnsupportedModelError
 from lade.files import write_whole
 from lade.model.config import dtype_name
@@ -250,7 +250,6 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
     kinds: dict[nn.Module, type[PackedLinear]] = {model.get_submodule(name): PackedLinear for name in index.packed}
     kinds |= {layer: Int8Linear if each.bits == 8 else Int4Linear for layer, each in codes.items()}
     pack_layers(model, kinds, codes=codes)
-    guard(model)
     left = next((name for name, parameter in model.named_parameters() if parameter.device.type == "meta"), None)
     if left is not None:
         raise KeyError(left)

@@ -40,7 +40,7 @@ from lade.backends.cpu.packing.gguf_file import (
     values_of,
 )
 from lade.backends.cpu.packing.integers import GgufLinear
-from lade.backends.cpu.packing.pack import guard, pack_layers
+from lade.backends.cpu.packing.pack import pack_layers
 from lade.errors import InputError
 from lade.model.randomness import DrawsFrom
 from lade.version import minor_version
@@ -259,7 +259,6 @@ def _fill(model: Any, source: _Source, dtype: torch.dtype) -> None:
                 dequantised.update([_kind_of(place)] if type(module) is nn.Linear and own == "weight" else [])
     model.tie_weights()
     pack_layers(model, dict.fromkeys(codes, GgufLinear), codes=codes)
-    guard(model)
     used |= _scale_frequencies(model, source)
     _tell(source.header, dequantised, used, dtype)
 

@@ -60,7 +60,7 @@ def pack(
     min_weights: int = MIN_WEIGHTS,
     panels: bool = False,
 ) -> _Model:
-    """Replace the linear layers of a model by prepacked ones, in place. For inference on the CPU.
+    """Replace the linear layers of a model by prepacked ones, in place, and return it. For inference on the CPU.
 
     `nn.Linear` and GPT-2's `Conv1D` are packed in float32, bfloat16 or, if the processor supports it, float16.
     Everything else (embeddings, norms, experts that are not linear layers) is left alone, and so are small layers. A
@@ -87,9 +87,6 @@ def pack(
         min_weights: least number of weights of a layer that is packed.
         panels: in bfloat16, use this project's products without measuring; `lade.invariant` needs them.
 
-    Returns:
-        The model itself.
-
     Raises:
         ConfigError: `weights` is unknown, or no layer matches `keep`.
         UnsupportedModelError: the model, a layer, its device or its dtype cannot be packed exactly, or this PyTorch
@@ -98,11 +95,8 @@ def pack(
     with _packing, announced_if_slow(logger, f"packing the weights of {type(model).__name__}"):
         start = perf_counter()
         kinds = packable(model, weights=weights, keep=keep, min_weights=min_weights)
-        try:
-            panel = 0 if weights is not None else panel_for(torch.bfloat16) if panels else _bfloat16_panel(kinds)
-            pack_layers(model, kinds, keep_original=keep_original, panel=panel)
-        finally:  # integer layers that cannot be restored stay packed after an error
-            guard(model)
+        panel = 0 if weights is not None else panel_for(torch.bfloat16) if panels else _bfloat16_panel(kinds)
+        pack_layers(model, kinds, keep_original=keep_original, panel=panel)
         if kinds:
             logger.info("packed %d layers of %s in %.1f s", len(kinds), type(model).__name__, perf_counter() - start)
     return model
@@ -173,7 +167,7 @@ def pack_layers(
     codes: Mapping[Any, BlockCodes] | None = None,
     panel: int = 0,
 ) -> None:
-    """Replace layers of a model by packed ones.
+    """Replace layers of a model by packed ones, and guard these.
 
     Args:
         model: model that owns the layers, changed in place.
@@ -198,6 +192,8 @@ def pack_layers(
             if packed.restorable:
                 _put(packed.unpacked(), places[packed.layer])
         raise
+    finally:  # integer layers that cannot be restored stay packed after an error
+        guard(model)
 
 
 def guard(model: nn.Module) -> None:
