@@ -67,12 +67,27 @@ def run(service: Service, results: Results, total: int, term: Terminal) -> None:
                 asyncio.run(answer_all())
         except KeyboardInterrupt:  # the second Ctrl-C
             interrupt.requested = True
-    seconds, now = perf_counter() - start, service.snapshot()
+    _conclude(service, term, where, total, answered, failed, perf_counter() - start, interrupted=interrupt.requested)
+
+
+def _conclude(
+    service: Service,
+    term: Terminal,
+    where: str,
+    total: int,
+    answered: int,
+    failed: int,
+    seconds: float,
+    *,
+    interrupted: bool,
+) -> None:
+    """Say what came of the requests, and exit unless all were answered."""
+    now = service.snapshot()
     if answered < total:
-        why = "interrupted" if interrupt.requested else f"the engine failed ({_breakdown(service)})"
+        why = "interrupted" if interrupted else f"the engine failed ({_breakdown(service)})"
         done = f"{answered} of {total} requests are in {where}"
         term.say(f"{why}: {done}; the same command with --resume continues", "yellow")
-        raise typer.Exit(EXIT_INTERRUPTED if interrupt.requested else EXIT_FAILED)
+        raise typer.Exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
     tokens = 0 if now is None else now.new_tokens
     rate = f"{tokens} tokens in {seconds:.1f} s · {tokens / seconds:.1f} tokens/s"
     term.say(f"{rate} · {where} has {total} requests", "dim")

@@ -117,11 +117,7 @@ def demo(
         options.check_max_new_tokens(max_new_tokens)
         if prompt is not None:
             check_text(prompt, "the prompt")
-        loading, about = options.Loading(**vars(choice)), ""
-        if choice.model is None:
-            file, about = fetched(platformdirs.user_cache_path("lade") / "demo", term)
-            loading = options.Loading(**{**vars(choice), "model": None if file is None else str(file)})
-            term.say(about, "dim" if file else "yellow")
+        loading, about = _model_to_show(choice, term)
         from lade.cli.encoder import Encoder
         from lade.cli.loading.load import load
         from lade.cli.options.model import Template
@@ -145,6 +141,15 @@ def demo(
             term.say("interrupted", "yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         show.conclude(about or loaded.name)
+
+
+def _model_to_show(choice: options.ModelChoice, term: Terminal) -> tuple[options.Loading, str]:
+    """Return the model to load, and a remark about it where the user has named none."""
+    if choice.model is not None:
+        return options.Loading(**vars(choice)), ""
+    file, about = fetched(platformdirs.user_cache_path("lade") / "demo", term)
+    term.say(about, "dim" if file else "yellow")
+    return options.Loading(**{**vars(choice), "model": None if file is None else str(file)}), about
 
 
 class Demo:

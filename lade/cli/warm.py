@@ -235,11 +235,9 @@ def fill_memory(
         save: saves the memory; called every minute, at the end, and after Ctrl-C.
         term: terminal that shows the progress.
     """
-    from lade.cli.run import Interrupt, decode
-    from lade.config import LookaheadConfig
+    from lade.cli.run import Interrupt
 
     result, saved_at = WarmResult(), perf_counter()
-    config = LookaheadConfig(memory=memory)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Interrupt() as interrupt:  # between generations, which have their own
         with Progress(*columns, console=term.err, transient=True, disable=not term.animated) as progress:
@@ -251,12 +249,7 @@ def fill_memory(
                     term.say(f"skipped: {name}: {problem}", "yellow")
                     result.skipped.append((name, str(problem)))
                 else:
-                    room = loaded.room(ids, max_new_tokens, within=True)
-                    run = decode(
-                        loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda step: None
-                    )
-                    result.runs.append(run.stats)
-                    result.interrupted = run.interrupted
+                    result.interrupted = _answer(loaded, ids, memory, max_new_tokens, term, result.runs)
                 rate = f"prompts · {result.rate:.2f} tokens per step"
                 progress.update(task, completed=done, description=rate)
                 term.tell_progress(f"{done} of {len(prompts)} {rate}")
@@ -270,3 +263,16 @@ def fill_memory(
             save()
         result.interrupted |= interrupt.requested
     return result
+
+
+def _answer(
+    loaded: LoadedModel, ids: list[int], memory: Memory, max_new_tokens: int, term: Terminal, runs: list[Stats]
+) -> bool:
+    """Answer one prompt, add the figures to `runs`, and return whether Ctrl-C ended the answer."""
+    from lade.cli.run import decode
+    from lade.config import LookaheadConfig
+
+    room, config = loaded.room(ids, max_new_tokens, within=True), LookaheadConfig(memory=memory)
+    run = decode(loaded, ids, lookahead=config, max_new_tokens=room, term=term, on_step=lambda step: None)
+    runs.append(run.stats)
+    return run.interrupted

@@ -179,10 +179,8 @@ def load(
         loading.check_split(pack=pack, invariant=invariant)
     if processes > 1 or loading.attn_implementation is not None:
         invariant = bool(invariant)
-    if not term.debug:
-        term.closing.enter_context(quiet())
-    device = "cpu" if loading.weights is not None and loading.device == "auto" else loading.device
-    target = None if loading.device_map is not None or processes > 1 else _device(device)
+    term.closing.enter_context(nullcontext() if term.debug else quiet())
+    target = _target(loading, processes)
     term.show_status(f"looking for {loading.name}")
     source = find(loading)
     with downloading(term) if source.download and term.animated else nullcontext():
@@ -191,17 +189,16 @@ def load(
         if source.is_gguf:
             model, tokenizer = _load_gguf(source, loading, processes)
         else:
-            tokenizer = load_tokenizer(source, loading)
-            packed = is_packed
-            model = _load_packed(source, loading) if packed else load_model(source, loading, target, images, processes)
+            tokenizer, given = load_tokenizer(source, loading), (source, loading)
+            model = _load_packed(*given) if is_packed else load_model(*given, target, images, processes)
         processor = functools.cache(functools.partial(load_processor, source, loading))
         if loading.adapter is not None:
             put_adapter(model, loading, source)
     if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
         torch.set_num_threads(threads or 1)
     undone = _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
-    defaults = _make_greedy(model, source.shown)
     variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
+    defaults = _make_greedy(model, source.shown)
     return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
 
 
@@ -333,6 +330,13 @@ def _check_packed(loading: Loading) -> None:
             raise ConfigError(name, value, "not available for a packed model")
     if loading.device not in ("auto", "cpu"):
         raise ConfigError("device", loading.device, "the model is packed for the CPU")
+
+
+def _target(loading: Loading, processes: int) -> torch.device | None:
+    """Return the device to load to; None where layers go to several."""
+    if loading.device_map is not None or processes > 1:
+        return None
+    return _device("cpu" if loading.weights is not None and loading.device == "auto" else loading.device)
 
 
 def _device(name: str) -> torch.device:
