@@ -13,12 +13,12 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 235,
-    "lines": 49_330,
+    "lines": 49_350,
     "files under 40 lines of code": 10,
     "lines of the largest file": 497,
     "imports, per cent of code": 10.5,
     "lines of a function, p90": 18,
-    "lines of the longest function": 55,
+    "lines of the longest function": 50,
     "files that generate imports": 55,
     "lines that generate imports": 13_050,
     "imports of backends by the core": 0,
@@ -117,7 +117,7 @@ def test_a_greedy_call_stays_near_home():
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
     # Of the steps the one that does least and the one that does most; how many of them draft depends on clocks.
-    most = (37, 128, 680, 33, 255, 33, 390)
+    most = (38, 130, 680, 33, 255, 33, 390)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend; its MTP layer, if it has one, is left out

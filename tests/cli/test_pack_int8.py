@@ -90,7 +90,7 @@ def test_a_model_in_integers_goes_through_every_command(
         (["pack", "--save", "x", "--keep", "lm_hed"], "no linear layer matches it"),
         (["pack", "--save", "x", "--tokens", "1"], "--tokens 1"),
         (["serve", "--weights", "int8", "--no-pack"], "--no-pack"),
-        (["generate", "--weights", "int3", "-p", PROMPT], "--weights int3: give int8 or int4"),
+        (["generate", "--weights", "int3", "-p", PROMPT], "--weights int3: give one of int8, int4"),
         (["generate", "--weights", "int8", "--no-pack", "-p", PROMPT], "--no-pack"),
         (["generate", "--weights", "int8", "--quantization", "bnb-8bit", "-p", PROMPT], "--quantization bnb-8bit"),
     ],

@@ -15,7 +15,7 @@ IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
 
 
 def fail_in_pass(model, number, problem):
-    """Have the n-th forward pass raise amid its layers."""
+    """Have the n-th forward pass raise amid its layers; return the hook that does."""
     passes = []
 
     def fail(*_):
@@ -24,6 +24,7 @@ def fail_in_pass(model, number, problem):
             raise problem
 
     model.model.layers[1].register_forward_pre_hook(fail)
+    return fail
 
 
 def plainly(model, stats, how):
@@ -44,12 +45,12 @@ def plainly(model, stats, how):
 @pytest.mark.parametrize("at", [1, 2, 7])
 def test_a_pass_that_fails_is_no_step_and_took_no_time(at, how):
     model, stats = toy_model(), Stats()
-    fail_in_pass(model, at, MemoryError("no more"))
+    own = fail_in_pass(model, at, MemoryError("no more"))
     with pytest.raises(MemoryError, match="no more"):
         plainly(model, stats, how)()
     assert (stats.new_tokens, stats.generations, stats.steps) == (at - 1, min(1, at - 1), max(0, at - 2))
     assert 0 <= stats.forward_s <= stats.decode_s and stats.prefill_s >= 0
-    assert not hooks_of(model)
+    assert hooks_of(model) == [own]
 
 
 @pytest.mark.parametrize("how", ["generate", "stream", "decode"])

@@ -7,13 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from pretend import not_found
 from test_cli_errors import fails
 
-from lade.cli.loading import hub
 from lade.cli.loading import load as loading
 from lade_lab.cli import job
-from lade_lab.cli import run as bench_report
 from lade_lab.cli import run as bench_run
 from lade_lab.cli.run import duration
 from lade_lab.harness import experiment as experiment_module
@@ -43,7 +42,7 @@ def quick(monkeypatch, request):
     """Step curves are timed elsewhere; figures are drawn in one test only."""
     monkeypatch.setattr(experiment_module, "step_curve", lambda *args, **options: None)
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(bench_report, "_draw", lambda results, plan: ["results.json"])
+        monkeypatch.setattr(bench_run, "_draw", lambda results, plan: ["results.json"])
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_all_of_it(bench, out, folder, drawn):
 def test_without_options_it_runs_offline_on_the_embedded_model(lade, tmp_path, monkeypatch):
     """With few tokens and prompts, which are options too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub.HfApi, "model_info", None)
+    monkeypatch.setattr(HfApi, "model_info", None)
     result = lade("bench", "--limit", 1, "-n", 6)
     assert result.exit_code == 0, result.output
     results = Results.load(tmp_path / "bench-results" / "embedded" / "results.json")
