@@ -20,7 +20,7 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 from lade.cli.options.decoding import Speed
 from lade.cli.options.grouping import Output
 from lade.cli.options.model import Loading
-from lade.cli.serve.model import load
+from lade.cli.serve_model import load
 from lade.cli.terminal import Terminal
 from lade.server.app import build_app
 from lade.server.service import Service

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from time import perf_counter
 from traceback import format_exception
 from typing import Literal, TypeVar
@@ -247,7 +247,8 @@ class Service:
             warm_up(serving.engine, model, self.settings)
             serving.idle = serving.engine.snapshot()
         except BaseException as problem:  # noqa: BLE001 - whatever it is, the thread that waits tells the user
-            self.problem = problem
+            stopped = self.phase == "draining" and isinstance(problem, CancelledError)  # while it warmed up
+            self.problem = None if stopped else problem
             return
         self.fingerprint, self.metrics.info = serving.fingerprint, serving.info
         if self.phase == "loading":

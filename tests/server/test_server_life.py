@@ -67,6 +67,24 @@ def test_the_log_says_once_that_16_bits_round(lookahead, caplog):
     assert len(said) == (lookahead == "auto") and all(each.startswith("bfloat16: ") for each in said)
 
 
+def test_a_server_that_is_stopped_while_it_warms_up_has_no_problem(monkeypatch):
+    warming, ended = threading.Event(), threading.Event()
+
+    def until_the_engine_is_closed(engine, *_):
+        warming.set()
+        try:
+            engine.add([1, 2], max_new_tokens=10**5, min_new_tokens=10**5).result()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(service, "warm_up", until_the_engine_is_closed)
+    with running(ready=False) as server:
+        assert warming.wait(SOON)
+    assert ended.wait(SOON)
+    until(lambda: "lade.serve loading" not in {each.name for each in threading.enumerate()})
+    assert server.service.problem is None
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_server():
     def load():
         raise InputError("there is no such model")
