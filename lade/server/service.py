@@ -392,16 +392,17 @@ class Service:
 
     def ended(self, context: RequestContext, known_path: str) -> None:
         """Count and log a response that has ended; a fault in this costs no answer."""
-        if context.in_flight is not None:
-            self.in_flight.pop(context.in_flight, None)
-            if context.limits.tokens_per_minute is not None:
-                self.quotas.use(context.owner, context.in_flight.tokens)
+        request = context.in_flight
+        if request is not None and context.limits.tokens_per_minute is not None:
+            self.quotas.use(context.owner, request.tokens)
         try:
             self.metrics.add(context, known_path)
             for observe in self.observers:
                 observe(context, known_path)
         except Exception:
             logger.exception("%s was not counted", context.id)
+        if request is not None:  # after the observers: a dump by another thread finds it at one of the two places
+            self.in_flight.pop(request, None)
 
     def drain(self) -> None:
         """Stop accepting requests; running ones continue."""

@@ -188,8 +188,9 @@ def test_a_replay_fails_again_or_goes_on(tmp_path, monkeypatch, caplog):
     with running(Device(FATAL).served, crash_dump=tmp_path, keys=KEYS) as server:
         server.http.headers["authorization"] = f"Bearer {SECRET}"
         assert server.complete("fine", max_tokens=5, temperature=0).status_code == 200
-        assert server.events("/v1/completions", prompt="streamed", max_tokens=4, ignore_eos=True)[-1] == "[DONE]"
-        for number in range(4):
+        greedy = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}  # a sampled token may be the fatal one
+        assert server.events("/v1/completions", prompt="streamed", **greedy)[-1] == "[DONE]"
+        for number in range(3):  # of which the engine dies: a fourth may come before or after
             server.complete("~" * (number + 1), max_tokens=3)
         until(lambda: server.service.phase == "dead")
     path, (_, first, *_) = dumped(tmp_path)
@@ -197,7 +198,7 @@ def test_a_replay_fails_again_or_goes_on(tmp_path, monkeypatch, caplog):
     assert phase == "dead" and lines[0].startswith(f"{first['id']} /v1/completions status 200 ")
     assert lines[1].endswith(" ms 4 tokens") and " status 500 " in lines[2]
     phase, lines = sent_again(path, monkeypatch, keys=KEYS)
-    assert phase == "draining" and len(lines) == 6 and all(" status 200 " in line for line in lines)
+    assert phase == "draining" and len(lines) == 5 and all(" status 200 " in line for line in lines)
 
 
 def test_a_replay_sends_together_what_had_not_ended(tmp_path, monkeypatch):
