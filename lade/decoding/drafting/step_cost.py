@@ -145,6 +145,8 @@ class StepCost:
         if sizes and [*sizes] != sorted({1, *sizes} & {*KNOTS}):
             raise ValueError(f"sizes={list(sizes)!r} is not valid: give some of {KNOTS}, ascending, from 1 on")
         self._padded_to = tuple(sizes)
+        if sizes:  # captured passes take what they took when measured: short answers need not find out
+            self._interval = BASELINE_INTERVAL
         self.refresh()
 
     def state(self, kind: str) -> ControllerState:
