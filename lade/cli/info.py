@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 from rich.text import Text
 
+from lade.cli.options import Checked, Takes, options_in
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import Checked, Takes, options_in
 from lade.cli.terminal import Terminal, count, terminal
 
 if TYPE_CHECKING:

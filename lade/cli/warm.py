@@ -14,8 +14,8 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from lade.cli.info import show_facts
+from lade.cli.options import AT_LEAST_ONE, Checked, check_out, option
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import AT_LEAST_ONE, Checked, check_out, option
 from lade.cli.prompts import Prompt, read_file
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import InputError, UnsupportedModelError

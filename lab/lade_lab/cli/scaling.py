@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import options_in
+from lade.cli.options import options_in
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError
 from lade_lab.cli.job import check_drawing, command_line, whole_numbers

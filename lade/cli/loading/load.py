@@ -20,7 +20,7 @@ from lade.backends.cpu.packing import folder as packed_folder
 from lade.backends.cpu.packing import pack as packing
 from lade.backends.cpu.packing.gguf_model import load_gguf
 from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.processes.channel import connect
+from lade.backends.processes.leader import connect
 from lade.backends.processes.team import dismiss, team_of
 from lade.cli.loading.from_pretrained import (
     ModelSource,
