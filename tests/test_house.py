@@ -12,7 +12,7 @@ from scripts import house
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 218,
+    "files": 217,
     "lines": 49_140,
     "files under 40 lines of code": 10,
     "lines of the largest file": 497,

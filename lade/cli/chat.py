@@ -23,7 +23,7 @@ from lade.errors import ConfigError, InputError, LadeError
 
 if TYPE_CHECKING:
     from lade.cli.conversation import Conversation, Turn
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading import LoadedModel
     from lade.cli.run import Generation
     from lade.config import Lookahead
 
@@ -57,7 +57,7 @@ def described(choices: Choices, given: Choices, loaded: LoadedModel) -> str:
         loaded: model with the defaults of its checkpoint.
     """
     if choices.do_sample:
-        from lade.cli.loading.load import SAMPLING_FIELDS
+        from lade.cli.loading import SAMPLING_FIELDS
         from lade.cli.run import generate_arguments
 
         arguments = generate_arguments(loaded, choices)
@@ -115,7 +115,7 @@ def chat(
         check_choices(choices)
         options.check_max_new_tokens(max_new_tokens)
         template.check()
-        from lade.cli.loading.load import load, with_memory
+        from lade.cli.loading import load, with_memory
         from lade.cli.run import check_served
 
         loaded = load(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant)

@@ -25,7 +25,7 @@ from lade.backends.cpu.packing.weight import DOT_PANEL, TILE_PANEL
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.cli.demo import questions_for
 from lade.cli.encoder import Encoder
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Prompt
 from lade.cli.run import Generation, decode

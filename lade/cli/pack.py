@@ -19,7 +19,7 @@ from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from lade.backends.cpu.packing.integers import LayerError
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
 _SHOWN = 8
@@ -68,7 +68,7 @@ def pack(
         text = wanted.text()
         loading = replace(loading.with_model(wanted.model_argument), weights=loading.weights or WEIGHTS[0])
         loading.check()
-        from lade.cli.loading.load import load
+        from lade.cli.loading import load
 
         plain = replace(loading, weights=None, device="cpu" if loading.device == "auto" else loading.device)
         loaded = load(plain, term=term)

@@ -320,7 +320,7 @@ def _processes(listening: Listening, term: Terminal) -> int:
             run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted), "-m", "lade")
             os.execv(sys.executable, [sys.executable, "-m", *run, *sys.argv[1:]])
         return 1
-    from lade.cli.loading.load import join_processes
+    from lade.cli.loading import join_processes
 
     processes = join_processes(term)
     if wanted not in (None, processes):
@@ -330,7 +330,7 @@ def _processes(listening: Listening, term: Terminal) -> int:
 
 def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
     """Return True in the process that serves; in the others, False when they are done."""
-    from lade.cli.loading.load import is_first_process, leading
+    from lade.cli.loading import is_first_process, leading
     from lade.cli.serve_model import load_split
 
     if is_first_process():

@@ -91,7 +91,7 @@ class Speed:
     def lookahead(self, *, new_memory: bool = False) -> Lookahead:
         """Return the `lookahead` argument of `lade.generate`.
 
-        The memory is not loaded, since that takes a tokenizer: see `loading.load.with_memory`.
+        The memory is not loaded, since that takes a tokenizer: see `loading.with_memory`.
 
         Args:
             new_memory: accept a memory file that does not exist.
