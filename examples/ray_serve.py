@@ -17,8 +17,8 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 
+from lade.cli.options import Output
 from lade.cli.options.decoding import Speed
-from lade.cli.options.grouping import Output
 from lade.cli.options.model import Loading
 from lade.cli.serve_model import load
 from lade.cli.terminal import Terminal

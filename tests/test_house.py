@@ -12,26 +12,26 @@ from scripts import house
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 235,
-    "lines": 49_360,
+    "files": 217,
+    "lines": 49_140,
     "files under 40 lines of code": 10,
     "lines of the largest file": 497,
-    "imports, per cent of code": 10.5,
+    "imports, per cent of code": 10.2,
     "lines of a function, p90": 18,
     "lines of the longest function": 50,
-    "files that generate imports": 55,
-    "lines that generate imports": 13_050,
+    "files that generate imports": 50,
+    "lines that generate imports": 12_950,
     "imports of backends by the core": 0,
     "results of backends without a type": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 15,
     "entries of Args that are fragments, per cent": 2.4,
-    "lines of tests": 62_220,
+    "lines of tests": 62_200,
     "private attributes in tests": 245,
     "patches in tests": 445,
 }
-LEAST = {"median lines of a file": 227}
+LEAST = {"median lines of a file": 248}
 
 
 @pytest.fixture(scope="module")

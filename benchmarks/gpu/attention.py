@@ -42,8 +42,7 @@ import lade
 from lade.backends.tree_attention.backend import kernel_for
 from lade.backends.tree_attention.tree_mask import TreeInputs
 from lade.decoding.tree import TokenTree
-from lade.model.inputs import FULL
-from lade.model.masks import StepInputs
+from lade.model.inputs import FULL, StepInputs
 from lade_lab.harness.benchmark import commit_of
 
 POOL_BYTES = 256 << 20  # of all copies of a cache: several times the second-level cache of any GPU

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.backends.cuda_graphs.backend import capture_refusal
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import EagerReplay
 from lade.backends.cuda_graphs.pool import new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 

@@ -32,14 +32,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lade
 from lade.backends.cuda_graphs.backend import capture_refusal
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import EagerReplay
 from lade.backends.cuda_graphs.fused import fusion_refusal
 from lade.backends.cuda_graphs.pool import new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.model.facts import ModelFacts
 from lade.model.inputs import step_bucket
 from lade.model.runner import EagerRunner
-from lade.tuning.measure import StepTimer
+from lade.tuning.cost_cache import StepTimer
 from lade_lab.harness.benchmark import command_line, environment_of
 
 RUNNERS = ("eager", "replayed", "fused")

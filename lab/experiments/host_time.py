@@ -61,8 +61,8 @@ from lade.decoding.row import Row, RowStep
 from lade.decoding.verify import Greedy, walk
 from lade.engines import drafter as engine_drafter
 from lade.model.facts import CACHE
+from lade.model.inputs import MaskPlan, StepInputs
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan, StepInputs
 from lade.model.prepared import special_ids, vocabulary_of
 from lade_lab.harness.arms import PLAIN
 from lade_lab.inflation import inflate

@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM
 import lade
 from lade.backends.cpu.packing.integers import int4_codes, int8_codes
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels, in_panels
-from lade.backends.cpu.packing.weight import HugePages, packed_weight
+from lade.backends.cpu.packing.weight import HugePages, PanelWeight, has_block_kernels, in_panels, packed_weight
 from lade.decoding.tree import TokenTree
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports

@@ -1,7 +1,7 @@
 """`python -m lade_lab COMMAND`: the shell with `lade bench`, also where the package is not installed, and with more."""
 
 from lade.cli.main import app, main
-from lade.cli.options.grouping import ShellCommand
+from lade.cli.options import ShellCommand
 from lade_lab.acceptance import command as acceptance
 from lade_lab.cli.command import register
 from lade_lab.soak import command as soak

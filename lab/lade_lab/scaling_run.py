@@ -17,13 +17,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lade.errors import ConfigError, InputError
-from lade.files import differences
 from lade_lab.harness.arms import OwnArm, Place, TransformersArm, digest, generate_arguments
 from lade_lab.harness.benchmark import command_line, environment_of
 from lade_lab.harness.mismatch import Judge
 from lade_lab.harness.prompts import Prompts
 from lade_lab.results import Method, Mismatch, Model, Settings
 from lade_lab.scaling_law import NAME, Point, Reference, Scaling
+from lade_lab.terms import differences
 from lade_lab.workloads import Item, Workload
 
 WINDOWS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 60)

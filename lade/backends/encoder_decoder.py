@@ -26,8 +26,8 @@ from lade.decoding.loop import PromptLogitsHook
 from lade.errors import UnsupportedModelError
 from lade.model.config import Positions, token_embeddings
 from lade.model.facts import CACHE, ModelFacts
+from lade.model.inputs import Inputs, MaskPlan
 from lade.model.kv_cache import RowCache, TreeCache
-from lade.model.masks import Inputs, MaskPlan
 from lade.model.module_changes import Override, overridden
 from lade.model.prepared import ENCODERS, Prepared
 from lade.model.runner import ENCODED_RUNNERS, EagerRunner

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from lade.errors import UnsupportedModelError
 from lade.model.config import field
 from lade.model.facts import ModelFacts
-from lade.model.masks import INDEXED, Inputs, StepInputs
+from lade.model.inputs import INDEXED, Inputs, StepInputs
 from lade.model.module_changes import Override, hooked, overridden
 from lade.model.runner import SLOTS
 

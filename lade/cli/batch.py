@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lade.cli.batch_files import Results, read_requests, sharded
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import option
-from lade.cli.serve_options import EngineLimits, ServedTemplate, check_all, served_names
+from lade.cli.options import option
+from lade.cli.serve import EngineLimits, ServedTemplate, check_all, served_names
 from lade.cli.terminal import terminal
 
 EXAMPLE = "Example:  [bold]lade batch -i requests.jsonl -o results.jsonl --model Qwen/Qwen3-0.6B[/bold]"

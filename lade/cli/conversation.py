@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lade.cli.encoder import ImagePrompt, content, encode, open_image
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading import LoadedModel
 from lade.cli.options.model import NO_TEMPLATE_OPTIONS, Template
 from lade.cli.run import Generation
 from lade.cli.terminal import one_line

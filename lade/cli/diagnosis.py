@@ -21,11 +21,11 @@ from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing.integers import Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for
-from lade.backends.cpu.packing.panel_weight import DOT_PANEL, TILE_PANEL
+from lade.backends.cpu.packing.weight import DOT_PANEL, TILE_PANEL
 from lade.backends.cuda_graphs.backend import capture_refusal
 from lade.cli.demo import questions_for
 from lade.cli.encoder import Encoder
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Prompt
 from lade.cli.run import Generation, decode
@@ -35,7 +35,7 @@ from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports, unwrap
 from lade.native import COMPILER_REMEDY, WITHOUT, library, library_path, processor_name
-from lade.tuning import cost_cache, measure
+from lade.tuning import cost_cache
 from lade.tuning.cost_cache import key_of
 from lade.version import TESTED_TRANSFORMERS, __version__, minor_version
 
@@ -154,10 +154,10 @@ def measured_curve(loaded: LoadedModel, cached: int, seconds: float) -> Curve:
     runner = runner_for(ModelFacts.of(model), supports(model).require(), model.generation_config)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     taken: dict[int, list[float]] = {}
-    with closing(measure.StepTimer(runner, vocabulary=vocabulary, largest=KNOTS[-1], cached=cached)) as timer:
-        order = [*measure.SIZES, *(knot for knot in KNOTS if knot not in measure.SIZES)]
+    with closing(cost_cache.StepTimer(runner, vocabulary=vocabulary, largest=KNOTS[-1], cached=cached)) as timer:
+        order = [*cost_cache.SIZES, *(knot for knot in KNOTS if knot not in cost_cache.SIZES)]
         sizes = [size for size in order if size <= timer.largest]
-        for size, each in measure.samples_of(timer, sizes, budget_s=seconds, rounds=_ROUNDS):
+        for size, each in cost_cache.samples_of(timer, sizes, budget_s=seconds, rounds=_ROUNDS):
             taken.setdefault(size, []).append(each)
     curve = Curve(timer.cached, {size: taken[size][1:] or taken[size] for size in sorted(taken)})
     key, cost = key_of(model, runner), StepCost.of(curve.samples, measured_at=time())

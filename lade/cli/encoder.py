@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Messages, Prompt
 from lade.cli.terminal import one_line

@@ -58,7 +58,7 @@ def generate(
         grammar = form.read()
         predicted = _read_prediction(prediction_file, prompts, lookahead, choices)
         from lade.cli.encoder import Encoder
-        from lade.cli.loading.load import join_processes, leading, load, with_memory
+        from lade.cli.loading import join_processes, leading, load, with_memory
         from lade.cli.run import GenerationPlan
 
         split, pack, invariant = join_processes(term), speed.pack, speed.invariant

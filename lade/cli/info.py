@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 from rich.text import Text
 
+from lade.cli.options import Checked, Takes, options_in
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import Checked, Takes, options_in
 from lade.cli.terminal import Terminal, count, terminal
 
 if TYPE_CHECKING:
     from lade.cli.diagnosis import Curve
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade info gpt2[/bold]"
 
@@ -30,7 +30,7 @@ def info(
 ) -> None:
     """Show whether a model is supported, or why not, and its sizes; `lade doctor` measures it, too."""
     with terminal(output) as term:
-        from lade.cli.loading.load import load
+        from lade.cli.loading import load
 
         facts = facts_of(load(loading.with_model(model_argument), term=term))
         if json:
@@ -131,7 +131,7 @@ def doctor(
         loading.check()
         loading.check_layout(pack, invariant=invariant)
         from lade.cli import diagnosis
-        from lade.cli.loading.load import load
+        from lade.cli.loading import load
 
         term.out.quiet = json
         found: dict[str, Any] = {"machine": diagnosis.machine(), "versions": diagnosis.versions()}

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from lade.cli import batch, chat, demo, generate, info, pack, serve, warm
+from lade.cli.options import ShellCommand, ShellGroup
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import ShellCommand, ShellGroup
 from lade.cli.terminal import terminal
 from lade.version import __version__
 

@@ -11,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import option
+from lade.cli.options import option
 from lade.cli.options.model import WEIGHTS
 from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, count, terminal
 from lade.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from lade.backends.cpu.packing.quality import LayerError
-    from lade.cli.loading.load import LoadedModel
+    from lade.backends.cpu.packing.integers import LayerError
+    from lade.cli.loading import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade pack gpt2 --check text.txt --keep lm_head --save ./gpt2-int8[/bold]"
 _SHOWN = 8
@@ -68,7 +68,7 @@ def pack(
         text = wanted.text()
         loading = replace(loading.with_model(wanted.model_argument), weights=loading.weights or WEIGHTS[0])
         loading.check()
-        from lade.cli.loading.load import load
+        from lade.cli.loading import load
 
         plain = replace(loading, weights=None, device="cpu" if loading.device == "auto" else loading.device)
         loaded = load(plain, term=term)
@@ -142,7 +142,7 @@ class Packing:
             ConfigError: `keep` leaves no layer to round.
             InputError: no layer is large enough, or the folder cannot be written.
         """
-        from lade.backends.cpu.packing import folder, quality
+        from lade.backends.cpu.packing import folder, integers
         from lade.backends.cpu.packing import pack as packing
 
         loaded, model = self.loaded, self.loaded.model
@@ -152,14 +152,14 @@ class Packing:
         self._check()
         if ids:
             term.show_status("reading the text with the model as it is")
-            before_packing = quality.perplexity(model, ids, window)
+            before_packing = integers.perplexity(model, ids, window)
             facts |= {"tokens": len(ids), "window": window, "perplexity_before": before_packing}
         term.show_status("packing the weights")
         packing.pack(model, keep_original=bool(ids), weights=self.weights, keep=self.keep)
         if ids:
             term.show_status(f"reading the text in {self.weights}")
-            with quality.watched(model) as errors:
-                facts["perplexity_after"] = quality.perplexity(model, ids, window)
+            with integers.watched(model) as errors:
+                facts["perplexity_after"] = integers.perplexity(model, ids, window)
         facts |= {"int8_layers": packing.int8_layers(model), "int4_layers": packing.int4_layers(model)}
         facts |= {"kept_layers": packing.kept_layers(model)}
         facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}

@@ -14,7 +14,7 @@ from rich.text import Text
 from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 from lade.cli.encoder import Encoder
-from lade.cli.loading.load import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
+from lade.cli.loading import BEAM_FIELDS, SAMPLING_FIELDS, LoadedModel
 from lade.cli.options.decoding import GREEDY, Choices
 from lade.cli.terminal import Terminal
 from lade.config import Lookahead, LookaheadConfig, resolve

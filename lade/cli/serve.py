@@ -1,35 +1,261 @@
-"""`lade serve`, and `--replay`: the requests of a crash dump, sent to the server again."""
+"""`lade serve`, with options that are checked before a model is loaded, and `--replay` of a crash dump's requests."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from json import dumps
+from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.request import Request, urlopen
 
 import typer
 
+from lade.cli.options import AT_LEAST_ONE, Checked, Takes, options_in
 from lade.cli.options import decoding as options
-from lade.cli.serve_options import Access, Limits, Listening, ServedTemplate, check_all, served_names
+from lade.cli.options.decoding import Speed
+from lade.cli.options.model import Loading, Template
+from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, terminal
-from lade.errors import ConfigError
+from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from lade.server.access_log import AccessLog
     from lade.server.failures import DumpedRequest
+    from lade.server.keys import Keys
     from lade.server.request_context import RequestContext
     from lade.server.served_model import ServedModel
     from lade.server.service import Service
     from lade.server.settings import Settings
+
+
+SHARES = ("key", "all", "none")
+LOG_FORMATS = ("text", "json")
+ACCEPTANCE = ("none", "summary")
+_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MAX_BODY = 2**30
+
+_server = options_in("Server")
+_access = options_in("Access")
+_limits = options_in("Limits")
+_count = partial(_limits, takes=AT_LEAST_ONE)
+_seconds = partial(_limits, takes=(lambda value: 0 <= value < 1e6, "give seconds >= 0"))
+_DURATION: Takes = (lambda value: 0 < value < 1e6, "give seconds > 0")
+_PORTS: Takes = (lambda value: 0 <= value < 2**16, "give a whole number from 0 to 65535")
+_template = options_in("Chat template")
+
+
+@dataclass(frozen=True)
+class ServedTemplate:
+    """Chat template options of the server."""
+
+    chat_template: Path | None = _template(None, "FILE", "Chat template to use instead of the model's.")
+    chat_template_kwargs: str | None = _template(
+        None, "JSON", 'Template variables, such as {"enable_thinking": false}.'
+    )
+
+    def check(self) -> None:
+        """Raise `ConfigError` for invalid template variables."""
+        assert isinstance(self.arguments, dict)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Template variables; raises `ConfigError` if they are not a JSON object."""
+        return Template(chat_template_kwargs=self.chat_template_kwargs).arguments
+
+    def text(self) -> str | None:
+        """Return the text of the template file; None without one."""
+        return None if self.chat_template is None else read_utf8(self.chat_template, "chat template")
+
+
+@dataclass(frozen=True)
+class Listening(Checked):
+    """Network options, and the names of the model."""
+
+    host: str = _server("127.0.0.1", "ADDR", "Address to listen on; 0.0.0.0 for all.")
+    port: int = _server(8000, "PORT", "Port to listen on; 0 for any free one.", takes=_PORTS)
+    name: list[str] | None = _server(
+        None, "NAME", "Model name in requests. Repeatable. Default: from --model.", "--name"
+    )
+    log_format: str = _server("text", "KIND", "Log format: text or json.", one_of=LOG_FORMATS)
+    metrics: bool = _server(True, "", "Serve /metrics to Prometheus.", "--metrics/--no-metrics")
+    acceptance: str = _server(
+        "none",
+        "LEVEL",
+        "Acceptance of drafts in answers, as in vLLM: none or summary.",
+        "--per-request-spec-decode-metrics",
+        one_of=ACCEPTANCE,
+    )
+    otel: bool = _server(False, "", "Send a span per request to an OpenTelemetry collector.", "--otel")
+    page: bool = _server(True, "", "Serve the chat page at /.", "--page/--no-page")
+    strict: bool = _server(False, "", "Reject requests with unknown fields.", "--strict")
+    crash_dump: Path | None = _server(None, "DIR", "Write the last requests there, with their texts, on a crash.")
+    replay: Path | None = _server(None, "FILE", "Send the requests of a crash dump again, and exit.")
+    tensor_parallel: int | None = _server(
+        None, "N", "Split the model over N processes, started by torchrun.", takes=AT_LEAST_ONE
+    )
+    torchrun: str | None = _server(None, "", "Set by torchrun.", envvar="TORCHELASTIC_RUN_ID", hidden=True)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a value out of range; `MissingExtraError` if OpenTelemetry is not installed."""
+        super().check()
+        if self.otel and find_spec("opentelemetry.sdk") is None:  # FastAPI needs the API alone
+            raise MissingExtraError("opentelemetry-sdk", "otel")
+        folder = self.crash_dump
+        if folder is not None and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise ConfigError("crash-dump", str(folder), "give a folder that this user can write to")
+        for name in self.name or ():
+            if not name.isprintable() or not 0 < len(name) <= 200:
+                raise ConfigError("name", name[:60], "give 1 to 200 characters that can be printed")
+
+
+def served_names(names: list[str] | None, loading: Loading) -> tuple[str, ...]:
+    """Return the names that requests may use: those given, or the last part of the model's name, never a path."""
+    return tuple(names or [loading.name.rstrip("/").rpartition("/")[2]])
+
+
+@dataclass(frozen=True)
+class Access(Checked):
+    """Authentication and access options."""
+
+    api_key_file: Path | None = _access(None, "FILE", "API keys, one per line, or name:key. Default: none required.")
+    api_keys: str | None = _access(
+        None,
+        "KEYS",
+        "API keys, separated by spaces. The variable keeps them out of process lists.",
+        envvar="LADE_API_KEYS",
+    )
+    allowed_host: list[str] | None = _access(None, "NAME", "Host name accepted in requests; * for any. Repeatable.")
+    cors_origin: list[str] | None = _access(
+        None, "URL", "Origin of web pages that may send requests, or *. Repeatable."
+    )
+
+    share: str = _access(
+        "key", "WHO", "Who shares draft memory and prefix cache: key (requests of one key), all or none.", one_of=SHARES
+    )
+
+    def keys(self) -> Keys:
+        """Return the API keys; raises `InputError` if the file cannot be read or has none."""
+        from lade.server.keys import Keys
+
+        return Keys.read(self.api_key_file, self.api_keys)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for an invalid origin or scope."""
+        super().check()
+        for origin in self.cors_origin or ():
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError("cors-origin", origin, "give scheme and host, such as https://example.org, or *")
+
+
+@dataclass(frozen=True)
+class EngineLimits(Checked):
+    """Limits of the engine, of `lade batch` too."""
+
+    max_rows: int = _count(16, "N", "Maximum number of requests decoded together.")
+    max_tokens: int | None = _count(None, "N", "KV cache slots: rows times the longest text. Default: as many as fit.")
+    answer_tokens: int = _count(1024, "N", "Maximum tokens of an answer, if the request sets no limit.")
+
+
+@dataclass(frozen=True)
+class Limits(EngineLimits):
+    """Limits of the server."""
+
+    max_waiting: int = _count(64, "N", "Maximum number of queued requests; further ones get status 503.")
+    context: int | None = _count(None, "N", "Maximum tokens of prompt and answer together. Default: the model's.")
+    prefix_cache: str | None = _limits(
+        None, "SIZE", "Size of the prefix cache; 0: none. Default: a tenth of the KV cache."
+    )
+    max_body: str | None = _limits(
+        None, "SIZE", "Maximum size of a request body. Default: 4MiB, or 16MiB for models that take images."
+    )
+    queue_timeout: float | None = _seconds(None, "S", "Seconds a request may wait in the queue. Default: no limit.")
+    request_timeout: float | None = _limits(
+        None, "S", "Seconds a request may take in all. Default: no limit.", takes=_DURATION
+    )
+    pass_timeout: float = _seconds(120.0, "S", "Seconds after which a pass counts as hung: /live is 503. 0: never.")
+    shutdown_timeout: float = _seconds(30.0, "S", "Seconds that running requests may take after SIGTERM.")
+    config: Path | None = _limits(None, "FILE", "TOML file of limits, such as queue-timeout = 5; SIGHUP rereads it.")
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a limit out of range."""
+        super().check()
+        assert self.prefix_bytes is None or self.prefix_bytes >= 0  # raises `ConfigError` for an invalid size
+        if self.body_bytes is not None and not 1 <= self.body_bytes <= _MAX_BODY:
+            raise ConfigError("max-body", self.max_body, "give 1 to 1GiB")
+
+    @property
+    def prefix_bytes(self) -> int | None:
+        """Size of the prefix cache in bytes; None for the default."""
+        return None if self.prefix_cache is None else size_in_bytes("prefix-cache", self.prefix_cache)
+
+    @property
+    def body_bytes(self) -> int | None:
+        """Largest request body in bytes; None for the default."""
+        return None if self.max_body is None else size_in_bytes("max-body", self.max_body)
+
+
+def size_in_bytes(name: str, text: str) -> int:
+    """Return a size such as `4MiB` in bytes; `k`, `m`, `g` are powers of 1024.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(name, text[:40], "give bytes, or a size such as 4MiB or 2GiB")
+    return int(float(found[1]) * 1024 ** _UNITS[found[2].lower()])
+
+
+_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+
+
+class Group(Protocol):
+    """A group of options with a check of its own."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+
+
+def check_all(
+    *groups: Group, loading: Loading, speed: Speed, template: ServedTemplate, new_memory: bool = False
+) -> None:
+    """Check all options before the model is loaded.
+
+    Args:
+        groups: further groups, checked first, in this order.
+        loading: options of the model.
+        speed: options of drafting and packing.
+        template: options of the chat template.
+        new_memory: accept a `--memory` file that does not exist, since it is written.
+
+    Raises:
+        MissingExtraError: a package of the `serve` extra is not installed.
+        ConfigError, InputError: an option is wrong.
+    """
+    for name in _PACKAGES:
+        if find_spec(name) is None:
+            raise MissingExtraError(name.replace("_", "-"), "serve")
+    for group in (*groups, loading):
+        group.check()
+    speed.lookahead(new_memory=new_memory)
+    if new_memory and speed.memory is not None:
+        from lade.memory import check
+
+        check(speed.memory)
+    loading.check_layout(speed.pack, invariant=speed.invariant)
+    template.check()
 
 
 EXAMPLE = "Example:  [bold]lade serve --model Qwen/Qwen3-0.6B[/bold]  and  [bold]curl localhost:8000/v1/models[/bold]"
@@ -94,7 +320,7 @@ def _processes(listening: Listening, term: Terminal) -> int:
             run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted), "-m", "lade")
             os.execv(sys.executable, [sys.executable, "-m", *run, *sys.argv[1:]])
         return 1
-    from lade.cli.loading.load import join_processes
+    from lade.cli.loading import join_processes
 
     processes = join_processes(term)
     if wanted not in (None, processes):
@@ -104,7 +330,7 @@ def _processes(listening: Listening, term: Terminal) -> int:
 
 def _leads(loading: options.Loading, speed: options.Speed, processes: int, term: Terminal) -> bool:
     """Return True in the process that serves; in the others, False when they are done."""
-    from lade.cli.loading.load import is_first_process, leading
+    from lade.cli.loading import is_first_process, leading
     from lade.cli.serve_model import load_split
 
     if is_first_process():

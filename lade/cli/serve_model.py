@@ -10,8 +10,8 @@ from typing import Any
 from lade import Memory, supports
 from lade.backends.processes.team import dismiss
 from lade.cli.encoder import encode
-from lade.cli.loading.load import SAMPLING_FIELDS, LoadedModel, prepare_split_model, with_memory
-from lade.cli.loading.load import load as load_model
+from lade.cli.loading import SAMPLING_FIELDS, LoadedModel, prepare_split_model, with_memory
+from lade.cli.loading import load as load_model
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
 from lade.cli.terminal import Terminal

@@ -22,7 +22,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from lade.cli.options.grouping import Output
+from lade.cli.options import Output
 from lade.errors import ConfigError, FallbackWarning, LadeError, PrecisionWarning
 
 DELAY_S = 0.3

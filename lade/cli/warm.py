@@ -14,8 +14,8 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from lade.cli.info import show_facts
+from lade.cli.options import AT_LEAST_ONE, Checked, check_out, option
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import AT_LEAST_ONE, Checked, check_out, option
 from lade.cli.prompts import Prompt, read_file
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import InputError, UnsupportedModelError
@@ -23,7 +23,7 @@ from lade.stats import Stats
 
 if TYPE_CHECKING:
     from lade.cli.encoder import Encoder
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading import LoadedModel
     from lade.memory import Memory
 
 EXAMPLE = "Example:  [bold]lade warm --model gpt2 --prompts questions.jsonl --out questions.memory[/bold]"
@@ -112,7 +112,7 @@ def warm(
         template.check()
         prompts = job.read()
         from lade.cli.encoder import Encoder
-        from lade.cli.loading.load import load
+        from lade.cli.loading import load
 
         loaded = load(loading, term=term, pack=pack, invariant=invariant)
         encode, continues = Encoder(loaded, template), job.continues

@@ -37,9 +37,8 @@ from lade.errors import ConfigError, InputError, UnsupportedArgumentError
 from lade.grammar import GRAMMARS
 from lade.hf.processors import Record
 from lade.model.facts import ModelFacts, as_cache
-from lade.model.inputs import batch_bucket
+from lade.model.inputs import MaskPlan, batch_bucket
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan
 from lade.model.prepared import USER_CACHES, Prepared, placeholder_ids, refuse, special_ids
 from lade.model.runner import ENCODED_RUNNERS, MTP_LAYERS, EagerRunner, runner_for
 from lade.model.supports import mtp_search_refusal

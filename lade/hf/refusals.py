@@ -26,9 +26,8 @@ from lade.errors import (
 from lade.locks import ForkSafeLock
 from lade.model.config import LEARNED_POSITIONS, dtype_name
 from lade.model.facts import CACHE, CACHE_NAMES, ModelFacts, is_invariant, tensor_parallel_size
-from lade.model.inputs import FULL
+from lade.model.inputs import FULL, MaskPlan
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan
 from lade.model.prefill import MEDIA, PreparedPrompts
 from lade.model.prepared import (
     USER_CACHES,

@@ -4,10 +4,10 @@ facts.py             ModelFacts: one survey of the model per call
 supports.py          lade.supports: the models that can be decoded exactly
 prepared.py          Prepared: the inputs of a generation, from `model.generate`
 runner.py            EagerRunner: prefill, and one forward pass over a token tree per step
-prefill.py           passes over prompts; prompt_logits.py: logits of the prompt tokens
+prefill.py           passes over prompts, and logits of the prompt tokens
 kv_cache.py          TreeCache: rows of different lengths, compacted to accepted paths
 cache_layers.py      its layers
-inputs.py, masks.py  input tensors and attention masks of a step
+inputs.py            input tensors and attention masks of a step
 config.py            configuration fields, position limits
 capture_blockers.py  hooks, wrappers and adapters that prevent inference mode or graph capture
 registry.py          the table of backends, and their roles; roles.py: those that calls ask for

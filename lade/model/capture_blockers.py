@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lade.model import module_changes
 from lade.model.facts import PACKED, SURVEYED, ModelFacts
-from lade.model.masks import MaskPlan
+from lade.model.inputs import MaskPlan
 
 _IDLE_HOOKS = frozenset({"transformers.utils.output_capturing", module_changes.__name__})
 """Modules whose hooks have no effect here: transformers leaves its hooks on a model that has returned hidden states,

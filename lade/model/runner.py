@@ -22,13 +22,19 @@ from lade.decoding.tree import ROOT, TokenTree
 from lade.model.cache_layers import Recurrence
 from lade.model.capture_blockers import PassMode, ordinary
 from lade.model.facts import CACHE, ModelFacts
-from lade.model.inputs import RootInputs
+from lade.model.inputs import Inputs, MaskPlan, RootInputs
 from lade.model.kv_cache import BufferSizes, RowCache, TreeCache
-from lade.model.masks import Inputs, MaskPlan
 from lade.model.module_changes import hooked
-from lade.model.prefill import PASS_TOKENS, FrequencySwitch, PreparedPrompts, PromptPasses, TextPieces, grouped
+from lade.model.prefill import (
+    PASS_TOKENS,
+    FrequencySwitch,
+    HiddenStates,
+    PreparedPrompts,
+    PromptPasses,
+    TextPieces,
+    grouped,
+)
 from lade.model.prepared import USER_CACHES, Prepared
-from lade.model.prompt_logits import HiddenStates
 from lade.model.registry import Role
 
 

@@ -23,7 +23,7 @@ from lade.model.facts import (
     needs_synced_passes,
     tensor_parallel_size,
 )
-from lade.model.masks import (
+from lade.model.inputs import (
     INDEXED,
     INVARIANT_ATTENTION,
     LAYER_TYPES,

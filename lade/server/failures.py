@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 SET_UP = frozenset(
     [
-        ("lade.backends.cuda_graphs.capture", "record"),
-        ("lade.tuning.measure", "measure_step_cost"),
+        ("lade.backends.cuda_graphs.buffers", "record"),
+        ("lade.tuning.cost_cache", "measure_step_cost"),
         ("torch._dynamo.convert_frame", "__call__"),
         ("triton.compiler.compiler", "compile"),
     ]

@@ -18,8 +18,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from lade.errors import EngineClosedError, EngineFullError
 from lade.server.answer import respond
-from lade.server.chat import ChatFormatter, ChatPreprocessor
-from lade.server.completions import CompletionFormatter, CompletionPreprocessor
+from lade.server.completions import ChatFormatter, ChatPreprocessor, CompletionFormatter, CompletionPreprocessor
 from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
 from lade.server.messages import CountRequest, MessagesFormatter, MessagesRequest
 from lade.server.messages import as_chat as turns_as_chat

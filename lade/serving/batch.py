@@ -23,7 +23,7 @@ from lade.decoding.readout import read
 from lade.decoding.row import Row
 from lade.decoding.tree import TokenTree
 from lade.hf.job import DecodeJob, Output, engine_runner
-from lade.model.masks import MaskPlan
+from lade.model.inputs import MaskPlan
 from lade.model.runner import CAPTURED_RUNNERS, EagerRunner
 from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
 from lade.serving.prefix_cache import PrefixReuse, prefill_group

@@ -19,7 +19,7 @@ from lade.errors import EngineClosedError, InputError
 from lade.hf.detokenizer import AnswerText
 from lade.hf.job import Output
 from lade.hf.processors import StopReason
-from lade.model.prompt_logits import PIECE_LOGITS
+from lade.model.prefill import PIECE_LOGITS
 from lade.stats import Stats, Step, TokenLogprobs
 
 _MOST_LOGITS = 2**28

@@ -33,7 +33,7 @@ from lade.hf.refusals import check, warn_of_precision
 from lade.hf.sampling import LoneSampler
 from lade.model.config import LEARNED_POSITIONS, Positions
 from lade.model.facts import CACHE, with_present_cache_name
-from lade.model.masks import MaskPlan
+from lade.model.inputs import MaskPlan
 from lade.model.prepared import Prepared, custom_generate_for, ids_of, vocabulary_of
 from lade.model.runner import input_device
 from lade.model.supports import unwrap

@@ -3,7 +3,7 @@ import torch
 from shell_fixtures import press_ctrl_c
 
 from lade.cli.conversation import Conversation
-from lade.cli.loading.load import load
+from lade.cli.loading import load
 from lade.cli.options.model import Loading
 from lade.cli.run import Generation, decode
 from lade.cli.terminal import terminal

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lade.backends.cpu.invariant_marker import invariance_of
-from lade.cli.loading import load
-from lade.cli.loading.load import load as load_model
+from lade.cli import loading
+from lade.cli.loading import load as load_model
 from lade.cli.options.decoding import Output, Speed
 from lade.cli.options.model import Loading
 from lade.cli.serve_model import load as load_served
@@ -50,8 +50,8 @@ def test_a_model_in_16_bits_is_invariant_unless_that_is_unwanted(folder, dtype, 
 def test_packing_changes_no_bits_unasked(folder, monkeypatch):
     """Packing alone changes the texts of a model in 16 bits."""
     asked = []
-    monkeypatch.setattr(load, "pack_if_it_pays", asked.append)
-    monkeypatch.setattr(load.packing, "pack", lambda model, **given: asked.append(given))
+    monkeypatch.setattr(loading, "pack_if_it_pays", asked.append)
+    monkeypatch.setattr(loading.packing, "pack", lambda model, **given: asked.append(given))
     loaded(folder, "bfloat16", invariant=False)
     assert not asked
     loaded(folder, "bfloat16", invariant=False, pack=True)
@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_invariant_keeps_its_kernels(folder, monkeypatch,
     def refuse(model):
         raise UnsupportedModelError("it rounds by the phase of the moon", "wait")
 
-    monkeypatch.setattr(load.make_invariant, "invariant", refuse)
+    monkeypatch.setattr(loading.make_invariant, "invariant", refuse)
     term = Terminal(Output())
     found = load_model(Loading(model=str(folder), dtype="bfloat16"), term=term, pack=None, invariant=None)
     assert invariance_of(found.model) is None and not found.packed

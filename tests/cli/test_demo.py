@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lade.cli import demo
 from lade.cli.demo import METHODS, Demo, Lane
-from lade.cli.loading.load import load
+from lade.cli.loading import load
 from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
 

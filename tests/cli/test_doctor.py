@@ -9,7 +9,7 @@ import torch
 from lade.cli import diagnosis
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.files import Records
-from lade.tuning import cost_cache, measure
+from lade.tuning import cost_cache
 
 
 def knee(size):
@@ -31,8 +31,8 @@ def steady(monkeypatch, tmp_path):
         state["now"] += seconds
         return seconds
 
-    monkeypatch.setattr(measure.StepTimer, "__call__", call)
-    monkeypatch.setattr(measure, "samples_of", functools.partial(measure.samples_of, clock=lambda: state["now"]))
+    monkeypatch.setattr(cost_cache.StepTimer, "__call__", call)
+    monkeypatch.setattr(cost_cache, "samples_of", functools.partial(cost_cache.samples_of, clock=lambda: state["now"]))
     monkeypatch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", tmp_path / "cache"))
     monkeypatch.setattr(diagnosis, "LONGEST_ANSWER", 24)
     for module in (cost_cache, diagnosis):

@@ -9,13 +9,13 @@ import pytest
 from pretend import without
 from test_processes import on_a_terminal
 
-from lade.cli import line_input
-from lade.cli.line_input import Entry, LineInput
+from lade.cli import chat
+from lade.cli.chat import Entry, LineInput
 
 READER = """
 import sys
 from pathlib import Path
-from lade.cli.line_input import LineInput
+from lade.cli.chat import LineInput
 lines = LineInput(Path(sys.argv[1]) if sys.argv[1:] else None)
 print(lines.problem or "ready")
 while True:
@@ -119,5 +119,5 @@ def test_without_readline_there_is_no_editing_and_no_file(entries, monkeypatch, 
 
 
 def test_the_history_is_among_the_states_of_the_user(monkeypatch, tmp_path):
-    monkeypatch.setattr(line_input.platformdirs, "user_state_dir", lambda name, appauthor: str(tmp_path / name))
-    assert line_input.history_path() == tmp_path / "lookahead-decoding" / "chat_history"
+    monkeypatch.setattr(chat.platformdirs, "user_state_dir", lambda name, appauthor: str(tmp_path / name))
+    assert chat.history_path() == tmp_path / "lookahead-decoding" / "chat_history"

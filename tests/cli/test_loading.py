@@ -18,8 +18,8 @@ from transformers import LlamaForCausalLM, dynamic_module_utils
 import lade
 from lade.cli.loading import from_pretrained as adapter_module
 from lade.cli.loading import from_pretrained as module
+from lade.cli.loading import load
 from lade.cli.loading.from_pretrained import SCHEMES, Scheme
-from lade.cli.loading.load import load
 from lade.cli.main import app
 from lade.cli.options.model import QUANTIZATIONS, Loading
 from lade.cli.terminal import terminal

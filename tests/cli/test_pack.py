@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from lade.backends.cpu.packing import pack as packing
-from lade.cli.loading.load import load
+from lade.cli.loading import load
 from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
 from lade.tuning import packing_choice

@@ -103,9 +103,9 @@ def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeyp
 
 
 def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, folder, text, tmp_path, monkeypatch):
-    from lade.backends.cpu.packing import quality
+    from lade.backends.cpu.packing import integers
 
-    monkeypatch.setattr(quality, "perplexity", None)
+    monkeypatch.setattr(integers, "perplexity", None)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").write_text("x")
     (tmp_path / "older").mkdir()

@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_served_is_one_line_with_what_can_be_typed(lade, 
 
 
 def test_a_missing_package_is_one_line(lade, monkeypatch):
-    from lade.cli import serve_options as checks
+    from lade.cli import serve as checks
 
     not_found(monkeypatch, checks, "uvicorn")
     result = lade("serve")
@@ -216,7 +216,7 @@ def test_a_missing_package_is_one_line(lade, monkeypatch):
 
 
 def test_opentelemetry_is_an_extra(lade, monkeypatch):
-    from lade.cli import serve_options as checks
+    from lade.cli import serve as checks
 
     not_found(monkeypatch, checks, "opentelemetry")
     result = lade("serve", "--otel")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lade.cli import terminal as module
 from lade.cli.main import app
-from lade.cli.options.grouping import Output
+from lade.cli.options import Output
 from lade.cli.terminal import Status, Terminal, terminal
 
 PROMPT = "say it again, say it"

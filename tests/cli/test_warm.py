@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lade import InputError, Memory
 from lade.cli import warm as module
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading import LoadedModel
 from lade.cli.main import app
 from lade.cli.warm import WarmResult
 from lade.memory import fingerprint_of

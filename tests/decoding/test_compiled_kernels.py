@@ -27,7 +27,7 @@ from lade.decoding.kernels.native_tree import Columns, NativeTree, Requests
 from lade.decoding.kernels.tables import Tables
 from lade.decoding.tree import TokenTree
 from lade.engines import drafter
-from lade.native.kernel import NativeKernel
+from lade.native import NativeKernel
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 

@@ -275,7 +275,7 @@ PACKAGE = Path(lade.__file__).parent
 HOLDERS = {
     str(PACKAGE / file)
     for file in """
-    hf/generate.py hf/session.py hf/processors.py decoding/loop.py decoding/row.py decoding/verify.py
+    hf/generate.py hf/processors.py decoding/loop.py decoding/row.py decoding/verify.py
     model/kv_cache.py model/cache_layers.py backends/user_cache.py model/runner.py
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 }

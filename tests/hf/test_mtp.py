@@ -15,7 +15,7 @@ from lade.decoding.kernels.layout import MTP_WIDTH
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions
 from lade.embedded.files import model_path
-from lade.hf import session
+from lade.hf import generate
 from lade.testing import toy_model
 
 BUDGET = LookaheadConfig(budget=10, mtp=True)
@@ -325,7 +325,7 @@ def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(monkeypatch)
         def observe(self, fed, emitted, seconds, forward_s, *, rows, prepared):
             observed.append((passes.spent_s, seconds, forward_s))
 
-    monkeypatch.setattr(session, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Told(), **named))
+    monkeypatch.setattr(generate, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Told(), **named))
     lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     assert all(seconds == forward_s for spent_s, seconds, forward_s in observed if spent_s == 1.5)
     assert any(spent_s == 1.5 for spent_s, *_ in observed)

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from made_codes import FORMATS, STEPS, drawn_codes
 from torch import nn
 
-from lade.backends.cpu.kernels import dtype_code, kernel
+from lade.backends.cpu.kernels import At, Room, Stages, dtype_code, kernel
 from lade.backends.cpu.packing import weight
 from lade.backends.cpu.packing.blocks import _fused, quantised
 from lade.backends.cpu.packing.integers import Int8Linear
-from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, PanelWeight, code_groups, has_block_kernels
-from lade.backends.cpu.packing.weight import HugePages
-from lade.backends.cpu.worker_threads import At, Room, Stages
+from lade.backends.cpu.packing.weight import PREPARED_ROWS, HugePages, PanelWeight, code_groups, has_block_kernels
 from lade.errors import UnsupportedModelError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from inside import buffers_in
 import lade
 from lade.backends.cuda_graphs import backend as graphs
 from lade.backends.cuda_graphs import pool as model_pools
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, pool_of
 from lade.backends.cuda_graphs.static_cache import StaticCache
 from lade.errors import CaptureWarning

@@ -10,10 +10,10 @@ import lade
 from lade.backends.cpu import kernels
 from lade.backends.cpu.invariant import attention, functions
 from lade.backends.cpu.invariant.attention import PlacedMask
-from lade.backends.cpu.packing import panel_products, panel_weight
+from lade.backends.cpu.packing import panel_products
+from lade.backends.cpu.packing import weight as packed
 from lade.backends.cpu.packing.blocks import BlockCodes
-from lade.backends.cpu.packing.panel_weight import DOT_PANEL, PanelWeight, in_panels
-from lade.backends.cpu.packing.weight import HugePages
+from lade.backends.cpu.packing.weight import DOT_PANEL, HugePages, PanelWeight, in_panels
 from lade.testing import toy_model
 
 ALL = ["plain", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "reference"]
@@ -107,7 +107,7 @@ def test_all_numbers_of_two_bytes_are_read_alike(instructions, dtype):
     x = torch.where(numbers.isfinite(), numbers, 1).view(-1, 64)
     weight = coded(torch.eye(64, dtype=torch.int16))  # sums are the codes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(panel_weight, "kernel", by(quantise_rows=instructions))
+        patch.setattr(packed, "kernel", by(quantise_rows=instructions))
         found = weight.product(x)
     assert torch.equal(found, coded(torch.eye(64, dtype=torch.int16)).product(x))
 
@@ -155,7 +155,7 @@ def test_without_the_library_models_are_packed_by_torch_and_not_made_invariant(m
     monkeypatch.setattr(kernels, "kernel", kernels.CpuKernel)
     from lade.backends.cpu.invariant import make_invariant
 
-    for module in (make_invariant, panel_weight, panel_products):
+    for module in (make_invariant, packed, panel_products):
         monkeypatch.setattr(module, "kernel", kernels.CpuKernel)
     monkeypatch.setattr(panel_products, "has_tiles", panel_products.has_tiles.__wrapped__)
     model, ids = toy_model(dtype=torch.float32), torch.arange(1, 9)[None]

@@ -8,8 +8,8 @@ from torch import nn
 
 import lade
 from lade.backends.recurrent.cores import CORES
-from lade.backends.trials import linear_check
-from lade.backends.trials.linear_check import foreign_layers
+from lade.backends.trials import backend as trials
+from lade.backends.trials.backend import foreign_layers
 from lade.model.facts import RECURRENT_FUNCTIONS, ModelFacts
 from lade.model.supports import support_by
 from lade.testing import toy_model
@@ -118,7 +118,7 @@ def test_a_glance_and_the_look_at_each_layer_agree(monkeypatch):
         foreign = list(foreign_layers(model, type(model).__module__))
         assert bool(foreign) == (change not in (changes[0], bare_weight)), change
         looked = list[nn.Module]()
-        monkeypatch.setattr(linear_check, "foreign_layers", partial(noted, looked, foreign))
+        monkeypatch.setattr(trials, "foreign_layers", partial(noted, looked, foreign))
         support_by(ModelFacts.of(model), model)
         monkeypatch.undo()
         assert bool(looked) == (change is not changes[0]), change

@@ -6,7 +6,7 @@ import pytest
 import torch
 from spies import failing, watched
 
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import EagerReplay
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.static_cache import StaticCache

@@ -38,7 +38,7 @@ from lade.backends.cpu.invariant.chained_decoder import ChainedDecoder
 from lade.backends.cpu.invariant.fused import Fused, FusedLayer, FusedProjections, GatedBlock
 from lade.backends.cpu.kernels import kernel
 from lade.backends.cpu.packing import panel_products
-from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, has_dots
+from lade.backends.cpu.packing.weight import PREPARED_ROWS, has_dots
 from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 

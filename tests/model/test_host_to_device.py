@@ -8,8 +8,7 @@ from spies import watched
 
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding.tree import TokenTree
-from lade.model.inputs import FULL, PackedLayout, sliding, upload
-from lade.model.masks import StepInputs
+from lade.model.inputs import FULL, PackedLayout, StepInputs, sliding, upload
 
 CPU = torch.device("cpu")
 PARTS = [

@@ -7,10 +7,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import lade
-from lade.backends.cpu.packing.integers import int4_codes, out_of_pairs, pairs_of
+from lade.backends.cpu.packing.integers import int4_codes, out_of_pairs, pairs_of, watched
 from lade.backends.cpu.packing.pack import int4_layers
-from lade.backends.cpu.packing.panel_weight import has_block_kernels
-from lade.backends.cpu.packing.quality import watched
+from lade.backends.cpu.packing.weight import has_block_kernels
 from lade.errors import ConfigError, UnsupportedModelError
 
 SHAPES = [(64, 64), (1, 33), (7, 3), (300, 64), (64, 300), (130, 777)]

@@ -12,12 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lade
-from lade.backends.cpu.invariant.padded_rows import PaddedRows
+from lade.backends.cpu.invariant.weights import PaddedRows
 from lade.backends.cpu.packing import blocks, folder, integers
-from lade.backends.cpu.packing.integers import Int8Linear
+from lade.backends.cpu.packing.integers import Int8Linear, perplexity
+from lade.backends.cpu.packing.integers import watched as errors_of
 from lade.backends.cpu.packing.pack import int8_layers, kept_layers
-from lade.backends.cpu.packing.quality import perplexity
-from lade.backends.cpu.packing.quality import watched as errors_of
 from lade.errors import ConfigError, InputError, UnsupportedModelError
 
 pytestmark = pytest.mark.by_processor

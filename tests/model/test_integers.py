@@ -14,7 +14,7 @@ import lade
 from lade.backends.cpu.packing import blocks, folder
 from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
-from lade.backends.cpu.packing.panel_weight import has_block_kernels
+from lade.backends.cpu.packing.weight import has_block_kernels
 from lade.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.by_processor

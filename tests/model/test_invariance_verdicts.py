@@ -9,9 +9,9 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import lade
-from lade.backends.cpu.invariant import make_invariant, padded_rows, trials, weights
-from lade.backends.cpu.invariant.padded_rows import NO_PADDING, RowPadding, padding_of
+from lade.backends.cpu.invariant import make_invariant, trials, weights
 from lade.backends.cpu.invariant.trials import distinct_layers
+from lade.backends.cpu.invariant.weights import NO_PADDING, RowPadding, padding_of
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.errors import UnsupportedModelError
 from lade.files import Records
@@ -74,7 +74,7 @@ def test_a_kept_padding_that_is_wrong_here_is_found_by_the_short_trial(records, 
     """As where something changed that is not part of the key."""
     model = toy_model(dtype=HALF)
     key = trials.key_of(model)
-    monkeypatch.setattr(padded_rows, "_rounds_alike", lambda *given: True)
+    monkeypatch.setattr(weights, "_rounds_alike", lambda *given: True)
     lade.variant(lade.invariant(model))  # what was kept is no padding at all
     (record,) = records.iterdir()
     assert set(map(tuple, json.loads(record.read_text())["paddings"])) == {(1, 1, None)}

@@ -25,27 +25,27 @@ from transformers import (
 )
 
 import lade
-from lade.backends.cpu import worker_threads
+from lade.backends.cpu import kernels
 from lade.backends.cpu.invariant import attention, functions, make_invariant, trials
 from lade.backends.cpu.invariant.attention import attention_of, invariant_attention
 from lade.backends.cpu.invariant.functions import times_logistic
-from lade.backends.cpu.invariant.padded_rows import (
+from lade.backends.cpu.invariant.trials import TokenIndex, first_difference
+from lade.backends.cpu.invariant.weights import (
     NO_PADDING,
     PaddedRows,
     RowPadding,
+    _joined,
     call_padded,
     cancelling,
     pad_rows,
     padding_for,
     padding_of,
 )
-from lade.backends.cpu.invariant.trials import TokenIndex, first_difference
-from lade.backends.cpu.invariant.weights import _joined
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.backends.cpu.packing import pack
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, in_panels
+from lade.backends.cpu.packing.weight import PanelWeight, in_panels
 from lade.files import Records
 from lade.testing import toy_model
 
@@ -290,8 +290,8 @@ def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
         ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)(place)
 
     use_threads(monkeypatch, 3)
-    monkeypatch.setattr(worker_threads, "_entrance", lambda: ctypes.cast(enter_alone, ctypes.c_void_p).value)
-    monkeypatch.setattr(worker_threads, "TEAM", worker_threads.ThreadTeam())  # that of the process may rest
+    monkeypatch.setattr(kernels, "_entrance", lambda: ctypes.cast(enter_alone, ctypes.c_void_p).value)
+    monkeypatch.setattr(kernels, "TEAM", kernels.ThreadTeam())  # that of the process may rest
     assert all(map(torch.equal, all_work(), expected))
     assert entered == [3] * len(expected)
 

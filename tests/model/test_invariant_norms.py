@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lade.backends.cpu import worker_threads
+from lade.backends.cpu import kernels
 from lade.backends.cpu.invariant.functions import (
     GEMMA,
     LLAMA,
@@ -76,7 +76,7 @@ def test_a_norm_stays_what_it_was(kind, formula, size, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [32, 47, 61])
 def test_a_row_has_the_same_bits_wherever_it_stands(size, dtype, monkeypatch):
-    monkeypatch.setattr(worker_threads, "_MANY", 100)
+    monkeypatch.setattr(kernels, "_MANY", 100)
     threads = torch.get_num_threads()
     x, weight = torch.randn(40, size).to(dtype), torch.randn(size).to(dtype)
     try:

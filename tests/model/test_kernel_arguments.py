@@ -32,14 +32,13 @@ from lade.backends.cpu.invariant.functions import (
 from lade.backends.cpu.packing.integers import Int8Linear, int8_codes
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels, in_panels
-from lade.backends.cpu.packing.weight import HugePages
+from lade.backends.cpu.packing.weight import HugePages, PanelWeight, has_block_kernels, in_panels
 from lade.decoding import readout
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import native_tree, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
-from lade.native.kernel import LONG_LIST, ArrayType
+from lade.native import LONG_LIST, ArrayType
 from lade.testing import toy_model
 
 HALF, FLOATS = torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from lade.model.config import field, per_layer, window_too_short
-from lade.model.inputs import FULL, chunked, sliding
-from lade.model.masks import plan_for
+from lade.model.inputs import FULL, chunked, plan_for, sliding
 
 TYPES = ["sliding_attention", "full_attention"] * 2
 

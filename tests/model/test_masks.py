@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade.decoding.tree import TokenTree
-from lade.model.inputs import FULL, RootInputs, chunked, sliding
-from lade.model.masks import MaskPlan, StepInputs
+from lade.model.inputs import FULL, MaskPlan, RootInputs, StepInputs, chunked, sliding
 
 CPU = torch.device("cpu")
 

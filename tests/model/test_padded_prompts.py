@@ -8,7 +8,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Generati
 
 import lade
 from lade.backends.trials import tree_check
-from lade.model import prefill, prompt_logits, runner
+from lade.model import prefill, runner
 from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
@@ -76,8 +76,8 @@ def assert_same(one, other):
 @pytest.mark.parametrize("repeated", [False, True])
 def test_they_get_what_they_get_alone(family, repeated, monkeypatch):
     """What is shown of them comes in the same calls, too, the last tokens of longer ones in pieces."""
-    monkeypatch.setattr(prompt_logits, "MOST_TOKENS", 20)
-    monkeypatch.setattr(prompt_logits, "PIECE_LOGITS", 48 * 16)
+    monkeypatch.setattr(prefill, "MOST_TOKENS", 20)
+    monkeypatch.setattr(prefill, "PIECE_LOGITS", 48 * 16)
     prompts, runs = texts(*LENGTHS), runner_of(MODELS[family])
     prompts += prompts[:1] * repeated
     together = Fed(runs, prompts)

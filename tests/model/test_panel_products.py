@@ -6,11 +6,12 @@ import pytest
 import torch
 from pretend import use_threads
 
-from lade.backends.cpu.invariant.padded_rows import _drawn, _order, cancelling
+from lade.backends.cpu.invariant.weights import _drawn, _order, cancelling
 from lade.backends.cpu.kernels import BFLOAT16
-from lade.backends.cpu.packing import panel_products, panel_weight
+from lade.backends.cpu.packing import panel_products
+from lade.backends.cpu.packing import weight as packing
 from lade.backends.cpu.packing.panel_products import has_tiles
-from lade.backends.cpu.packing.panel_weight import DOT_PANEL, TILE_PANEL, PanelWeight, has_dots, out_of_panels
+from lade.backends.cpu.packing.weight import DOT_PANEL, TILE_PANEL, PanelWeight, has_dots, out_of_panels
 
 HALF = torch.bfloat16
 TILES = pytest.param(TILE_PANEL, id="tiles", marks=pytest.mark.skipif(not has_tiles(), reason="no tiles (AMX) here"))
@@ -22,7 +23,7 @@ SHAPES = [(64, 32), (70, 33), (96, 64), (97, 65), (33, 7), (130, 1000), (200, 25
 @pytest.fixture(params=[TILES, DOTS])
 def in_panels(request):
     """Lays a weight out for either sort of products."""
-    return partial(panel_weight.in_panels, panel=request.param)
+    return partial(packing.in_panels, panel=request.param)
 
 
 def panel_product(x, packed, bias, outputs):
@@ -50,8 +51,8 @@ def test_an_output_has_the_same_bits_beside_any_rows(outputs, inputs, biased, in
             found = panel_product(x[first : first + rows], packed, bias, outputs)
             assert torch.equal(found, expected[first : first + rows]), rows
     monkeypatch.setattr(panel_products, "_MANY", 1)
-    monkeypatch.setattr(panel_weight, "DOTS", panel_weight.DOTS._replace(least_bytes=1))
-    monkeypatch.setattr(panel_weight, "_MANY_INPUTS", 1)
+    monkeypatch.setattr(packing, "DOTS", packing.DOTS._replace(least_bytes=1))
+    monkeypatch.setattr(packing, "_MANY_INPUTS", 1)
     for threads in (2, 3, 7):
         use_threads(monkeypatch, threads)
         for rows in (1, 16, 17, 500):
@@ -111,7 +112,7 @@ def test_nothing_beside_the_rows_is_read_or_written(rows, in_panels):
 
 @pytest.mark.parametrize(("panel", "shape"), [(TILE_PANEL, (2, 2, 4, 16, 32)), (DOT_PANEL, (5, 2, 1, 16, 32))])
 def test_what_fills_panels_up_is_zero(panel, shape):
-    packed = panel_weight.in_panels(torch.ones(70, 33, dtype=HALF), panel=panel)
+    packed = packing.in_panels(torch.ones(70, 33, dtype=HALF), panel=panel)
     assert packed.shape == shape
     assert packed.sum() == 70 * 33 and packed[0].count_nonzero() == panel * 33
 

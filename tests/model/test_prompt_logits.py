@@ -10,9 +10,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, Gran
 
 import lade
 from lade.model import prefill
-from lade.model import prompt_logits as hidden
+from lade.model import prefill as hidden
 from lade.model.kv_cache import TreeCache
-from lade.model.prompt_logits import HiddenStates
+from lade.model.prefill import HiddenStates
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 

@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from trees import tree_of
 
 from lade.backends.recurrent.cores import delta_rule, mamba2, selective_scan
-from lade.backends.recurrent.tree_pass import TreePass, convolution, gather_columns
+from lade.backends.recurrent.layer import TreePass, convolution, gather_columns
 from lade.decoding.tree import TokenTree
 
 ROWS, HEADS, KEYS, VALUES, CHANNELS, WIDTH = 2, 4, 3, 5, 6, 4

@@ -7,7 +7,7 @@ import pytest
 from lade.model.registry import PLAYED_BY, Role
 
 DECLARED_IN = [
-    *(f"lade.model.{name}" for name in ("facts", "masks", "prepared", "prefill", "runner", "supports")),
+    *(f"lade.model.{name}" for name in ("facts", "inputs", "prepared", "prefill", "runner", "supports")),
     "lade.grammar",
     "lade.backends.cpu.invariant_marker",
 ]

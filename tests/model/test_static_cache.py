@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spies import watched
 
-from lade.backends.cuda_graphs.buffers import Buffers
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import Buffers, EagerReplay
 from lade.backends.cuda_graphs.pass_inputs import StaticCacheView
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.static_cache import StaticCache

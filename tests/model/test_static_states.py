@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import tree_of
 
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import EagerReplay
 from lade.backends.cuda_graphs.pass_inputs import ClosureAncestry, StaticInputs
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.static_cache import StaticCache
-from lade.backends.recurrent.layer import RecurrentLayer, RecurrentTreeLayer, TokenCounter
-from lade.backends.recurrent.tree_pass import TreePass
+from lade.backends.recurrent.layer import RecurrentLayer, RecurrentTreeLayer, TokenCounter, TreePass
 from lade.model.kv_cache import TreeCache
 
 CPU = torch.device("cpu")

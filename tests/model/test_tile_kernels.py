@@ -5,9 +5,10 @@ import torch
 from pretend import use_threads
 
 from lade.backends.cpu.kernels import kernel
-from lade.backends.cpu.packing import panel_products, panel_weight
+from lade.backends.cpu.packing import panel_products
+from lade.backends.cpu.packing import weight as packing
 from lade.backends.cpu.packing.panel_products import has_tiles, tile_product
-from lade.backends.cpu.packing.panel_weight import in_panels
+from lade.backends.cpu.packing.weight import in_panels
 
 HALF = torch.bfloat16
 SHAPES = [(1, 64, 64), (1, 33, 7), (7, 3, 33), (16, 300, 64), (17, 64, 300), (33, 130, 777), (70, 40, 2500)]
@@ -79,7 +80,7 @@ def test_tiles_are_compared_with_their_definition_before_they_are_used(monkeypat
 
 
 def test_groups_of_rows_hold_all_rows():
-    for groups in (panel_weight.DOTS, panel_weight.WIDE_CODES, panel_weight.NARROW_CODES):
+    for groups in (packing.DOTS, packing.WIDE_CODES, packing.NARROW_CODES):
         for rows in range(1, 100):
             together = groups.together_for(rows)
             assert together >= rows if rows <= groups.sizes[-1] else together == groups.together

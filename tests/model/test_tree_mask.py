@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from trees import CPU, Case, cases, tree_of
 
 from lade.backends.tree_attention.tree_mask import TreeMask
-from lade.model.inputs import FULL, AttentionSpan, sliding
-from lade.model.masks import MaskPlan, StepInputs
+from lade.model.inputs import FULL, AttentionSpan, MaskPlan, StepInputs, sliding
 
 
 @given(cases())

@@ -11,10 +11,9 @@ import torch
 from forked import in_fork
 from pretend import use_threads
 
-from lade.backends.cpu import worker_threads
+from lade.backends.cpu import kernels as worker_threads
 from lade.backends.cpu.invariant.functions import times_logistic
-from lade.backends.cpu.kernels import kernel
-from lade.backends.cpu.worker_threads import At, Room, Stages, ThreadTeam, run_on_team
+from lade.backends.cpu.kernels import At, Room, Stages, ThreadTeam, kernel, run_on_team
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +140,7 @@ class Machine:
         self.now, self.stall_ms, self.entered, self.alone_ns, self.team = 10**12, 0.0, 0, 0, ThreadTeam()
         kernels = {"run_team": self.run_team, "run_stages": self.run_stages}
         monkeypatch.setattr(worker_threads, "monotonic_ns", lambda: self.now)
-        monkeypatch.setattr(worker_threads.kernels, "kernel", kernels.__getitem__)
+        monkeypatch.setattr(worker_threads, "kernel", kernels.__getitem__)
 
     def run_team(self, place):
         """Run as OpenMP's pool would: the first thread leaves at once, the last one after the stall."""
@@ -220,7 +219,7 @@ def test_what_is_done_while_a_thread_is_missing_is_no_stall(monkeypatch):
         machine.now = fields_at(place)[3]
 
     kernels = {"run_team": run_team, "run_stages": run_stages}
-    monkeypatch.setattr(worker_threads.kernels, "kernel", kernels.__getitem__)
+    monkeypatch.setattr(worker_threads, "kernel", kernels.__getitem__)
     machine.team.run(array("q", (0, 0, 0, 0, 0)), 2)
     assert calls == ["team", "alone", "team"] and machine.now == 10**12 + ThreadTeam.ALONE * 400_000
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeMask
 from lade.decoding.tree import TokenTree
-from lade.model.inputs import AttentionSpan
-from lade.model.masks import StepInputs
+from lade.model.inputs import AttentionSpan, StepInputs
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import lade
 from lade.backends.cuda_graphs.backend import capture_refusal
-from lade.backends.cuda_graphs.capture import CudaCapture
+from lade.backends.cuda_graphs.buffers import CudaCapture
 from lade.backends.cuda_graphs.pool import BufferPool, new_pool
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.hf import job

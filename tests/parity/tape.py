@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lade.backends.cuda_graphs.capture import Call, Capture, Recording, ResultMemory
+from lade.backends.cuda_graphs.buffers import Call, Capture, Recording, ResultMemory
 
 WAITS = frozenset(
     ["_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2", "item"]
@@ -23,7 +23,7 @@ WAITS = frozenset(
 
 
 class Tape:
-    """See `lade.backends.cuda_graphs.capture.Capture`."""
+    """See `lade.backends.cuda_graphs.buffers.Capture`."""
 
     def __init__(self) -> None:
         self._results = ResultMemory()

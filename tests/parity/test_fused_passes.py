@@ -18,8 +18,7 @@ from test_attention_families import DEVICES
 import lade
 from lade.backends.cuda_graphs import fused
 from lade.backends.cuda_graphs.backend import BACKEND
-from lade.backends.cuda_graphs.buffers import StepShape
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import EagerReplay, StepShape
 from lade.backends.cuda_graphs.fused import FusedDecoder, difference, fusion_refusal
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.tree import TokenTree

@@ -28,8 +28,7 @@ from transformers import GenerationConfig
 import lade
 from lade.backends.cuda_graphs import backend as choice
 from lade.backends.cuda_graphs.backend import capture_refusal
-from lade.backends.cuda_graphs.buffers import Buffers
-from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
+from lade.backends.cuda_graphs.buffers import Buffers, CudaCapture, EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.backends.cuda_graphs.static_cache import StaticCache

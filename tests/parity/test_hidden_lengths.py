@@ -16,7 +16,7 @@ from lade.backends.trials import backend as trials
 from lade.backends.trials.backend import named_lengths
 from lade.backends.trials.tree_check import worst_error
 from lade.model.facts import CACHE
-from lade.model.masks import plan_for
+from lade.model.inputs import plan_for
 
 pytestmark = pytest.mark.foreign_code
 

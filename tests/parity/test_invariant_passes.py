@@ -19,8 +19,7 @@ from test_attention_families import DEVICES
 from test_fused_passes import built, passes
 
 import lade
-from lade.backends.cuda_graphs.buffers import StepShape
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import EagerReplay, StepShape
 from lade.backends.cuda_graphs.invariant import make_invariant as making
 from lade.errors import CaptureWarning, PrecisionWarning
 from lade.model.facts import CACHE, as_cache, is_invariant

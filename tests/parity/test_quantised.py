@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.backends.cuda_graphs.pool import capture_setup
-from lade.backends.trials import linear_check as layer_trial
+from lade.backends.trials import backend as layer_trial
 from lade.backends.trials.backend import BACKEND as TRIALS
 from lade.embedded.files import model_path
 from lade.model.runner import EagerRunner

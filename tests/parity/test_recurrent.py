@@ -19,15 +19,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
 from lade.backends.recurrent.cores import CORES, NodeStates, delta_rule, mamba2, selective_scan
-from lade.backends.recurrent.layer import RecurrentLayer
-from lade.backends.recurrent.tree_pass import LinearFolding, TreePass, convolution
+from lade.backends.recurrent.layer import LinearFolding, RecurrentLayer, TreePass, convolution
 from lade.backends.trials.tree_check import worst_error
 from lade.model import facts, supports
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import RECURRENT
 from lade.serving.capacity import Need
-from lade.tuning.measure import measure_step_cost
+from lade.tuning.cost_cache import measure_step_cost
 
 
 def recurrent(name: str) -> Family:

@@ -4,7 +4,7 @@ import json
 
 from served import byte_tokenizer
 
-from lade.server.chat import ChatPreprocessor
+from lade.server.completions import ChatPreprocessor
 
 TALKS = byte_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}<think>{# <tool_call> #}")
 

@@ -19,7 +19,7 @@ from lade.decoding.row import Row
 from lade.hf import job
 from lade.hf.detokenizer import AnswerText
 from lade.hf.sampling import LoneSampler
-from lade.server import answer, chat, chat_template, metrics, service
+from lade.server import answer, chat_template, completions, metrics, service
 from lade.server.errors import ApiError
 from lade.server.failures import FailedRequests
 from lade.serving import batch, handle, prefix_cache, scheduler
@@ -53,7 +53,7 @@ HARMLESS = {
 """Points whose faults cost no answer: class, method, and the number of calls before the first that fails."""
 HURTING = {
     "tokenize": (chat_template.ChatTemplate, "encode", 1),
-    "parser": (chat.ChatPreprocessor, "parser", 1),
+    "parser": (completions.ChatPreprocessor, "parser", 1),
     "queue": (scheduler.Scheduler, "submit", 1),
     "admission": (running_set.RunningSet, "add", 1),
     "room": (running_set.RunningSet, "has_room", 1),
@@ -72,8 +72,8 @@ HURTING = {
     "text of a step": (AnswerText, "taken", 9),
     "end of a text": (AnswerText, "finish", 0),
     "step": (handle.Handle, "add_step", 9),
-    "event": (chat.ChatFormatter, "step", 5),
-    "whole answer": (chat.ChatFormatter, "whole", 0),
+    "event": (completions.ChatFormatter, "step", 5),
+    "whole answer": (completions.ChatFormatter, "whole", 0),
     "answer's end": (answer.Answer, "_formatted", 0),
 }
 

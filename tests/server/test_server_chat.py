@@ -333,5 +333,5 @@ def test_a_streamed_request_is_followed_in_few_files():
             begun.clear()
     finally:
         threading.setprofile(None)
-    assert events[-1] == "[DONE]" and {"routes.py", "answer.py", "chat.py", "choice.py"} < files
+    assert events[-1] == "[DONE]" and {"routes.py", "answer.py", "completions.py", "choice.py"} < files
     assert len(files) <= 20, sorted(files)  # one of them is the watchdog's, and metrics may come a moment later

@@ -14,7 +14,7 @@ import pytest
 from scripted import scripted
 from served import SERVED, byte_tokenizer, running
 
-from lade.server import chat
+from lade.server import completions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -35,11 +35,11 @@ wire_api = "responses"
 @pytest.fixture
 def say(monkeypatch):
     """What the model is to say instead, until a tool has returned something: then it is done, and says so."""
-    prepare, texts = chat.with_generation_config, []
+    prepare, texts = completions.with_generation_config, []
     done = ["<think>", "hm", "</think>", "All done."]
     scripted(monkeypatch, lambda prompt: done if "<tool>" in prompt.text else texts)
     ends = {"logit_bias": {0: 100.0}, "min_tokens": 6, "lookahead": None}
-    monkeypatch.setattr(chat, "with_generation_config", lambda body: prepare(body.model_copy(update=ends)))
+    monkeypatch.setattr(completions, "with_generation_config", lambda body: prepare(body.model_copy(update=ends)))
     return texts
 
 

@@ -31,8 +31,7 @@ from test_serving_machine import Requests, model_of
 import lade
 from lade import Engine, InputError, LookaheadConfig
 from lade.backends.cuda_graphs import pool as model_pools
-from lade.backends.cuda_graphs.buffers import Buffers
-from lade.backends.cuda_graphs.capture import CudaCapture, EagerReplay
+from lade.backends.cuda_graphs.buffers import Buffers, CudaCapture, EagerReplay
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.pool import BufferPool, capture_setup, new_pool, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner

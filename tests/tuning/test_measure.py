@@ -13,7 +13,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.testing import toy_model
-from lade.tuning.measure import SIZES, StepTimer, measure_step_cost, samples_of
+from lade.tuning.cost_cache import SIZES, StepTimer, measure_step_cost, samples_of
 
 
 class KnownRunner:

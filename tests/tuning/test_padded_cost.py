@@ -9,8 +9,7 @@ from hulls import lower_hull
 from inside import buffers_in
 from spies import watched
 
-from lade.backends.cuda_graphs.buffers import Buffers
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import Buffers, EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.drafting.controller import LARGEST_SHARED, Controller
@@ -21,8 +20,7 @@ from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.testing import toy_model
 from lade.tuning import cost_cache as profile
-from lade.tuning.cost_cache import key_of
-from lade.tuning.measure import SIZES, StepTimer, measure_step_cost
+from lade.tuning.cost_cache import SIZES, StepTimer, key_of, measure_step_cost
 
 STAIRS = {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.25, 64: 1.6, 128: 2.6}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lade.cli.loading.load import LoadedModel
+from lade.cli.loading import LoadedModel
 from lade_lab.live_server import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Answer, Client, Reply, answer_of
 
 TOOL_TOKENS, TURNS, AT_ONCE = 25_000, 40, 8

@@ -63,7 +63,7 @@ def run(
     import torch
     import transformers
 
-    from lade.cli.loading.load import load
+    from lade.cli.loading import load
     from lade.native import processor_name
     from lade_lab.acceptance.checks import CHECKS, Tried
     from lade_lab.live_server import Client, NoServerError, live_server

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from lade.cli.options import ShellCommand, ShellGroup
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import ShellCommand, ShellGroup
 from lade.cli.terminal import EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import InputError
 from lade_lab.cli import compare, scaling

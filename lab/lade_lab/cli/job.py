@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import options_in
+from lade.cli.options import options_in
 from lade.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from lade.backends.cpu.invariant import make_invariant
 from lade.backends.cpu.packing import pack as packing
-from lade.cli.loading import load as loading
+from lade.cli import loading
 from lade.cli.terminal import Terminal
 from lade.errors import ConfigError, InputError
 from lade.memory import fingerprint_of

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from lade.cli.terminal import Progress, Terminal, count
 from lade.errors import InputError
-from lade.files import differences
 from lade_lab.cli.job import Plan, command_line
 from lade_lab.harness.arms import Models
 from lade_lab.harness.benchmark import RESULTS, prepare
 from lade_lab.harness.experiment import Experiment
 from lade_lab.results import Mismatch, Results
+from lade_lab.terms import differences
 
 LINE_EVERY_S = 30.0
 """Seconds between progress lines where output is no terminal."""

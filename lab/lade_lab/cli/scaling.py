@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.cli.options import decoding as options
-from lade.cli.options.grouping import options_in
+from lade.cli.options import options_in
 from lade.cli.terminal import EXIT_INTERRUPTED, Progress, Terminal, terminal
 from lade.errors import ConfigError
 from lade_lab.cli.job import check_drawing, command_line, whole_numbers
 
 if TYPE_CHECKING:
-    from lade.cli.loading.load import LoadedModel
+    from lade.cli.loading import LoadedModel
     from lade_lab.scaling_law import Expectation, Scaling
     from lade_lab.scaling_run import Study
     from lade_lab.workloads import Workload
@@ -118,7 +118,7 @@ def scaling(
         from lade_lab import workloads
 
         source = workloads.load(wanted.workload, wanted.format, wanted.limit)
-        from lade.cli.loading.load import load
+        from lade.cli.loading import load
 
         if wanted.threads is not None:  # before a model is made invariant, which holds for so many
             import torch

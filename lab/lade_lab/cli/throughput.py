@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from lade.cli.options.grouping import options_in
+from lade.cli.options import options_in
 from lade.cli.terminal import Terminal
 from lade.errors import ConfigError, InputError
 from lade_lab.cli.job import Files, Plan, Runs, whole_numbers

@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.errors import InputError
-from lade.files import require_same
 from lade.tuning.cost_cache import devices_of
 from lade.version import __version__
 from lade_lab import results as records
@@ -26,6 +25,7 @@ from lade_lab.harness.arms import Models, arms_for
 from lade_lab.harness.experiment import Experiment
 from lade_lab.harness.methods import check_settings, check_workloads
 from lade_lab.results import Environment, Method, Results, Settings
+from lade_lab.terms import require_same
 from lade_lab.workloads import Workload
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")

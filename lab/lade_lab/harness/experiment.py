@@ -28,7 +28,7 @@ from lade.memory import Memory
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports
-from lade.tuning.measure import SIZES, StepTimer, samples_of
+from lade.tuning.cost_cache import SIZES, StepTimer, samples_of
 from lade_lab.harness.arms import Arm, Completion, Models, Place
 from lade_lab.harness.methods import TRANSFORMERS
 from lade_lab.harness.mismatch import Judge

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi
 from pretend import not_found
 from test_cli_errors import fails
 
-from lade.cli.loading import load as loading
+from lade.cli import loading
 from lade_lab.cli import job
 from lade_lab.cli import run as bench_run
 from lade_lab.cli.run import duration

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from lade.backends.cpu.invariant_marker import invariance_of, stale_reason
 from lade.backends.cpu.packing.weight import PackedWeight
 from lade.model.facts import PACKED, ModelFacts
-from lade.model.masks import INVARIANT_ATTENTION, PLACED_MASKS
+from lade.model.inputs import INVARIANT_ATTENTION, PLACED_MASKS
 from lade.model.supports import INVARIANT_MODELS
 
 

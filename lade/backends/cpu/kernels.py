@@ -1,11 +1,26 @@
-"""Compiled kernels of packed layers and invariant models, and the tensors they take; see `lade/native/cpu.h`."""
+"""Compiled kernels of packed layers and invariant models, and the tensors they take; see `lade/native/cpu.h`.
+
+They run on several threads, those of torch's intra-op pool. Torch's OpenMP threads spin for a while before they sleep,
+so work that enters their pool finds them awake between two operators of torch, where waking a thread would take longer
+than many products. OpenMP's pool does not survive a fork: in a child of the process that imported this, and where torch
+has another pool, kernels run in the calling thread.
+
+A team waits for the last of its threads. On a processor that other processes keep busy, that one may wait a time slice
+for its turn, behind each of hundreds of kernels: they then run in the calling thread for a while, see `ThreadTeam`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, NoReturn
+from time import monotonic_ns
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
 from lade.errors import UnsupportedModelError
@@ -48,7 +63,7 @@ class CpuKernel:
         return found
 
     def __call__(self, place: int) -> None:
-        """Run the kernel in this thread on the fields at an address, see `worker_threads.run_on_team`."""
+        """Run the kernel in this thread on the fields at an address, see `run_on_team`."""
         self._enter(place)
 
     @cached_property
@@ -113,3 +128,212 @@ def _described(tensor: torch.Tensor) -> str:
     kind = "" if type(tensor) in _PLAIN else f"{type(tensor).__name__} "
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{kind}{dtype} {list(tensor.shape)} on {tensor.device}{' with gradients' * tensor.requires_grad}"
+
+
+_BEGINNING = 15  # fields of stages before those of the first kernel that is added
+_MANY = 2**12  # least numbers per thread, of work that is no product
+CALLED = 4
+"""How many times as much work per thread pays where a team has to be called for it, which takes some microseconds."""
+
+
+def run_on_team(kernel: CpuKernel, fields: Sequence[int], parts: int) -> None:
+    """Run a kernel on a team of threads, which take the parts of the work one by one.
+
+    The kernel gets the address of int64 fields: the index of the next part (an atomic counter), the number of parts,
+    and then `fields`.
+
+    Args:
+        kernel: loops until all parts are taken.
+        fields: arguments of the kernel, as integers; the caller keeps alive what they point to.
+        parts: number of parts, at least one; no more threads are used than parts, or than torch has.
+    """
+    stage = 0, kernel.address, 2 + len(fields), 0, 0, parts, *fields
+    TEAM.run(array("q", (0, 0, 1, 0, 0, *stage)), min(torch.get_num_threads(), parts))
+
+
+class At(NamedTuple):
+    """A place in memory that differs between calls: so many bytes after one of the addresses that a call is given."""
+
+    address: int
+    offset: int = 0
+
+
+class Room:
+    """Memory that a call needs for itself.
+
+    Args:
+        address: index of its address among those that a call is given.
+
+    Attributes:
+        size: bytes taken so far.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address, self.size = address, 0
+
+    def take(self, size: int) -> At:
+        """Return the place of so many bytes, aligned to 64."""
+        place = At(self._address, self.size)
+        self.size += -(-size // 64) * 64
+        return place
+
+
+class Stages:
+    """Kernels that one team of threads runs one after the other: the work of several calls in one.
+
+    Threads wait for each other between two kernels, which takes as long as small kernels do. They need not where one
+    thread does both, as they have one part each, nor where a kernel needs nothing of the one before it.
+    """
+
+    def __init__(self) -> None:
+        self._places, self._threads = array("q"), 1
+        fill = kernel("fill_addresses").address
+        self._fields = array(
+            "q", (0, 0, 1, 0, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0)
+        )  # the first stage fills in the addresses
+        self._sequence = 0  # index of the last stage's number of fields, if that is a sequence; else 0
+
+    def add(self, kernel: CpuKernel, parts: int | At, fields: Sequence[int | At], *, joined: bool = False) -> None:
+        """Add a kernel, see `run_on_team`.
+
+        Args:
+            kernel: a kernel of `lade/native`, which takes parts until all are taken.
+            parts: number of parts of its work, at least one.
+            fields: its arguments; those that are `At` become addresses, or other numbers, in each call.
+            joined: whether it needs nothing of the kernel before it.
+        """
+        joined = joined and not self._sequence  # to a sequence it would be joined as a whole
+        if parts == 1 and not joined:
+            self._add_to_sequence((kernel.address, 2 + len(fields), 0, 1, *fields))
+            return
+        self._sequence = 0
+        self._extend((0, kernel.address, 2 + len(fields), int(joined), 0, parts, *fields))
+        self._fields[2] += 1
+        most = torch.get_num_threads()
+        self._threads = max(self._threads, most if isinstance(parts, At) else min(most, parts))
+
+    def extend(self, other: Stages, later: int, since: int, offsets: Mapping[int, int]) -> None:
+        """Add the kernels of other stages, for another of several alike things that are worked on one after the other.
+
+        Args:
+            other: the stages of one of them.
+            later: by how much the indices of addresses are higher here.
+            since: the lowest index of which that holds.
+            offsets: bytes that are added to some of the other addresses, by their index.
+        """
+        places = np.frombuffer(other._places, dtype=np.int64).reshape(-1, 3).copy()
+        places[:, 0] += len(self._fields) - _BEGINNING
+        for index, more in offsets.items():
+            places[places[:, 1] == index, 2] += more
+        places[places[:, 1] >= since, 1] += later
+        self._places.frombytes(places.tobytes())
+        self._fields.extend(other._fields[_BEGINNING:])
+        self._fields[2] += other._fields[2] - 1
+        self._threads, self._sequence = max(self._threads, other._threads), 0
+
+    def _add_to_sequence(self, member: Sequence[int | At]) -> None:
+        """Add a kernel of one part, its address and number of fields first, to the last sequence or to a new one."""
+        if not self._sequence:
+            self._sequence = len(self._fields) + 2
+            self._fields.extend((0, kernel("run_sequence").address, 3, 0, 0, 1, 0))
+            self._fields[2] += 1
+        self._fields[self._sequence] += len(member)
+        self._fields[self._sequence + 4] += 1
+        self._extend(member)
+
+    def _extend(self, fields: Sequence[int | At]) -> None:
+        for place, field in enumerate(fields, start=len(self._fields)):
+            if isinstance(field, At):
+                self._places.extend((place, *field))
+        self._fields.extend(0 if isinstance(field, At) else field for field in fields)
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """Kernels, fields and places of addresses: equal for stages that do the same."""
+        return tuple(self._fields), tuple(self._places)
+
+    def run(self, addresses: Sequence[int]) -> None:
+        """Run the kernels with these addresses, 0 for none; the caller keeps alive what they point to."""
+        fields, given = self._fields[:], array("q", addresses)
+        (own, _), (places, count) = fields.buffer_info(), self._places.buffer_info()
+        fields[11:15] = array("q", (own, places, given.buffer_info()[0], count // 3))
+        TEAM.run(fields, self._threads)
+
+
+class ThreadTeam:
+    """Threads of torch's pool, as long as none of them keeps the others waiting.
+
+    A *stall* is the time that threads wait for one that does not run; they stop then, and the calling thread works
+    alone for `ALONE` times as long. If the team stalls again before it has worked for that long, it is twice as long as
+    the last time: so stalls on a busy processor cost a fraction of what is computed between them, and a team comes
+    together again within `LONGEST_NS`. Where stalls are rare, each costs its own time alone, however long a call takes.
+    The bits are the same, since the parts of the work are.
+    """
+
+    STALL_NS = 300_000
+    """Least wait that is a stall: threads that run wait microseconds for each other, others a time slice of 1 ms."""
+    ALONE = 8
+    LONGEST_NS = 1_000_000_000
+
+    def __init__(self) -> None:
+        self._alone_until = self._alone_ns = 0
+
+    def run(self, work: array[int], threads: int) -> None:
+        """Run stages, see `run_stages` in `lade/native`, on so many threads."""
+        (place, _), entrance = work.buffer_info(), _entrance() if threads > 1 else None
+        alone, together = kernel("run_stages"), kernel("run_team")
+        while not work[1]:  # something is left to do
+            work[0] = work[3] = work[4] = 0
+            if entrance is None:
+                alone(place)
+            elif monotonic_ns() < self._alone_until:
+                work[3] = self._alone_until
+                alone(place)
+            else:
+                call = array("q", (entrance, place, threads, 0))
+                together(call.buffer_info()[0])
+                self._learn(work[0] // (threads - 1) + call[3] - work[4])
+
+    def _learn(self, stalled_ns: int) -> None:
+        """Decide for how long to work alone, after a call that stalled for so long."""
+        if stalled_ns < self.STALL_NS:
+            return
+        now, long_ns = monotonic_ns(), self.ALONE * stalled_ns
+        again = now - self._alone_until < long_ns
+        self._alone_ns = min(2 * self._alone_ns if again else long_ns, self.LONGEST_NS)
+        self._alone_until = now + self._alone_ns
+
+
+TEAM = ThreadTeam()
+"""There is one pool of threads in a process."""
+
+
+def parts_of(numbers: int) -> int:
+    """Return the parts of a stage that works on so many numbers: a norm, an activation, a sum."""
+    return max(1, min(torch.get_num_threads(), numbers // _MANY))
+
+
+def float_bits(number: float) -> int:
+    """Return the bits of a float32 number as an integer field."""
+    return int.from_bytes(struct.pack("<f", number), "little")
+
+
+_OWNER = os.getpid()
+
+
+def _entrance() -> int | None:
+    """Return the entrance of torch's pool of threads, see `_openmp_entrance`; None in a forked child."""
+    return _openmp_entrance() if os.getpid() == _OWNER else None
+
+
+@cache
+def _openmp_entrance() -> int | None:
+    """Return the address of OpenMP's `GOMP_parallel(function, data, threads, flags)` in the runtime that torch uses.
+
+    Global symbols are searched before those of torch's own library, as the dynamic linker does. None without one.
+    """
+    for name in (None, torch._C.__file__):
+        enter = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
+        if enter is not None:
+            return ctypes.cast(enter, ctypes.c_void_p).value
+    return None

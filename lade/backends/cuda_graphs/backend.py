@@ -13,7 +13,7 @@ from lade.backends.cuda_graphs.pool import free_idle_buffers, pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.model.capture_blockers import capture_blocker
 from lade.model.facts import ModelFacts, tensor_parallel_size
-from lade.model.masks import MaskPlan
+from lade.model.inputs import MaskPlan
 from lade.model.runner import CAPTURED_RUNNERS, EagerRunner, input_device
 from lade.model.supports import FUSION, unwrap
 

@@ -33,8 +33,7 @@ from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.backends.tree_attention.backend import HAS_TRITON
 from lade.locks import ForkSafeLock
 from lade.model.facts import ModelFacts
-from lade.model.inputs import FULL, AttentionSpan
-from lade.model.masks import TREE_ATTENTION, MaskPlan
+from lade.model.inputs import FULL, TREE_ATTENTION, AttentionSpan, MaskPlan
 
 logger = logging.getLogger(__name__)
 _laying_out = ForkSafeLock()

@@ -21,9 +21,8 @@ from lade.backends.recurrent.layer import RecurrentLayer
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeSlots, pack_bits
 from lade.decoding.tree import TokenTree
 from lade.model.cache_layers import Ancestry, TreeLayer
-from lade.model.inputs import PackedLayout
+from lade.model.inputs import PackedLayout, StepInputs
 from lade.model.kv_cache import PositionOffsets
-from lade.model.masks import StepInputs
 
 
 class ClosureAncestry:

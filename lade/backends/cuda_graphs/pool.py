@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lade.backends.cuda_graphs.buffers import Buffers, Layers
-from lade.backends.cuda_graphs.capture import Call, Capture, CudaCapture, EagerReplay, Recording
+from lade.backends.cuda_graphs.buffers import Buffers, Call, Capture, CudaCapture, EagerReplay, Layers, Recording
 from lade.errors import CaptureWarning
 from lade.locks import ForkSafeLock
 from lade.model.facts import inner_tensors, is_invariant

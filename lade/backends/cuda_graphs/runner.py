@@ -19,8 +19,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lade.backends.cuda_graphs.buffers import HiddenBuffer, NodeBuffers, StepShape
-from lade.backends.cuda_graphs.capture import Recording, ResultMemory
+from lade.backends.cuda_graphs.buffers import HiddenBuffer, NodeBuffers, Recording, ResultMemory, StepShape
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
 from lade.backends.cuda_graphs.fused import FusedDecoder, decoder_of, difference
 from lade.backends.cuda_graphs.pass_inputs import ClosureAncestry, StaticCacheView, StaticInputs
@@ -30,9 +29,8 @@ from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.readout import Readout, read, reduced, unpacked
 from lade.decoding.tree import TokenTree
 from lade.model.facts import ModelFacts
-from lade.model.inputs import STEP_SIZES, step_bucket
+from lade.model.inputs import STEP_SIZES, MaskPlan, step_bucket
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,16 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from lade.backends.cuda_graphs.buffers import Buffers, KVShape, Layers, NodeBuffers, StateShape, StepShape, state_shapes
-from lade.backends.cuda_graphs.capture import EagerReplay
+from lade.backends.cuda_graphs.buffers import (
+    Buffers,
+    EagerReplay,
+    KVShape,
+    Layers,
+    NodeBuffers,
+    StateShape,
+    StepShape,
+    state_shapes,
+)
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.recurrent.layer import RecurrentLayer, empty_like
 from lade.model.cache_layers import TreeLayer

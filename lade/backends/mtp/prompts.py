@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lade.decoding.mtp import RowText
 from lade.model.module_changes import hooked
-from lade.model.prompt_logits import MOST_TOKENS
+from lade.model.prefill import MOST_TOKENS
 
 
 class PromptPass(NamedTuple):

@@ -21,8 +21,8 @@ from lade.decoding.drafting.drafter import Unseen
 from lade.decoding.mtp import Predictions, RowText
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.facts import CACHE, as_cache
+from lade.model.inputs import plan_for
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import plan_for
 from lade.model.runner import EagerRunner
 
 

@@ -18,13 +18,12 @@ from torch import distributed as dist
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lade.backends.processes import team
-from lade.backends.processes.channel import generator_states, packed
-from lade.backends.processes.leader import LeadingRunner
+from lade.backends.processes.leader import LeadingRunner, generator_states, packed
 from lade.backends.processes.lookahead_parallel import LeadingPartRunner
 from lade.errors import UnsupportedArgumentError
 from lade.model.config import Positions, field
 from lade.model.facts import ModelFacts, needs_synced_passes, tensor_parallel_size
-from lade.model.masks import MaskPlan
+from lade.model.inputs import MaskPlan
 from lade.model.prepared import argument_of
 from lade.model.runner import TEAM_RUNNERS, EagerRunner
 from lade.model.supports import SPLIT_MODELS

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lade.backends.processes.channel import Channel, FlatTree, digest, set_generator_states, unflattened, unpacked
+from lade.backends.processes.leader import Channel, FlatTree, digest, set_generator_states, unflattened, unpacked
 from lade.backends.processes.lookahead_parallel import PartRunner
 from lade.decoding.tree import TokenTree
 from lade.errors import ClusterError
+from lade.model.inputs import MaskPlan
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 from lade.stats import Step

@@ -31,8 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from lade.backends.processes.channel import digest, flattened
-from lade.backends.processes.leader import LeadingCache, LeadingRunner
+from lade.backends.processes.leader import LeadingCache, LeadingRunner, digest, flattened
 from lade.decoding.loop import PromptLogitsHook
 from lade.decoding.readout import Readout, packed, unpacked
 from lade.decoding.tree import ROOT, TokenTree

@@ -19,9 +19,8 @@ import transformers
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from lade.backends.processes.channel import NOT_CONNECTED, Channel, connect, generator_states, packed, sendable
 from lade.backends.processes.follower import Follower, PlainDecode
-from lade.backends.processes.leader import Leader
+from lade.backends.processes.leader import NOT_CONNECTED, Channel, Leader, connect, generator_states, packed, sendable
 from lade.backends.processes.lookahead_parallel import PartRunner
 from lade.errors import ClusterError, UnsupportedModelError
 from lade.model.config import Positions

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from lade.backends.recurrent.layer import layers_for
-from lade.backends.recurrent.tree_pass import (
+from lade.backends.recurrent.layer import (
     LinearFolding,
     TreePass,
     convolution,
     decayed_products,
+    layers_for,
     path_sums,
 )
 from lade.decoding.tree import TokenTree

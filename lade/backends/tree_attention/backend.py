@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lade.backends.tree_attention.tree_mask import TreeInputs, TreeMask
 from lade.decoding.tree import TokenTree
-from lade.model.masks import TREE_ATTENTION, TREE_MASKS, Inputs
+from lade.model.inputs import TREE_ATTENTION, TREE_MASKS, Inputs
 
 NAME = TREE_ATTENTION
 HAS_TRITON = find_spec("triton") is not None

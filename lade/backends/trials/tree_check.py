@@ -30,8 +30,8 @@ from lade.backends.encoder_decoder import Encoded, EncoderDecoderRunner
 from lade.decoding.tree import ROOT, TokenTree
 from lade.model.config import decoder_config, token_embeddings
 from lade.model.facts import CACHE, ModelFacts, cache_name
+from lade.model.inputs import MaskPlan
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan
 from lade.model.randomness import RandomModelError, without_draws
 from lade.model.runner import EagerRunner, input_device
 

@@ -1,1 +1,397 @@
-"""Resolution and loading of models for the shell."""
+"""Loading of a model and its tokenizer for the shell, in one process or several started by torchrun."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from transformers import GenerationConfig
+
+from lade.backends.cpu.invariant import make_invariant
+from lade.backends.cpu.invariant_marker import invariance_of
+from lade.backends.cpu.packing import folder as packed_folder
+from lade.backends.cpu.packing import pack as packing
+from lade.backends.cpu.packing.gguf_model import load_gguf
+from lade.backends.cpu.packing.panel_products import panel_for
+from lade.backends.processes.leader import connect
+from lade.backends.processes.team import dismiss, team_of
+from lade.cli.loading.from_pretrained import (
+    ModelSource,
+    downloading,
+    find,
+    load_model,
+    load_processor,
+    load_tokenizer,
+    put_adapter,
+    quiet,
+)
+from lade.cli.options.model import Loading
+from lade.cli.terminal import Terminal, one_line
+from lade.config import Lookahead, LookaheadConfig
+from lade.errors import ConfigError, InputError, UnsupportedModelError
+from lade.hf.distributed import follow_until_dismissed
+from lade.memory import Memory
+from lade.model.config import LEARNED_POSITIONS, dtype_name
+from lade.model.prepared import placeholder_ids
+from lade.model.supports import supports, unwrap
+from lade.tuning.packing_choice import pack_if_it_pays
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAM_FIELDS = ("early_stopping", "length_penalty")
+_DECIDED_BY_THE_SHELL = frozenset(
+    """
+    num_beams num_beam_groups num_return_sequences diversity_penalty penalty_alpha dola_layers max_length max_new_tokens
+    max_time stop_strings prompt_lookup_num_tokens use_mtp use_cache cache_implementation cache_config
+    return_dict_in_generate output_scores output_logits output_attentions output_hidden_states
+    """.split()  # noqa: SIM905 - a table of words reads better without the quotes
+)
+"""Fields of a checkpoint's generation_config that the shell's options replace, beside those above."""
+
+
+def _no_processor() -> Any:
+    raise InputError("this model takes no images")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A loaded model with its tokenizer.
+
+    Attributes:
+        name: name as the user gave it, or "embedded".
+        model: transformers causal language model, whose generation_config is greedy.
+        tokenizer: tokenizer of the model.
+        checkpoint_defaults: sampling and beam settings of the checkpoint, which `model` lacks.
+        variant: options that change its output; see `Loading.variant`.
+        processor: loads the image processor, once; raises `InputError` for models without one.
+        undone: reasons why it is not "packed" or "invariant", of those that it is not.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    checkpoint_defaults: Mapping[str, Any] = field(default_factory=dict)
+    variant: Mapping[str, str] = field(default_factory=dict)
+    processor: Callable[[], Any] = _no_processor
+    undone: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, such as "float32"."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def packed(self) -> bool:
+        """True if linear layers are prepacked for the CPU."""
+        return packing.packed_layers(self.model) > 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields about the model that every `--json` prints."""
+        weights = packing.integer_weights(self.model)
+        named = {"model": self.name, "dtype": self.dtype, "packed": self.packed}
+        return {**named, "weights": weights, "invariant": self.invariant}
+
+    @property
+    def layout(self) -> str:
+        """Weight layout to show after the dtype, such as ", int8, invariant"."""
+        layout = packing.integer_weights(self.model) or ("packed" if self.packed else "")
+        return (f", {layout}" if layout else "") + (", invariant" if self.invariant else "")
+
+    @property
+    def invariant(self) -> bool:
+        """True if the model is batch invariant."""
+        return invariance_of(unwrap(self.model)) is not None
+
+    @property
+    def context(self) -> int | None:
+        """Context length in tokens; None if the config does not say."""
+        config = self.model.config.get_text_config(decoder=True)
+        length = getattr(config, "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+    @property
+    def context_is_hard(self) -> bool:
+        """True if the model cannot run beyond its context, since its positions are a table."""
+        return self.model.config.get_text_config(decoder=True).model_type in LEARNED_POSITIONS
+
+    def room(self, ids: list[int], max_new_tokens: int, *, within: bool = False) -> int:
+        """Return how many of `max_new_tokens` can be generated; `within`: without exceeding the context."""
+        if self.context is None or not (within or self.context_is_hard):
+            return max_new_tokens
+        return min(max_new_tokens, self.context - len(ids) + (not within))  # the last token is never fed
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt, special tokens included; see `check`."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        self.check(ids)
+        return ids
+
+    def check(self, ids: list[int]) -> None:
+        """Raise `InputError` for ids that the model cannot continue."""
+        if not ids:
+            raise InputError("the prompt has no tokens: give a longer one")
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        largest = max(set(ids) - placeholder_ids(self.model), default=0)  # placeholders stand for images
+        if largest >= vocabulary:
+            raise InputError(
+                f"the tokenizer yields the id {largest}, but the model has a vocabulary of {vocabulary}: "
+                f"{self.name!r} needs the tokenizer it was trained with"
+            )
+        if self.context and len(ids) >= self.context:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, but the model's context holds {self.context}: shorten the prompt"
+            )
+
+
+def load(
+    loading: Loading,
+    *,
+    term: Terminal,
+    pack: bool | None = False,
+    images: bool | None = False,
+    invariant: bool | None = False,
+    threads: int | None = None,
+    processes: int = 1,
+) -> LoadedModel:
+    """Load a model for the shell; the embedded one runs on one CPU thread.
+
+    Args:
+        loading: options of the model.
+        term: terminal that shows the progress.
+        pack: prepack linear layers for the CPU; None if that pays, and never for the embedded model.
+        images: load a model that takes images; None if it can.
+        invariant: make the model batch invariant; None on a CPU in 16 bits, int8 or int4, if possible.
+        threads: CPU threads; None for torch's default, and 1 for the embedded model.
+        processes: number of processes to split the layers over; each of them calls this.
+
+    Raises:
+        ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded.
+    """
+    loading.check()
+    if processes > 1:
+        loading.check_split(pack=pack, invariant=invariant)
+    if processes > 1 or loading.attn_implementation is not None:
+        invariant = bool(invariant)
+    term.closing.enter_context(nullcontext() if term.debug else quiet())
+    target = _target(loading, processes)
+    term.show_status(f"looking for {loading.name}")
+    source = find(loading)
+    with downloading(term) if source.download and term.animated else nullcontext():
+        term.show_status(f"loading {source.shown}")
+        is_packed = source.is_gguf or (source.local and packed_folder.is_packed_folder(source.name))
+        if source.is_gguf:
+            model, tokenizer = _load_gguf(source, loading, processes)
+        else:
+            tokenizer, given = load_tokenizer(source, loading), (source, loading)
+            model = _load_packed(*given) if is_packed else load_model(*given, target, images, processes)
+        processor = functools.cache(functools.partial(load_processor, source, loading))
+        if loading.adapter is not None:
+            put_adapter(model, loading, source)
+    if threads is not None or loading.model is None:  # so small a model gains nothing from more threads
+        torch.set_num_threads(threads or 1)
+    undone = _set_up(model, loading, term, pack=pack, is_packed=is_packed, invariant=invariant)
+    variant = {**loading.variant, **({"weights": str(packing.integer_weights(model))} if is_packed else {})}
+    defaults = _make_greedy(model, source.shown)
+    return LoadedModel(source.shown, model, tokenizer, defaults, variant, processor, undone)
+
+
+def _make_greedy(model: Any, shown: str) -> dict[str, Any]:
+    """Leave stop tokens and penalties in a model's generation_config; return its settings of sampling and beams."""
+    settings = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = settings.get(name, [])
+        if not all(isinstance(each, int) for each in (ids if isinstance(ids, list) else [ids])):
+            raise InputError(f"{shown}: generation_config.json has {name}={ids!r}: give ids of tokens there")
+    if settings.get("temperature") == 0:  # as some checkpoints ask for greedy decoding
+        settings |= {"temperature": 1.0, "do_sample": False}
+    defaults = {name: settings[name] for name in ("do_sample", *SAMPLING_FIELDS, *BEAM_FIELDS) if name in settings}
+    kept = {name: value for name, value in settings.items() if name not in {*defaults, *_DECIDED_BY_THE_SHELL}}
+    model.generation_config = GenerationConfig.from_dict({**kept, "do_sample": False, "num_beams": 1})
+    return defaults
+
+
+def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
+    """Return `lookahead` with the draft memory of a file; None for the file changes nothing.
+
+    Raises:
+        InputError: the file cannot be read, is damaged, or belongs to another tokenizer.
+    """
+    if memory is None:
+        return lookahead
+    assert isinstance(lookahead, LookaheadConfig), "Speed.lookahead ensures it"
+    return replace(lookahead, memory=Memory.load(memory, loaded.tokenizer))
+
+
+def is_made_invariant(model: Any, wanted: bool | None) -> bool:
+    """Return whether the shell makes a model invariant, given its option; None where it may be needed, and may do."""
+    return not _unneeded(model) if wanted is None else wanted
+
+
+def _unneeded(model: Any) -> str:
+    """Return why the shell does not make a model invariant by itself; empty if it does."""
+    if model.device.type != "cpu":
+        return "on a GPU it is not done unasked"
+    if not packing.rounds_visibly(model):
+        return f"rounding hardly ever shows in {dtype_name(model.dtype)}"
+    return make_invariant.refusal(model)
+
+
+def _pack(model: Any, term: Terminal, *, wanted: bool, panels: bool) -> str | None:
+    """Prepack linear layers: if `wanted` or for panels, else if it pays; return why not."""
+    term.show_status("packing the weights")
+    if not (wanted or panels):
+        return pack_if_it_pays(model)
+    if panels and not packing.packable(model):
+        return "its layers are small"
+    packing.pack(model, panels=panels)
+    return None
+
+
+def _set_up(
+    model: Any, loading: Loading, term: Terminal, *, pack: bool | None, is_packed: bool, invariant: bool | None
+) -> dict[str, str]:
+    """Pack the model in place and make it invariant; None for what keeps its text and pays.
+
+    Packing changes the last bits of a model in 16 bits. So by default such a model is packed only together with
+    invariant kernels, which make the text of plain decoding that of drafting.
+
+    Returns:
+        `LoadedModel.undone`.
+    """
+    undone = {"packed": "not asked for"}
+    if loading.weights is not None and not is_packed:
+        term.show_status("packing the weights")
+        packing.pack(model, weights=loading.weights)
+        pack = False
+    elif pack is None and (loading.model is None or is_packed):
+        pack, undone = False, {"packed": "the embedded model is too small"}
+    rounds, on_cpu = packing.rounds_visibly(model), model.device.type == "cpu"
+    wanted = is_made_invariant(model, invariant)
+    packs_in_panels = pack is None and wanted and model.dtype.itemsize == 2 and panel_for(model.dtype) > 0
+    if pack or packs_in_panels or (pack is None and not rounds and on_cpu):
+        undone["packed"] = _pack(model, term, wanted=bool(pack), panels=packs_in_panels) or ""
+    elif pack is None:
+        undone["packed"] = "it would change the last bits: --pack" if on_cpu else "packing is for the CPU"
+    if not wanted:
+        undone["invariant"] = "not asked for" if invariant is False else _unneeded(model)
+    else:
+        term.show_status("checking batch invariance")
+        try:
+            make_invariant.invariant(model)
+        except UnsupportedModelError as problem:
+            if invariant:
+                raise
+            if packs_in_panels:
+                packing.unpack(model)
+                undone["packed"] = "without invariant kernels it would change the last bits: --pack"
+            undone["invariant"] = problem.reason
+            term.say(f"decoded with its own kernels: {problem.reason}", "dim")
+    if packing.packed_layers(model):
+        del undone["packed"]
+    return undone
+
+
+def _load_packed(source: ModelSource, loading: Loading) -> Any:
+    """Load a model that `lade pack` saved, which fixes dtype, device and quantization."""
+    if loading.dtype != "auto":
+        raise ConfigError("dtype", loading.dtype, "not available for a packed model")
+    _check_packed(loading)
+    model = packed_folder.load_packed(source.name, attn_implementation=loading.attn_implementation)
+    weights = packing.integer_weights(model)
+    if loading.weights not in (None, weights):
+        raise ConfigError("weights", loading.weights, f"the model is packed in {weights}")
+    return model
+
+
+def _load_gguf(source: ModelSource, loading: Loading, processes: int) -> tuple[Any, Any]:
+    """Load model and tokenizer from a GGUF file, which fixes device and quantization."""
+    if processes > 1:
+        raise InputError(f"model file {source.shown!r} cannot be split over processes: run it without torchrun")
+    if loading.weights is not None:
+        raise ConfigError("weights", loading.weights, "the weights are those of a GGUF file")
+    if loading.adapter is not None:
+        raise ConfigError("adapter", loading.adapter, "not available for a GGUF file")
+    _check_packed(loading)
+    dtype: torch.dtype = torch.bfloat16 if loading.dtype == "auto" else getattr(torch, loading.torch_dtype)
+    return load_gguf(source.name, dtype=dtype)
+
+
+def _check_packed(loading: Loading) -> None:
+    """Raise `ConfigError` for options that contradict packed weights."""
+    for name, value in {"quantization": loading.quantization, "device-map": loading.device_map}.items():
+        if value:
+            raise ConfigError(name, value, "not available for a packed model")
+    if loading.device not in ("auto", "cpu"):
+        raise ConfigError("device", loading.device, "the model is packed for the CPU")
+
+
+def _target(loading: Loading, processes: int) -> torch.device | None:
+    """Return the device to load to; None where layers go to several."""
+    if loading.device_map is not None or processes > 1:
+        return None
+    return _device("cpu" if loading.weights is not None and loading.device == "auto" else loading.device)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    except Exception as problem:
+        reason = one_line(str(problem).split("\n", 1)[0], 120)
+        raise ConfigError("device", name, f"not available ({reason}): give cpu") from problem
+    return device
+
+
+def join_processes(term: Terminal) -> int:
+    """Join the processes of torchrun and return their number; 1 without torchrun.
+
+    All but the first write nothing but errors from then on.
+    """
+    if not dist.is_available() or not dist.is_torchelastic_launched():
+        return 1
+    connect()
+    if dist.get_rank():
+        term.mute()
+    return dist.get_world_size()
+
+
+def is_first_process() -> bool:
+    """Return True in the process of rank 0."""
+    return dist.get_rank() == 0
+
+
+def prepare_split_model(model: Any) -> None:
+    """Make the collective calls that a split model needs in every process before its first generation."""
+    team_of(model)
+    supports(model)
+
+
+@contextmanager
+def leading(model: Any, processes: int) -> Iterator[bool]:
+    """Yield True in the first process; the others follow its passes until its block ends, and then get False.
+
+    The followers ignore SIGTERM and Ctrl-C, which torchrun sends to all: the first process may have work to finish.
+    """
+    if processes == 1:
+        yield True
+        return
+    prepare_split_model(model)
+    if is_first_process():
+        try:
+            yield True
+        finally:
+            dismiss(model)
+        return
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    follow_until_dismissed(model)
+    yield False

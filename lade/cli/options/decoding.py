@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lade.cli.options.grouping import PANEL as OUTPUT_PANEL
-from lade.cli.options.grouping import Output, grouped, options_in
+from lade.cli.options import PANEL as OUTPUT_PANEL
+from lade.cli.options import Output, grouped, options_in
 from lade.cli.options.model import PANEL as MODEL_PANEL
 from lade.cli.options.model import Loading, ModelChoice, NamedModel, Template
 from lade.cli.prompts import check_text, read_text
@@ -91,7 +91,7 @@ class Speed:
     def lookahead(self, *, new_memory: bool = False) -> Lookahead:
         """Return the `lookahead` argument of `lade.generate`.
 
-        The memory is not loaded, since that takes a tokenizer: see `loading.load.with_memory`.
+        The memory is not loaded, since that takes a tokenizer: see `loading.with_memory`.
 
         Args:
             new_memory: accept a memory file that does not exist.

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lade.cli.options.grouping import Checked, options_in
+from lade.cli.options import Checked, options_in
 from lade.cli.prompts import check_text
 from lade.errors import ConfigError
 

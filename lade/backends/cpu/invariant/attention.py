@@ -17,9 +17,18 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lade.backends.cpu.kernels import WIDEST, address_of, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.worker_threads import CALLED, float_bits, run_on_team
-from lade.model.masks import INVARIANT_ATTENTION
+from lade.backends.cpu.kernels import (
+    CALLED,
+    WIDEST,
+    address_of,
+    dtype_code,
+    float_bits,
+    is_plain,
+    kernel,
+    refuse,
+    run_on_team,
+)
+from lade.model.inputs import INVARIANT_ATTENTION
 
 NAME = INVARIANT_ATTENTION
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

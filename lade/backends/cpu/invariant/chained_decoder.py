@@ -45,8 +45,7 @@ from lade.backends.cpu.invariant.layer_stages import (
     norms_of,
     projections_of,
 )
-from lade.backends.cpu.kernels import address_of, dtype_code, kernel
-from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
+from lade.backends.cpu.kernels import At, Room, Stages, address_of, dtype_code, float_bits, kernel, parts_of
 from lade.model.cache_layers import TreeLayer
 from lade.model.facts import CACHE, SURVEYED
 from lade.model.kv_cache import TreeCache

@@ -25,8 +25,17 @@ from torch import nn
 from torch.func import functional_call
 from transformers import activations
 
-from lade.backends.cpu.kernels import WIDEST, dtype_code, is_plain, kernel, refuse
-from lade.backends.cpu.worker_threads import CALLED, float_bits, parts_of, run_on_team
+from lade.backends.cpu.kernels import (
+    CALLED,
+    WIDEST,
+    dtype_code,
+    float_bits,
+    is_plain,
+    kernel,
+    parts_of,
+    refuse,
+    run_on_team,
+)
 from lade.model.module_changes import Changed, change, own_class
 
 Function = Callable[[torch.Tensor], torch.Tensor]

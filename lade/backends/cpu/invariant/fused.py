@@ -41,11 +41,10 @@ from lade.backends.cpu.invariant.layer_stages import (
     norms_of,
     projections_of,
 )
-from lade.backends.cpu.kernels import WIDEST, is_plain
+from lade.backends.cpu.kernels import WIDEST, At, Room, Stages, is_plain
 from lade.backends.cpu.packing.integers import GgufLinear, Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.panel_weight import PREPARED_ROWS, TILE_PANEL
-from lade.backends.cpu.worker_threads import At, Room, Stages
+from lade.backends.cpu.packing.weight import PREPARED_ROWS, TILE_PANEL
 from lade.model.facts import CACHE, CACHE_NAMES
 from lade.model.module_changes import Changed, change
 

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lade.backends.cpu.invariant.functions import logistic_of
-from lade.backends.cpu.kernels import dtype_code, kernel
-from lade.backends.cpu.worker_threads import At, Room, Stages, float_bits, parts_of
+from lade.backends.cpu.kernels import At, Room, Stages, dtype_code, float_bits, kernel, parts_of
 
 GATED, PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")

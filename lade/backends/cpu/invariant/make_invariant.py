@@ -30,7 +30,6 @@ from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.chained_decoder import fuse_decoder
 from lade.backends.cpu.invariant.functions import replace_activations, replace_norms
 from lade.backends.cpu.invariant.fused import fuse
-from lade.backends.cpu.invariant.padded_rows import RowPadding, forget_padding
 from lade.backends.cpu.invariant.trials import (
     Heads,
     ModelTrial,
@@ -41,7 +40,7 @@ from lade.backends.cpu.invariant.trials import (
     key_of,
 )
 from lade.backends.cpu.invariant.weights import NAME as EXPERTS
-from lade.backends.cpu.invariant.weights import has_mixtures, lay_out, pad_all
+from lade.backends.cpu.invariant.weights import RowPadding, forget_padding, has_mixtures, lay_out, pad_all
 from lade.backends.cpu.invariant_marker import ON_GPU, Invariance, changed_modules, invariance_of, set_invariance
 from lade.backends.cpu.kernels import kernel
 from lade.backends.trials.backend import LONGEST_PROBE_TOKENS

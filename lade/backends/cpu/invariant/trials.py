@@ -28,14 +28,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
-from lade.backends.cpu.invariant.padded_rows import RowPadding
+from lade.backends.cpu.invariant.weights import RowPadding
 from lade.backends.trials.tree_check import PlainDecoding
 from lade.decoding.tree import ROOT, TokenTree
 from lade.files import Records
 from lade.model.config import decoder_config, token_embeddings
-from lade.model.inputs import FULL
+from lade.model.inputs import FULL, MaskPlan, StepInputs
 from lade.model.kv_cache import TreeCache
-from lade.model.masks import MaskPlan, StepInputs
 from lade.model.runner import EagerRunner
 from lade.native import library_path, processor_name
 from lade.version import __version__

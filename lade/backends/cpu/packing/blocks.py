@@ -16,8 +16,7 @@ from typing import Any, Self
 import torch
 from torch.nn.functional import pad
 
-from lade.backends.cpu.packing.panel_weight import PanelWeight, has_block_kernels
-from lade.backends.cpu.packing.weight import HugePages
+from lade.backends.cpu.packing.weight import HugePages, PanelWeight, has_block_kernels
 
 GROUP = 32
 """Inputs that share a scale, in most formats."""

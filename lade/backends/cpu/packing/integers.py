@@ -1,4 +1,4 @@
-"""Linear layers with weights in int8, int4 or the codes of a GGUF file, and inputs that are rounded to int8.
+"""Linear layers with weights in int8, int4 or the codes of a GGUF file and inputs rounded to int8, and what they lose.
 
 Every 32 numbers share a scale. Int8 has the grid and the bits of llama.cpp's Q8_0, and int4 those of Q4_0; which takes
 its scale from the largest magnitude, where here the best of a few scales is taken, refitted by least squares. Sums are
@@ -6,16 +6,22 @@ exact and scaling rounds in the same steps everywhere, see `BlockCodes`: a row d
 
 One scale per output and one per token, as in Dettmers et al., "LLM.int8()" (2022), and Xiao et al., "SmoothQuant"
 (2022), lose ten times as much: a few large inputs of a token leave the others few steps.
+
+The loss is told by perplexities, and by the error of each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import exp, nan, sqrt
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.blocks import GROUP, LARGEST, TINY, BlockCodes
@@ -226,3 +232,83 @@ class GgufLinear(Int8Linear):
             UnsupportedModelError: always.
         """
         raise UnsupportedModelError("a weight from a GGUF file was changed", UNPACK_REMEDY)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Relative error of an int8 or int4 layer: root of the sum of squared errors over that of the original values.
+
+    Attributes:
+        name: name of the layer in the model.
+        weights: relative error of the weights.
+        outputs: relative error of the outputs, for the inputs that the layer gets in the model.
+    """
+
+    name: str
+    weights: float
+    outputs: float
+
+
+@dataclass
+class _Sums:
+    """Running sums of squared errors and of squared reference values."""
+
+    error: float = 0.0
+    size: float = 0.0
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        self.error += (found.float() - expected.float()).square().sum().item()
+        self.size += expected.float().square().sum().item()
+
+    @property
+    def relative(self) -> float:
+        return sqrt(self.error / self.size) if self.size else nan
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float:
+    """Return the exponential of the mean loss per token, each conditioned on the tokens before it in its window.
+
+    Args:
+        model: a causal language model.
+        ids: token ids of a text, at least two.
+        window: tokens per pass; each window starts without context.
+    """
+    loss, tokens = 0.0, 0
+    for start in range(0, len(ids) - 1, window):
+        piece = torch.tensor([ids[start : start + window]], device=model.device, dtype=torch.int64)  # [1, T]
+        if piece.shape[1] > 1:
+            logits: Any = model(input_ids=piece, use_cache=False).logits[0, :-1].float()  # [T - 1, V]
+            loss += nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
+            tokens += piece.shape[1] - 1
+    return exp(loss / tokens)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[list[LayerError]]:
+    """Compare int8 and int4 layers with the original ones in every pass in the context; its end fills the list.
+
+    Args:
+        model: a model packed with `keep_original=True`.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+    sums = {layer: _Sums() for layer in layers.values()}
+
+    def compare(layer: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        sums[layer].add(output, nn.functional.linear(arguments[0], layer.kept_weight(), layer.bias))
+
+    handles = [layer.register_forward_hook(compare) for layer in layers.values()]
+    errors: list[LayerError] = []
+    try:
+        yield errors
+    finally:
+        for handle in handles:
+            handle.remove()
+    errors += [LayerError(name, _weights(layer), sums[layer].relative) for name, layer in layers.items()]
+
+
+@torch.no_grad()
+def _weights(layer: Int8Linear) -> float:
+    sums = _Sums()
+    sums.add(layer.codes().dense(torch.float32), layer.kept_weight())
+    return sums.relative

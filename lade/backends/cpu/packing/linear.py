@@ -10,14 +10,16 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
-from lade.backends.cpu.packing.panel_weight import PanelWeight, in_panels, out_of_panels
 from lade.backends.cpu.packing.weight import (
     UNPACK_REMEDY,
     ByValue,
     HugePages,
     PackedWeight,
+    PanelWeight,
     check_move,
+    in_panels,
     like,
+    out_of_panels,
     packed_weight,
     same_bits,
     state_of,

@@ -16,18 +16,18 @@ from time import perf_counter
 import torch
 
 from lade.announcements import announce_once
-from lade.backends.cpu.kernels import address_of, kernel
-from lade.backends.cpu.packing.panel_weight import (
+from lade.backends.cpu.kernels import address_of, kernel, run_on_team
+from lade.backends.cpu.packing.weight import (
     BLOCK,
     DOT_PANEL,
     TILE_PANEL,
     TILE_ROWS,
+    HugePages,
     PanelWeight,
     has_dots,
     in_panels,
+    packed_weight,
 )
-from lade.backends.cpu.packing.weight import HugePages, packed_weight
-from lade.backends.cpu.worker_threads import run_on_team
 from lade.files import Records
 from lade.native import processor_name
 from lade.version import __version__

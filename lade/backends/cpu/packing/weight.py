@@ -1,14 +1,26 @@
-"""Packed weights: oneDNN's layout, memory on huge pages, pickling, and detection of changes."""
+"""Packed weights: oneDNN's layout, memory on huge pages, pickling, detection of changes; and weights in panels.
+
+Products with weights in panels lay rows out in blocks, or round them to int8, in the same call.
+
+Drawings of panels, and of the groups in which rows pass through them, are in `lade/native/cpu_dots.h`. A product of a
+few rows with a small weight takes some 10 us, as long as a few calls of Python. So what calls have in common, such as
+how their work is split, is prepared once per weight and number of rows.
+
+Rows are rounded to codes with a scale for every 32 inputs. Products of as many codes are summed up exactly, scaled, and
+added up in the order of the inputs. No row depends on the others.
+"""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Hashable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lade.backends.cpu.kernels import At, Room, Stages, address_of, dtype_code, is_plain, kernel, refuse
 from lade.errors import UnsupportedModelError
 from lade.model.config import dtype_name
 
@@ -131,3 +143,279 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if tensors are equal bit for bit: NaN equals itself, and zeros are signed."""
     as_integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
     return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))
+
+
+BLOCK = 64
+"""Bytes of consecutive inputs, of one row or one output, in a block."""
+DOT_PANEL, TILE_PANEL = 16, 64
+"""Outputs per panel of dot products, and of AMX tiles."""
+TILE_ROWS = 16
+"""Rows of a tile."""
+_WORD = 4  # bytes of the inputs of an output that an instruction adds up
+_COLUMNS = BLOCK // _WORD  # outputs of a tile, or of a line of a panel
+_NEAR = 2**19  # bytes of rows that stay in a core's cache
+_MANY_INPUTS = 2**12  # least inputs per thread
+_SHARES = 4  # parts per thread, so that a delayed thread does not hold up the others
+_PART_WORK = 2**22  # bytes of panels times rows, at most, for the same reason: some 50 us
+
+
+class RowGroups(NamedTuple):
+    """Numbers of rows that pass through panels together, and how a product is split.
+
+    Attributes:
+        sizes: ascending; few rows, up to the last of them, make one group of the least that holds them.
+        together: rows per group if there are more.
+        columns: panels that such a group passes through at a time.
+        few: number of rows up to which each part of the work has all of them.
+        near_bytes: bytes of panels that stay in a core's cache.
+        least_bytes: least bytes of panels per part of the work with all rows.
+    """
+
+    sizes: tuple[int, ...]
+    together: int
+    columns: int
+    few: int
+    near_bytes: int
+    least_bytes: int
+
+    def together_for(self, rows: int) -> int:
+        """Return the rows interleaved in a group, for a product of `rows` rows; the last group may be padded."""
+        return next((size for size in self.sizes if rows <= size), self.together)
+
+    def shares(self, rows: int, panels: int, blocks: int, panel_bytes: int) -> tuple[int, int]:
+        """Return the rows and panels per part of the work."""
+        if rows <= self.few:
+            share = min(-(-panels // (_SHARES * torch.get_num_threads())), _PART_WORK // (rows * panel_bytes))
+            return rows, max(share, -(-self.least_bytes // panel_bytes))
+        near = max(self.together, _NEAR // (blocks * BLOCK) // self.together * self.together)
+        columns = min(self.near_bytes, _PART_WORK // near) // panel_bytes // self.columns * self.columns
+        return near, max(self.columns, columns)
+
+
+DOTS = RowGroups((1, 2, 4, 6, 8, 12, 16, 24), 8, 2, 24, 2**18, 2**16)
+"""Groups of dot products."""
+WIDE_CODES = RowGroups((1, 2, 4, 6, 8, 12, 16), 16, 1, 32, 2**17, 2**15)
+NARROW_CODES = RowGroups((1, 2, 4), 4, 1, 8, 2**17, 2**15)
+"""Groups of rows of products of codes for 32 registers of 64 bytes, and for 16 of 32 bytes."""
+
+
+def has_dots() -> bool:
+    """Return True if there are dot products of bfloat16, which need AVX512-BF16."""
+    return kernel("multiply_few").available
+
+
+def parts_of_rows(rows: int, inputs: int) -> int:
+    """Return the parts in which rows are laid out in blocks."""
+    return max(1, min(rows, _SHARES * torch.get_num_threads(), inputs // _MANY_INPUTS))
+
+
+def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = TILE_PANEL) -> torch.Tensor:
+    """Return a weight `[out, in]` in panels, padded with zeros.
+
+    A panel's block of 32 inputs is one or more tiles of 16 outputs; a row of a tile holds the same two inputs of each
+    output in turn.
+
+    Args:
+        weight: `[out, in]` bfloat16, left unchanged.
+        pages: memory pool to allocate from; None for ordinary memory.
+        panel: outputs per panel, a multiple of 16: `TILE_PANEL` or `DOT_PANEL`.
+
+    Returns:
+        `[out / panel, in / block, panel / 16, 16, block]`, bfloat16.
+    """
+    outputs, inputs = weight.shape
+    block = BLOCK // weight.element_size()
+    filled = torch.nn.functional.pad(weight, (0, -inputs % block, 0, -outputs % panel)).contiguous()
+    words = filled.view(torch.int32).view(-1, panel // _COLUMNS, _COLUMNS, filled.shape[1] // block, _COLUMNS)
+    words = words.permute(0, 3, 1, 4, 2)
+    room = (
+        pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8, device="cpu")
+    )
+    return room.view(torch.int32).view(words.shape).copy_(words).view(weight.dtype)
+
+
+def out_of_panels(panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """Invert `in_panels`: return the weight `[out, in]`."""
+    words = panels.view(torch.int32).permute(0, 2, 4, 1, 3)
+    filled = words.reshape(panels.shape[2] * _COLUMNS * len(panels), -1).contiguous().view(panels.dtype)
+    return filled[:outputs, :inputs].contiguous()
+
+
+_CODED = "float32, bfloat16 or float16"  # dtypes of rows that are rounded to codes
+_FACTS = 32  # bytes of the numbers that are noted of each block of a row in codes
+PREPARED_ROWS = 128
+"""Most rows whose calls are kept: a prompt's number of rows may never come again."""
+
+
+def has_block_kernels() -> bool:
+    """Return True if the compiled library is there, which has kernels of codes for every processor."""
+    return kernel("multiply_int8").available
+
+
+class _Split(NamedTuple):
+    """How rows pass through panels.
+
+    Attributes:
+        kernel: name of the kernel.
+        together: rows interleaved in a group.
+        padded: number of rows, with those that fill up the last group.
+        row_group, panel_group: rows and panels per part of the work.
+    """
+
+    kernel: str
+    together: int
+    padded: int
+    row_group: int
+    panel_group: int
+
+
+class Blocks(NamedTuple):
+    """Where rows lie in blocks, and what is noted of their codes; 0 for none."""
+
+    rows: At
+    facts: At | int
+
+
+class PanelWeight:
+    """A weight in panels: bfloat16 in panels for dot products, or codes.
+
+    Args:
+        panels: the weight, from `in_panels` or `in_block_panels`.
+        outputs: number of outputs, without padding.
+        inputs: number of inputs, without padding.
+        codes: format of the codes, see `BlockCodes.name`; empty for bfloat16.
+
+    Raises:
+        ValueError: there are fewer outputs in the panels.
+    """
+
+    def __init__(self, panels: torch.Tensor, outputs: int, inputs: int, *, codes: str = "") -> None:
+        self.panels, self.outputs, self.inputs, self.codes = panels, outputs, inputs, codes
+        self._prepared: dict[Hashable, tuple[Stages, int]] = {}
+        most = len(panels) * DOT_PANEL * (1 if codes else panels.shape[2])
+        if outputs > most:
+            raise ValueError(f"outputs is {outputs}: these panels have up to {most}")
+
+    def product(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        instructions: str = "",
+    ) -> torch.Tensor:
+        """Multiply rows by the weight, and add a bias.
+
+        Args:
+            x: `[..., in]`: bfloat16 for bfloat16 weights; float32, bfloat16 or float16 for codes.
+            bias: `[out]`, in any of these dtypes; None for none.
+            dtype: dtype of the result, any of these; None for that of x.
+            instructions: instructions of the kernel, see `kernel`.
+
+        Returns:
+            `[..., out]`.
+
+        Raises:
+            ValueError: an argument has another dtype, device or shape.
+        """
+        self.check(x, bias)
+        x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+        out = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype or x.dtype, device="cpu")
+        rows = x.numel() // self.inputs
+        kinds = dtype_code(x.dtype), dtype_code(out.dtype), 0 if bias is None else dtype_code(bias.dtype)
+        if rows:
+            self._multiply(x, rows, kinds, bias, out, instructions)
+        return out
+
+    def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raise unless rows and bias can be multiplied; see `product`.
+
+        Raises:
+            ValueError: an argument has another dtype, device or shape.
+        """
+        half = torch.bfloat16
+        fits = is_plain(x) and x.dim() and x.shape[-1] == self.inputs > 0 and (self.codes or x.dtype == half)
+        own = bias is None or (is_plain(bias) and bias.shape == (self.outputs,))
+        if not (fits and own and (bias is None or self.codes or bias.dtype == half)):
+            takes = f"{_CODED if self.codes else half} on the CPU, [..., {self.inputs}] and [{self.outputs}]"
+            refuse("the panel product", takes.replace("torch.", ""), x=x, panels=self.panels, bias=bias)
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        rows: int,
+        kinds: tuple[int, int, int],
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        instructions: str,
+    ) -> None:
+        """Compute `product` of tensors that are contiguous; `kinds` are the dtype codes of x, out and bias."""
+        key = rows, torch.get_num_threads(), kinds, instructions
+        stages, size = self._prepared.get(key) or (None, 0)
+        if stages is None:
+            stages, room = Stages(), Room(0)
+            blocks = self.add_rows(stages, room, rows, At(1), kinds[0], instructions)
+            self.add_product(stages, rows, blocks, 3, At(2), *kinds[1:], instructions)
+            size = room.size
+            if rows <= PREPARED_ROWS:
+                self._prepared[key] = stages, size
+        memory = torch.empty(size, dtype=torch.int8, device="cpu")
+        stages.run((memory.data_ptr(), x.data_ptr(), out.data_ptr(), *self.addresses(bias)))
+
+    def addresses(self, bias: torch.Tensor | None) -> tuple[int, int]:
+        """Return the addresses of the weight and of a bias, as `add_product` counts them.
+
+        They are looked up in each call: tensors move when they are sent to another process.
+        """
+        return self.panels.data_ptr(), address_of(bias)
+
+    def add_rows(self, stages: Stages, room: Room, rows: int, x: At, kind: int, instructions: str = "") -> Blocks:
+        """Add the stage that lays rows at a place out for a product, and return where in the room they then lie."""
+        split = self._split(rows, instructions)
+        width = self.inputs * (1 if self.codes else self.panels.itemsize)
+        if not self.codes and rows == 1 and width % BLOCK == 0:  # such a row lies as in blocks
+            return Blocks(x, 0)
+        count = split.padded * self.panels.shape[1]
+        to, facts = room.take(count * BLOCK), room.take(count * _FACTS) if self.codes else 0
+        fields = x, to, facts, kind, rows, self.inputs, split.together  # a RowBlocks, see cpu.h
+        stages.add(kernel("quantise_rows" if self.codes else "block_rows"), parts_of_rows(rows, rows * width), fields)
+        return Blocks(to, facts)
+
+    def add_product(
+        self,
+        stages: Stages,
+        rows: int,
+        blocks: Blocks,
+        own: int,
+        out: At,
+        kind: int,
+        bias_kind: int,
+        instructions: str = "",
+        *,
+        joined: bool = False,
+    ) -> None:
+        """Add the stage that multiplies rows by this weight; `own` is the index of the first of its `addresses`.
+
+        The rows may be laid out for another weight of the same kind and number of inputs. If that was multiplied in the
+        stage before, this one may be `joined` to it.
+        """
+        split, (count, wide, *_) = self._split(rows, instructions), self.panels.shape
+        fields = (  # a PanelProduct, see cpu.h
+            *(blocks.rows, blocks.facts, At(own), At(own + 1), out, bias_kind, kind),
+            *(rows, wide, self.outputs, split.row_group, split.panel_group, split.together),
+        )
+        parts = -(-rows // split.row_group) * -(-count // split.panel_group)
+        stages.add(kernel(split.kernel, instructions), parts, fields, joined=joined)
+
+    def _split(self, rows: int, instructions: str) -> _Split:
+        (count, blocks, *_), panel = self.panels.shape, self.panels[0]
+        groups = code_groups(instructions) if self.codes else DOTS
+        name = self.codes or ("few" if rows <= groups.few else "many")
+        together = groups.together_for(rows)
+        shares = groups.shares(rows, count, blocks, panel.nbytes)
+        return _Split(f"multiply_{name}", together, -(-rows // together) * together, *shares)
+
+
+def code_groups(instructions: str = "") -> RowGroups:
+    """Return the groups of rows of the kernels of codes for some instructions; empty for the best of this processor."""
+    wide = instructions.startswith("avx512") if instructions else kernel("multiply_int8", "avx512").available
+    return WIDE_CODES if wide else NARROW_CODES

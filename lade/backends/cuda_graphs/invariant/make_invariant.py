@@ -15,7 +15,7 @@ from lade.backends.trials.backend import LONGEST_PROBE_TOKENS
 from lade.decoding.tree import TokenTree
 from lade.model.config import window_lengths
 from lade.model.facts import ModelFacts
-from lade.model.masks import MaskPlan
+from lade.model.inputs import MaskPlan
 from lade.model.module_changes import restore
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports

@@ -3,7 +3,7 @@
 import pytest
 
 from lade.errors import InputError
-from lade.files import differences, require_same
+from lade_lab.terms import differences, require_same
 
 TERMS = {"settings": {"max_new_tokens": 20, "seeds": [0, 1]}, "methods": [{"name": "hf"}, {"name": "plain"}]}
 
