@@ -16,6 +16,7 @@ import httpx2 as httpx
 import pytest
 import shell_fixtures
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from shell_fixtures import CONTEXT, byte_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -82,7 +83,7 @@ class Running:
 
     def stop(self) -> None:
         self.http.close()
-        if self.thread.is_alive() and self.server._ends_at is None:
+        if self.thread.is_alive() and self.service.phase in ("loading", "ready"):  # else it ends by itself
             self.service.abort()
             self.server.handle_exit(15, None)
         self.thread.join(SOON)
@@ -104,6 +105,14 @@ class Running:
         frames = [frame for frame in raw.decode().split("\n\n") if frame and not frame.startswith(":")]
         assert all(frame.startswith("data: ") for frame in frames)
         return [frame[6:] if frame == "data: [DONE]" else json.loads(frame[6:]) for frame in frames]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of `/metrics` by its labels, that of the model aside; 0 if there is none yet."""
+        samples = (
+            each for family in text_string_to_metric_families(self.http.get("/metrics").text) for each in family.samples
+        )
+        found = (each.value for each in samples if each.name == name and {"model": "toy", **labels} == each.labels)
+        return next(found, 0.0)
 
     def at_rest(self) -> bool:
         """Whether nothing is decoded, and nothing waits."""
@@ -152,6 +161,20 @@ class Passes:
 
     def let_all(self) -> None:
         self.let(10**6)
+
+
+def held_up(patch: pytest.MonkeyPatch, server: Running) -> tuple[threading.Event, threading.Event]:
+    """Hold requests up on their way to the engine; the event that one is there, and the one that lets them go on."""
+    engine, inside, go_on = server.service.serving.engine, threading.Event(), threading.Event()
+    add = engine.add
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        inside.set()
+        assert go_on.wait(SOON)
+        return add(*arguments, **named)
+
+    patch.setattr(engine, "add", slowly)
+    return inside, go_on
 
 
 def until_placed(server: Running, passes: Passes, rows: int, waiting: int) -> None:

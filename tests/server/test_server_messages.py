@@ -10,10 +10,12 @@ import anthropic
 import pytest
 from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
+from spies import failing
 
 from lade.server.errors import ApiError
 from lade.server.keys import Key, Keys
 from lade.server.messages import MessagesRequest, as_chat
+from lade.server.served_model import ServedModel
 
 GREEDY = {"extra_body": {"temperature": 0}}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -201,10 +203,7 @@ def test_refusals_have_anthropics_form(server, client):
 
 
 def test_what_nobody_foresaw_has_this_form_too(server, monkeypatch):
-    def broken(*given):
-        raise ZeroDivisionError("secret")
-
-    monkeypatch.setattr("lade.server.routes._tokenized", broken)
+    failing(monkeypatch, ServedModel, "ids", ZeroDivisionError("secret"))
     answer = server.http.post("/v1/messages/count_tokens", json={"messages": MESSAGES})
     body = answer.json()
     assert (answer.status_code, body["type"], body["error"]["type"]) == (500, "error", "api_error")

@@ -5,13 +5,13 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from served import CONTEXT, SOON, running, until
+from served import CONTEXT, SERVED, SOON, TOKENIZER, running, until
 
 from lade.server.access_log import AccessLog
-from lade.server.served_model import ServedModel
 from lade.server.service import PREPARING_LARGE, SMALL
 
 LONG = "a" * 2 * CONTEXT
@@ -27,27 +27,33 @@ TOO_LONG = [
 
 
 class Watched:
-    """Notes which texts are tokenised, and can be held up."""
+    """A tokenizer that notes which texts it is given, and can be held up."""
 
-    def __init__(self, monkeypatch):
-        self.seen, ids = [], ServedModel.ids
-        self.inside, self.go_on = threading.Semaphore(0), threading.Event()
+    def __init__(self):
+        self.seen, self.inside, self.go_on = [], threading.Semaphore(0), threading.Event()
 
-        def watched(model, text, **arguments):
+    def __call__(self, text, **arguments):
+        if text:  # as it is not when a server begins
             self.seen.append(text)
-            if text.startswith("b"):
-                self.inside.release()
-                assert self.go_on.wait(SOON)
-            return ids(model, text, **arguments)
+        if text.startswith("b"):
+            self.inside.release()
+            assert self.go_on.wait(SOON)
+        return TOKENIZER(text, **arguments)
 
-        monkeypatch.setattr(ServedModel, "ids", watched)
+    def __getattr__(self, name):
+        return getattr(TOKENIZER, name)
 
 
 @pytest.fixture
-def watched(monkeypatch):
+def limits():
+    return {"max_rows": 1, "max_waiting": 40}
+
+
+@pytest.fixture
+def watched(limits):
     """A server, its tokenizer, and how to begin slow calls."""
-    with running(max_rows=1, max_waiting=40, log=partial(AccessLog, as_json=True)) as server:
-        tokenizer = Watched(monkeypatch)
+    tokenizer = Watched()
+    with running(replace(SERVED, tokenizer=tokenizer), log=partial(AccessLog, as_json=True), **limits) as server:
         yield server, tokenizer
         tokenizer.go_on.set()
 
@@ -123,9 +129,10 @@ def test_the_rest_of_a_request_is_not_tokenised_either(watched):
     assert tokenizer.seen == [SLOW, "abc"]
 
 
-def test_tokenising_takes_a_place_as_answers_do(monkeypatch):
-    with running(max_rows=1, max_waiting=1) as server, ThreadPoolExecutor(2) as pool:
-        tokenizer = Watched(monkeypatch)
+@pytest.mark.parametrize("limits", [{"max_rows": 1, "max_waiting": 1}])
+def test_tokenising_takes_a_place_as_answers_do(watched):
+    server, tokenizer = watched
+    with ThreadPoolExecutor(2) as pool:
         slow = [pool.submit(server.http.post, "/tokenize", json={"prompt": SLOW}) for _ in range(2)]
         until(lambda: server.service.snapshot().waiting == 2)
         refused = server.http.post("/tokenize", json={"prompt": "abc"})
