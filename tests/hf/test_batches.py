@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
 from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
-from spies import watched
+from spies import failing, watched
 from transformers import GenerationConfig, WatermarkingConfig
 
 import lade
@@ -235,10 +235,7 @@ def test_prompts_of_very_unlike_lengths_are_fed_apart(passes):
 
 @pytest.mark.parametrize("lengths", [(6, 6, 6), (6, 3, 9)])
 def test_rows_that_are_fed_together_need_no_joining(lengths, monkeypatch):
-    def never(*arguments):
-        raise AssertionError("nothing to join")
-
-    monkeypatch.setattr(TreeCache, "join", never)
+    failing(monkeypatch, TreeCache, "join", AssertionError("nothing to join"))
     assert_same(MODELS["llama"], **padded(random_texts(*lengths)), max_new_tokens=10)
 
 
@@ -262,8 +259,7 @@ def test_each_row_takes_several_tokens_a_pass_at_its_own_pace():
 
 
 def test_seconds_are_counted_once_a_pass(monkeypatch):
-    steps = []
-    monkeypatch.setattr(Stats, "add", lambda self, *of_pass, forward_s=0.0: steps.append(of_pass))
+    steps = watched(monkeypatch, Stats, "add", lambda stats, *of_pass, forward_s=0.0: of_pass)
     lade.generate(MODELS["llama"], **padded(random_texts(4, 7)), max_new_tokens=10, lookahead=PAPER)
     assert len(steps[0]) == len(steps[1]) == 2
     monkeypatch.undo()

@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 import torch
+from spies import failing
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -295,7 +296,7 @@ def test_ranks_that_go_on_together_are_left_to_it(model):
 
 def test_continuous_batching_is_left_to_it(model, monkeypatch):
     """It begins and ends within `generate`, without a look at `custom_generate`."""
-    monkeypatch.setattr(type(model), "generate_batch", lambda self, **kwargs: pytest.fail("it was begun"))
+    failing(monkeypatch, type(model), "generate_batch", AssertionError("it was begun"))
     lade.enable(model, PAPER)
     with pytest.raises(lade.UnsupportedArgumentError, match="cache_implementation='paged'"):
         model.generate(IDS, max_new_tokens=5, cache_implementation="paged")

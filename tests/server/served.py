@@ -83,7 +83,7 @@ class Running:
 
     def stop(self) -> None:
         self.http.close()
-        if self.thread.is_alive() and self.service.phase in ("loading", "ready"):  # else it ends by itself
+        if self.thread.is_alive() and self.server.ends_at is None:
             self.service.abort()
             self.server.handle_exit(15, None)
         self.thread.join(SOON)

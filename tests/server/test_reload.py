@@ -77,6 +77,7 @@ def test_a_wrong_file_changes_nothing_and_is_one_line(file, caplog):
 
 def test_the_time_that_a_pass_may_take_is_that_of_the_file(file):
     passes = Passes()
+    file.write_text("")
     with running(slow_served(wait=passes), config=file) as server, ThreadPoolExecutor(1) as pool:
         file.write_text("pass-timeout = 0.1")
         read_again(server)

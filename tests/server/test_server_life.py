@@ -201,6 +201,8 @@ def test_the_log_has_a_line_now_and_then():
         log.tick(server.service.snapshot())
         server.chat(max_tokens=20, ignore_eos=True)
         until(server.at_rest)
+        log.tick(server.service.snapshot())
+        assert not lines, "it is not due"
         now[0] += 11
         log.tick(server.service.snapshot())
         log.tick(server.service.snapshot())

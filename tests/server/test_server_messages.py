@@ -12,10 +12,10 @@ from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
 from spies import failing
 
+from lade.server import routes
 from lade.server.errors import ApiError
 from lade.server.keys import Key, Keys
 from lade.server.messages import MessagesRequest, as_chat
-from lade.server.served_model import ServedModel
 
 GREEDY = {"extra_body": {"temperature": 0}}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -203,7 +203,7 @@ def test_refusals_have_anthropics_form(server, client):
 
 
 def test_what_nobody_foresaw_has_this_form_too(server, monkeypatch):
-    failing(monkeypatch, ServedModel, "ids", ZeroDivisionError("secret"))
+    failing(monkeypatch, routes, "_tokenized", ZeroDivisionError("secret"))
     answer = server.http.post("/v1/messages/count_tokens", json={"messages": MESSAGES})
     body = answer.json()
     assert (answer.status_code, body["type"], body["error"]["type"]) == (500, "error", "api_error")

@@ -5,13 +5,14 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from served import CONTEXT, SERVED, SOON, TOKENIZER, running, until
+from served import CONTEXT, MODEL, SOON, TOKENIZER, running, until
 
 from lade.server.access_log import AccessLog
+from lade.server.served_model import ServedModel
 from lade.server.service import PREPARING_LARGE, SMALL
 
 LONG = "a" * 2 * CONTEXT
@@ -26,22 +27,20 @@ TOO_LONG = [
 ]
 
 
-class Watched:
-    """A tokenizer that notes which texts it is given, and can be held up."""
+@dataclass(frozen=True)
+class Watched(ServedModel):
+    """Notes which texts are tokenised, and can be held up."""
 
-    def __init__(self):
-        self.seen, self.inside, self.go_on = [], threading.Semaphore(0), threading.Event()
+    seen: list[str] = field(default_factory=list)
+    inside: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go_on: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, text, **arguments):
-        if text:  # as it is not when a server begins
-            self.seen.append(text)
+    def ids(self, text, **arguments):
+        self.seen.append(text)
         if text.startswith("b"):
             self.inside.release()
             assert self.go_on.wait(SOON)
-        return TOKENIZER(text, **arguments)
-
-    def __getattr__(self, name):
-        return getattr(TOKENIZER, name)
+        return super().ids(text, **arguments)
 
 
 @pytest.fixture
@@ -52,10 +51,11 @@ def limits():
 @pytest.fixture
 def watched(limits):
     """A server, its tokenizer, and how to begin slow calls."""
-    tokenizer = Watched()
-    with running(replace(SERVED, tokenizer=tokenizer), log=partial(AccessLog, as_json=True), **limits) as server:
-        yield server, tokenizer
-        tokenizer.go_on.set()
+    served = Watched(MODEL, TOKENIZER, context=CONTEXT)
+    with running(served, log=partial(AccessLog, as_json=True), **limits) as server:
+        served.seen.clear()
+        yield server, served
+        served.go_on.set()
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_LONG)
