@@ -8,7 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
-from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded, random_texts
 from spies import failing, watched
 from transformers import GenerationConfig, WatermarkingConfig
 
@@ -39,11 +39,6 @@ configs = st.one_of(
     ),
 )
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
-
-
-def random_texts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 def outcome(generate, seed, **arguments):

@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 import torch
+from same_as_plain import Spelled
 from spies import failing
 from transformers import (
     AutoModelForCausalLM,
@@ -36,13 +37,6 @@ BATCH = torch.tensor([[1, 2, 1, 2, 1], [3, 4, 5, 6, 7], [9, 9, 9, 8, 8]])
 @pytest.fixture
 def model():
     return toy_model()
-
-
-class Spelled:
-    """As much of a tokenizer as a streamer needs."""
-
-    def decode(self, ids, **kwargs):
-        return "".join(f"{int(i)} " for i in ids)
 
 
 class Listener(BaseStreamer):

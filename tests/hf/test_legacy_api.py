@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from same_as_plain import Spelled
 from transformers import GenerationMixin, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
@@ -145,15 +146,9 @@ def test_debug_prints_the_summary_and_the_log_adds_up(passes, switch, capsys, tm
 def test_a_streamer_gets_prompt_tokens_and_end(passes, switch):
     model, _ = passes
 
-    class Numbers:
-        """As much of a tokenizer as a streamer needs."""
-
-        def decode(self, ids, **kwargs):
-            return "".join(f"{int(i)} " for i in ids)
-
     lade.augment_all()
     switch("1")
-    streamer = TextIteratorStreamer(Numbers())
+    streamer = TextIteratorStreamer(Spelled())
     ids = model.generate(IDS, max_new_tokens=20, streamer=streamer)
     assert [int(word) for word in "".join(streamer).split()] == ids[0].tolist()
 

@@ -7,7 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded, random_texts
 from spies import watched
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import SynthIDTextWatermarkingConfig as SynthID
@@ -34,11 +34,6 @@ configs = st.one_of(
     st.just(LookaheadConfig()),
 )
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=4)
-
-
-def random_texts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 class Mixing(LogitsProcessor):

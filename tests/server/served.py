@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -113,6 +115,17 @@ class Running:
         )
         found = (each.value for each in samples if each.name == name and {"model": "toy", **labels} == each.labels)
         return next(found, 0.0)
+
+    def run_documented(self, page: str) -> int:
+        """Run the Python blocks of a page of docs/howto against this server; their number."""
+        text = (Path(__file__).parents[2] / "docs" / "howto" / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for block in blocks:
+            here = block.replace("http://127.0.0.1:8000", self.url).replace("Qwen3-0.6B", "toy").replace("=200", "=20")
+            names: dict[str, Any] = {}
+            exec(compile(here, page, "exec"), names)
+            names["client"].close()
+        return len(blocks)
 
     def at_rest(self) -> bool:
         """Whether nothing is decoded, and nothing waits."""

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import anthropic
 import pytest
@@ -264,12 +263,7 @@ def test_texts_become_ids_and_ids_texts(server):
 
 
 def test_the_python_blocks_of_the_documentation_run(server, capsys):
-    page = Path(__file__).parents[2] / "docs" / "howto" / "other-apis.md"
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        here = block.replace("http://127.0.0.1:8000", server.url).replace("Qwen3-0.6B", "toy").replace("=200", "=20")
-        names = {}
-        exec(compile(here, page.name, "exec"), names)
-        names["client"].close()
+    server.run_documented("other-apis.md")
     count = len(templated([{"role": "user", "content": "Why is the sky blue?"}]))
     (tokens,) = re.findall(rf" (\d+)\n{count}\n\Z", capsys.readouterr().out)
     assert 1 <= int(tokens) <= 20
