@@ -10,6 +10,7 @@ from lade import Engine
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.serving.batch import EngineBatch
 from lade.serving.handle import Handle
+from lade.serving.prefix_cache import PrefixCache
 
 
 def buffers_in(pool: BufferPool) -> list[Any]:
@@ -57,6 +58,16 @@ def runner_of(batch: EngineBatch) -> Any:
 def prefix_cache_of(batch: EngineBatch) -> Any:
     """The texts that are kept for later prompts."""
     return batch._reuse.prefix_cache
+
+
+def texts_of(prefix_cache: PrefixCache) -> list[Any]:
+    """The texts that it keeps, the one used least lately first."""
+    return list(prefix_cache._texts)
+
+
+def counters_of(batch: EngineBatch) -> Any:
+    """What a batch has counted so far."""
+    return batch.tally._counters
 
 
 def prefill_runner_of(batch: EngineBatch) -> Any:

@@ -10,6 +10,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
 
+from lade.backends.mtp.load import layer_of
+from lade.decoding.mtp import MtpHabits
+
 NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 """Names of an MTP layer's own norms in checkpoints with a prefix, and in those that number it like the other layers."""
 
@@ -102,3 +105,9 @@ def llama_with_mtp(folder, *, seed=0, dtype=torch.float64, vocabulary=48):
     """A tiny Llama with a random MTP layer in its checkpoint."""
     write_checkpoint(llama(3, vocabulary, seed, dtype), folder, seed=seed)
     return load(folder, dtype)
+
+
+def heard(model):
+    """Whether predictions of its layer were used: their weights have moved."""
+    first = MtpHabits().weights.trust
+    return any((each.weights.trust != first).any() for each in layer_of(model).habits.values())

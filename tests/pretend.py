@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import dynamic_module_utils
 
 from lade.backends.cpu.invariant import make_invariant, trials
 from lade.backends.cuda_graphs import static_cache
@@ -27,6 +29,17 @@ def not_found(patch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
     """Have a module that asks with `find_spec` not find packages: those that begin with `names`, or all."""
     found = module.find_spec
     patch.setattr(module, "find_spec", lambda name: None if name.startswith(names or ("",)) else found(name))
+
+
+def no_warm_up(patch: pytest.MonkeyPatch) -> None:
+    """Have servers compile and measure nothing before they are ready."""
+    patch.setattr("lade.server.service.warm_up", lambda engine, model, settings: None)
+
+
+def own_modules(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have transformers copy the code of checkpoints to a folder, and forget afterwards that it is there."""
+    patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+    patch.setattr(sys, "path", list(sys.path))
 
 
 def short_trials(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -50,11 +51,11 @@ def failing(
         where: tells by its arguments whether a call fails.
         after: let the call do its work first.
     """
-    made, failed, original = list[Any](), list[Any](), getattr(owner, name)
+    numbers, failed, original = itertools.count(1), list[Any](), getattr(owner, name)
 
     def call(*given: Any, **named: Any) -> Any:
-        made.append(given)
-        fails = (calls is None or len(made) in calls) and (where is None or where(*given, **named))
+        number = next(numbers)
+        fails = (calls is None or number in calls) and (where is None or where(*given, **named))
         found = original(*given, **named) if after or not fails else None
         if fails:
             failed.append(given)

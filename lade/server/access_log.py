@@ -27,13 +27,21 @@ class AccessLog:
         write: function that takes a line.
         as_json: True for lines of JSON.
         debug: True to log probes and all of the library's messages.
+        clock: returns the time in seconds.
     """
 
-    def __init__(self, write: Callable[[str], None], *, as_json: bool, debug: bool = False) -> None:
-        self._write, self._as_json, self._debug = write, as_json, debug
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        *,
+        as_json: bool,
+        debug: bool = False,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._write, self._as_json, self._debug, self._clock = write, as_json, debug, clock
         self._lost = 0  # lines since the last that could be written
         self._last: EngineSnapshot | None = None
-        self._next = perf_counter() + EVERY_S
+        self._next = clock() + EVERY_S
 
     def add(self, context: RequestContext, route: str = "") -> None:
         """Log an answer that has ended, whatever its route."""
@@ -63,9 +71,9 @@ class AccessLog:
 
     def tick(self, snapshot: EngineSnapshot | None) -> None:
         """Log the work since the last line, if it is due and anything was decoded."""
-        if snapshot is None or perf_counter() < self._next:
+        if snapshot is None or self._clock() < self._next:
             return
-        self._next, last, self._last = perf_counter() + EVERY_S, self._last, snapshot
+        self._next, last, self._last = self._clock() + EVERY_S, self._last, snapshot
         new = snapshot.new_tokens - (last.new_tokens if last else 0)
         steps = snapshot.steps - (last.steps if last else 0)
         prompt = snapshot.prompt_tokens - (last.prompt_tokens if last else 0)

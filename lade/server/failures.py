@@ -12,7 +12,7 @@ import logging
 import os
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -51,14 +51,15 @@ class Watchdog:
 
     Args:
         limit_s: seconds that a piece of work may take, set-up aside; 0 for no limit.
+        clock: returns the time in seconds, by the clock of `CurrentWork.began`.
 
     Attributes:
         limit_s: the limit, which may be set at any time.
         reason: description of the work that takes too long; "" if none does.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, clock: Callable[[], float] = perf_counter) -> None:
+        self.limit_s, self._clock = limit_s, clock
         self.reason = ""
         self._began: float | None = None  # of the work that is watched
         self._looked = self._set_up_s = 0.0
@@ -71,7 +72,7 @@ class Watchdog:
         Args:
             work: the engine's current work; None if it waits for requests.
         """
-        now, began = perf_counter(), None if work is None else work.began
+        now, began = self._clock(), None if work is None else work.began
         if began != self._began:
             if self.reason:
                 logger.warning("the engine goes on after %.0f s", now - (self._began or now))

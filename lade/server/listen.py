@@ -219,6 +219,9 @@ class Server(uvicorn.Server):
 
     After the first signal new requests are refused and `/ready` reports it, over connections that stay open; uvicorn
     would close them. Once the last answer has ended or timed out, uvicorn shuts down as usual.
+
+    Attributes:
+        ends_at: the time by which running answers have to end, on the `perf_counter` clock; None before a signal.
     """
 
     def __init__(self, service: Service) -> None:
@@ -236,15 +239,15 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
-        self._ends_at: float | None = None
+        self.ends_at: float | None = None
         self._aborted = self._told = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal, exit on the second."""
-        if self._ends_at is not None:
+        if self.ends_at is not None:
             os._exit(128 + sig)
         self._service.drain()
-        self._ends_at = perf_counter() + self._service.settings.shutdown_timeout
+        self.ends_at = perf_counter() + self._service.settings.shutdown_timeout
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
@@ -255,10 +258,10 @@ class Server(uvicorn.Server):
             logger.warning("a periodic task failed, and is tried again: %s", problem)
         if service.problem is not None:
             return True
-        if service.phase == "dead" and self._ends_at is None:  # its answers have failed and sent their errors
-            self._ends_at = perf_counter() + _ABORT_GRACE_S
-        if self._ends_at is not None:
-            return self._is_over(self._ends_at)
+        if service.phase == "dead" and self.ends_at is None:  # its answers have failed and sent their errors
+            self.ends_at = perf_counter() + _ABORT_GRACE_S
+        if self.ends_at is not None:
+            return self._is_over(self.ends_at)
         return await super().on_tick(counter)
 
     def _is_over(self, ends_at: float) -> bool:

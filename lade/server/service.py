@@ -159,8 +159,6 @@ class FairExecutor:
 Phase = Literal["loading", "ready", "draining", "dead"]
 PREPARING, PREPARING_LARGE = 4, 2
 """Threads that validate, render and tokenize requests; more would only compete for the interpreter."""
-SAVE_S = 180.0
-"""Interval in seconds between saves of draft memories."""
 SMALL = 64 * 2**10
 """Body size in bytes up to which requests are small; larger ones have threads of their own."""
 
@@ -314,7 +312,7 @@ class Service:
             self._watch_engine(self._serving)
         if self._log is not None:
             self._log.tick(self.snapshot())
-        if perf_counter() - self._saved[0] > SAVE_S:
+        if perf_counter() - self._saved[0] > self.settings.save_s:
             self._save()
 
     def _watch_engine(self, serving: Serving) -> None:

@@ -85,6 +85,7 @@ class Settings:
         page: True to serve the chat page.
         strict: True to refuse unknown fields.
         replica: replica label of the metrics; "" for a single server.
+        save_s: seconds between saves of draft memories.
         otel: True to make OpenTelemetry spans.
         crash_dump: folder for the last requests when the engine fails or hangs; None to keep no requests.
     """
@@ -115,6 +116,7 @@ class Settings:
     page: bool = True
     strict: bool = False
     replica: str = ""
+    save_s: float = 180.0
     otel: bool = False
     crash_dump: Path | None = None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from lade.backends.cpu.packing import pack as packing
 from lade.cli import run as decoding
 from lade.cli import terminal
 from lade.cli.main import app
@@ -121,8 +123,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def lade() -> Callable[..., Any]:
     """Run the shell in this process: `lade("info", "--json")`."""
 
-    def run(*arguments: object, stdin: str | bytes | None = None) -> Any:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+    def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, str] | None = None) -> Any:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, env=env)
 
     return run
 
@@ -162,6 +164,13 @@ def edited() -> Callable[..., Path]:
         return target
 
     return copy
+
+
+@pytest.fixture
+def small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have layers of tiny models packed, too."""
+    for name in ("pack", "packable"):
+        monkeypatch.setattr(packing, name, functools.partial(getattr(packing, name), min_weights=1))
 
 
 @pytest.fixture

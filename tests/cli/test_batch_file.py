@@ -7,13 +7,14 @@ import os
 import signal
 import threading
 
+import pretend
 import pytest
 import torch
+from spies import failing, watched
 from test_cli_errors import fails
 
 from lade.cli import batch_files as files
 from lade.cli.batch_files import Results
-from lade.server import service
 from lade.serving.batch import EngineBatch
 
 NEW = 8
@@ -21,7 +22,7 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def no_warm_up(monkeypatch):
-    monkeypatch.setattr(service, "warm_up", lambda engine, model, settings: None)
+    pretend.no_warm_up(monkeypatch)
 
 
 def chat(custom_id, text, **fields):
@@ -110,13 +111,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_request(run, asked):
 
 
 def test_resume_on_a_full_disk_says_so_and_keeps_what_is_there(run, asked, monkeypatch):
-    def full(*given, **named):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     file = asked(ASKED[:3])
     _, out = run(file)
     before = out.read_bytes()
-    monkeypatch.setattr(files, "write_whole", full)
+    failing(monkeypatch, files, "write_whole", OSError(errno.ENOSPC, "No space left on device"))
     result, _ = run(file, "--resume")
     assert result.exit_code == 2 and "No space left on device" in result.stderr and "Traceback" not in result.stderr
     assert out.read_bytes() == before
@@ -125,22 +123,19 @@ def test_resume_on_a_full_disk_says_so_and_keeps_what_is_there(run, asked, monke
 def test_ctrl_c_keeps_what_is_answered_and_resume_answers_the_rest(run, asked, monkeypatch):
     lines = [chat(str(number), f"question {number}", max_tokens=30, ignore_eos=True) for number in range(12)]
     file = asked(lines)
-    write, written = Results.write, []
+    written = []
 
-    def interrupting(self, request, reply):
-        written.append(request)
-        if len(written) == 3:
+    def interrupt(*_):
+        if len(written) == 2:  # and this is the third one
             threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return write(self, request, reply)
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(Results, "write", interrupting)
+    written = watched(monkeypatch, Results, "write", interrupt)
     result, out = run(file)
     assert result.exit_code == 130 and "with --resume continues" in result.stderr
     assert signal.getsignal(signal.SIGINT) is before
     kept = answers(out)
     assert 3 <= len(kept) < 12
-    monkeypatch.setattr(Results, "write", write)
     result, out = run(file, "--resume")
     assert result.exit_code == 0 and "continuing after" not in result.stdout
     assert answers(out).keys() == {line["custom_id"] for line in lines}
@@ -165,12 +160,12 @@ def test_a_file_of_prompts_is_one_of_requests(run, asked):
 def test_a_second_ctrl_c_waits_for_nothing(run, asked, monkeypatch):
     file = asked([chat(str(number), f"question {number}", max_tokens=30, ignore_eos=True) for number in range(12)])
 
-    def interrupting(self, request, reply):
+    def interrupt(*_):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
         raise AssertionError("too late")
 
-    monkeypatch.setattr(Results, "write", interrupting)
+    watched(monkeypatch, Results, "write", interrupt)
     result, out = run(file)
     assert result.exit_code == 130 and "0 of 12 requests" in result.stderr
     assert answers(out) == {}
@@ -179,11 +174,8 @@ def test_a_second_ctrl_c_waits_for_nothing(run, asked, monkeypatch):
 def test_an_engine_that_breaks_down_ends_the_run(run, asked, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
-    def breaking(self):
-        raise MemoryError("all is lost")
-
     with monkeypatch.context() as patch:
-        patch.setattr(EngineBatch, "advance", breaking)
+        failing(patch, EngineBatch, "advance", MemoryError("all is lost"))
         result, out = run(asked([chat(str(number), "hello") for number in range(9)]))
     assert result.exit_code == 1 and "the engine failed (MemoryError: all is lost)" in result.stderr
     assert run(asked([chat(str(number), "hello") for number in range(9)]), "--resume")[0].exit_code == 0

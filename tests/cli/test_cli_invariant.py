@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from spies import failing
 
 from lade.backends.cpu.invariant_marker import invariance_of
 from lade.cli import loading
@@ -61,10 +62,8 @@ def test_packing_changes_no_bits_unasked(folder, monkeypatch):
 
 
 def test_a_model_that_cannot_be_invariant_keeps_its_kernels(folder, monkeypatch, capsys):
-    def refuse(model):
-        raise UnsupportedModelError("it rounds by the phase of the moon", "wait")
-
-    monkeypatch.setattr(loading.make_invariant, "invariant", refuse)
+    problem = UnsupportedModelError("it rounds by the phase of the moon", "wait")
+    failing(monkeypatch, loading.make_invariant, "invariant", problem)
     term = Terminal(Output())
     found = load_model(Loading(model=str(folder), dtype="bfloat16"), term=term, pack=None, invariant=None)
     assert invariance_of(found.model) is None and not found.packed

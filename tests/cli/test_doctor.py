@@ -19,7 +19,7 @@ def knee(size):
 @pytest.fixture(autouse=True)
 def steady(monkeypatch, tmp_path):
     """The number of passes; at that of `interrupt_at` Ctrl-C is pressed."""
-    state = {"passes": 0, "now": 0.0, "interrupt_at": None}
+    state = {"passes": 0, "now": 0.0, "interrupt_at": None, "contention": ""}
 
     def call(self, size):
         state["passes"] += 1
@@ -36,7 +36,7 @@ def steady(monkeypatch, tmp_path):
     monkeypatch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", tmp_path / "cache"))
     monkeypatch.setattr(diagnosis, "LONGEST_ANSWER", 24)
     for module in (cost_cache, diagnosis):
-        monkeypatch.setattr(module, "contention_now", lambda threads: "")
+        monkeypatch.setattr(module, "contention_now", lambda threads: state["contention"])
     return state
 
 
@@ -79,9 +79,8 @@ def test_generation_finds_what_was_saved(lade, folder, model, saved):
     assert len(saved()) == 1
 
 
-def test_a_busy_machine_is_told_of_and_its_times_are_not_saved(lade, folder, saved, monkeypatch):
-    for module in (cost_cache, diagnosis):
-        monkeypatch.setattr(module, "contention_now", lambda threads: "The machine is busy.")
+def test_a_busy_machine_is_told_of_and_its_times_are_not_saved(lade, folder, saved, steady):
+    steady["contention"] = "The machine is busy."
     result = lade("doctor", "-m", folder, "--seconds", 2)
     assert "- The machine is busy." in result.stdout and "not saved" in result.stderr
     assert not saved()
@@ -155,9 +154,8 @@ def test_threads(lade, folder, saved):
     assert [record["key"]["threads"] for record in saved()] == [3]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(lade, folder, monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", tmp_path / "file" / "folder"))
+def test_a_folder_that_cannot_be_written_to_is_told(lade, folder, tmp_path, caplog):
+    (tmp_path / "cache").write_text("")
     result = lade("doctor", "-m", folder, "--seconds", 2)
     assert result.exit_code == 0 and "not saved" in result.stderr and "cannot be saved" in caplog.text
 

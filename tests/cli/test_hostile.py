@@ -4,9 +4,12 @@ import errno
 
 import pytest
 import torch
+from spies import failing
 from test_cli_errors import fails
 
 from lade.cli import terminal as module
+from lade.cli.loading import from_pretrained
+from lade.cli.prompts import PromptSource
 from lade.cli.terminal import terminal
 
 DEEP = "[" * 100_000
@@ -18,9 +21,7 @@ LONG = "a" * 5000  # longer than a name of a file may be
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch):
     """All of it is found out before a model is."""
-    from lade.cli.loading import from_pretrained as loading
-
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", None)
+    failing(monkeypatch, from_pretrained.AutoModelForCausalLM, "from_pretrained", AssertionError("a model is loaded"))
 
 
 @pytest.fixture
@@ -127,9 +128,6 @@ def test_a_bug_is_not_called_an_error_of_the_user(problem):
 def test_a_reader_that_goes_away_is_no_error(lade, monkeypatch):
     """As `head` does: the frame of all commands ends with it, without a word."""
 
-    def gone(*sources):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    monkeypatch.setattr("lade.cli.prompts.PromptSource.read", gone)
+    failing(monkeypatch, PromptSource, "read", BrokenPipeError(errno.EPIPE, "Broken pipe"))
     result = lade(*GENERATE)
     assert (result.exit_code, result.output) == (1, "")

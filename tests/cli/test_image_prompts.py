@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -15,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from pretend import no_warm_up, not_found
 from starlette.testclient import TestClient
 from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from lade.cli import encoder
+from lade.cli.loading import from_pretrained
 from lade.cli.options.decoding import Speed
 from lade.cli.options.model import Loading
 from lade.cli.serve_model import load
@@ -118,7 +120,7 @@ def test_generate_answers_about_images(
 
 
 def test_a_server_answers_about_images(seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.server.service.warm_up", lambda *_: None)
+    no_warm_up(monkeypatch)
     with terminal() as term:
         service = Service(Settings(max_rows=2), partial(load, Loading(model=str(seeing)), Speed(), None, term))
         with TestClient(build_app(service), base_url="http://localhost") as client:
@@ -174,10 +176,9 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
     tmp_path: Path,
 ) -> None:
     ask = ("generate", "hi", "--image", pictures[0], "--model")
-    found = importlib.util.find_spec
     with monkeypatch.context() as patch:
-        for module in ("lade.cli.encoder", "lade.cli.loading.from_pretrained"):
-            patch.setattr(f"{module}.find_spec", lambda name: None if name == "PIL" else found(name))
+        for module in (encoder, from_pretrained):
+            not_found(patch, module, "PIL")
         fails(lade(*ask, seeing), "pip install pillow")
     bare = tmp_path / "bare"
     model, processor = tiny_llava(tokenizer)

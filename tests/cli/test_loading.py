@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
-from pretend import not_found
+from huggingface_hub import HfApi
+from huggingface_hub.errors import GatedRepoError
+from pretend import not_found, own_modules
 from safetensors.torch import load_file, save_file
+from spies import failing
 from test_cli_errors import fails
-from transformers import LlamaForCausalLM, dynamic_module_utils
+from transformers import LlamaForCausalLM
 
 import lade
 from lade.cli.loading import from_pretrained as adapter_module
@@ -71,13 +74,12 @@ def test_every_command_hands_the_options_on(lade, command, tmp_path):
 @pytest.mark.slow
 def test_the_environment_names_the_model(lade, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LADE_MODEL", str(folder))
-    monkeypatch.setenv("LADE_DTYPE", "bf16")
-    facts = json.loads(lade("info", "--json").stdout)
+    named = {"LADE_MODEL": str(folder), "LADE_DTYPE": "bf16"}
+    facts = json.loads(lade("info", "--json", env=named).stdout)
     assert (facts["model"], facts["dtype"]) == (str(folder), "bfloat16")
-    facts = json.loads(lade("info", "--json", "--dtype", "fp64").stdout)
+    facts = json.loads(lade("info", "--json", "--dtype", "fp64", env=named).stdout)
     assert facts["dtype"] == "float64", "the command line comes first"
-    facts = json.loads(lade("info", "--json", "--model", "embedded").stdout)
+    facts = json.loads(lade("info", "--json", "--model", "embedded", env=named).stdout)
     assert facts["model"] == "embedded", "it can be had all the same"
 
 
@@ -224,16 +226,7 @@ def test_without_the_network_there_is_the_cache(lade, hub, tmp_path):
 
 
 def test_a_gated_model_is_called_that(lade, monkeypatch):
-    from huggingface_hub import errors
-
-    class Hub:
-        def __init__(self, **arguments):
-            pass
-
-        def model_info(self, name, **arguments):
-            raise errors.GatedRepoError.__new__(errors.GatedRepoError)
-
-    monkeypatch.setattr("lade.cli.loading.from_pretrained.HfApi", Hub)
+    failing(monkeypatch, HfApi, "model_info", GatedRepoError.__new__(GatedRepoError))
     fails(lade("info", "-m", "some/model"), "gated", "hf auth login")
 
 
@@ -248,8 +241,7 @@ def test_revisions_are_the_hubs(generate, lade):
 @pytest.fixture
 def with_code(folder, tmp_path, edited, monkeypatch):
     """A checkpoint that brings its class along, which leaves a file when it is imported."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    own_modules(monkeypatch, tmp_path / "modules")
     config = {"model_type": "mine", "auto_map": {
         "AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM",
     }}  # fmt: skip

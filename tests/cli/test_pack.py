@@ -1,11 +1,9 @@
 """`--pack` and `--no-pack`: said nothing of, models are packed on the CPU where that pays."""
 
 import json
-from functools import partial
 
 import pytest
 
-from lade.backends.cpu.packing import pack as packing
 from lade.cli.loading import load
 from lade.cli.options.model import Loading
 from lade.cli.terminal import terminal
@@ -15,15 +13,9 @@ PROMPT = "say it again, say it"
 GENERATE = ["-p", PROMPT, "-n", 8, "--json"]
 
 
-@pytest.fixture
-def small_layers_count(monkeypatch):
-    monkeypatch.setattr(packing, "pack", partial(packing.pack, min_weights=1))
-    monkeypatch.setattr(packing, "packable", partial(packing.packable, min_weights=1))
-
-
-@pytest.fixture
-def it_pays(monkeypatch):
-    monkeypatch.setattr(packing_choice, "pays", lambda before, after: True)
+@pytest.fixture(params=[True])
+def it_pays(request, monkeypatch):
+    monkeypatch.setattr(packing_choice, "pays", lambda before, after: request.param)
 
 
 def loaded(name, **options):
@@ -59,8 +51,8 @@ def test_what_cannot_be_packed_is_an_error_only_where_it_was_asked_for(lade, fol
     assert line.startswith("error: layer ") and "float64" in line and "float32" in line
 
 
-def test_what_would_be_slower_is_packed_only_if_one_says_so(lade, folder, small_layers_count, monkeypatch):
-    monkeypatch.setattr(packing_choice, "pays", lambda before, after: False)
+@pytest.mark.parametrize("it_pays", [False], indirect=True)
+def test_what_would_be_slower_is_packed_only_if_one_says_so(lade, folder, small_layers_count, it_pays):
     arguments = ["generate", "-m", folder, *GENERATE]
     assert [json.loads(lade(*arguments, *more).stdout)["packed"] for more in ([], ["--pack"])] == [False, True]
     model = json.loads(lade("doctor", "-m", folder, "--seconds", 1, "--json").stdout)["model"]

@@ -4,22 +4,13 @@ import json
 
 import pytest
 import torch
+from spies import failing
 
-from lade.backends.cpu.packing import pack as packing
+from lade.backends.cpu.packing import integers
 
 pytestmark = pytest.mark.usefixtures("rounds_alike")
 
 PROMPT = "say it again, say it"
-
-
-@pytest.fixture
-def small_layers_count(monkeypatch):
-    for name in ("pack", "packable"):
-        monkeypatch.setattr(packing, name, with_small_layers(getattr(packing, name)))
-
-
-def with_small_layers(function):
-    return lambda model, *arguments, **options: function(model, *arguments, **{"min_weights": 1, **options})
 
 
 @pytest.fixture
@@ -102,10 +93,12 @@ def test_what_is_wrong_is_said(lade, folder, arguments, words, tmp_path, monkeyp
     assert result.exit_code == 2 and words in result.stderr and not (tmp_path / "x").exists()
 
 
-def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, folder, text, tmp_path, monkeypatch):
-    from lade.backends.cpu.packing import integers
-
-    monkeypatch.setattr(integers, "perplexity", None)
+def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(
+    lade, folder, text, tmp_path, monkeypatch, request
+):
+    failing(monkeypatch, integers, "perplexity", AssertionError("the text is read"))
+    assert "nothing to round" in lade("pack", folder, "--check", text).stderr
+    request.getfixturevalue("small_layers_count")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").write_text("x")
     (tmp_path / "older").mkdir()
@@ -118,9 +111,7 @@ def test_what_would_be_wrong_at_the_end_is_said_before_the_text_is_read(lade, fo
         f"'{text}' is not writable": ["--save", text / "folder"],
         "has 1 token: give a longer one": ["--check", tmp_path / "letter.txt"],
     }
-    for says, arguments in {"nothing to round": [], **wrong}.items():
-        if arguments:
-            monkeypatch.setattr(packing, "packable", with_small_layers(packing.packable))
+    for says, arguments in wrong.items():
         result = lade("pack", folder, "--check", text, *arguments)
         assert result.exit_code == 2 and says in result.stderr, result.stderr
     result = lade("pack", folder, "--check", text, "--keep", "*", "--save", tmp_path / "new")

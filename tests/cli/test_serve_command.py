@@ -13,8 +13,10 @@ import urllib.request
 
 import pytest
 import torch
-from pretend import not_found
+from pretend import no_warm_up, not_found
+from spies import failing
 
+from lade.cli import serve as checks
 from lade.serving.batch import EngineBatch
 
 
@@ -50,7 +52,7 @@ def ready(url, seconds=60.0):
 def served(lade):
     """Run the command in this process; what it is asked is asked by a thread, which then sends SIGTERM."""
 
-    def run(questions, *arguments):
+    def run(questions, *arguments, env=None):
         port, answers = free_port(), []
 
         def client():
@@ -63,7 +65,7 @@ def served(lade):
 
         thread = threading.Thread(target=client)
         thread.start()
-        result = lade("serve", "--port", port, "--max-rows", 2, *arguments)
+        result = lade("serve", "--port", port, "--max-rows", 2, *arguments, env=env)
         thread.join()
         return result, answers[0], port
 
@@ -130,8 +132,7 @@ def test_it_says_what_it_is_doing_until_it_is_ready(served, folder):
     assert 1 < loading < warming[0] < ready_at and all(line["time"] and line["level"] for line in said)
 
 
-def test_keys_come_from_the_environment_and_a_file_is_read_again(served, folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("LADE_API_KEYS", "of-all alice:hers")
+def test_keys_come_from_the_environment_and_a_file_is_read_again(served, folder, tmp_path):
     file = tmp_path / "keys"
     file.write_text("old")
     file.chmod(0o644)
@@ -155,7 +156,8 @@ def test_keys_come_from_the_environment_and_a_file_is_read_again(served, folder,
         return found, [status(url, key) for key in ("of-all", "hers", "old", "new")]
 
     before = signal.getsignal(signal.SIGHUP)
-    result, found, _ = served(questions, "--model", folder, "--api-key-file", file)
+    keys = {"LADE_API_KEYS": "of-all alice:hers"}
+    result, found, _ = served(questions, "--model", folder, "--api-key-file", file, env=keys)
     assert result.exit_code == 0 and found == ([200, 200, 200, 401], [200, 200, 401, 200]), result.output
     assert "can be read by all users" in result.stderr and signal.getsignal(signal.SIGHUP) == before
 
@@ -207,20 +209,16 @@ def test_a_model_that_cannot_be_served_is_one_line_with_what_can_be_typed(lade, 
     assert plain.exit_code == 0, "and that is true"
 
 
-def test_a_missing_package_is_one_line(lade, monkeypatch):
-    from lade.cli import serve as checks
+@pytest.mark.parametrize(
+    ("package", "extra", "arguments"), [("uvicorn", "serve", []), ("opentelemetry", "otel", ["--otel"])]
+)
+def test_a_missing_package_is_one_line(lade, monkeypatch, package, extra, arguments):
+    not_found(monkeypatch, checks, package)
+    result = lade("serve", *arguments)
+    assert result.exit_code == 2 and f"pip install '.[{extra}]'" in result.stderr and result.stderr.count("\n") == 1
 
-    not_found(monkeypatch, checks, "uvicorn")
-    result = lade("serve")
-    assert result.exit_code == 2 and "pip install '.[serve]'" in result.stderr
 
-
-def test_opentelemetry_is_an_extra(lade, monkeypatch):
-    from lade.cli import serve as checks
-
-    not_found(monkeypatch, checks, "opentelemetry")
-    result = lade("serve", "--otel")
-    assert result.exit_code == 2 and "pip install '.[otel]'" in result.stderr and result.stderr.count("\n") == 1
+def test_opentelemetry_is_imported_only_where_it_is_asked_for():
     loaded = "import sys, lade.server.listen; print('lade.server.tracing' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
@@ -261,10 +259,8 @@ def test_requests_of_a_crash_dump_are_sent_again(lade, folder, tmp_path, monkeyp
     line = result.stdout.splitlines()[-1]
     assert result.exit_code == 0 and line.startswith("one /v1/completions status 200 ") and line.endswith("ms 3 tokens")
 
-    def gone(batch):
-        raise RuntimeError("no device")
-
-    monkeypatch.setattr("lade.server.service.warm_up", lambda *_: monkeypatch.setattr(EngineBatch, "advance", gone))
+    no_warm_up(monkeypatch)
+    failing(monkeypatch, EngineBatch, "advance", RuntimeError("no device"))
     result = lade("serve", "--replay", dump, *options)
     assert result.exit_code == 1 and "status 500" in result.stdout.splitlines()[-1]
     assert "the engine failed" in result.stderr

@@ -42,6 +42,24 @@ def impatient(monkeypatch):
 
 
 @pytest.fixture
+def on_a_terminal(monkeypatch):
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def tempo(monkeypatch):
+    """Sets the seconds until work off a terminal is named by a line, and until it is named again."""
+
+    def use(line=0.2, every=60.0):
+        monkeypatch.setattr(module, "LINE_S", line)
+        monkeypatch.setattr(module, "LINE_EVERY_S", every)
+
+    use()
+    return use
+
+
+@pytest.fixture
 def generate(folder):
     def run(*arguments, model=folder, **variables):
         words = ["generate", "-m", str(model), "-n", "8", PROMPT, *map(str, arguments)]
@@ -151,9 +169,7 @@ def test_a_download_that_was_broken_off_has_bars_again(hub, tmp_path, folder):
 # What the library logs
 
 
-def test_what_the_library_logs_is_what_it_is_doing(monkeypatch, capsys):
-    for name, value in TERMINAL.items():
-        monkeypatch.setenv(name, value)
+def test_what_the_library_logs_is_what_it_is_doing(on_a_terminal, capsys):
     logger = logging.getLogger("lade")
     before = logger.level, list(logger.handlers)
     with terminal():
@@ -180,10 +196,8 @@ def test_a_warning_in_the_log_is_a_line(capsys):
 # The line itself
 
 
-def test_within_a_line_of_text_there_is_none(monkeypatch, capsys):
+def test_within_a_line_of_text_there_is_none(on_a_terminal, capsys):
     """Such as a prompt, which its continuation follows: taking the line away would erase it."""
-    for name, value in TERMINAL.items():
-        monkeypatch.setenv(name, value)
     term = Terminal()
     term.write("Once upon")
     term.show_status("decoding")
@@ -194,15 +208,9 @@ def test_within_a_line_of_text_there_is_none(monkeypatch, capsys):
     assert texts(capsys.readouterr().err) == ["decoding"]
 
 
-@pytest.fixture
-def line():
-    console = Console(force_terminal=True, width=80, file=None, record=True)
-    return Status(console, shown=True), console
-
-
-def test_a_timer_that_is_late_shows_nothing(monkeypatch, line):
-    status, console = line
-    waiting = []
+def test_a_timer_that_is_late_shows_nothing(monkeypatch):
+    console, waiting = Console(force_terminal=True, width=80, file=None, record=True), []
+    status = Status(console, shown=True)
     monkeypatch.setattr(AtOnce, "start", lambda self: waiting.append(self._call))
     status.show("over before it began")
     status.hide()
@@ -211,9 +219,7 @@ def test_a_timer_that_is_late_shows_nothing(monkeypatch, line):
     assert console.export_text() == ""
 
 
-def test_a_bar_keeps_it_away(monkeypatch, capsys):
-    for name, value in TERMINAL.items():
-        monkeypatch.setenv(name, value)
+def test_a_bar_keeps_it_away(on_a_terminal, capsys):
     term = Terminal()
     with Progress(console=term.err) as progress:
         progress.add_task("a bar", total=1)
@@ -224,9 +230,7 @@ def test_a_bar_keeps_it_away(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("say", [Terminal.say, Terminal.write, lambda term, text: term.out.print(text)])
-def test_whatever_is_said_takes_its_place(monkeypatch, capfd, say):
-    for name, value in TERMINAL.items():
-        monkeypatch.setenv(name, value)
+def test_whatever_is_said_takes_its_place(on_a_terminal, capfd, say):
     term = Terminal()
     term.show_status("working")
     begun = capfd.readouterr().err
@@ -240,13 +244,7 @@ def test_whatever_is_said_takes_its_place(monkeypatch, capfd, say):
 # Off a terminal
 
 
-@pytest.fixture
-def brisk(monkeypatch):
-    """Lines come after a fifth of a second."""
-    monkeypatch.setattr(module, "LINE_S", 0.2)
-
-
-def test_off_a_terminal_what_takes_long_is_a_line_once(brisk, capsys):
+def test_off_a_terminal_what_takes_long_is_a_line_once(tempo, capsys):
     with terminal() as term:
         for text in ("loading a model", "soon over", "loading a model"):
             term.show_status(text)
@@ -257,15 +255,15 @@ def test_off_a_terminal_what_takes_long_is_a_line_once(brisk, capsys):
     assert capsys.readouterr() == ("", "loading a model\nmeasuring the cost of a step\n")
 
 
-def test_work_that_goes_on_gives_signs_of_life(brisk, monkeypatch, capsys):
-    monkeypatch.setattr(module, "LINE_EVERY_S", 0.5)
+def test_work_that_goes_on_gives_signs_of_life(tempo, capsys):
+    tempo(every=0.5)
     with terminal() as term:
         term.show_status("loading a model")
         time.sleep(1.1)
     assert re.match(r"loading a model\n(loading a model: [01] s so far\n)+$", capsys.readouterr().err)
 
 
-def test_what_is_written_ends_the_work(brisk, capsys):
+def test_what_is_written_ends_the_work(tempo, capsys):
     with terminal() as term:
         term.show_status("decoding")
         term.write("a text\n")
@@ -274,7 +272,7 @@ def test_what_is_written_ends_the_work(brisk, capsys):
 
 
 @pytest.mark.parametrize("output", [Output(quiet=True), Output(debug=True)])
-def test_quiet_and_debug_have_no_such_lines(brisk, capsys, output):
+def test_quiet_and_debug_have_no_such_lines(tempo, capsys, output):
     with terminal(output) as term:
         term.show_status("loading a model")
         term.tell_progress("1 of 2 prompts")
@@ -282,7 +280,7 @@ def test_quiet_and_debug_have_no_such_lines(brisk, capsys, output):
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_is_said_after_the_end(brisk, capsys):
+def test_nothing_is_said_after_the_end(tempo, capsys):
     with terminal() as term:
         term.show_status("loading a model")
         term.end_status()
@@ -292,17 +290,17 @@ def test_nothing_is_said_after_the_end(brisk, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_progress_is_told_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
+def test_progress_is_told_now_and_then(tempo, capsys):
+    tempo(every=0.0)
     with terminal() as term:
         term.tell_progress("1 of 3 prompts")
-        monkeypatch.setattr(module, "LINE_EVERY_S", 60.0)
+        tempo(every=60.0)
         term.tell_progress("2 of 3 prompts")
     assert capsys.readouterr().err == "1 of 3 prompts\n"
 
 
-def test_many_prompts_tell_their_progress(monkeypatch, folder, tmp_path):
-    monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
+def test_many_prompts_tell_their_progress(tempo, folder, tmp_path):
+    tempo(line=600.0, every=0.0)
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
     for what, words in {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import in_processes
 from split_toys import saved, whole
-from test_tensor_parallel import IDS, PAPER, SAMPLED, SMALL, TWO, both, raised
+from test_tensor_parallel import IDS, PAPER, SAMPLED, SMALL, TWO, both, raised, written
 from torch import distributed as dist
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -43,17 +43,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-def written(place, cases, rank):
-    """What a process gets, and what it should get, by case."""
-    reference, model, found = whole(place), lade.parallel(whole(place)), {}
-    for name in cases:
-        ids, given, lookahead = CASES[name]
-        arguments = {"max_new_tokens": 40, "do_sample": False, **given}
-        torch.manual_seed(7)
-        expected = both(reference.generate(ids, **arguments))
-        torch.manual_seed(7 + 100 * rank)
-        found[name] = both(lade.generate(model, ids, lookahead=lookahead, **arguments)) == expected
-    return found
+def agree(place, cases, rank):
+    """Whether a process gets what it should, by case."""
+    model = lade.parallel(whole(place))
+    return written(place, model, {name: CASES[name] for name in cases}, rank, max_new_tokens=40)
 
 
 @pytest.mark.distributed
@@ -62,7 +55,7 @@ def written(place, cases, rank):
 def test_every_process_returns_what_one_writes_alone(kind, size, folder):
     place = saved(kind, folder)
     expected = dict.fromkeys(CASES, True)
-    assert in_processes(size, lambda rank: written(place, CASES, rank)) == [expected] * size
+    assert in_processes(size, lambda rank: agree(place, CASES, rank)) == [expected] * size
 
 
 @pytest.mark.slow
@@ -70,7 +63,7 @@ def test_every_process_returns_what_one_writes_alone(kind, size, folder):
 @pytest.mark.parametrize("kind", ["llama", "mistral-window"])
 def test_eight_processes(kind, folder):
     place, expected = saved(kind, folder), dict.fromkeys(CASES, True)
-    assert in_processes(8, lambda rank: written(place, CASES, rank), seconds=500) == [expected] * 8
+    assert in_processes(8, lambda rank: agree(place, CASES, rank), seconds=500) == [expected] * 8
 
 
 class Free(StepCost):
@@ -126,7 +119,7 @@ def test_adaptive_trees_are_as_large_as_all_processes_feed(size, folder):
 @pytest.mark.distributed
 def test_passes_are_measured_together(folder):
     place, cases = saved("llama", folder), ["greedy", "batch"]
-    assert in_processes(2, lambda rank: written(place, cases, rank)) == [dict.fromkeys(cases, True)] * 2
+    assert in_processes(2, lambda rank: agree(place, cases, rank)) == [dict.fromkeys(cases, True)] * 2
 
 
 def brought(place, rank):

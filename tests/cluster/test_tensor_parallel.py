@@ -50,12 +50,11 @@ def both(result):
     return [getattr(result, "sequences", result).tolist(), torch.rand(3).tolist()]
 
 
-def written(place, size, cases, rank):
-    """What a process gets, and what it should get, by case."""
-    reference, model, found = whole(place), split(place, size), {}
-    for name in cases:
-        ids, given, lookahead = CASES[name]
-        arguments = {"max_new_tokens": 24, "do_sample": False, **given}
+def written(place, model, cases, rank, max_new_tokens=24):
+    """Whether a process gets what the whole model alone writes, by case."""
+    reference, found = whole(place), {}
+    for name, (ids, given, lookahead) in cases.items():
+        arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **given}
         torch.manual_seed(7)
         expected = both(reference.generate(ids, **arguments))
         torch.manual_seed(7 + 100 * rank)  # that of the first process counts
@@ -64,8 +63,9 @@ def written(place, size, cases, rank):
 
 
 def check(place, size, cases):
+    asked = {name: CASES[name] for name in cases}
     expected = dict.fromkeys(cases, True)
-    assert in_processes(size, lambda rank: written(place, size, cases, rank)) == [expected] * size
+    assert in_processes(size, lambda rank: written(place, split(place, size), asked, rank)) == [expected] * size
 
 
 def test_two_processes_write_what_one_does(llama):

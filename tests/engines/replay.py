@@ -2,13 +2,45 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lade.embedded.files import model_path, prompts
 from lade.engines.drafter import EngineDrafter
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
 """Logits `[V]` after a text, in float32."""
+
+
+@cache
+def embedded() -> tuple[Any, list[list[int]]]:
+    """The embedded model, and prompts for it."""
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    return model, [tokenizer(prompt).input_ids for prompt in prompts()[:3]]
+
+
+@cache
+def _logits(text: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = embedded()[0](torch.tensor([text])).logits[0, -1]
+    return found
+
+
+def logits(text: Sequence[int]) -> torch.Tensor:
+    """Its logits `[V]` after a text."""
+    return _logits(tuple(text))
+
+
+def plainly(prompt: list[int], count: int) -> list[int]:
+    """The tokens that plain decoding continues a prompt with."""
+    limits = {"max_new_tokens": count, "min_new_tokens": count}
+    out = embedded()[0].generate(torch.tensor([prompt]), do_sample=False, use_cache=True, **limits)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 @dataclass

@@ -9,40 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from replay import replay
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from replay import embedded, logits, plainly, replay
 
 import lade
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.tree import TokenTree
-from lade.embedded.files import model_path, prompts
 
 COUNT = 100
 
 
 @cache
-def embedded():
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    return model, [tokenizer(prompt).input_ids for prompt in prompts()[:2]]
-
-
-@cache
-def logits_after(text):
-    with torch.inference_mode():
-        return embedded()[0](torch.tensor([text])).logits[0, -1]
-
-
-def logits(text):
-    return logits_after(tuple(text))
-
-
-@cache
 def plain(number, count=COUNT):
-    model, texts = embedded()
-    ids = torch.tensor([texts[number]])
-    out = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, use_cache=True)
-    return out[0, ids.shape[1] :].tolist()
+    return plainly(embedded()[1][number], count)
 
 
 def drafter(**settings):

@@ -5,21 +5,13 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from replay import embedded
 
 from examples.llama_cpp_drafts import DraftModel
-from lade.embedded.files import model_path, prompts
 from lade.errors import ConfigError
 from lade.memory import Memory
 
 COUNT, CONTEXT = 60, 256
-
-
-@cache
-def embedded():
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    return model, [tokenizer(prompt).input_ids for prompt in prompts()[:2]]
 
 
 class Llama:

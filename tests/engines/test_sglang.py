@@ -11,36 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sglang_worker as stand_in
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from replay import embedded, logits, plainly
 
 import lade
 from lade.decoding.tree import TokenTree
-from lade.embedded.files import model_path, prompts
 
 COUNT, NODES = 60, 9
 FOLDER = Path(__file__).parents[2] / "examples" / "sglang_plugin"
 
 
-@cache
-def embedded():
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    return model, {f"r{number}": tokenizer(prompt).input_ids for number, prompt in enumerate(prompts()[:3])}
-
-
-@cache
-def logits_after(text):
-    with torch.inference_mode():
-        return embedded()[0](torch.tensor([text])).logits[0, -1]
+def asked():
+    """Prompts by the names of their requests."""
+    return {f"r{number}": prompt for number, prompt in enumerate(embedded()[1])}
 
 
 @cache
 def plain(name):
-    model, texts = embedded()
-    ids = torch.tensor([texts[name]])
-    out = model.generate(ids, max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False)
-    return out[0, ids.shape[1] :].tolist()
+    return plainly(asked()[name], COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +47,7 @@ def worker(plugin, *, breadth=10, memory=None, nodes=NODES):
     algorithm = stand_in.REGISTRY["LADE"]
     algorithm.validate_server_args(args)
     algorithm.handle_server_args(args)
-    target = stand_in.TargetWorker(lambda text: logits_after(tuple(text)), embedded()[0].config.vocab_size)
+    target = stand_in.TargetWorker(logits, embedded()[0].config.vocab_size)
     return algorithm.create_worker(args)(args, 0, 0, target)
 
 
@@ -71,7 +58,7 @@ def test_the_tokens_are_those_of_plain_decoding(plugin, monkeypatch, breadth, mo
     one, begun = worker(plugin, breadth=breadth), []
     begin = one.ngram_corpus.drafter.begin
     monkeypatch.setattr(one.ngram_corpus.drafter, "begin", lambda name, text: begun.append(name) or begin(name, text))
-    texts, passes = stand_in.serve(one, embedded()[1], COUNT, most=most, is_late=is_late)
+    texts, passes = stand_in.serve(one, asked(), COUNT, most=most, is_late=is_late)
     assert texts == {name: plain(name) for name in texts}
     assert sorted(begun) == sorted(texts)  # each once: the drafter knows all tokens of a text
     if most == 1:
@@ -81,8 +68,8 @@ def test_the_tokens_are_those_of_plain_decoding(plugin, monkeypatch, breadth, mo
 
 def test_trees_and_masks_are_those_of_the_project(plugin):
     one = worker(plugin)
-    stand_in.serve(one, embedded()[1], COUNT)
-    corpus, prompt = one.ngram_corpus, embedded()[1]["r0"]
+    stand_in.serve(one, asked(), COUNT)
+    corpus, prompt = one.ngram_corpus, asked()["r0"]
     ids, masks = corpus.batch_get(["again", "short"], [prompt[-18:], [7]], [len(prompt), 1])
     (draft, other) = corpus.drafter.propose(["again", "short"], NODES - 1)
     assert ids.dtype == masks.dtype == np.int64
@@ -99,8 +86,8 @@ def test_trees_and_masks_are_those_of_the_project(plugin):
 
 def test_a_breadth_of_one_gives_chains(plugin):
     one = worker(plugin, breadth=1)
-    stand_in.serve(one, embedded()[1], 30)
-    prompt = embedded()[1]["r0"]
+    stand_in.serve(one, asked(), 30)
+    prompt = asked()["r0"]
     _, mask = one.ngram_corpus.batch_get(["again"], [prompt[-18:]], [len(prompt)])
     np.testing.assert_array_equal(mask.reshape(NODES, NODES), np.tri(NODES, dtype=np.int64))
 
@@ -135,9 +122,9 @@ def test_a_text_that_goes_on_in_another_way_begins_anew(plugin):
 
 def test_a_memory_that_was_saved_is_loaded(plugin, tmp_path):
     first = worker(plugin)
-    _, passes = stand_in.serve(first, embedded()[1], COUNT, most=1)
+    _, passes = stand_in.serve(first, asked(), COUNT, most=1)
     first.ngram_corpus.drafter.memory.save(tmp_path / "kept.memory")
-    _, later = stand_in.serve(worker(plugin, memory=str(tmp_path / "kept.memory")), embedded()[1], COUNT, most=1)
+    _, later = stand_in.serve(worker(plugin, memory=str(tmp_path / "kept.memory")), asked(), COUNT, most=1)
     assert later < 0.8 * passes
 
 

@@ -10,6 +10,18 @@ PAPER = lade.LookaheadConfig(7, 5, 7)
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
+class Spelled:
+    """As much of a tokenizer as a streamer needs."""
+
+    def decode(self, ids, **kwargs):
+        return "".join(f"{int(i)} " for i in ids)
+
+
+def random_texts(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
 def padded(prompts):
     """Ids and mask `[B, L]`, padded on the left."""
     width = max(map(len, prompts))

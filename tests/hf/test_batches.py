@@ -8,8 +8,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
-from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
-from spies import watched
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded, random_texts
+from spies import failing, watched
 from transformers import GenerationConfig, WatermarkingConfig
 
 import lade
@@ -39,11 +39,6 @@ configs = st.one_of(
     ),
 )
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
-
-
-def random_texts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 def outcome(generate, seed, **arguments):
@@ -235,10 +230,7 @@ def test_prompts_of_very_unlike_lengths_are_fed_apart(passes):
 
 @pytest.mark.parametrize("lengths", [(6, 6, 6), (6, 3, 9)])
 def test_rows_that_are_fed_together_need_no_joining(lengths, monkeypatch):
-    def never(*arguments):
-        raise AssertionError("nothing to join")
-
-    monkeypatch.setattr(TreeCache, "join", never)
+    failing(monkeypatch, TreeCache, "join", AssertionError("nothing to join"))
     assert_same(MODELS["llama"], **padded(random_texts(*lengths)), max_new_tokens=10)
 
 
@@ -262,8 +254,7 @@ def test_each_row_takes_several_tokens_a_pass_at_its_own_pace():
 
 
 def test_seconds_are_counted_once_a_pass(monkeypatch):
-    steps = []
-    monkeypatch.setattr(Stats, "add", lambda self, *of_pass, forward_s=0.0: steps.append(of_pass))
+    steps = watched(monkeypatch, Stats, "add", lambda stats, *of_pass, forward_s=0.0: of_pass)
     lade.generate(MODELS["llama"], **padded(random_texts(4, 7)), max_new_tokens=10, lookahead=PAPER)
     assert len(steps[0]) == len(steps[1]) == 2
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_beams, assert_same_cache, both, padded
-from spies import answered, watched
+from spies import answered, failing, watched
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
@@ -376,7 +376,7 @@ def test_what_cannot_be_served_is_refused_before_any_work(prompts, said, more):
     model = toy_model(attention="eager")
     arguments = {**padded(prompts), "num_beams": 3, "max_new_tokens": 10, **more}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagerRunner, "prefill", None)
+        failing(patch, EagerRunner, "prefill", AssertionError("it was begun"))
         with pytest.raises(UnsupportedArgumentError, match=f"(?s){said}.*lookahead="):
             lade.generate(model, lookahead=PAPER, **arguments)
     if said == CACHE or prompts is ALIKE:

@@ -13,6 +13,8 @@ from threading import Thread
 
 import pytest
 import torch
+from same_as_plain import Spelled
+from spies import failing
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -35,13 +37,6 @@ BATCH = torch.tensor([[1, 2, 1, 2, 1], [3, 4, 5, 6, 7], [9, 9, 9, 8, 8]])
 @pytest.fixture
 def model():
     return toy_model()
-
-
-class Spelled:
-    """As much of a tokenizer as a streamer needs."""
-
-    def decode(self, ids, **kwargs):
-        return "".join(f"{int(i)} " for i in ids)
 
 
 class Listener(BaseStreamer):
@@ -295,7 +290,7 @@ def test_ranks_that_go_on_together_are_left_to_it(model):
 
 def test_continuous_batching_is_left_to_it(model, monkeypatch):
     """It begins and ends within `generate`, without a look at `custom_generate`."""
-    monkeypatch.setattr(type(model), "generate_batch", lambda self, **kwargs: pytest.fail("it was begun"))
+    failing(monkeypatch, type(model), "generate_batch", AssertionError("it was begun"))
     lade.enable(model, PAPER)
     with pytest.raises(lade.UnsupportedArgumentError, match="cache_implementation='paged'"):
         model.generate(IDS, max_new_tokens=5, cache_implementation="paged")

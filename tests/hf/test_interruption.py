@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from spies import failing
 from transformers import DynamicCache, DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 from windowed import windowed
@@ -229,14 +230,8 @@ def test_memory_that_runs_out_as_a_cache_is_given_back_leaves_it_as_it_was(with_
     if held:
         model.generate(IDS[:, :held], max_new_tokens=1, past_key_values=cache)
     kind = type(cache.layers[0]) if cache.layers else DynamicLayer
-    update, countdown = kind.update, Countdown(3, MemoryError("no more"))
-
-    def fails(self, *states, **more):
-        countdown.tick()
-        return update(self, *states, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "update", fails)
+        failing(patch, kind, "update", MemoryError("no more"), calls={3})
         with pytest.raises(MemoryError, match="no more"):
             lade.generate(model, IDS, max_new_tokens=5, past_key_values=cache, lookahead=CONFIGS[1])
     assert {layer.get_seq_length() for layer in cache.layers} <= {held} and cache.get_seq_length() == held

@@ -1,10 +1,10 @@
 """The original library's API."""
 
 import functools
-from collections import deque
 
 import pytest
 import torch
+from same_as_plain import Spelled
 from transformers import GenerationMixin, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
@@ -45,29 +45,35 @@ def passes():
     return model, counted
 
 
+@pytest.fixture
+def switch(monkeypatch):
+    """Sets the variable."""
+    return functools.partial(monkeypatch.setenv, "USE_LADE")
+
+
 def config():
     lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
 
 
-def test_word_for_word_it_accelerates_greedy_generate(passes, monkeypatch):
+def test_word_for_word_it_accelerates_greedy_generate(passes, switch):
     model, counted = passes
     plain = model.generate(IDS, max_new_tokens=200)
     assert len(counted) == 200
     counted.clear()
     lade.augment_all()
     lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
-    monkeypatch.setenv("USE_LADE", "1")
+    switch("1")
     assert torch.equal(model.generate(IDS, max_new_tokens=200), plain)
     assert len(counted) < 150
 
 
-@pytest.mark.parametrize("switch", [None, "0", ""])
-def test_without_the_variable_nothing_changes(passes, monkeypatch, switch):
+@pytest.mark.parametrize("value", [None, "0", ""])
+def test_without_the_variable_nothing_changes(passes, switch, value):
     model, counted = passes
     lade.augment_all()
     config()
-    if switch is not None:
-        monkeypatch.setenv("USE_LADE", switch)
+    if value is not None:
+        switch(value)
     model.generate(IDS, max_new_tokens=30)
     assert len(counted) == 30
 
@@ -83,36 +89,36 @@ def test_switched_off_sampling_is_exactly_plain(passes):
     assert torch.equal(model.generate(IDS, max_new_tokens=30, do_sample=True), plain)
 
 
-def test_sampling_is_accelerated_too_and_stays_the_same(passes, monkeypatch):
+def test_sampling_is_accelerated_too_and_stays_the_same(passes, switch):
     model, counted = passes
     torch.manual_seed(7)
     plain = model.generate(IDS, max_new_tokens=150, do_sample=True, temperature=0.1)
     counted.clear()
     lade.augment_all()
     config()
-    monkeypatch.setenv("USE_LADE", "1")
+    switch("1")
     torch.manual_seed(7)
     assert torch.equal(model.generate(IDS, max_new_tokens=150, do_sample=True, temperature=0.1), plain)
     assert len(counted) < 140
 
 
-def test_what_cannot_be_served_is_decoded_plainly_with_a_word(passes, monkeypatch):
+def test_what_cannot_be_served_is_decoded_plainly_with_a_word(passes, switch):
     model, _ = passes
     arguments = {"max_new_tokens": 30, "guidance_scale": 1.5}
     plain = model.generate(IDS, **arguments)
     lade.augment_all()
-    monkeypatch.setenv("USE_LADE", "1")
+    switch("1")
     with pytest.warns(lade.FallbackWarning, match="guidance_scale=1.5"):
         assert torch.equal(model.generate(IDS, **arguments), plain)
 
 
-def test_restore_all_undoes_the_patch_however_often_it_was_made(passes, monkeypatch):
+def test_restore_all_undoes_the_patch_however_often_it_was_made(passes, switch):
     model, counted = passes
     lade.augment_all()
     lade.augment_all()
     lade.restore_all()
     assert sample() is ORIGINAL
-    monkeypatch.setenv("USE_LADE", "1")
+    switch("1")
     model.generate(IDS, max_new_tokens=30)
     assert len(counted) == 30
 
@@ -121,11 +127,11 @@ def test_importing_patches_nothing():
     assert sample() is ORIGINAL
 
 
-def test_debug_prints_the_summary_and_the_log_adds_up(passes, monkeypatch, capsys, tmp_path):
+def test_debug_prints_the_summary_and_the_log_adds_up(passes, switch, capsys, tmp_path):
     model, counted = passes
     lade.augment_all()
     lade.config_lade(LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=5, DEBUG=1)
-    monkeypatch.setenv("USE_LADE", "1")
+    switch("1")
     for _ in range(2):
         model.generate(IDS, max_new_tokens=60)
     assert f"Generated tokens:  60 Total steps:  {len(counted) // 2}" in capsys.readouterr().out
@@ -137,23 +143,17 @@ def test_debug_prints_the_summary_and_the_log_adds_up(passes, monkeypatch, capsy
     assert "OVERALL GEN:  0  STEPS:  0  AVG COMPRESS RATIO:  0" in capsys.readouterr().out
 
 
-def test_a_streamer_gets_prompt_tokens_and_end(passes, monkeypatch):
+def test_a_streamer_gets_prompt_tokens_and_end(passes, switch):
     model, _ = passes
 
-    class Numbers:
-        """As much of a tokenizer as a streamer needs."""
-
-        def decode(self, ids, **kwargs):
-            return "".join(f"{int(i)} " for i in ids)
-
     lade.augment_all()
-    monkeypatch.setenv("USE_LADE", "1")
-    streamer = TextIteratorStreamer(Numbers())
+    switch("1")
+    streamer = TextIteratorStreamer(Spelled())
     ids = model.generate(IDS, max_new_tokens=20, streamer=streamer)
     assert [int(word) for word in "".join(streamer).split()] == ids[0].tolist()
 
 
-def test_a_streamer_has_each_token_before_the_next_criterion_is_called(passes, monkeypatch):
+def test_a_streamer_has_each_token_before_the_next_criterion_is_called(passes, switch):
     model, counted = passes
 
     class Listener(BaseStreamer):
@@ -171,22 +171,22 @@ def test_a_streamer_has_each_token_before_the_next_criterion_is_called(passes, m
     for use_lade in "01":
         lade.augment_all()
         config()
-        monkeypatch.setenv("USE_LADE", use_lade)
+        switch(use_lade)
         books.append(calls := [])
         model.generate(IDS, max_new_tokens=100, streamer=Listener(), stopping_criteria=[criterion])
     assert books[0] == books[1] and len(counted) < 200
 
 
-def test_the_log_is_bounded_and_its_sums_are_whole(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(compat._Log, "__init__", functools.partialmethod(compat._Log.__init__, entries=deque(maxlen=3)))
+def test_the_log_is_bounded_and_its_sums_are_whole(capsys, tmp_path):
     config()
-    for tokens in range(1, 6):
+    count, last = compat.LOGGED_GENERATIONS + 2, compat.LOGGED_GENERATIONS
+    for tokens in range(count):
         compat._log(lade.Stats(new_tokens=tokens, generations=1))
     lade.save_log(tmp_path / "log.pt")
-    assert torch.load(tmp_path / "log.pt") == [[3, 1], [4, 1], [5, 1]]
+    assert torch.load(tmp_path / "log.pt") == [[tokens, 1] for tokens in range(2, count)]
     lade.log_history()
-    assert "OVERALL GEN:  15  STEPS:  5 " in capsys.readouterr().out
-    assert compat.LOGGED_GENERATIONS == 65_536 and "65,536" in lade.save_log.__doc__
+    assert f"OVERALL GEN:  {count * (count - 1) // 2}  STEPS:  {count} " in capsys.readouterr().out
+    assert last == 65_536 and "65,536" in lade.save_log.__doc__
 
 
 def test_settings_that_are_left_out_keep_their_value():

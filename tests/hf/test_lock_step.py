@@ -7,7 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded
+from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_cache, padded, random_texts
 from spies import watched
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import SynthIDTextWatermarkingConfig as SynthID
@@ -34,11 +34,6 @@ configs = st.one_of(
     st.just(LookaheadConfig()),
 )
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=4)
-
-
-def random_texts(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 class Mixing(LogitsProcessor):
@@ -297,17 +292,17 @@ def test_what_a_pass_yielded_is_learned_with_what_it_fed_and_took(monkeypatch):
 
 @pytest.mark.parametrize("said", [NOTHING, CRITERION], ids=["on their own", "shown together"])
 def test_sizes_of_batches_are_chosen_without_the_waiting_for_a_processor(said, monkeypatch):
-    told, usual = [], ThreadClock.since
+    usual = ThreadClock.since
 
     def busy(clock, start):
         took = usual(clock, start)
         return Duration(took.wall_s + 100.0, took.running_s)
 
-    def observe(budget, fed, emitted, seconds, forward_s, *, rows, prepared):
-        told.append((forward_s, seconds))
+    def see(budget, fed, emitted, seconds, forward_s, **_):
+        return forward_s, seconds
 
     monkeypatch.setattr(ThreadClock, "since", busy)
-    monkeypatch.setattr(Controller, "observe", observe)
+    told = watched(monkeypatch, Controller, "observe", see)
     stats, texts = Stats(), padded(random_texts(4, 9))
     assert_same(MODELS["llama"], LookaheadConfig(), stats=stats, said=said, **texts, max_new_tokens=8)
     assert told and all(0.0 < forward_s <= seconds < 50.0 for forward_s, seconds in told)

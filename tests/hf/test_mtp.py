@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from mtp_toys import llama, llama_with_mtp, load
+from mtp_toys import heard, llama, llama_with_mtp, load
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 import lade
 from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
-from lade.backends.mtp.load import layer_of
 from lade.clock import Duration, WallClock
 from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.kernels.layout import MTP_WIDTH
@@ -85,14 +84,7 @@ def test_float32_and_chunked_prompts(tmp_path):
     model = llama_with_mtp(tmp_path, dtype=torch.float32)
     plain, ours = both(model, {"input_ids": PROMPT.repeat(1, 4)}, prefill_chunk_size=5)
     assert torch.equal(ours, plain)
-    assert model_predicts(model)
-
-
-def model_predicts(model):
-    """Whether predictions were heard: their weights have moved."""
-    return any(
-        not np.array_equal(each.weights.trust, MtpHabits().weights.trust) for each in layer_of(model).habits.values()
-    )
+    assert heard(model)
 
 
 def test_streams_callables_and_caches(model):
@@ -212,18 +204,13 @@ class KnowsTexts:
         return Predictions(tokens, odds)
 
 
-def draft_by(patch, passes):
-    """Have all requests drafted by these passes of a layer."""
-    patch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
-
-
 @pytest.fixture
 def drafted_by(monkeypatch):
     """Has all texts be drafted with a layer of a test's own."""
 
     def use(layer, habits=None, fixed=3, clock=None):
         passes = MtpPasses(layer, habits or MtpHabits(), clock or WallClock(), fixed)
-        draft_by(monkeypatch, passes)
+        monkeypatch.setattr("lade.hf.job._mtp_passes", lambda *_: passes)
         return passes
 
     return use
@@ -254,13 +241,6 @@ def test_rows_of_a_batch_share_passes_of_a_layer_that_knows_their_texts(drafted_
     assert stats.tokens_per_step > 3.5
 
 
-class Ticks(WallClock):
-    """Half a second for whatever is timed."""
-
-    def since(self, moment):
-        return Duration(0.5, 0.5, 0)
-
-
 class Gathers(KnowsTexts):
     """A layer whose passes take a made-up time with either part of the head."""
 
@@ -280,20 +260,20 @@ class Gathers(KnowsTexts):
 
 
 class Told(WallClock):
-    """Takes as long as it is told."""
+    """Whatever is timed has taken as long as it is told."""
 
-    seconds = 0.0
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
 
     def since(self, moment):
         return Duration(self.seconds, self.seconds, 0)
 
 
 @pytest.mark.parametrize("seconds", [{True: 0.1, False: 0.3}, {True: 0.3, False: 0.1}], ids=["part", "whole"])
-def test_the_cheaper_part_of_the_head_is_computed(monkeypatch, seconds):
+def test_the_cheaper_part_of_the_head_is_computed(drafted_by, seconds):
     plain, clock = MODEL.generate(PROMPT, max_new_tokens=80), Told()
     layer, habits = Gathers(plain.tolist(), clock, seconds), MtpHabits()
-    passes = MtpPasses(layer, habits, clock, 3)
-    draft_by(monkeypatch, passes)
+    drafted_by(layer, habits, clock=clock)
     assert torch.equal(
         lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True)), plain
     )
@@ -302,10 +282,9 @@ def test_the_cheaper_part_of_the_head_is_computed(monkeypatch, seconds):
     assert habits.cost.seconds(8) == pytest.approx(seconds[False], rel=0.02)
 
 
-def test_the_seconds_of_passes_are_known(monkeypatch):
+def test_the_seconds_of_passes_are_known(drafted_by):
     plain = MODEL.generate(PROMPT, max_new_tokens=80)
-    passes = MtpPasses(KnowsTexts(plain.tolist()), MtpHabits(), Ticks(), 3)
-    draft_by(monkeypatch, passes)
+    passes = drafted_by(KnowsTexts(plain.tolist()), clock=Told(0.5))
     assert passes.spent_s == 0.0
     steps = lade.stream(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     spent = [passes.spent_s for _ in steps]
@@ -313,23 +292,22 @@ def test_the_seconds_of_passes_are_known(monkeypatch):
 
 
 @pytest.mark.one_in(3)
-def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(monkeypatch):
+def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(drafted_by, monkeypatch):
     plain, habits, observed = MODEL.generate(PROMPT, max_new_tokens=80), MtpHabits(), []
-    passes = MtpPasses(KnowsTexts(plain.tolist()), habits, Ticks(), 3)
-    draft_by(monkeypatch, passes)
+    passes = drafted_by(KnowsTexts(plain.tolist()), habits, clock=Told(0.5))
 
-    class Told:
+    class Observes:
         def decide(self, candidates, emitted):
             pass
 
         def observe(self, fed, emitted, seconds, forward_s, *, rows, prepared):
             observed.append((passes.spent_s, seconds, forward_s))
 
-    monkeypatch.setattr(generate, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Told(), **named))
+    monkeypatch.setattr(generate, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Observes(), **named))
     lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     assert all(seconds == forward_s for spent_s, seconds, forward_s in observed if spent_s == 1.5)
     assert any(spent_s == 1.5 for spent_s, *_ in observed)
-    assert MtpPasses(KnowsTexts([]), habits, Ticks()).rate == passes.rate > 0.0
+    assert MtpPasses(KnowsTexts([]), habits, Told(0.5)).rate == passes.rate > 0.0
 
 
 @pytest.mark.parametrize("budget", [8, 4, 16])
@@ -394,9 +372,7 @@ def test_where_passes_do_not_pay_no_states_are_kept_until_shortly_before_the_nex
     layer.reading = lambda rows: layer.known.update(map(id, rows)) or torch.no_grad()
     habits = MtpHabits(gains=[0.0] * 5, refused=1, tokens=3.0, seconds=1.0)
     habits.cost.observe(1, 10.0)
-    clock = Told()
-    clock.seconds = 10.0
-    drafted_by(layer, habits, fixed=None, clock=clock)
+    drafted_by(layer, habits, fixed=None, clock=Told(10.0))
     steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=400, lookahead=BUDGET))
     assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
     assert len(steps) > 150 and 0.1 < len(watched) / len(steps) < 0.5

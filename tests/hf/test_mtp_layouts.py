@@ -5,10 +5,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from mtp_toys import llama, llama_with_mtp, load, write_checkpoint
+from mtp_toys import heard, llama, llama_with_mtp, load, write_checkpoint
 from pretend import short_trials
 from safetensors.torch import load_file, save_file
 from spies import failing
@@ -22,7 +21,6 @@ from lade.backends.cpu.packing import pack
 from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.mtp.load import layer_of
-from lade.decoding.mtp import MtpHabits
 
 sys.path.append(str(Path(__file__).parent.parent / "cluster"))
 
@@ -62,12 +60,6 @@ def model(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         short_trials(patch)
         yield request.param(tmp_path_factory.mktemp("mtp"))
-
-
-def heard(model):
-    return any(
-        not np.array_equal(each.weights.trust, MtpHabits().weights.trust) for each in layer_of(model).habits.values()
-    )
 
 
 @pytest.mark.by_processor

@@ -10,6 +10,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_as_plain import Spelled
 from transformers import AsyncTextIteratorStreamer, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -202,13 +203,6 @@ def test_a_streamer_gets_its_tokens_one_by_one_in_order():
         generate(input_ids=torch.tensor([[1, 2, 1, 2]]), max_new_tokens=40, streamer=Listener(recorder), **more)
         books.append(recorder.calls)
     assert books[0] == books[1] and len(books[0]) == 42
-
-
-class Spelled:
-    """As much of a tokenizer as a streamer needs."""
-
-    def decode(self, ids: Any, **kwargs: Any) -> str:
-        return "".join(f"{int(i)} " for i in ids)
 
 
 @pytest.mark.parametrize("way", ["lade.generate", "custom_generate"])

@@ -9,7 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spies import watched
+from spies import failing, watched
 from test_sampling import MODELS, configs, plain, sampled, warpers
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -234,12 +234,10 @@ def test_the_engine_draws_at_once_too(at_once):
 
 
 def test_an_error_at_once_ends_one_request_alone(at_once, monkeypatch):
-    def broken(self, input_ids, scores):
-        if self.top_k == 7 and len(scores) > 1:
-            raise ValueError("broken")
-        return scores
+    def several(warper, input_ids, scores):
+        return warper.top_k == 7 and len(scores) > 1
 
-    monkeypatch.setattr(logits_process.TopKLogitsWarper, "__call__", broken)
+    failing(monkeypatch, logits_process.TopKLogitsWarper, "__call__", ValueError("broken"), where=several)
     arguments = {"do_sample": True, "max_new_tokens": 20, "lookahead": LookaheadConfig(7, 5, 7)}
     with lade.Engine(MODELS["llama"], max_rows=2) as engine:
         good, bad = (engine.add(IDS[0], seed=0, top_k=top_k, **arguments) for top_k in (9, 7))

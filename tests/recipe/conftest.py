@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from accelerating import RECIPE
-from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from pretend import own_modules
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade.embedded.files import model_path, prompts
 
@@ -20,8 +20,7 @@ def modules_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """transformers copies a recipe before it runs it, but not into the user's cache folder here."""
     folder = tmp_path_factory.mktemp("modules")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
-        patch.setattr(sys, "path", list(sys.path))
+        own_modules(patch, folder)
         yield folder
 
 

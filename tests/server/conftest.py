@@ -2,11 +2,10 @@
 
 import gc
 
+import pretend
 import pytest
 import torch
 from served import Running, running
-
-from lade.server import service
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,7 +20,7 @@ def one_thread():
 def no_warm_up():
     """Nothing is compiled or measured in these tests, and there are many servers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "warm_up", lambda engine, model, settings: None)
+        pretend.no_warm_up(patch)
         yield
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 import shell_fixtures
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from shell_fixtures import CONTEXT, byte_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -82,7 +85,7 @@ class Running:
 
     def stop(self) -> None:
         self.http.close()
-        if self.thread.is_alive() and self.server._ends_at is None:
+        if self.thread.is_alive() and self.server.ends_at is None:
             self.service.abort()
             self.server.handle_exit(15, None)
         self.thread.join(SOON)
@@ -104,6 +107,25 @@ class Running:
         frames = [frame for frame in raw.decode().split("\n\n") if frame and not frame.startswith(":")]
         assert all(frame.startswith("data: ") for frame in frames)
         return [frame[6:] if frame == "data: [DONE]" else json.loads(frame[6:]) for frame in frames]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of `/metrics` by its labels, that of the model aside; 0 if there is none yet."""
+        samples = (
+            each for family in text_string_to_metric_families(self.http.get("/metrics").text) for each in family.samples
+        )
+        found = (each.value for each in samples if each.name == name and {"model": "toy", **labels} == each.labels)
+        return next(found, 0.0)
+
+    def run_documented(self, page: str) -> int:
+        """Run the Python blocks of a page of docs/howto against this server; their number."""
+        text = (Path(__file__).parents[2] / "docs" / "howto" / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for block in blocks:
+            here = block.replace("http://127.0.0.1:8000", self.url).replace("Qwen3-0.6B", "toy").replace("=200", "=20")
+            names: dict[str, Any] = {}
+            exec(compile(here, page, "exec"), names)
+            names["client"].close()
+        return len(blocks)
 
     def at_rest(self) -> bool:
         """Whether nothing is decoded, and nothing waits."""
@@ -152,6 +174,20 @@ class Passes:
 
     def let_all(self) -> None:
         self.let(10**6)
+
+
+def held_up(patch: pytest.MonkeyPatch, server: Running) -> tuple[threading.Event, threading.Event]:
+    """Hold requests up on their way to the engine; the event that one is there, and the one that lets them go on."""
+    engine, inside, go_on = server.service.serving.engine, threading.Event(), threading.Event()
+    add = engine.add
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        inside.set()
+        assert go_on.wait(SOON)
+        return add(*arguments, **named)
+
+    patch.setattr(engine, "add", slowly)
+    return inside, go_on
 
 
 def until_placed(server: Running, passes: Passes, rows: int, waiting: int) -> None:

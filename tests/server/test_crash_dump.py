@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 from served import SERVED, Passes, byte_model, running, slow_served, until
+from spies import failing
 
 from lade.cli.serve import replay
 from lade.errors import InputError
 from lade.server import failures
-from lade.server.failures import FINISHED, read_dump
+from lade.server.failures import FINISHED, LONGEST_BODY, read_dump
 from lade.server.keys import Key, Keys
 from lade.server.listen import Server, run
 from lade.server.service import Service
@@ -47,12 +48,13 @@ def dumped(folder):
     return path, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def broken_server(folder, device, bodies, **settings):
+def break_server(folder, bodies, path="/v1/completions?x=1", save=None, **settings):
     """Ask, let the device go, ask four times; the server ends."""
-    with running(device.served, crash_dump=folder, **settings) as server:
+    device = Device()
+    with running(replace(device.served, save=save), crash_dump=folder, **settings) as server:
         server.http.headers["authorization"] = f"Bearer {SECRET}"
         for body in bodies:
-            assert server.http.post("/v1/completions?x=1", json=body).status_code == 200
+            assert server.http.post(path, json=body).status_code == 200
         device.gone = True
         for number in range(4):
             server.complete("a" * (number + 1), max_tokens=3)
@@ -62,7 +64,7 @@ def broken_server(folder, device, bodies, **settings):
 def test_a_dead_engine_leaves_the_last_requests(tmp_path):
     folder = tmp_path / "made" / "when needed"
     body = {"prompt": "a text", "max_tokens": 3, "user": "someone"}
-    broken_server(folder, Device(), [body] * (FINISHED + 3), keys=KEYS)
+    break_server(folder, [body] * (FINISHED + 3), keys=KEYS)
     path, (head, *requests) = dumped(folder)
     assert path.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
     assert head["reason"] == "RuntimeError: no device" and "Traceback" in head["details"] and head["model"] == "toy"
@@ -97,7 +99,7 @@ def test_a_pass_that_hangs_leaves_them_once(tmp_path):
 
 
 def test_a_server_that_breaks_leaves_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(Server, "run", lambda self, sockets: 1 / 0)
+    failing(monkeypatch, Server, "run", ZeroDivisionError("division by zero"))
     service, port = Service(Settings(crash_dump=tmp_path), lambda: SERVED), bound("127.0.0.1", 0)
     with port, pytest.raises(ZeroDivisionError):
         run(service, port)
@@ -111,15 +113,14 @@ def test_without_the_option_no_body_is_kept():
         server.service.ended = lambda context, path: (contexts.append(context), ended(context, path))
         assert server.complete("private", max_tokens=2).status_code == 200
         until(lambda: contexts)
-    assert contexts[0].body == b"" and server.service._crash_dump is None
+    assert contexts[0].body == b""
 
 
-def test_a_long_body_is_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("lade.server.app.LONGEST_BODY", 50)
-    device = Device()
-    broken_server(tmp_path, device, [{"prompt": "a" * 90, "max_tokens": 1}, {"prompt": "a", "max_tokens": 1}])
+def test_a_long_body_is_its_size(tmp_path):
+    body = {"prompt": "a", "max_tokens": 1}
+    break_server(tmp_path, [{**body, "user": "x" * LONGEST_BODY}, body])
     _, (_, long, short, *_) = dumped(tmp_path)
-    assert long["body"] is None and long["bytes"] > 100 and short["body"]["prompt"] == "a"
+    assert long["body"] is None and long["bytes"] > LONGEST_BODY and short["body"] == body
 
 
 def test_credentials_of_servers_of_tools_are_left_out(tmp_path):
@@ -127,14 +128,7 @@ def test_credentials_of_servers_of_tools_are_left_out(tmp_path):
         {"type": "mcp", "server_label": "x", "authorization": "secret", "headers": {"a": "secret"}},
         {"type": "function", "name": "f", "parameters": {"properties": {"headers": {}, "authorization": {}}}},
     ]
-    device = Device()
-    with running(device.served, crash_dump=tmp_path) as server:
-        body = {"input": "x", "tools": tools, "max_output_tokens": 1}
-        assert server.http.post("/v1/responses", json=body).status_code == 200
-        device.gone = True
-        for number in range(4):
-            server.complete("a" * (number + 1), max_tokens=3)
-        until(lambda: server.service.phase == "dead")
+    break_server(tmp_path, [{"input": "x", "tools": tools, "max_output_tokens": 1}], path="/v1/responses")
     path, (_, request, *_) = dumped(tmp_path)
     assert request["body"]["tools"] == [{"type": "mcp", "server_label": "x"}, tools[1]]
     assert "secret" not in path.read_text()
@@ -142,19 +136,9 @@ def test_credentials_of_servers_of_tools_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "No space left on device"), MemoryError()])
 def test_a_disk_that_is_full_costs_a_line(tmp_path, monkeypatch, caplog, problem):
-    def full(path, content):
-        raise problem
-
-    monkeypatch.setattr(failures, "write_whole", full)
+    failing(monkeypatch, failures, "write_whole", problem)
     saved = []
-    device = Device()
-    with running(replace(device.served, save=lambda: saved.append(1)), crash_dump=tmp_path) as server:
-        server.complete("ab", max_tokens=3)
-        device.gone = True
-        for number in range(4):
-            server.complete("a" * (number + 1), max_tokens=3)
-        until(lambda: server.service.phase == "dead")
-        server.thread.join(60)
+    break_server(tmp_path, [{"prompt": "ab", "max_tokens": 3}], save=lambda: saved.append(1))
     assert saved, "the server ends as it would have"
     (line,) = [each for each in caplog.messages if "could not be written" in each]
     assert str(tmp_path) in line and "\n" not in line and not list(tmp_path.iterdir())

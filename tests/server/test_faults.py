@@ -5,13 +5,14 @@ Whoever is not hit has the whole and same text; whoever is hit has an error in t
 
 import errno
 import json
-import threading
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx2 as httpx
 import pytest
 from served import SERVED, TOKENIZER, byte_model, plain, running, templated, text_of, until
+from spies import failing
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from lade.decoding.loop import DecodeLoop
@@ -27,10 +28,10 @@ from lade.serving import running as running_set
 
 TOKENS = 24
 PROBLEMS = {
-    "fault": lambda: RuntimeError("a fault"),
-    "memory": lambda: MemoryError("nothing left"),
-    "descriptors": lambda: OSError(errno.EMFILE, "Too many open files"),
-    "disk": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "fault": RuntimeError("a fault"),
+    "memory": MemoryError("nothing left"),
+    "descriptors": OSError(errno.EMFILE, "Too many open files"),
+    "disk": OSError(errno.ENOSPC, "No space left on device"),
 }
 
 
@@ -78,29 +79,6 @@ HURTING = {
 }
 
 
-class Fault:
-    """A method that fails at a call, or from one on, until it is lifted."""
-
-    def __init__(self, monkeypatch, owner, name, before, problem, *, ever):
-        self._before, self._problem, self._ever, self.raised, self._lock = before, problem, ever, 0, threading.Lock()
-        self.lifted = False
-        method = getattr(owner, name)
-
-        def failing(*arguments, **named):
-            if self._due():
-                raise self._problem()
-            return method(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, failing)
-
-    def _due(self):
-        with self._lock:
-            self._before -= 1
-            due = self._before < 0 and not self.lifted and (self._ever or not self.raised)
-            self.raised += due
-            return due
-
-
 SAID = ["a beginning that all of them have in common, long enough to be kept: " + letter * 3 for letter in "abcd"]
 SAMPLED = {"temperature": 1.0, "top_k": 0, "seed": 5}
 
@@ -143,9 +121,8 @@ def ask_all(server):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr(service, "SAVE_S", 0.0)
-    with running(replace(SERVED, save=Saver()), prefix_cache=2**24) as made:
+def server():
+    with running(replace(SERVED, save=Saver()), prefix_cache=2**24, save_s=0.0) as made:
         yield made
 
 
@@ -172,9 +149,9 @@ cases = pytest.mark.parametrize(
 @cases
 def test_one_fault_costs_one_answer_at_most(server, texts, monkeypatch, kind, point):
     owner, name, before = {**HARMLESS, **HURTING}[point]
-    fault = Fault(monkeypatch, owner, name, before, PROBLEMS[kind], ever=False)
+    raised = failing(monkeypatch, owner, name, PROBLEMS[kind], calls={before + 1})
     found = ask_all(server)
-    until(lambda: fault.raised)
+    until(lambda: raised)
     failed = [each for each in found if is_error(each)]
     assert [each for each in found if not is_error(each)] == [
         text for each, text in zip(found, texts, strict=True) if not is_error(each)
@@ -186,13 +163,13 @@ def test_one_fault_costs_one_answer_at_most(server, texts, monkeypatch, kind, po
 @cases
 def test_a_lasting_fault_is_told_of_and_ends(server, texts, monkeypatch, kind, point):
     owner, name, before = {**HARMLESS, **HURTING}[point]
-    fault = Fault(monkeypatch, owner, name, before, PROBLEMS[kind], ever=True)
-    found = ask_all(server)
-    until(lambda: fault.raised)
+    with monkeypatch.context() as patch:
+        raised = failing(patch, owner, name, PROBLEMS[kind], calls=range(before + 1, sys.maxsize))
+        found = ask_all(server)
+        until(lambda: raised)
     assert all(is_error(each) or each == text for each, text in zip(found, texts, strict=True)), found
     if point in HARMLESS:
         assert found == texts
-    fault.lifted = True
     check_server(server, texts)
 
 
@@ -257,7 +234,7 @@ def test_a_device_that_is_gone_ends_the_engine_and_lack_of_memory_does_not(kind,
 
     def gone(module, given, named):
         if broken:
-            raise PROBLEMS[kind]()
+            raise PROBLEMS[kind]
 
     model, broken = byte_model(), list[bool]()
     model.register_forward_pre_hook(gone, with_kwargs=True)
@@ -285,7 +262,7 @@ def test_failures_of_one_key_are_nothing_to_another():
 
 @pytest.mark.parametrize("kind", ["descriptors", "disk"])
 def test_a_write_that_fails_costs_one_connection(server, texts, monkeypatch, kind):
-    fault = Fault(monkeypatch, RequestResponseCycle, "send", 9, PROBLEMS[kind], ever=False)
+    raised = failing(monkeypatch, RequestResponseCycle, "send", PROBLEMS[kind], calls={10})
 
     def heard(number):
         try:
@@ -295,5 +272,5 @@ def test_a_write_that_fails_costs_one_connection(server, texts, monkeypatch, kin
 
     with ThreadPoolExecutor(len(SAID)) as pool:
         found = list(pool.map(heard, range(len(SAID))))
-    assert fault.raised and sum(each != text for each, text in zip(found, texts, strict=True)) <= 1
+    assert raised and sum(each != text for each, text in zip(found, texts, strict=True)) <= 1
     check_server(server, texts)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from served import Passes, running, slow_served, until, until_placed
@@ -67,11 +68,23 @@ def test_a_wrong_file_changes_nothing_and_is_one_line(file, caplog):
         assert server.service.settings == before and server.complete(max_tokens=1).status_code == 200
         file.write_text("pass-timeout = 50")
         read_again(server)
-        assert server.service._watchdog.limit_s == 50 and server.service.settings.max_waiting == 32
+        assert server.service.settings.pass_timeout == 50 and server.service.settings.max_waiting == 32
     (line,) = [each for each in caplog.messages if "keeping" in each]
     assert line.startswith(
         f"keeping the previous limits: config {str(file)!r}: Expected `int` >= 1 - at `$.max-waiting`: "
     )
+
+
+def test_the_time_that_a_pass_may_take_is_that_of_the_file(file):
+    passes = Passes()
+    file.write_text("")
+    with running(slow_served(wait=passes), config=file) as server, ThreadPoolExecutor(1) as pool:
+        file.write_text("pass-timeout = 0.1")
+        read_again(server)
+        answer = pool.submit(server.complete, max_tokens=1)
+        until(lambda: server.http.get("/live").status_code == 503)
+        passes.let_all()
+        assert answer.result().status_code == 200
 
 
 @pytest.mark.parametrize(

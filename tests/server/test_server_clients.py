@@ -1,8 +1,6 @@
 """Clients that people use: openai, huggingface_hub, and what `transformers chat` asks for."""
 
 import json
-import re
-from pathlib import Path
 
 import openai
 import pytest
@@ -111,12 +109,7 @@ def test_transformers_chat_finds_what_it_asks_for(server):
 
 
 def test_the_python_block_of_the_documentation_runs(server, capsys):
-    page = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    block = block.replace("http://127.0.0.1:8000", server.url).replace("Qwen3-0.6B", "toy").replace("=200", "=20")
-    names = {}
-    exec(compile(block, page.name, "exec"), names)
-    names["client"].close()
+    assert server.run_documented("serve.md") == 1
     ids = templated([{"role": "user", "content": "Why is the sky blue?"}])
     text = text_of(plain(ids, seed=7, do_sample=True, top_k=0, max_new_tokens=20))
     assert capsys.readouterr().out == text + "\n"

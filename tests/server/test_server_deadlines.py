@@ -1,10 +1,11 @@
 """Answers end at their deadline, whatever the request waits for; others lose nothing by it."""
 
-import threading
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import SOON, TOKENIZER, Passes, plain, running, slow_served, text_of, until, until_placed
+from served import SOON, TOKENIZER, Passes, held_up, plain, running, slow_served, text_of, until, until_placed
 
 TIMEOUT = "x-request-timeout"
 BODY = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
@@ -78,14 +79,7 @@ def test_who_waits_for_a_row_has_a_deadline(server, passes):
 
 
 def test_a_prompt_that_is_being_tokenized_has_a_deadline(server, passes, monkeypatch):
-    add, inside, go_on = server.service.serving.engine.add, threading.Event(), threading.Event()
-
-    def slowly(*arguments, **named):
-        inside.set()
-        assert go_on.wait(SOON)
-        return add(*arguments, **named)
-
-    monkeypatch.setattr(server.service.serving.engine, "add", slowly)
+    inside, go_on = held_up(monkeypatch, server)
     assert server.complete(**BODY, timeout=0.1).status_code == 504 and inside.is_set()
     go_on.set()
     passes.let_all()
@@ -131,7 +125,13 @@ def test_all_apis_have_deadlines(server, passes, path):
 def test_a_deadline_is_forgotten_with_its_request(server, passes):
     passes.let_all()
     seen, track = [], server.service.track
-    server.service.track = lambda *given: seen.append(track(*given)) or seen[-1]
-    assert server.complete(max_tokens=2, timeout=1e5).status_code == 200
-    until(server.at_rest)
-    assert [timer.cancelled() for timer in seen[0]._timers] == [True]
+
+    def noted(*given):
+        request = track(*given)
+        seen.append(weakref.ref(request))
+        return request
+
+    server.service.track = noted
+    asked, own = {"prompt": "ab", "max_tokens": 2, "timeout": 1e5}, {"connection": "close"}
+    assert server.http.post("/v1/completions", json=asked, headers=own).status_code == 200
+    until(lambda: gc.collect() >= 0 and seen[0]() is None)

@@ -114,13 +114,7 @@ def test_many_logprobs_are_spelled_beside_the_event_loop(monkeypatch):
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_logprobs_of_whole_answers_are_spelled_beside_the_event_loop(server, monkeypatch, path):
-    threads, entries = set(), completions.TokenText.text
-
-    def text(self, token):
-        threads.add(threading.current_thread())
-        return entries(self, token)
-
-    monkeypatch.setattr(completions.TokenText, "text", text)
+    threads = watched(monkeypatch, TokenText, "text", lambda *_: threading.current_thread())
     chat = path.startswith("chat")
     asked = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2} if chat else {"prompt": "a"}
     answer = server.http.post(f"/v1/{path}", json={**asked, "logprobs": True if chat else 2, "max_tokens": 5})

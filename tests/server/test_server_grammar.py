@@ -24,7 +24,7 @@ from served import (
 )
 
 from lade import Grammar
-from lade.backends.grammar.compiled import SlowGrammarError, vocabulary_of_tokenizer
+from lade.backends.grammar.compiled import GrammarBudget, SlowGrammarError, vocabulary_of_tokenizer
 from lade.backends.grammar.trial import TrialError
 from lade.server import answer as answers
 from lade.server import structured_output
@@ -183,16 +183,16 @@ def test_hostile_schemas_are_refused_at_once_while_another_stream_goes_on():
 
 
 class HeldTrial:
-    """Notes each grammar, and waits until a test lets it go on; "slow" ones fail."""
+    """Notes each grammar, and waits until a test lets it go on, or fail."""
 
-    def __init__(self, specials):
-        self.tried, self.let = [], threading.Semaphore(0)
+    def __init__(self):
+        self.tried, self.let, self.problem = [], threading.Semaphore(0), None
 
     def __call__(self, grammar):
         self.tried.append(next(name for name in ("slow", "a0", "a1", "a2", "a3", "a4", "b0") if name in grammar))
         assert self.let.acquire(timeout=SOON)
-        if "slow" in grammar:
-            raise SlowGrammarError("too slow")
+        if self.problem:
+            raise self.problem
 
     def close(self):
         self.let.release(100)
@@ -201,9 +201,9 @@ class HeldTrial:
 @pytest.fixture
 def held(monkeypatch):
     """A server with the keys "ka" and "kb", whose trials wait to be let; and threads that ask it."""
-    monkeypatch.setattr(structured_output, "GrammarTrial", HeldTrial)
+    trial = HeldTrial()
+    monkeypatch.setattr(structured_output, "GrammarTrial", lambda specials: trial)
     with running(keys=Keys((Key("a", "ka"), Key("b", "kb")))) as server, ThreadPoolExecutor(8) as threads:
-        trial = server.service.serving.grammars._trial
         try:
             yield server, trial, lambda *given: threads.submit(ask, server, *given)
         finally:
@@ -215,20 +215,14 @@ def ask(server, regex=None, key="ka", timeout=SOON):
     return server.http.post("/v1/completions", json=body, headers={"x-api-key": key}, timeout=timeout)
 
 
-def waiting(server):
-    trials = server.service._trials
-    locks = [trials._thread, *trials._of_client.values()]
-    return sum(not turn.done() for lock in locks for turn in list(lock._waiters or ()))
-
-
 def test_nobody_waits_for_grammars_of_others_to_be_tried(held):
     server, trial, submit = held
     many = [submit(f"a{number}") for number in range(5)]
     until(lambda: trial.tried)
     assert ask(server).status_code == 200, "without a grammar"
-    until(lambda: waiting(server) == 4)
+    until(lambda: len(server.service.in_flight) == 5)
     other = submit("b0", "kb")
-    until(lambda: waiting(server) == 5)
+    until(lambda: len(server.service.in_flight) == 6)
     trial.let.release(2)
     until(lambda: len(trial.tried) == 3)
     assert "b0" in trial.tried, "the next turn but one at most"
@@ -242,6 +236,7 @@ def test_nobody_waits_for_grammars_of_others_to_be_tried(held):
 
 def test_a_grammar_that_has_failed_its_trial_is_not_tried_again(held):
     server, trial, _ = held
+    trial.problem = SlowGrammarError("too slow")
     trial.let.release(1)
     for _ in range(3):
         answer = ask(server, "slow")
@@ -249,19 +244,14 @@ def test_a_grammar_that_has_failed_its_trial_is_not_tried_again(held):
     assert trial.tried == ["slow"]
 
 
-def test_a_grammar_that_could_not_be_tried_is_tried_again(held, monkeypatch):
+def test_a_grammar_that_could_not_be_tried_is_tried_again(held):
     server, trial, _ = held
     trial.let.release(100)
-    whole = HeldTrial.__call__
-    monkeypatch.setattr(HeldTrial, "__call__", lambda *given: raising(TrialError("it could not be tried")))
+    trial.problem = TrialError("it could not be tried")
     answer = ask(server, "a0")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "grammar_not_tried"
-    monkeypatch.setattr(HeldTrial, "__call__", whole)
+    trial.problem = None
     assert ask(server, "a0").status_code == 200
-
-
-def raising(problem):
-    raise problem
 
 
 def test_grammars_that_nobody_waits_for_any_more_are_not_tried(held):
@@ -272,15 +262,14 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_tried(held):
         with pytest.raises(httpx.ReadTimeout):
             ask(server, regex, timeout=0.3)
     last = submit("b0", "kb")
-    until(lambda: waiting(server) == 1)
+    until(lambda: len(server.service.in_flight) == 2)
     trial.let.release(100)
     assert first.result(SOON).status_code == last.result(SOON).status_code == 200
     assert trial.tried == ["a0", "b0"]
 
 
 def test_a_grammar_that_takes_too_long_to_follow_ends_its_request_alone(monkeypatch):
-    monkeypatch.setattr(answers, "MASK_SECONDS", 0.0)
-    monkeypatch.setattr(answers, "MASK_TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(answers, "GrammarBudget", lambda *_: GrammarBudget(0.0, 0.0))
     with running() as server:
         answer = server.chat(structured_outputs={"choice": ["yes", "no"]}, max_tokens=4)
         error = answer.json()["error"]

@@ -6,12 +6,12 @@ import gc
 import json
 import re
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 from inside import batch_of
 from served import MODEL, SERVED, SETTINGS, SOON, Passes, Running, running, slow_served, until, until_placed
+from spies import failing
 
 import lade
 from lade.errors import InputError
@@ -175,12 +175,7 @@ def test_a_failed_pass_ends_its_requests_alone():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
     with running() as server:
-        batch = batch_of(server.service.serving.engine)
-
-        def broken():
-            raise MemoryError("nothing left")
-
-        monkeypatch.setattr(batch, "advance", broken)
+        failing(monkeypatch, batch_of(server.service.serving.engine), "advance", MemoryError("nothing left"))
         assert server.chat(max_tokens=3).status_code == 500
         until(lambda: server.service.phase == "dead")
         live = server.http.get("/live")
@@ -199,14 +194,16 @@ def test_a_silent_stream_has_pings():
         assert re.search(rb"^: ping\n\n", results[0])
 
 
-def test_the_log_has_a_line_now_and_then(monkeypatch):
-    lines = []
-    log = AccessLog(lines.append, as_json=True)
+def test_the_log_has_a_line_now_and_then():
+    lines, now = [], [0.0]
+    log = AccessLog(lines.append, as_json=True, clock=lambda: now[0])
     with running() as server:
         log.tick(server.service.snapshot())
         server.chat(max_tokens=20, ignore_eos=True)
         until(server.at_rest)
-        monkeypatch.setattr("lade.server.access_log.perf_counter", lambda: time.perf_counter() + 11)
+        log.tick(server.service.snapshot())
+        assert not lines, "it is not due"
+        now[0] += 11
         log.tick(server.service.snapshot())
         log.tick(server.service.snapshot())
     (line,) = lines
@@ -226,36 +223,35 @@ def test_the_warm_up_decodes_with_each_number_of_rows():
     gc.unfreeze()
 
 
-def test_what_is_learned_is_saved_now_and_then_and_at_the_end(monkeypatch):
+def test_what_is_learned_is_saved_now_and_then():
     saved = threading.Semaphore(0)
-    monkeypatch.setattr("lade.server.service.SAVE_S", 0.0)
-    with running(replace(SERVED, save=saved.release)) as server:
+    with running(replace(SERVED, save=saved.release), save_s=0.0) as server:
         for _ in range(2):
             server.complete("ab", max_tokens=3)
             assert saved.acquire(timeout=SOON)
         until(server.at_rest)
-        while saved.acquire(blocking=False):
+        while saved.acquire(timeout=0.3):
             pass
-        before = server.service._saved[0]
-        until(lambda: server.service._saved[0] > before)
-        assert not saved.acquire(blocking=False), "there was nothing new"
-        monkeypatch.setattr("lade.server.service.SAVE_S", 1e6)
+        assert not saved.acquire(timeout=0.3), "there was nothing new"
+
+
+def test_what_is_learned_is_saved_at_the_end():
+    saved = []
+    with running(replace(SERVED, save=lambda: saved.append(1)), save_s=1e6) as server:
         server.complete("ab", max_tokens=3)
-    assert saved.acquire(timeout=SOON)
+        assert not saved
+    assert saved == [1]
 
 
 def test_what_could_not_be_saved_is_tried_again():
-    problems = [InputError("the disk is full")] * 2
+    told, problems = [], [InputError("the disk is full")] * 2
 
     def save():
+        told.append(server.service.unsaved)
         if problems:
             raise problems.pop()
 
-    with running(replace(SERVED, save=save)) as server:
+    with running(replace(SERVED, save=save), save_s=0.0) as server:
         server.complete("ab", max_tokens=3)
-        until(server.at_rest)
-        for _ in range(2):
-            server.service._save()
-            assert str(server.service.unsaved) == "the disk is full"
-        server.service._save()
-        assert server.service.unsaved is None
+        until(lambda: len(told) >= 3 and server.service.unsaved is None)
+    assert [each and str(each) for each in told[:3]] == [None, "the disk is full", "the disk is full"]

@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx2 as httpx
 import pytest
@@ -176,10 +177,9 @@ def test_a_long_run_leaves_nothing_behind():
         assert len(outcomes) == 1000
         assert {status for kind, status in outcomes if kind == "good"} == {200}
         assert {status for kind, status in outcomes if kind == "bad"} == {400}
-        value = server.service.metrics._registry.get_sample_value
-        labels = {"model": "toy", "endpoint": "completions"}
-        done = sum(value("lade_requests_total", {**labels, "outcome": name}) or 0 for name in ("length", "cancelled"))
-        bad = value("lade_http_responses_total", {"model": "toy", "path": "/v1/completions", "status": "400"})
+        of_outcome = partial(server.metric, "lade_requests_total", endpoint="completions")
+        done = of_outcome(outcome="length") + of_outcome(outcome="cancelled")
+        bad = server.metric("lade_http_responses_total", path="/v1/completions", status="400")
         never_came = 1000 - done - bad
         assert 0 <= never_came < 100, "clients that left before their request was read"
         assert sizes[-1][0] < 1.05 * sizes[0][0] and sizes[-1][1] <= sizes[0][1] + 2

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from served import running, until
+from spies import failing
 
 from lade.server.access_log import AccessLog
 from lade.server.served_model import ServedModel
@@ -68,14 +69,10 @@ def test_probes_have_lines_where_everything_is_asked_for():
 
 def test_what_the_library_logs_is_in_it_with_the_traceback_of_an_error(monkeypatch):
     """Clients are told that the log has it."""
-
-    def broken(*given, **named):
-        raise ZeroDivisionError("what went wrong")
-
     lines = []
     log = AccessLog(lines.append, as_json=True)
     with running() as server, log.listening():
-        monkeypatch.setattr(ServedModel, "ids", broken)
+        failing(monkeypatch, ServedModel, "ids", ZeroDivisionError("what went wrong"))
         answer = server.complete("a")
         assert answer.status_code == 500
         logging.getLogger("lade.some.module").info("measuring %d things", 3)

@@ -4,13 +4,14 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import anthropic
 import pytest
 from scripted import PLAIN, SAID, TALKS, frames, scripted
 from served import SERVED, plain, running, slow_served, templated, text_of
+from spies import failing
 
+from lade.server import routes
 from lade.server.errors import ApiError
 from lade.server.keys import Key, Keys
 from lade.server.messages import MessagesRequest, as_chat
@@ -201,10 +202,7 @@ def test_refusals_have_anthropics_form(server, client):
 
 
 def test_what_nobody_foresaw_has_this_form_too(server, monkeypatch):
-    def broken(*given):
-        raise ZeroDivisionError("secret")
-
-    monkeypatch.setattr("lade.server.routes._tokenized", broken)
+    failing(monkeypatch, routes, "_tokenized", ZeroDivisionError("secret"))
     answer = server.http.post("/v1/messages/count_tokens", json={"messages": MESSAGES})
     body = answer.json()
     assert (answer.status_code, body["type"], body["error"]["type"]) == (500, "error", "api_error")
@@ -265,12 +263,7 @@ def test_texts_become_ids_and_ids_texts(server):
 
 
 def test_the_python_blocks_of_the_documentation_run(server, capsys):
-    page = Path(__file__).parents[2] / "docs" / "howto" / "other-apis.md"
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        here = block.replace("http://127.0.0.1:8000", server.url).replace("Qwen3-0.6B", "toy").replace("=200", "=20")
-        names = {}
-        exec(compile(here, page.name, "exec"), names)
-        names["client"].close()
+    server.run_documented("other-apis.md")
     count = len(templated([{"role": "user", "content": "Why is the sky blue?"}]))
     (tokens,) = re.findall(rf" (\d+)\n{count}\n\Z", capsys.readouterr().out)
     assert 1 <= int(tokens) <= 20

@@ -9,7 +9,7 @@ import threading
 import pytest
 from PIL import EpsImagePlugin, Image, PngImagePlugin
 from served import MODEL, byte_tokenizer, running
-from spies import watched
+from spies import failing, watched
 
 from lade.cli.encoder import open_image
 from lade.errors import InputError
@@ -129,9 +129,9 @@ def test_the_last_message_can_be_continued():
     assert shown(SIMPLE, *messages, add_generation_prompt=False) == "<user>hi<assistant>well, "
 
 
-def picture(kind="PNG"):
+def picture(kind="PNG", size=(3, 2)):
     file = io.BytesIO()
-    Image.new("RGB", (3, 2), "red").save(file, kind)
+    Image.new("RGB" if size == (3, 2) else "1", size, "red").save(file, kind)
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -154,8 +154,7 @@ def test_images_come_as_data_urls_alone():
 
 def test_no_other_kind_of_image_is_opened(monkeypatch, tmp_path):
     """What an EPS file says is a program, which Pillow has Ghostscript run."""
-    programs = []
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **named: programs.append(given))
+    programs = failing(monkeypatch, EpsImagePlugin, "Ghostscript", AssertionError("a program is run"))
     (tmp_path / "x.png").write_bytes(base64.b64decode(picture("EPS")))
     with pytest.raises(InputError, match="PNG, JPEG, WEBP, GIF or BMP"):
         open_image(tmp_path / "x.png")
@@ -167,34 +166,28 @@ def test_no_other_kind_of_image_is_opened(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("problem", [KeyError("x"), MemoryError(), RecursionError(), ZeroDivisionError()])
 def test_whatever_a_decoder_raises_is_the_images_fault(monkeypatch, problem):
-    def load(self):
-        raise problem
-
-    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", load)
+    failing(monkeypatch, PngImagePlugin.PngImageFile, "load", problem)
     with pytest.raises(ApiError, match=f"not a readable image \\({type(problem).__name__}"):
         read(picture())
 
 
 def test_the_images_of_a_request_are_bounded_together(monkeypatch):
-    url = f"data:image/png;base64,{picture()}"
+    small, half = (f"data:image/png;base64,{picture(size=size)}" for size in ((3, 2), (2**13, MAX_PIXELS // 2**14)))
     images = Images()
     for _ in range(MAX_IMAGES):
-        images.read(url, "here")
+        images.read(small, "here")
     with pytest.raises(ApiError, match=f"more than {MAX_IMAGES} images"):
-        images.read(url, "here")
-    monkeypatch.setattr("lade.server.chat_template.MAX_PIXELS", 13)
-    part = {"type": "image_url", "image_url": {"url": url}}
-    body = ChatRequest.model_validate({"messages": [said("user", [part, part]), said("user", [part])]})
+        images.read(small, "here")
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in (half, half, small)]
+    body = ChatRequest.model_validate({"messages": [said("user", parts[:2]), said("user", parts[2:])]})
     served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=lambda *_: ([1], {}))
-    with pytest.raises(ApiError, match="13 pixels together") as raised:
+    with pytest.raises(ApiError, match=f"{MAX_PIXELS} pixels together") as raised:
         template_of(served).encode(body)
     assert raised.value.param == "messages[1].content[0].image_url.url"
-    wide = io.BytesIO()
-    Image.new("1", (2**13, 2**13)).save(wide, "PNG")
-    monkeypatch.setattr("lade.server.chat_template.MAX_PIXELS", MAX_PIXELS)
-    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    decoded = watched(monkeypatch, PngImagePlugin.PngImageFile, "load")
     with pytest.raises(ApiError, match="pixels together"):
-        read(base64.b64encode(wide.getvalue()).decode())
+        read(picture(size=(2**13, 2**13)))
+    assert not decoded
 
 
 def test_the_images_of_one_request_at_a_time_are_decoded(monkeypatch):

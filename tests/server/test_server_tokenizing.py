@@ -5,10 +5,11 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from served import CONTEXT, SOON, running, until
+from served import CONTEXT, MODEL, SOON, TOKENIZER, running, until
 
 from lade.server.access_log import AccessLog
 from lade.server.served_model import ServedModel
@@ -26,30 +27,35 @@ TOO_LONG = [
 ]
 
 
-class Watched:
+@dataclass(frozen=True)
+class Watched(ServedModel):
     """Notes which texts are tokenised, and can be held up."""
 
-    def __init__(self, monkeypatch):
-        self.seen, ids = [], ServedModel.ids
-        self.inside, self.go_on = threading.Semaphore(0), threading.Event()
+    seen: list[str] = field(default_factory=list)
+    inside: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go_on: threading.Event = field(default_factory=threading.Event)
 
-        def watched(model, text, **arguments):
-            self.seen.append(text)
-            if text.startswith("b"):
-                self.inside.release()
-                assert self.go_on.wait(SOON)
-            return ids(model, text, **arguments)
-
-        monkeypatch.setattr(ServedModel, "ids", watched)
+    def ids(self, text, **arguments):
+        self.seen.append(text)
+        if text.startswith("b"):
+            self.inside.release()
+            assert self.go_on.wait(SOON)
+        return super().ids(text, **arguments)
 
 
 @pytest.fixture
-def watched(monkeypatch):
+def limits():
+    return {"max_rows": 1, "max_waiting": 40}
+
+
+@pytest.fixture
+def watched(limits):
     """A server, its tokenizer, and how to begin slow calls."""
-    with running(max_rows=1, max_waiting=40, log=partial(AccessLog, as_json=True)) as server:
-        tokenizer = Watched(monkeypatch)
-        yield server, tokenizer
-        tokenizer.go_on.set()
+    served = Watched(MODEL, TOKENIZER, context=CONTEXT)
+    with running(served, log=partial(AccessLog, as_json=True), **limits) as server:
+        served.seen.clear()
+        yield server, served
+        served.go_on.set()
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_LONG)
@@ -123,9 +129,10 @@ def test_the_rest_of_a_request_is_not_tokenised_either(watched):
     assert tokenizer.seen == [SLOW, "abc"]
 
 
-def test_tokenising_takes_a_place_as_answers_do(monkeypatch):
-    with running(max_rows=1, max_waiting=1) as server, ThreadPoolExecutor(2) as pool:
-        tokenizer = Watched(monkeypatch)
+@pytest.mark.parametrize("limits", [{"max_rows": 1, "max_waiting": 1}])
+def test_tokenising_takes_a_place_as_answers_do(watched):
+    server, tokenizer = watched
+    with ThreadPoolExecutor(2) as pool:
         slow = [pool.submit(server.http.post, "/tokenize", json={"prompt": SLOW}) for _ in range(2)]
         until(lambda: server.service.snapshot().waiting == 2)
         refused = server.http.post("/tokenize", json={"prompt": "abc"})

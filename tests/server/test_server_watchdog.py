@@ -1,14 +1,13 @@
 """An engine that hangs is found and described; one that is slow, or sets up what is done once, is not."""
 
 import importlib
+import inspect
 import logging
-import sys
 from pathlib import Path
 
 import pytest
 from served import Passes, running, slow_served, until
 
-from lade.server import failures
 from lade.server.failures import SET_UP, Watchdog
 from lade.serving.snapshot import CurrentWork
 
@@ -49,33 +48,34 @@ def test_many_short_passes_are_no_hang(caplog):
     assert not said(caplog, "makes no progress")
 
 
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr(failures, "perf_counter", lambda: self.now)
+class Watched:
+    """A watchdog, and the time by which it goes."""
 
-    def looks(self, dog, seconds, began, frame=None):
-        """Look ten times a second."""
+    def __init__(self, limit_s):
+        self.now = 100.0
+        self.dog = Watchdog(limit_s, clock=lambda: self.now)
+
+    def looks(self, seconds, began, frame=None):
+        """What it finds, looking ten times a second."""
         for _ in range(round(10 * seconds)):
             self.now += 0.1
-            dog.look(None if began is None else CurrentWork("decode", began, ((3, 4),), frame))
+            self.dog.look(None if began is None else CurrentWork("decode", began, ((3, 4),), frame))
+        return self.dog.reason
 
 
 def frame_in(module, name):
     """A call of a function of this name in a module of this name."""
-    scope = {"__name__": module, "frame": sys._getframe}
+    scope = {"__name__": module, "frame": inspect.currentframe}
     exec(f"def {name}():\n return frame()", scope)
     return scope[name]()
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(SET_UP))
-def test_what_is_done_once_does_not_count(monkeypatch, module, name):
-    clock, dog = Clock(monkeypatch), Watchdog(2.0)
-    clock.looks(dog, 50, 100.0, frame_in(module, name))
-    clock.looks(dog, 1.8, 100.0)
-    assert not dog.reason, "1.8 s besides"
-    clock.looks(dog, 0.4, 100.0)
-    assert dog.reason
+def test_what_is_done_once_does_not_count(module, name):
+    watched = Watched(2.0)
+    assert not watched.looks(50, 100.0, frame_in(module, name))
+    assert not watched.looks(1.8, 100.0), "1.8 s besides"
+    assert watched.looks(0.4, 100.0)
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(SET_UP))
@@ -85,21 +85,14 @@ def test_what_is_done_once_has_these_names(module, name):
     assert f"def {name}(" in Path(importlib.import_module(module).__file__).read_text()
 
 
-def test_the_time_of_one_piece_of_work_counts(monkeypatch):
-    clock, dog = Clock(monkeypatch), Watchdog(2.0)
+def test_the_time_of_one_piece_of_work_counts():
+    watched = Watched(2.0)
     for _ in range(5):
-        clock.looks(dog, 1.5, clock.now)
-        assert not dog.reason
-    clock.looks(dog, 60, None)
-    assert not dog.reason, "it waits for requests"
-    began = clock.now
-    clock.looks(dog, 2.2, began)
-    assert dog.reason == "decode of 1 rows has taken more than 2 s"
-    clock.looks(dog, 0.1, None)
-    assert not dog.reason
+        assert not watched.looks(1.5, watched.now)
+    assert not watched.looks(60, None), "it waits for requests"
+    assert watched.looks(2.2, watched.now) == "decode of 1 rows has taken more than 2 s"
+    assert not watched.looks(0.1, None)
 
 
-def test_without_a_limit_nothing_hangs(monkeypatch):
-    clock, dog = Clock(monkeypatch), Watchdog(0.0)
-    clock.looks(dog, 1000, 100.0)
-    assert not dog.reason
+def test_without_a_limit_nothing_hangs():
+    assert not Watched(0.0).looks(1000, 100.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comparing import lookahead, plain, prompt
 from families import FAMILIES, RECURRENT_FAMILIES
-from inside import prefix_cache_of
+from inside import counters_of, prefix_cache_of
 from serving_toys import Driven, alone
 from transformers import DynamicCache
 
@@ -150,7 +150,7 @@ def check_displaced(case, prefill_tokens):
         ids, arguments = prompt(20, seed), {"max_new_tokens": 32, "do_sample": False}
         asked.append((driven.add(ids, (SMALL, None)[seed % 2], **arguments), ids, arguments))
     served(driven, asked)
-    assert driven.batch.tally._counters.displacements
+    assert counters_of(driven.batch).displacements
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v32"])
@@ -184,7 +184,7 @@ def test_a_kept_prefix(case, max_tokens):
     served(driven, asked)
     cached = [handle.cached_tokens for handle, *_ in asked]
     assert cached == ([0, 40, 40, 40] if "index_topk" in case.extra else [0, 70, 70, 70])
-    assert max_tokens > 280 or driven.batch.tally._counters.displacements
+    assert max_tokens > 280 or counters_of(driven.batch).displacements
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32"])

@@ -149,23 +149,14 @@ def test_no_more_of_prompts_is_fed_between_two_steps_than_there_may_be(fed):
 
 def test_a_memory_learns_the_prompt_alike_in_pieces_and_at_once(monkeypatch):
     """What prefill says about the prompt is shown once for each of its tokens, whatever the pieces."""
-    shown = {}
+    shown, told = [], watched(monkeypatch, AdaptiveDrafter, "learn_prompt", lambda drafter, *given: given)
     for piece in (4, 512):
-        seen = shown[piece] = {}
-        read = AdaptiveDrafter.learn_prompt
-
-        def watched(self, tokens, start, rows, read=read, seen=seen):
-            for number, row in enumerate(rows.tolist(), start):
-                assert number not in seen
-                seen[number] = row
-            return read(self, tokens, start, rows)
-
-        monkeypatch.setattr(AdaptiveDrafter, "learn_prompt", watched)
+        told.clear()
         driven = Driven(LLAMA, prefill_tokens=piece)
         driven.add(random_ids(14), LookaheadConfig(budget=8), max_new_tokens=3)
         driven.finish()
-        monkeypatch.undo()
-    assert sorted(shown[4]) == list(range(14)) and shown[4] == shown[512]
+        shown.append([each for _, start, rows in told for each in enumerate(rows.tolist(), start)])
+    assert [number for number, _ in shown[0]] == list(range(14)) and shown[0] == shown[1]
 
 
 # --- waiting, and room -----------------------------------------------------------------------------------------------

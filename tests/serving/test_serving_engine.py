@@ -488,16 +488,18 @@ def test_cancelling_while_the_engine_closes():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_unforeseen_error_reaches_every_request(monkeypatch):
     """A bug of this library must not let anyone wait for ever."""
-
-    def fails(self):
-        raise SystemError("a bug")
-
     engine, held, handles = running_engine()
-    monkeypatch.setattr(Scheduler, "_forget_ended", fails)
+    assert engine.problem is None
+    failing(monkeypatch, Scheduler, "_forget_ended", SystemError("a bug"))
+    (thread,) = engine_threads()
     held.opened.set()
     for handle in handles:
         with pytest.raises(SystemError, match="a bug"):
             handle.result(SOON)
+    thread.join(SOON)
+    told = engine.snapshot()
+    assert str(engine.problem) == "a bug" and told.closed
+    assert told.requests == {"error": 2} and told.waiting == 0
     with pytest.raises(EngineClosedError, match=r"this engine broke down \(SystemError: a bug\): make a new one"):
         engine.add(random_ids(3), max_new_tokens=5)
     engine.close()

@@ -427,21 +427,19 @@ def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch):
     """Also where ending the capture fails, too, as it does on a device."""
-    driven, handles, captures = Driven(LLAMA), [], []
-    whole = GraphRunner._static_pass
+    driven, handles, captures = Driven(LLAMA), [], set()
 
-    def fails(self, shape, rows, *inputs):
-        captures.append(shape)
-        if len(set(captures)) > at:
-            for group in rows.buffers.groups:
-                group[:, :, :, 100] = torch.nan  # a pass that is broken off leaves anything after the rows' ends
-            try:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            finally:
-                raise RuntimeError("the capture could not be ended")
-        return whole(self, shape, rows, *inputs)
+    def where(runner, shape, rows, *inputs):
+        captures.add(shape)
+        if len(captures) <= at:
+            return False
+        for group in rows.buffers.groups:
+            group[:, :, :, 100] = torch.nan  # a pass that is broken off leaves anything after the rows' ends
+        return True
 
-    monkeypatch.setattr(GraphRunner, "_static_pass", fails)
+    problem = RuntimeError("the capture could not be ended")
+    problem.__context__ = torch.OutOfMemoryError("CUDA out of memory.")
+    failing(monkeypatch, GraphRunner, "_static_pass", problem, where=where)
     with pytest.warns(CaptureWarning, match=r"no memory .*CUDA out of memory") as caught:
         for number in range(4):
             handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30))
@@ -461,10 +459,10 @@ def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monke
         patch.setattr(StaticCache, "move_to", move_without_memory)
         if joining:
             memory.slots = 0
-            patch.setattr(StaticCache, "take", out_of_memory)
+            failing(patch, StaticCache, "take", torch.OutOfMemoryError("no more"))
             handles.append(driven.add(random_ids(9), PAPER, max_new_tokens=9))
         else:
-            patch.setattr(GraphRunner, "_prepare", out_of_memory)
+            failing(patch, GraphRunner, "_prepare", torch.OutOfMemoryError("no more"))
         driven.advance(1 if joining else 9)  # without drafts, then one after the other
     for handle in handles:
         assert handle.done()
@@ -475,10 +473,6 @@ def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monke
     again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
     driven.finish()
     assert again.tokens == text_of(0, 20)
-
-
-def out_of_memory(*given, **options):
-    raise torch.OutOfMemoryError("no more")
 
 
 def move_without_memory(self, cache):

@@ -10,7 +10,7 @@ from effort import examples
 from families import FAMILIES, RECURRENT_FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import prefill_runner_of, runner_of
+from inside import counters_of, prefill_runner_of, runner_of
 from serving_toys import VOCABULARY, Driven, FailsAt, alone, at_rest, random_ids
 from spies import failing
 
@@ -59,7 +59,7 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
     while not driven.batch.idle or driven.waiting:
         driven.advance()
         assert 0 not in [each.number for each in driven.batch.running.preempted], "the oldest one stays"
-    told = driven.batch.tally._counters
+    told = counters_of(driven.batch)
     assert told.displacements >= 2
     check(driven, asked)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from inside import steps_of
 from serving_toys import METHODS, VOCABULARY, Driven, FailsAt, alone, random_ids
-from spies import failing
+from spies import failing, watched
 
 from lade import LookaheadConfig
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
@@ -82,22 +82,18 @@ def test_less_than_a_pass_costs_is_fed_of_a_prompt_only_at_its_end(fed):
 
 
 def test_memories_learn_what_they_learn_of_a_prompt_alone(monkeypatch):
-    shown = []
-    learn = AdaptiveDrafter.learn_prompt
+    def see(drafter, tokens, start, rows):
+        return tuple(tokens), start, rows.tolist()
 
-    def watched(self, tokens, start, rows):
-        shown[-1][tuple(tokens)] = start, rows.tolist()
-        return learn(self, tokens, start, rows)
-
-    monkeypatch.setattr(AdaptiveDrafter, "learn_prompt", watched)
-    stats = []
+    told, shown, stats = watched(monkeypatch, AdaptiveDrafter, "learn_prompt", see), [], []
     for together in (True, False):
         if not together:
             monkeypatch.setattr(batch, "prefill_group", lambda *given: [])
-        shown.append({})
+        told.clear()
         driven = Driven(LLAMA)
         asked = add_all(driven, method=LookaheadConfig(budget=8))
         driven.finish()
+        shown.append(sorted(told))
         stats.append([handle.stats.accepted for handle, _ in asked])
     assert len(shown[0]) == len(LENGTHS) and shown[0] == shown[1] and stats[0] == stats[1]
 
@@ -141,7 +137,7 @@ def test_an_error_behind_the_pass_is_that_of_one_request(what, monkeypatch):
     broken = driven.add(random_ids(5, 5), max_new_tokens=20, **arguments)
     if what == "row":
         request = driven.waiting[-1][0]
-        monkeypatch.setattr(request, "row", lambda drafter: 1 / 0)
+        failing(monkeypatch, request, "row", ZeroDivisionError("no row"))
     asked.append((driven.add(random_ids(7, 7), seed=2, max_new_tokens=20), random_ids(7, 7)))
     driven.finish()
     with pytest.raises(RuntimeError if what == "processor" else ZeroDivisionError):

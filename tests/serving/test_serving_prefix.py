@@ -12,10 +12,10 @@ from families import RECURRENT_FAMILIES
 from graphed import Graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import batch_of, prefix_cache_of
+from inside import batch_of, prefix_cache_of, texts_of
 from peft import LoraConfig, get_peft_model
 from serving_toys import PAD, VOCABULARY, Driven, alone, at_rest, random_ids
-from spies import watched
+from spies import failing, watched
 
 from lade import ConfigError, Engine, LookaheadConfig, Memory, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
@@ -134,13 +134,10 @@ def test_no_more_is_kept_than_there_may_be():
 
 
 def test_no_memory_for_copies_is_no_error(monkeypatch):
-    def fails(self, row, tokens):
-        raise torch.OutOfMemoryError("no more")
-
     with Engine(LLAMA, prefix_cache=MEGABYTE) as engine:
         turns(engine, 1)
         assert at_rest(engine).prefix_texts == 1
-        monkeypatch.setattr(TreeCache, "copy_row", fails)
+        failing(monkeypatch, TreeCache, "copy_row", torch.OutOfMemoryError("no more"))
         ids = random_ids(50, 3)
         handle = engine.add(ids, max_new_tokens=10)
         handle.result(SOON)
@@ -182,7 +179,7 @@ def check_arrivals(rng, driven):
     for handle, ids, seed, arguments in asked:
         assert handle.tokens == alone(driven.model, ids, seed, **whole(ids), **arguments)
     cached = prefix_cache_of(driven.batch)
-    assert cached.nbytes == sum(text.nbytes for text in cached._texts) <= cached.max_bytes
+    assert cached.nbytes == sum(text.nbytes for text in texts_of(cached)) <= cached.max_bytes
     return sum(handle.cached_tokens for handle, *_ in asked)
 
 
@@ -244,7 +241,7 @@ def test_the_text_used_least_lately_goes_first():
         cached.put(each)
     assert cached.find(None, ids(10, 2, 3, 4)) is not None
     cached.put(fourth)
-    assert [each.tokens[0] for each in cached._texts] == [30, 10, 40] and cached.nbytes == cached.max_bytes
+    assert [each.tokens[0] for each in texts_of(cached)] == [30, 10, 40] and cached.nbytes == cached.max_bytes
     cached.put(text(*range(16)))
     assert len(cached) == 3, "too large for all of it"
 
@@ -254,10 +251,10 @@ def test_a_client_with_many_texts_makes_room_by_its_own():
     cached.put(others)
     for number in range(9):
         cached.put(text(number, 2, 3, 4, 5, client="two", scope=f"two {number}"))
-    assert [each.scope for each in cached._texts] == ["one", "two 6", "two 7", "two 8"]
+    assert [each.scope for each in texts_of(cached)] == ["one", "two 6", "two 7", "two 8"]
     for number in range(3):
         cached.put(text(number, 3, 3, 4, 5, client="one", scope="one"))
-    assert [each.client for each in cached._texts] == ["two", "two", "one", "one"], "each has half"
+    assert [each.client for each in texts_of(cached)] == ["two", "two", "one", "one"], "each has half"
 
 
 def test_a_text_is_kept_as_that_of_its_client():
@@ -266,7 +263,7 @@ def test_a_text_is_kept_as_that_of_its_client():
             ids = random_ids(40, 7)
             engine.add(ids, client=client, scope=scope, max_new_tokens=2, **whole(ids)).result(SOON)
         at_rest(engine)
-        kept = prefix_cache_of(batch_of(engine))._texts
+        kept = texts_of(prefix_cache_of(batch_of(engine)))
         assert [(each.client, each.scope[0]) for each in kept] == [("a", "a 1"), ("a", "a 2"), ("b", "b")]
 
 

@@ -6,12 +6,11 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 from serving_toys import PAD, SOON, VOCABULARY, FailsAt, Gate, alone, at_rest, new_tokens, random_ids
-from spies import watched
+from spies import answered, watched
 
 from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError
 from lade.hf import refusals
 from lade.serving import engine as engine_module
-from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
@@ -112,14 +111,8 @@ def test_a_place_is_good_for_one_request_of_its_own_engine():
 
 def test_whoever_leaves_while_a_request_is_prepared_is_not_decoded_for(monkeypatch):
     with Engine(LLAMA) as engine:
-        prepare, place = engine_module.prepare, engine.reserve()
-
-        def leaves(*arguments, **named):
-            request = prepare(*arguments, **named)
-            place.cancel()
-            return request
-
-        monkeypatch.setattr(engine_module, "prepare", leaves)
+        place = engine.reserve()
+        answered(monkeypatch, engine_module, "prepare", lambda *_, **__: place.cancel())
         with pytest.raises(CancelledError, match="its place was released"):
             engine.add(random_ids(4), place=place, max_new_tokens=5)
         with pytest.raises(CancelledError, match="its place was released"):
@@ -197,26 +190,6 @@ def test_a_snapshot_never_waits(gate):
         assert any(0 < told.slots <= told.room <= told.max_slots for told in seen)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_error_that_ended_the_engine_is_told(gate, monkeypatch):
-    def fails(self):
-        raise SystemError("a bug")
-
-    with Engine(LLAMA, max_rows=1) as engine:
-        assert engine.problem is None
-        handles = [engine.add(random_ids(4), on_step=gate, max_new_tokens=9) for _ in range(2)]
-        assert gate.reached.wait(SOON)
-        monkeypatch.setattr(Scheduler, "_forget_ended", fails)
-        gate.opened.set()
-        for handle in handles:
-            with pytest.raises(SystemError, match="a bug"):
-                handle.result(SOON)
-        engine._scheduler._thread.join(SOON)
-        assert str(engine.problem) == "a bug"
-        told = engine.snapshot()
-        assert told.closed and told.requests == {"error": 2} and told.waiting == 0
-
-
 # --- preparing -------------------------------------------------------------------------------------------------------
 
 
@@ -234,26 +207,17 @@ def test_a_model_is_looked_through_once(monkeypatch):
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_scopes_are_served_in_turn(gate):
+TURNS = {
+    "scopes": ([(None, scope) for scope in ("a", "a", "a", "b", "a", None, "b", None)], 2, [0, 3, 5, 1, 6, 7, 4]),
+    "clients": ([("a", "1"), ("a", "2"), ("a", "3"), ("b", "1"), ("a", "4"), ("b", None)], None, [0, 3, 1, 5, 2, 4]),
+}
+"""Clients and scopes as they ask, the one that leaves, and the order in which they are served."""
+
+
+@pytest.mark.parametrize("of", TURNS)
+def test_scopes_are_served_in_turn_and_clients_however_many_scopes_they_have(of, gate):
     """One of them has asked for more, and before the others."""
-    told, scopes = [], ["a", "a", "a", "b", "a", None, "b", None]
-    with Engine(LLAMA, max_rows=1) as engine:
-        engine.add(random_ids(3), on_step=gate, max_new_tokens=1)
-        assert gate.reached.wait(SOON)
-        handles = [
-            engine.add(random_ids(3), scope=scope, on_step=lambda step, n=n: told.append(n), max_new_tokens=1)
-            for n, scope in enumerate(scopes)
-        ]
-        assert handles[2].cancel()
-        gate.opened.set()
-        for number in (0, 1, 3, 4, 5, 6, 7):
-            handles[number].result(SOON)
-    assert [scopes[number] for number in told] == ["a", "b", None, "a", "b", None, "a"]
-    assert told == [0, 3, 5, 1, 6, 7, 4]
-
-
-def test_clients_are_served_in_turn_however_many_scopes_they_have(gate):
-    told, asked = [], [("a", "1"), ("a", "2"), ("a", "3"), ("b", "1"), ("a", "4"), ("b", None)]
+    told, (asked, leaves, order) = [], TURNS[of]
     with Engine(LLAMA, max_rows=1) as engine:
         engine.add(random_ids(3), on_step=gate, max_new_tokens=1)
         assert gate.reached.wait(SOON)
@@ -263,10 +227,11 @@ def test_clients_are_served_in_turn_however_many_scopes_they_have(gate):
             )
             for n, (client, scope) in enumerate(asked)
         ]
+        assert leaves is None or handles.pop(leaves).cancel()
         gate.opened.set()
         for handle in handles:
             handle.result(SOON)
-    assert told == [0, 3, 1, 5, 2, 4]
+    assert told == order
 
 
 def test_a_scope_is_a_text():
