@@ -14,7 +14,6 @@ from lade.backends.cpu.invariant.padded_rows import NO_PADDING, RowPadding, padd
 from lade.backends.cpu.invariant.trials import distinct_layers
 from lade.backends.cpu.packing.panel_products import panel_for
 from lade.errors import UnsupportedModelError
-from lade.files import Records
 from lade.testing import toy_model
 
 pytestmark = [pytest.mark.by_processor, pytest.mark.usefixtures("rounds_alike")]
@@ -22,9 +21,8 @@ HALF = torch.bfloat16
 
 
 @pytest.fixture
-def records(tmp_path, monkeypatch):
-    monkeypatch.setattr(trials, "RECORDS", Records("invariant", "the verdict", tmp_path))
-    return tmp_path
+def records(own_cache):
+    return own_cache / "invariant"
 
 
 @pytest.fixture
@@ -87,16 +85,6 @@ def test_a_kept_padding_that_is_wrong_here_is_found_by_the_short_trial(records, 
     with pytest.raises(UnsupportedModelError, match="rounds a token differently"):
         lade.invariant(model)
     assert trials.key_of(model) == key
-
-
-@pytest.mark.parametrize("content", ['{"key": 1}', "[]", "{", '{"paddings": 3}'])
-def test_a_damaged_record_is_as_good_as_none(records, tried, content):
-    lade.invariant(toy_model(dtype=HALF))
-    (record,) = records.iterdir()
-    record.write_text(content)
-    tried[0].clear()
-    lade.invariant(toy_model(dtype=HALF))
-    assert tried[0]
 
 
 def test_a_record_of_other_products_is_not_used(records, tried):
