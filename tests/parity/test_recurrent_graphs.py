@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, batch, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, plain, prompt
 from families import RECURRENT_FAMILIES, Family
-from graphed import Graphs, shapes_of
+from graphed import Graphs, graphs_on, shapes_of
 from inside import buffers_in
 from pretend import small_buffers
+from spies import failing, watched
 from test_batch_families import LENGTHS
 from test_serving_families import assert_served
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -54,19 +55,13 @@ def recurrent(name: str) -> Any:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
-    made = Graphs(torch.device("cpu"))
-    made.serve(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaptureWarning)
+    with graphs_on("cpu", monkeypatch) as made:
         yield made
 
 
 @pytest.mark.parametrize("case", CAPTURED)
 def test_greedy_tokens_are_plain_decodings(case: Family, graphs: Graphs) -> None:
-    model, ids, stats = case.build(), prompt(20), lade.Stats()
-    expected = plain(model, ids, max_new_tokens=24)
-    for config in (PAPER, BUDGET):
-        assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=24), expected), config
+    stats = assert_same(case.build(), prompt(20), (PAPER, BUDGET), max_new_tokens=24)
     assert graphs.counted.replayed == stats.steps > graphs.counted.recorded > 1
     assert stats.tokens_per_step > 1, "no guess was ever accepted"
 
@@ -77,15 +72,12 @@ def test_any_method_at_any_size(config: lade.LookaheadConfig, graphs: Graphs) ->
     for name in ("qwen3_5_text", "lfm2"):
         model = recurrent(name)
         for length, new in ((1, 12), (2, 1), (7, 2), (64, 20)):
-            ids = prompt(length, seed=length)
-            ours = lookahead(model, ids, config, max_new_tokens=new)
-            assert torch.equal(ours, plain(model, ids, max_new_tokens=new)), (name, length)
+            assert_same(model, prompt(length, seed=length), [config], max_new_tokens=new)
 
 
 def test_a_token_by_itself_is_a_tree(graphs: Graphs) -> None:
-    model, ids = recurrent("qwen3_5_text"), prompt(5)
-    config = lade.LookaheadConfig(budget=1)
-    assert torch.equal(lookahead(model, ids, config, max_new_tokens=8), plain(model, ids, max_new_tokens=8))
+    model = recurrent("qwen3_5_text")
+    assert_same(model, prompt(5), [lade.LookaheadConfig(budget=1)], max_new_tokens=8)
     assert {size for _, size, _ in shapes_of(graphs.pool(model))} == {8} and graphs.runner(model).step_sizes[0] == 8
 
 
@@ -132,8 +124,7 @@ def test_sampled_requests_that_come_and_go(name: str, graphs: Graphs) -> None:
 def test_a_second_generation_captures_nothing_and_sees_nothing_of_the_first(graphs: Graphs) -> None:
     model, recorded = recurrent("lfm2"), []
     for seed in (0, 1, 0):
-        ids = prompt(20, seed)
-        assert torch.equal(lookahead(model, ids, BUDGET, max_new_tokens=10), plain(model, ids, max_new_tokens=10))
+        assert_same(model, prompt(20, seed), [BUDGET], max_new_tokens=10)
         recorded.append(graphs.counted.recorded)
     assert recorded[2] == recorded[1] > 0 and len(buffers_in(graphs.pool(model))) == 1
 
@@ -159,21 +150,16 @@ def test_a_generation_goes_on_without_memory(
     model, length = recurrent("qwen3_5_text"), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)])
     expected = plain(model, ids, max_new_tokens=30)
-    make, take, taken = Buffers.__init__, NodeBuffers.take, []
 
-    def made(buffers: Buffers, layers: Any, rows: int, slots: int) -> None:
-        if where == "growth" and slots > 256:
-            raise torch.OutOfMemoryError(f"{rows} x {slots}")
-        make(buffers, layers, rows, slots)
+    def is_too_large(buffers: Buffers, layers: Any, rows: int, slots: int) -> bool:
+        return where == "growth" and slots > 256
 
-    def taking(self: NodeBuffers, layers: Any) -> None:
-        take(self, layers)
-        taken.append(self)
-        if where == "capture" and len(set(map(id, taken))) == 2:
-            raise torch.OutOfMemoryError("a graph")
+    def is_second(self: NodeBuffers, layers: Any) -> bool:
+        return where == "capture" and len({id(buffers) for buffers, _ in taken}) == 2
 
-    monkeypatch.setattr(Buffers, "__init__", made)
-    monkeypatch.setattr(NodeBuffers, "take", taking)
+    failing(monkeypatch, Buffers, "__init__", torch.OutOfMemoryError, where=is_too_large)
+    failing(monkeypatch, NodeBuffers, "take", torch.OutOfMemoryError, where=is_second, after=True)
+    taken = watched(monkeypatch, NodeBuffers, "take")
     with pytest.warns(CaptureWarning, match="no memory for captured passes"):
         assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), expected)
     assert taken and graphs.counted.replayed > 0
