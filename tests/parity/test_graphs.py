@@ -46,6 +46,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 BUDGET = lade.LookaheadConfig(budget=24)
 QUICK = "llama gemma3_text gpt2 bloom llama4_text"
 """Families that are tried each time; the others are `slow`."""
+RECURRENT = ["lfm2", "mamba2", "falcon_h1"]
 EXPERTS = (
     "mixtral qwen3_moe gemma4_text-experts olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe cohere2_moe exaone_moe "
     "deepseek_v32 glm_moe_dsa axk2 hy_v4"
@@ -148,8 +149,9 @@ def test_attention_that_knows_trees(
 
 
 @pytest.mark.parametrize("config", [CONFIGS[2], *slow(CONFIGS[3:])])
-def test_any_method_at_any_size(config: lade.LookaheadConfig, device: torch.device, graphs: Graphs) -> None:
-    model = built("qwen3", device)
+@pytest.mark.parametrize("name", ["qwen3", *slow(["qwen3_5_text", "lfm2"])])
+def test_any_method_at_any_size(name: str, config: Any, device: torch.device, graphs: Graphs) -> None:
+    model = built(name, device)
     for length, new in ((1, 12), (2, 1), (7, 2), (64, 20)):
         assert_same(model, prompt(length, seed=length).to(device), [config], max_new_tokens=new)
 
@@ -174,7 +176,7 @@ def test_the_end_of_a_table_of_positions(device: torch.device, graphs: Graphs) -
 
 
 @pytest.mark.parametrize("config", [BUDGET, *slow([PAPER, "auto"])])
-@pytest.mark.parametrize("name", ["llama", *slow(QUICK.split()[1:])])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", *slow([*QUICK.split()[1:], *RECURRENT])])
 def test_batches_with_padding_whose_rows_end_in_turn(
     name: str, config: Any, device: torch.device, graphs: Graphs
 ) -> None:
@@ -193,8 +195,9 @@ def test_batches_with_padding_whose_rows_end_in_turn(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_samples_and_the_generator_afterwards(rows: int, device: torch.device, graphs: Graphs) -> None:
-    model, ids = built("llama", device, dtype=torch.float32), prompt(20).repeat(rows, 1).to(device)
+@pytest.mark.parametrize("name", ["llama", *slow(["qwen3_5_text", *RECURRENT])])
+def test_samples_and_the_generator_afterwards(name: str, rows: int, device: torch.device, graphs: Graphs) -> None:
+    model, ids = built(name, device, dtype=torch.float32), prompt(20).repeat(rows, 1).to(device)
     for seed, config in ((0, PAPER), (1, BUDGET)):
         ends = []
         for way in (plain, lambda *given, config=config, **named: lookahead(*given, config, **named)):
@@ -265,13 +268,13 @@ def test_what_is_not_kept_is_never_seen(
 # --- what outlives a generation --------------------------------------------------------------------------------------
 
 
-def test_a_second_generation_captures_nothing(device: torch.device, graphs: Graphs) -> None:
-    model, ids = built("llama", device), prompt(30).to(device)
-    recorded = []
-    for _ in range(2):
-        assert_same(model, ids, [BUDGET], max_new_tokens=20)
+@pytest.mark.parametrize("name", ["llama", *slow(["lfm2"])])
+def test_a_second_generation_captures_nothing(name: str, device: torch.device, graphs: Graphs) -> None:
+    model, recorded = built(name, device), []
+    for seed in (0, 1, 0):
+        assert_same(model, prompt(30, seed).to(device), [BUDGET], max_new_tokens=20)
         recorded.append(graphs.counted.recorded)
-    assert recorded[1] == recorded[0] > 0
+    assert recorded[2] == recorded[1] > 0 and len(buffers_in(graphs.pool(model))) == 1
 
 
 def test_a_shorter_text_is_not_shown_a_longer_one(device: torch.device, graphs: Graphs) -> None:
@@ -457,14 +460,15 @@ def test_autocast_decides_by_itself() -> None:
 
 
 @pytest.mark.one_in(12)
-@pytest.mark.parametrize("where", ["start", "growth", "capture"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("where", ["growth", "start", "capture"])
+@pytest.mark.parametrize("rows", [3, 1])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text"])
 def test_a_generation_goes_on_without_memory(
-    rows: int, where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, where: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For static buffers at all, for larger ones, or for a capture; the next one finds some again."""
     small_buffers(monkeypatch)
-    model, length = built("gemma3_text", device), 210 if where == "growth" else 20
+    model, length = built(name, device), 210 if where == "growth" else 20
     ids = torch.cat([prompt(length, seed) for seed in range(rows)]).to(device)
     expected = plain(model, ids, max_new_tokens=50)
 
