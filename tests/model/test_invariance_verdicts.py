@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from small_models import small_model
 from spies import watched
 from torch import nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import lade
 from lade.backends.cpu.invariant import make_invariant, padded_rows, trials, weights
@@ -96,22 +96,12 @@ def test_a_record_of_other_products_is_not_used(records, tried):
 
 
 def test_the_model_is_tried_with_the_first_layers_up_to_the_last_new_kind():
-    config = Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=16,
-        layer_types=[*["sliding_attention"] * 2, "full_attention", *["sliding_attention"] * 5],
-    )
-    model = Gemma3ForCausalLM(config).eval()
+    types = [*["sliding_attention"] * 2, "full_attention", *["sliding_attention"] * 5]
+    model = small_model("gemma3_text", num_hidden_layers=8, layer_types=types)
     with distinct_layers(model):
         assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
     assert len(model.model.layers) == 8
-    model.model.layers[6].mlp.down_proj = nn.Linear(64, 32, bias=True)
+    model.model.layers[6].mlp.down_proj = nn.Linear(48, 32, bias=True)
     with distinct_layers(model):
         assert len(model.model.layers) == 7
 
