@@ -14,8 +14,15 @@ SIZES = {
 }  # fmt: skip
 
 
-def small_model(kind: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **fields: Any) -> Any:
-    """A model of a type that transformers knows, with the same weights each time; `fields` are of its config."""
+def small_model(kind: str, dtype: torch.dtype = torch.float32, attention: str | None = None, **fields: Any) -> Any:
+    """A model of a type that transformers knows, with the same weights each time.
+
+    Args:
+        kind: the model type.
+        dtype: of the weights.
+        attention: the implementation; transformers chooses if there is none.
+        fields: of its config.
+    """
     config = AutoConfig.for_model(kind, **{**SIZES, **fields})
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -70,10 +70,6 @@ def built(name: str, device: torch.device, **overrides: Any) -> Any:
     return model.to(device)
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
 def slow(cases: Any) -> list[Any]:
     """Cases that are tried now and then."""
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
@@ -103,16 +99,12 @@ def test_mtp_layers_read_the_states_that_captured_passes_leave(
 ) -> None:
     model = llama_with_mtp(tmp_path).to(device)
     ids = torch.cat([prompt(20, seed) % 47 + 1 for seed in range(rows)]).to(device)
-    config, captured, eager = lade.LookaheadConfig(budget=10, mtp=True), lade.Stats(), lade.Stats()
-    torch.manual_seed(3)
-    expected = plain(model, ids, max_new_tokens=40, **sampling)
-    torch.manual_seed(3)
-    assert torch.equal(lookahead(model, ids, config, stats=captured, max_new_tokens=40, **sampling), expected)
+    config = lade.LookaheadConfig(budget=10, mtp=True)
+    captured = assert_same(model, ids, [config], max_new_tokens=40, **sampling)
     assert captured.steps // rows <= graphs.counted.replayed > graphs.counted.recorded > 0
     graphs.captures = False
     again = load(tmp_path).to(device)  # knows nothing of its layer's predictions yet
-    torch.manual_seed(3)
-    assert torch.equal(lookahead(again, ids, config, stats=eager, max_new_tokens=40, **sampling), expected)
+    eager = assert_same(again, ids, [config], max_new_tokens=40, **sampling)
     assert captured.accepted == eager.accepted and captured.steps == eager.steps
 
 
@@ -198,14 +190,8 @@ def test_batches_with_padding_whose_rows_end_in_turn(
 @pytest.mark.parametrize("name", ["llama", *slow(["qwen3_5_text", *RECURRENT])])
 def test_samples_and_the_generator_afterwards(name: str, rows: int, device: torch.device, graphs: Graphs) -> None:
     model, ids = built(name, device, dtype=torch.float32), prompt(20).repeat(rows, 1).to(device)
-    for seed, config in ((0, PAPER), (1, BUDGET)):
-        ends = []
-        for way in (plain, lambda *given, config=config, **named: lookahead(*given, config, **named)):
-            torch.manual_seed(seed)
-            output = way(model, ids, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=14)
-            ends.append((output, generator_state(device)))
-        (expected, state), (ours, our_state) = ends
-        assert torch.equal(ours, expected) and torch.equal(our_state, state), seed
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    assert_same(model, ids, (PAPER, BUDGET), max_new_tokens=14, **sampling)
     assert graphs.counted.replayed > 0
 
 
