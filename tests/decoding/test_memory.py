@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -286,33 +287,26 @@ def test_a_small_memory_takes_little():
 @pytest.mark.parametrize("max_bytes", (20_000, 2**24))
 def test_threads_may_share_a_memory(max_bytes):
     """While it grows, or forgets; where there is room nothing is lost."""
-    memory, failures, start = Memory(max_bytes), [], threading.Barrier(4)
+    memory, start = Memory(max_bytes), threading.Barrier(4)
     learned: list[list[int]] = []
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        try:
-            start.wait()
-            for number in range(120):
-                texts = [[seed, *rng.integers(0, 500, 8).tolist()] for _ in range(6)]
-                rows = random_rows(rng, 6, vocabulary=50)
-                memory.learn(tails_of(texts), rows)
-                memory.learn_text(tails_of(texts), [seed] * 6)
-                learned.append(texts[0])
-                for text in texts:
-                    of_logits, of_text = known(memory, text)
-                    assert all(token < 50 for row in of_logits for token in row)
-                    assert all(set(row) <= {0, 1, 2, 3} for row in of_text)
-                assert number % 10 or len(memory) <= max_bytes // SLOT_BYTES
-        except BaseException as error:
-            failures.append(error)
+        start.wait()
+        for number in range(120):
+            texts = [[seed, *rng.integers(0, 500, 8).tolist()] for _ in range(6)]
+            rows = random_rows(rng, 6, vocabulary=50)
+            memory.learn(tails_of(texts), rows)
+            memory.learn_text(tails_of(texts), [seed] * 6)
+            learned.append(texts[0])
+            for text in texts:
+                of_logits, of_text = known(memory, text)
+                assert all(token < 50 for row in of_logits for token in row)
+                assert all(set(row) <= {0, 1, 2, 3} for row in of_text)
+            assert number % 10 or len(memory) <= max_bytes // SLOT_BYTES
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [None] * 4
     if max_bytes > 2**20:
         assert all(known(memory, text)[1][-1].keys() == {text[0]} for text in learned)
         assert all(len(known(memory, text)[0]) == len(ORDERS) for text in learned)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comparing import PAPER, assert_same, lookahead, plain, prompt
+from comparing import PAPER, assert_same, lookahead, prompt
 from families import FAMILIES, family
 
 import lade
