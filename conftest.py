@@ -18,11 +18,9 @@ from hypothesis import HealthCheck, settings
 import lade
 from lade import native
 from lade.errors import UnsupportedModelError
-from lade.files import Records
 from lade.hf import job, refusals
 from lade.model import supports as support
 from lade.testing import toy_model
-from lade.tuning import cost_cache
 from lade_lab.fakes import nearly_flat_cost
 
 pytest_plugins = ["shell_fixtures"]
@@ -164,12 +162,19 @@ def cache_folder(tmp_path_factory):
     for kept in users.iterdir() if users.is_dir() else ():
         if kept.name != "lookahead-decoding":
             (own / kept.name).symlink_to(kept)
-    folder = own / "lookahead-decoding" / "step-cost"
-    folder.mkdir(parents=True)
+    folder = own / "lookahead-decoding"
+    (folder / "step-cost").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
-        patch.setattr(cost_cache, "RECORDS", Records("step-cost", "step cost", folder))
-        yield folder
+        patch.setattr(platformdirs, "user_cache_dir", lambda *_, **__: str(folder))
+        yield folder / "step-cost"
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache folder of the test's own, where nothing is known yet."""
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_, **__: str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)

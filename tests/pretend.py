@@ -12,6 +12,7 @@ from transformers import dynamic_module_utils
 
 from lade.backends.cpu.invariant import make_invariant, trials
 from lade.backends.cuda_graphs import static_cache
+from lade.model import prefill
 
 
 def use_threads(patch: pytest.MonkeyPatch, number: int) -> None:
@@ -46,6 +47,12 @@ def short_trials(patch: pytest.MonkeyPatch) -> None:
     """Try a model before it is made invariant on one text, behind which the tree crosses the border of a tile."""
     patch.setattr(make_invariant, "TEXTS", (61,))
     patch.setattr(trials, "TEXTS", (60,))
+
+
+def short_pieces(patch: pytest.MonkeyPatch, tokens: int | None = None, logits: int | None = None) -> None:
+    """Keep so few last tokens of a prompt, and show so few logits at once."""
+    for name, size in (("MOST_TOKENS", tokens), ("PIECE_LOGITS", logits)):
+        patch.setattr(prefill, name, size or getattr(prefill, name))
 
 
 def small_buffers(patch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,9 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 15,
     "entries of Args that are fragments, per cent": 2.4,
-    "lines of tests": 62_040,
-    "private attributes in tests": 214,
-    "patches in tests": 373,
+    "lines of tests": 61_830,
+    "private attributes in tests": 196,
+    "patches in tests": 380,
 }
 LEAST = {"median lines of a file": 248}
 

@@ -10,10 +10,8 @@ import torch
 
 import lade
 from lade.backends.trials import tree_check as probe
-from lade.files import Records
 from lade.model.supports import supports
 from lade.testing import toy_model
-from lade.tuning import cost_cache as profile
 
 IDS = torch.tensor([[1, 2, 1, 2]])
 
@@ -64,8 +62,7 @@ def test_what_is_served_writes_nothing_at_info(log):
 
 
 @pytest.mark.measured_cost
-def test_a_step_cost_that_is_measured(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "RECORDS", Records("step-cost", "step cost", tmp_path))
+def test_a_step_cost_that_is_measured(log, own_cache):
     model = toy_model()
     lade.generate(model, IDS, max_new_tokens=5)
     begun, done = of_level(log(), "INFO")

@@ -79,9 +79,10 @@ def test_the_library_is_no_module_to_those_who_walk_the_package():
 
 
 def test_free_threaded_python_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
+    enabled = [True]
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: enabled[-1], raising=False)
     version.refuse_free_threading()
-    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False)
+    enabled.append(False)
     with pytest.raises(ImportError, match=r"free-threaded Python.*-X gil=1"):
         version.refuse_free_threading()
 

@@ -113,12 +113,17 @@ def test_threads_that_compete_for_cores_are_noticed(threads, cores, load, busy):
     assert ("torch.set_num_threads(1)" in contention(threads, cores, load)) == busy
 
 
+def logger_at(level, monkeypatch, *, terminal=True):
+    """A logger of this level, where what is printed is seen at a terminal, or not."""
+    logger = logging.getLogger(f"lade.at_{level}")
+    logger.setLevel(level)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    return logger
+
+
 @pytest.mark.parametrize(("terminal", "level", "shown"), [(True, 30, 1), (False, 30, 0), (True, 20, 0)])
 def test_an_announcement_is_one_line_where_nobody_sees_the_log(terminal, level, shown, capsys, monkeypatch):
-    logger = logging.getLogger("lade.test")
-    monkeypatch.setattr(logger, "level", level)
-    logger.manager._clear_cache()
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    logger = logger_at(level, monkeypatch, terminal=terminal)
     announce(logger, "compiling")
     assert capsys.readouterr().err.count("lade: compiling\n") == shown
 
@@ -127,10 +132,7 @@ def test_an_announcement_is_one_line_where_nobody_sees_the_log(terminal, level, 
     ("takes_s", "level", "shown"), [(0.5, logging.WARNING, 1), (0.0, logging.WARNING, 0), (0.5, 20, 0)]
 )
 def test_slow_work_is_announced_unless_it_is_logged(monkeypatch, capsys, takes_s, level, shown):
-    logger = logging.getLogger("lade.slow")
-    monkeypatch.setattr(logger, "level", level)
-    logger.manager._clear_cache()
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    logger = logger_at(level, monkeypatch)
     with announced_if_slow(logger, "packing", after_s=0.1):
         time.sleep(takes_s)
     time.sleep(0.3)

@@ -12,10 +12,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade.embedded.files import model_path
-from lade.hf import job
 from lade.server import service
 from lade.testing import toy_model
-from lade_lab.fakes import nearly_flat_cost
 from lade_lab.served import Reply
 
 SCHEMAS = [
@@ -37,14 +35,16 @@ def structured(monkeypatch):
 
 @pytest.fixture
 def ledger(monkeypatch):
-    return experiment("ledger", monkeypatch)
+    """With short texts."""
+    found = experiment("ledger", monkeypatch)
+    monkeypatch.setattr(found, "TOKENS", 12)
+    return found
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Neither servers nor engines measure passes first."""
+    """Servers do not warm up first."""
     monkeypatch.setattr(service, "warm_up", lambda engine, model, settings: None)
-    monkeypatch.setattr(job, "step_cost_for", lambda model, runner, batch=1: nearly_flat_cost())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,6 @@ def test_the_ledger_counts_from_the_first_difference_on(ledger):
 def test_the_ledger_goes_on_behind_its_end_and_notices_what_differs(ledger, quick, tmp_path, monkeypatch):
     toy = ledger.Subject("toy", "float64", toy_model("llama"), None, ExitStack())
     monkeypatch.setattr(ledger, "subjects", lambda models, prompts, stack: [toy])
-    monkeypatch.setattr(ledger, "TOKENS", 12)
     out = tmp_path / "ledger.jsonl"
     alone = [path for path in ledger.PATHS if ledger.applies(path, toy)]
     assert set(ledger.PATHS) - set(alone) == {"server", "grammar", "MTP", "several processes"}
@@ -154,8 +153,7 @@ def test_the_ledger_takes_the_path_with_fewest_tokens_and_the_model_with_least_t
 @pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="transformers reads no MTP layers"
 )
-def test_the_ledger_compares_a_trained_model_with_its_layer(ledger, quick, monkeypatch):
-    monkeypatch.setattr(ledger, "TOKENS", 12)
+def test_the_ledger_compares_a_trained_model_with_its_layer(ledger, quick):
     with ExitStack() as stack:
         model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(model_path())
@@ -207,16 +205,8 @@ def test_weights_of_a_gguf_file_pair_what_is_rotated_together(monkeypatch):
     write_gguf = experiment("write_gguf", monkeypatch)
     config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1})
     rows = torch.arange(8.0)[:, None]
-    assert write_gguf.paired("layers.0.self_attn.q_proj.weight", rows, config)[:, 0].tolist() == [
-        0,
-        2,
-        1,
-        3,
-        4,
-        6,
-        5,
-        7,
-    ]
+    pairs = write_gguf.paired("layers.0.self_attn.q_proj.weight", rows, config)[:, 0].tolist()
+    assert pairs == [0, 2, 1, 3, 4, 6, 5, 7]
     assert write_gguf.paired("layers.0.mlp.up_proj.weight", rows, config) is rows
 
 

@@ -3,11 +3,13 @@
 import copy
 import hashlib
 import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 from bench_toys import Chatty, Letters, models, workload
+from spies import failing, watched
 
 import lade
 from lade.errors import ConfigError, InputError, UnsupportedError
@@ -18,7 +20,7 @@ from lade_lab.harness import arms as arms_module
 from lade_lab.harness import benchmark
 from lade_lab.harness import experiment as module
 from lade_lab.harness.arms import Completion, Meter, OwnArm, TransformersArm, digest
-from lade_lab.harness.benchmark import prepare
+from lade_lab.harness.benchmark import commit_of, prepare
 from lade_lab.harness.experiment import jobs_of
 from lade_lab.harness.methods import parse_all
 from lade_lab.results import Results, Settings
@@ -50,6 +52,11 @@ def timeless(results):
     return [replace(sample, **dict.fromkeys(TIMES, 0.0)) for sample in results.samples]
 
 
+def plain_answer(model, text):
+    ids = torch.tensor([Letters()(text)["input_ids"]])
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
 @pytest.fixture(scope="module")
 def results():
     experiment = prepared()
@@ -75,12 +82,9 @@ def test_all_methods_write_the_same_and_all_of_it_is_recorded(results):
 
 
 def test_the_hashes_are_of_ids_as_little_endian_int64(results):
-    ids = Letters()("HELLO")["input_ids"]
-    assert results.samples[0].prompt_sha256 == digest(ids)
+    assert results.samples[0].prompt_sha256 == digest(Letters()("HELLO")["input_ids"])
     assert digest([1, 258]) == hashlib.sha256(bytes([1, *[0] * 7, 2, 1, *[0] * 6])).hexdigest()
-    model = models().plain
-    output = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, 5:].tolist()
-    assert results.samples[0].output_sha256 == digest(output)
+    assert results.samples[0].output_sha256 == digest(plain_answer(models().plain, "HELLO"))
 
 
 def test_plain_methods_feed_one_token_a_step(results):
@@ -166,13 +170,7 @@ def test_the_references_of_an_enabled_model_are_plain():
 def test_methods_take_turns_in_coming_first(monkeypatch):
     called = []
     for kind in (TransformersArm, OwnArm):
-        original = kind.complete
-
-        def complete(self, prompt, seed, new_tokens, original=original):
-            called.append(self.method.name)
-            return original(self, prompt, seed, new_tokens)
-
-        monkeypatch.setattr(kind, "complete", complete)
+        watched(monkeypatch, kind, "complete", lambda arm, *_: called.append(arm.method.name))
     finished(prepared(["hf,plain,jacobi"], workloads=[workload(*TEXTS, ["MORE", "AND MORE"])]))
     a, b, c = "hf", "plain", "jacobi"
     assert called == [a, b, c, b, c, a, c, a, b, a, b, c, b, c, a], "in the second turn of a conversation too"
@@ -250,8 +248,7 @@ def test_of_an_assisted_method_the_target_models_passes_count():
 def test_the_second_turn_is_asked_behind_the_references_answer():
     toy, letters = models(), Letters()
     results = finished(prepared(["plain,hf,adaptive=8"], workloads=[workload(["HELLO", "WORLD"])], toy=toy))
-    ids = letters("HELLO")["input_ids"]
-    answer = toy.plain.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, 5:].tolist()
+    answer = plain_answer(toy.plain, "HELLO")
     second = letters("HELLO" + letters.decode(answer) + "\n\nWORLD")["input_ids"]
     assert [sample.turn for sample in results.samples] == [0] * 3 + [1] * 3
     assert {sample.prompt_sha256 for sample in results.samples[3:]} == {digest(second)}
@@ -264,18 +261,15 @@ def test_the_chat_template_is_for_chats(tokenizer, chat):
         prepared(["hf"], workloads=[workload(["HELLO", "WORLD"], chat=chat)], toy=toy, tokenizer=tokenizer())
     )
     templated = tokenizer is Chatty and chat
-    first = letters("UHELLOA" if templated else "HELLO")["input_ids"]
-    answer = toy.plain.generate(torch.tensor([first]), max_new_tokens=NEW, do_sample=False)[0, len(first) :].tolist()
-    reply = letters.decode(answer)
+    asked = "UHELLOA" if templated else "HELLO"
+    reply = letters.decode(plain_answer(toy.plain, asked))
     second = letters(f"UHELLOA{reply}UWORLDA" if templated else f"HELLO{reply}\n\nWORLD")["input_ids"]
-    assert [sample.prompt_sha256 for sample in results.samples] == [digest(first), digest(second)]
+    assert [sample.prompt_sha256 for sample in results.samples] == [digest(letters(asked)["input_ids"]), digest(second)]
 
 
 def test_ignoring_the_end_of_the_text():
     toy = models()
-    toy.plain.generation_config.eos_token_id = toy.plain.generate(
-        torch.tensor([Letters()("HELLO")["input_ids"]]), max_new_tokens=NEW, do_sample=False
-    )[0, 5 + 3].item()
+    toy.plain.generation_config.eos_token_id = plain_answer(toy.plain, "HELLO")[3]
     ended = finished(prepared(workloads=[workload(["HELLO"])], toy=toy))
     assert {sample.new_tokens for sample in ended.samples} < set(range(1, 5)) and ended.mismatches == []
     whole = finished(prepared(settings=Settings(NEW, ignore_eos=True), workloads=[workload(["HELLO"])], toy=toy))
@@ -284,12 +278,10 @@ def test_ignoring_the_end_of_the_text():
 
 # ----------------------------------------------------------------------------------------------- interrupted runs
 
-LONG = [["HELLO"], ["WORLD"], ["HELLO"]]
-
 
 def long_run(folder, resume=False, **options):
     options = {"methods": ["adaptive-warm=12"], "settings": Settings(NEW, repeats=2)} | options
-    return prepared(workloads=[workload(*LONG)], folder=folder, resume=resume, **options)
+    return prepared(workloads=[workload(*TEXTS)], folder=folder, resume=resume, **options)
 
 
 class Killed(BaseException):
@@ -301,38 +293,12 @@ def uninterrupted(tmp_path_factory):
     return finished(long_run(tmp_path_factory.mktemp("whole")))
 
 
-def dying(monkeypatch, owner, name, at, *, after=False, problem=Killed):
-    """Have the call number `at` (from 1) of a method end the run, before or after its work."""
-    original, state = getattr(owner, name), {"calls": 0}
-
-    def call(self, *arguments, **options):
-        state["calls"] += 1
-        if state["calls"] == at and not after:
-            raise problem
-        found = original(self, *arguments, **options)
-        if state["calls"] == at:
-            raise problem
-        return found
-
-    monkeypatch.setattr(owner, name, call)
-
-
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("at", [1, 3, 4, 6])
-@pytest.mark.parametrize(
-    ("owner", "name", "after"),
-    [
-        (Results, "save", False),
-        (Results, "save", True),
-        (Memory, "save", False),
-        (Memory, "save", True),
-    ],
-)
-def test_whenever_it_is_killed_it_goes_on_as_if_it_had_not_been(
-    owner, name, after, at, uninterrupted, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("owner", "after"), [(Results, False), (Results, True), (Memory, False), (Memory, True)])
+def test_whenever_it_is_killed_it_goes_on_as_if_it_had_not_been(owner, after, at, uninterrupted, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        dying(patch, owner, name, at, after=after)
+        failing(patch, owner, "save", Killed, calls={at}, after=after)
         with pytest.raises(Killed):
             finished(long_run(tmp_path))
     experiment = long_run(tmp_path, resume=True)
@@ -346,7 +312,7 @@ def test_whenever_it_is_killed_it_goes_on_as_if_it_had_not_been(
 def test_ctrl_c_amid_an_answer_and_twice(uninterrupted, tmp_path, monkeypatch):
     for at, done in ((3, 2), (2, 3)):
         with monkeypatch.context() as patch:
-            dying(patch, OwnArm, "complete", at, problem=KeyboardInterrupt)
+            failing(patch, OwnArm, "complete", KeyboardInterrupt, calls={at})
             with pytest.raises(KeyboardInterrupt):
                 finished(long_run(tmp_path, resume=True))
         assert long_run(tmp_path, resume=True).done == done
@@ -358,8 +324,9 @@ def test_step_curves_are_measured_once(tmp_path, monkeypatch):
     experiment.warm_up()
     next(iter(experiment))
     again = long_run(tmp_path, resume=True)
-    monkeypatch.setattr(module, "step_curve", None)
+    measured = watched(monkeypatch, module, "step_curve")
     again.warm_up()
+    assert not measured
     assert again.results.step_curves == experiment.results.step_curves != []
 
 
@@ -416,7 +383,7 @@ def test_run_from_python(tmp_path):
 
 
 def test_run_from_python_writes_what_it_has_when_it_is_interrupted(tmp_path, monkeypatch):
-    dying(monkeypatch, OwnArm, "complete", 4, problem=KeyboardInterrupt)  # the first is the warm-up
+    failing(monkeypatch, OwnArm, "complete", KeyboardInterrupt, calls={4})  # the first is the warm-up
     with pytest.raises(KeyboardInterrupt):
         lade.bench.run(toy_model(vocabulary=48), Letters(), [workload(*TEXTS)], ["plain"], GREEDY, folder=tmp_path)
     kept = Results.load(tmp_path / "results.json")
@@ -498,14 +465,8 @@ def test_a_tokenizer_of_another_model():
 def test_a_method_that_transformers_cannot_run_is_named(monkeypatch):
     toy = models()
     experiment = prepared(["hf,hf-prompt-lookup"], toy=toy)
-    original = toy.plain.generate
-
-    def generate(*args, **options):
-        if "prompt_lookup_num_tokens" in options:
-            raise ValueError("assisted generate is not supported")
-        return original(*args, **options)
-
-    monkeypatch.setattr(toy.plain, "generate", generate)
+    refusal = ValueError("assisted generate is not supported")
+    failing(monkeypatch, toy.plain, "generate", refusal, where=lambda *_, **given: "prompt_lookup_num_tokens" in given)
     with pytest.raises(UnsupportedError, match=r"hf-prompt-lookup fails with this model .*leave hf-prompt-lookup out"):
         experiment.warm_up()
 
@@ -521,19 +482,13 @@ def test_jobs_in_order():
     assert [job.repeat for job in jobs] == [0] * 6 + [1] * 6
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not there")
 def test_commits(tmp_path):
-    from lade_lab.harness.benchmark import commit_of
-
-    assert commit_of(tmp_path) is None
-    git = shutil.which("git")
-    if git is None:
-        pytest.skip("git is not there")
-    import subprocess
-
     def run(*arguments):
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
-        subprocess.run([git, "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
 
+    assert commit_of(tmp_path) is None
     run("init")
     assert commit_of(tmp_path) is None, "nothing is committed yet"
     (tmp_path / "file").write_text("one")

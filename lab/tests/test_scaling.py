@@ -7,13 +7,14 @@ import pytest
 import torch
 from bench_toys import Letters, models, workload
 from pretend import not_found
+from spies import answered, watched
 
 import lade
 from lade.errors import ConfigError, InputError, MissingExtraError
 from lade_lab import scaling_law as scaling_figure
 from lade_lab import scaling_run as study
 from lade_lab.report.theme import DARK, LIGHT
-from lade_lab.results import Mismatch, Settings
+from lade_lab.results import Environment, Mismatch, Model, Settings, Workload
 from lade_lab.scaling_law import NAME, Point, Scaling
 from lade_lab.scaling_run import Study
 
@@ -101,9 +102,8 @@ def test_more_sizes_can_be_added_and_none_are_measured_twice(make, monkeypatch):
     assert added.todo == [(2, 3), (1, 4), (2, 4)]
     list(added)
     again = make([1, 2], [3, 4], resume=True)
-    monkeypatch.setattr(study, "OwnArm", None)
-    monkeypatch.setattr(study, "TransformersArm", None)
-    assert list(again) == [1.0] and len(again.scaling.points) == 4 and again.scaling.complete
+    measured = [watched(monkeypatch, arm, "complete") for arm in (study.OwnArm, study.TransformersArm)]
+    assert list(again) == [1.0] and measured == [[], []] and len(again.scaling.points) == 4 and again.scaling.complete
 
 
 def test_nothing_is_overwritten(make, tmp_path):
@@ -144,15 +144,11 @@ def test_damaged_files(text, make, tmp_path):
 
 
 def test_a_wrong_token_is_a_mismatch(make, toys, monkeypatch):
-    complete = study.OwnArm.complete
-
-    def wrong(self, prompt, seed, new_tokens):
-        found = complete(self, prompt, seed, new_tokens)
-        if self.method.config["window"] == 3 and len(prompt) == 3:
+    def spoil(found, arm, prompt, seed, new_tokens):
+        if arm.method.config["window"] == 3 and len(prompt) == 3:
             found.tokens[5] = (found.tokens[5] + 1) % 48
-        return found
 
-    monkeypatch.setattr(study.OwnArm, "complete", wrong)
+    answered(monkeypatch, study.OwnArm, "complete", spoil)
     made = make()
     list(made)
     assert [(each.method, each.prompt, each.place) for each in made.scaling.mismatches] == [
@@ -208,8 +204,6 @@ def law():
             fed = 2 * window * (ngram - 1)
             accepted = round(10_000 * (1 + 0.1 * ngram * (fed.bit_length() - 1)))
             points.append(Point(window, ngram, window, [4_000, 6_000], [4_000 * fed, 6_000 * fed], [0, accepted]))
-    from lade_lab.results import Environment, Model, Workload
-
     return Scaling(
         "now", [], Environment("a machine", 1, {}, "Linux", None), Model("small", "llama", 1, "float32"), settings,
         Workload("toys", "jsonl", 2), True, points=points,

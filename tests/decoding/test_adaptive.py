@@ -1,8 +1,8 @@
 """The adaptive method's drafter: it feeds trees from a memory and learns from every row."""
 
 import random
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from memories import downhill, filled_memory, is_undecided, known, likeliest, mixed, said_of
+from random_texts import VOCABULARY, depths, path_to, seeds, texts
 from reference.tree import parts_of
 
 import lade
@@ -21,25 +22,12 @@ from lade.decoding.drafting.drafter import Draft, Guess
 from lade.decoding.kernels import native_tree as growth_module
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
 from lade.decoding.readout import read
-from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.testing import toy_model
 from lade_lab.fakes import nearly_flat_cost
 
-VOCABULARY = 8
 Follow = Callable[[Sequence[int]], int]
-seeds = st.integers(0, 10_000)
-texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12)
-depths = st.one_of(st.none(), st.integers(0, 5))
-
-
-def path_to(tree: TokenTree, node: int) -> list[int]:
-    """Tokens from below the root to a node."""
-    path = []
-    while node != ROOT:
-        path.append(tree.ids[node])
-        node = tree.parents[node]
-    return path[::-1]
 
 
 class SetBudget:
@@ -288,17 +276,14 @@ def test_a_prompt_may_be_of_one_token():
 
 def test_threads_may_draft_from_one_memory():
     """Each from its own tree, while the memory grows, forgets and learns."""
-    memory, failures = Memory(30_000), []
+    memory = Memory(30_000)
 
     def work(seed: int) -> None:
-        try:
-            drafter, text = drafter_of(memory, FixedBudget(24), [seed, 1]), [seed, 1]
-            for _ in range(60):
-                draft, verdict = step(drafter, text, follow_of(3, seed))
-                assert len(draft.tree) <= 24 and len(verdict.tokens) >= 1
-            assert text == plain(seed, len(text))
-        except BaseException as error:
-            failures.append(error)
+        drafter, text = drafter_of(memory, FixedBudget(24), [seed, 1]), [seed, 1]
+        for _ in range(60):
+            draft, verdict = step(drafter, text, follow_of(3, seed))
+            assert len(draft.tree) <= 24 and len(verdict.tokens) >= 1
+        assert text == plain(seed, len(text))
 
     def plain(seed: int, length: int) -> list[int]:
         text = [seed, 1]
@@ -306,12 +291,9 @@ def test_threads_may_draft_from_one_memory():
             text.append(follow_of(3, seed)(text))
         return text
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and np.isfinite(memory.weights).all()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [None] * 4
+    assert np.isfinite(memory.weights).all()
 
 
 # ------------------------------------------------------------------------------------------------- through `generate`

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lade.decoding.beams.logits import Recycler
+from lade import LookaheadConfig
+from lade.decoding.beams.logits import BeamGuesser, BeamRow, Recycler
 from lade.decoding.beams.tree import Branches
 
 
@@ -80,3 +81,31 @@ def test_the_recycler_keeps_the_last_contexts_of_each_length(texts, bound):
     for token in range(6):
         known = list(recent)[:bound]
         assert recycler.lookup([token]) == ([(recent[token], 0.0)] if token in known else ())
+
+
+def row_of(prompt, source=()):
+    """A search with one beam that drafts n-grams alone."""
+    config = LookaheadConfig(0, 3, 2)
+    return BeamRow(prompt, 1, BeamGuesser(config, 1, (), Recycler(2), source))
+
+
+def drafts(row, *tokens):
+    """Whether a text ends so after the next pass; the model itself expects token 0."""
+    row.learn(torch.eye(10)[[0]])
+    row.grow(None)
+    return any(tuple(text(row.branches, node)[-len(tokens) :]) == tokens for node in range(len(row.tree)))
+
+
+def test_what_followed_in_the_prompt_or_in_the_encoders_input_is_drafted():
+    assert drafts(row_of([1, 2, 3, 1]), 3, 1, 2, 3)
+    assert drafts(row_of([1], source=[1, 2, 3]), 1, 2, 3)
+    assert not drafts(row_of([1]), 1, 2, 3)
+
+
+def test_what_followed_in_the_text_that_all_beams_share_is_drafted():
+    row = row_of([9])
+    for token in (1, 2, 3, 1):
+        assert not drafts(row, 3, 1, 2, 3)
+        row.lengthen([token])
+        row.prune()
+    assert drafts(row, 3, 1, 2, 3)

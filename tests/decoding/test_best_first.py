@@ -21,6 +21,7 @@ from memories import (
     rows_of,
     said_of,
 )
+from random_texts import VOCABULARY, depths, path_to, seeds, texts
 from reference.tree import NODE, Tree
 
 from lade.decoding.kernels import native_tree as module
@@ -29,25 +30,12 @@ from lade.decoding.kernels.native_tree import OPTIMISM, NativeTree
 from lade.decoding.tree import ROOT, TokenTree
 from lade.memory import Memory
 
-VOCABULARY = 8
 Allowed = Callable[[int], bool]
-seeds = st.integers(0, 10_000)
-texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12)
-depths = st.one_of(st.none(), st.integers(0, 5))
 thresholds = st.sampled_from([0.0, 0.01, 0.1, 0.5])
 
 
 def anything(token: int) -> bool:
     return True
-
-
-def path_to(tree: TokenTree, node: int) -> list[int]:
-    """Tokens from below the root to a node."""
-    path = []
-    while node != ROOT:
-        path.append(tree.ids[node])
-        node = tree.parents[node]
-    return path[::-1]
 
 
 def offers(memory: Memory, text: Sequence[int], allowed: Allowed) -> list[tuple[float, int]]:

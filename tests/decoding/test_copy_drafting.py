@@ -190,7 +190,8 @@ def test_another_text_than_was_shown_before_is_followed_like_a_new_one(pieces, d
         context = context[:kept] + piece
         for guess in source.guesses(context):
             assert len(guess.tokens) == len(guess.scores)
-    assert source._text == context
+            starts = range(len(context) - len(guess.tokens) + 1)
+            assert any(context[at : at + len(guess.tokens)] == list(guess.tokens) for at in starts)
 
 
 @settings(max_examples=examples(60))
@@ -205,9 +206,7 @@ def test_a_list_that_has_grown_is_followed_like_another_one_with_the_same_tokens
         context += [next(phrase) if change == 0 else luck.randrange(5) for _ in range(luck.choice([1, 1, 1, 1, 3]))]
         if change == 1:
             next(phrase)
-        guesses = short.guesses(context)
-        assert guesses == long.guesses(list(context))
-        assert (short._text, short._ends) == (long._text, long._ends)
+        assert short.guesses(context) == long.guesses(list(context))
 
 
 columns = st.lists(st.floats(0.001, 1.0), max_size=12).map(lambda scores: sorted(scores, reverse=True))

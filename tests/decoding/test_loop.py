@@ -235,11 +235,13 @@ def test_a_consumer_that_stops_early_leaves_tokens_and_cache_agreeing():
     assert row.tokens == plain(follow_of(1, 2), [1, 2, 1, 2], len(row.tokens) - 4)
 
 
-def counting_loop(period: int = 7) -> tuple[DecodeLoop[ListCache], Row, list[int]]:
+def counting_loop(
+    period: int = 7, stop: Callable[[Sequence[int]], bool] = lambda tokens: False
+) -> tuple[DecodeLoop[ListCache], Row, list[int]]:
     """One that accepts several tokens a step, its row, and the tokens that its stop rule has been called with."""
     prompt, seen = [0, 1, 2, 3, 4, 5, 6, 0, 1], list[int]()
     drafter = drafter_for(LookaheadConfig(0, 4, 4))
-    row = Row(prompt, drafter, Greedy(), lambda tokens: bool(seen.append(tokens[-1])))
+    row = Row(prompt, drafter, Greedy(), lambda tokens: stop(tokens) or bool(seen.append(tokens[-1])))
     runner = FunctionRunner(lambda text: (text[-1] + 1) % period, VOCABULARY)
     return DecodeLoop([row], runner, ListCache(), Stats()), row, seen
 
@@ -247,7 +249,6 @@ def counting_loop(period: int = 7) -> tuple[DecodeLoop[ListCache], Row, list[int
 @pytest.mark.parametrize("problem", [RuntimeError("a user's own"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", range(1, 10))
 def test_an_error_amid_a_step_leaves_the_accepted_tokens_in_the_cache_and_no_others(at, problem):
-    loop, row, _ = counting_loop()
     calls = []
 
     def stop(tokens: Sequence[int]) -> bool:
@@ -256,7 +257,7 @@ def test_an_error_amid_a_step_leaves_the_accepted_tokens_in_the_cache_and_no_oth
             raise problem
         return False
 
-    row._stop = stop
+    loop, row, _ = counting_loop(stop=stop)
     yielded = []
     with pytest.raises(type(problem)) as caught:
         for (step,) in loop.run():
@@ -286,20 +287,17 @@ def test_a_pass_that_fails_is_not_text():
 
 
 def test_an_isolated_row_ends_with_the_tokens_before_its_error():
-    loop, row, seen = counting_loop()
+    def stop(tokens: Sequence[int]) -> bool:
+        if len(seen) == 3:
+            raise problem
+        return False
+
+    loop, row, seen = counting_loop(stop=stop)
     other, problem = counting_loop()[1], RuntimeError("a user's own")
     loop.rows.append(other)
     loop.cache.rows.append([])
     loop.isolate = True
     run = loop.prefill()
-    emit = row._stop
-
-    def stop(tokens: Sequence[int]) -> bool:
-        if len(seen) == 3:
-            raise problem
-        return emit(tokens)
-
-    row._stop = stop
     failed, complete = loop.step()
     assert row.problem is problem and loop.rows == [other]
     assert run[0].tokens + failed.tokens == seen and len(seen) == 3

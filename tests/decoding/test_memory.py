@@ -4,12 +4,14 @@ import gc
 import re
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memories import Reference, Row, known, learn, likeliest, random_rows, rows_of, tails_of, unpacked
+from spies import failing
 
 from lade import native
 from lade.decoding.drafting import memory as module
@@ -146,6 +148,11 @@ def slots(memory: Memory) -> int:
     return sum(map(len, memory.tables))
 
 
+def taken(memory: Memory) -> int:
+    """Slots of the table that is written that are taken; none, when tables have just been changed over."""
+    return int(np.count_nonzero(memory.tables[0][:, 0]))
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("max_bytes", (LEAST_BYTES, LEAST_BYTES + 63, 50_000, 128_000))
 @pytest.mark.parametrize("batch", (1, 7, 300))
@@ -178,7 +185,7 @@ def test_nothing_is_forgotten_before_there_is_no_more_room(batch, of_text):
         else:
             learn(memory, texts, [{3: 9}] * batch)
         token += batch
-        assert memory._taken == token * ends, "and so the tables are not changed over"
+        assert taken(memory) == token * ends, "and so the tables are not changed over"
         if len(memory) > 10_000:
             break
     assert all(len(memory.lookup([n] * LONGEST)[of_text]) == ends for n in range(token))
@@ -196,7 +203,7 @@ def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes):
     one, other, rng = Memory(max_bytes), Memory(max_bytes), np.random.default_rng(0)
     grower, changes = NativeTree(), 0
     for _ in range(300):
-        nodes, accepted, before = int(rng.integers(1, 20)), int(rng.integers(1, 4)), other._old
+        nodes, accepted, before = int(rng.integers(1, 20)), int(rng.integers(1, 4)), other.tables[1]
         text, rows = rng.integers(0, 40, 9).tolist(), random_rows(rng, nodes)
         tree, contexts = TokenTree(text[-1]), [text]
         for number in range(1, nodes):
@@ -208,10 +215,10 @@ def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes):
         one.learn_tree(grower, rows, path, tokens)
         other.learn(tails, rows)
         other.learn_text(tails[path], tokens)
-        assert one._taken == other._taken
-        for mine, theirs in ((one._young, other._young), (one._old, other._old)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one.tables, other.tables, strict=True):
             assert np.array_equal(in_order(mine), in_order(theirs))
-        changes += other._old is not before
+        changes += other.tables[1] is not before
     assert (changes > 5) == (max_bytes < 2**21)
 
 
@@ -227,11 +234,11 @@ def test_what_is_about_to_be_forgotten_is_averaged_too():
     memory = Memory(LEAST_BYTES)
     learn(memory, [[3]], [{5: 100, 6: 50}])
     number = 100
-    while known(memory, [3])[0] == [{5: 100, 6: 50}] * len(ORDERS) and memory._taken >= len(ORDERS):
-        before = memory._taken
+    while known(memory, [3])[0] == [{5: 100, 6: 50}] * len(ORDERS) and taken(memory) >= len(ORDERS):
+        before = taken(memory)
         learn(memory, [[number]], [{1: 1}])
         number += 1
-        if memory._taken < before:
+        if taken(memory) < before:
             break
     else:
         raise AssertionError("nothing is old yet")
@@ -280,33 +287,26 @@ def test_a_small_memory_takes_little():
 @pytest.mark.parametrize("max_bytes", (20_000, 2**24))
 def test_threads_may_share_a_memory(max_bytes):
     """While it grows, or forgets; where there is room nothing is lost."""
-    memory, failures, start = Memory(max_bytes), [], threading.Barrier(4)
+    memory, start = Memory(max_bytes), threading.Barrier(4)
     learned: list[list[int]] = []
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        try:
-            start.wait()
-            for number in range(120):
-                texts = [[seed, *rng.integers(0, 500, 8).tolist()] for _ in range(6)]
-                rows = random_rows(rng, 6, vocabulary=50)
-                memory.learn(tails_of(texts), rows)
-                memory.learn_text(tails_of(texts), [seed] * 6)
-                learned.append(texts[0])
-                for text in texts:
-                    of_logits, of_text = known(memory, text)
-                    assert all(token < 50 for row in of_logits for token in row)
-                    assert all(set(row) <= {0, 1, 2, 3} for row in of_text)
-                assert number % 10 or len(memory) <= max_bytes // SLOT_BYTES
-        except BaseException as error:
-            failures.append(error)
+        start.wait()
+        for number in range(120):
+            texts = [[seed, *rng.integers(0, 500, 8).tolist()] for _ in range(6)]
+            rows = random_rows(rng, 6, vocabulary=50)
+            memory.learn(tails_of(texts), rows)
+            memory.learn_text(tails_of(texts), [seed] * 6)
+            learned.append(texts[0])
+            for text in texts:
+                of_logits, of_text = known(memory, text)
+                assert all(token < 50 for row in of_logits for token in row)
+                assert all(set(row) <= {0, 1, 2, 3} for row in of_text)
+            assert number % 10 or len(memory) <= max_bytes // SLOT_BYTES
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [None] * 4
     if max_bytes > 2**20:
         assert all(known(memory, text)[1][-1].keys() == {text[0]} for text in learned)
         assert all(len(known(memory, text)[0]) == len(ORDERS) for text in learned)
@@ -333,18 +333,12 @@ def test_rows_that_do_not_belong_to_the_contexts_are_refused(tails, rows):
 
 def test_slots_taken_by_an_interrupted_call_are_counted(monkeypatch):
     """Ctrl-C is raised when compiled code returns. A table that does not know how full it is would come to be full."""
-    memory, rng, learn = Memory(), np.random.default_rng(0), tables.learn
-
-    def interrupted(*given):
-        learn(*given)
-        raise KeyboardInterrupt
-
+    memory, rng = Memory(), np.random.default_rng(0)
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "learn", interrupted)
+        failing(patch, tables, "learn", KeyboardInterrupt, after=True)
         with pytest.raises(KeyboardInterrupt):
             memory.learn(tails_of(rng.integers(0, 4000, (50, LONGEST)).tolist()), random_rows(rng, 50))
-    assert memory._taken == np.count_nonzero(memory.tables[0][:, 0]) > 100
-    assert len(memory) == memory._taken
+    assert len(memory) == taken(memory) > 100
 
 
 def test_its_repr_says_how_much_is_in_it():

@@ -93,11 +93,10 @@ def one_token():
     return part
 
 
-def cache_on(pool, rows, tokens, setup="setup"):
+def cache_on(pool, rows, tokens):
     """A cache of rows of one token each, with room for `tokens`."""
     filled = TreeCache()
     filled.update(torch.ones(rows, 1, 1, 4), torch.ones(rows, 1, 1, 4), 0)
-    pool._setup = lambda: setup
     cache = StaticCache(tokens, pool=pool)
     cache.join([filled], [(0, row) for row in range(rows)])
     return cache
@@ -117,14 +116,16 @@ def test_of_idle_buffers_the_larger_ones_are_kept(first):
 
 
 def test_buffers_that_are_too_small_make_way():
-    pool = BufferPool(EagerReplay)
+    setups = ["setup"]
+    pool = BufferPool(EagerReplay, lambda: setups[-1])
     small = cache_on(pool, 1, 10)
     small.reset()
     for rows, tokens in ((2, 10), (2, 600)):
         larger = cache_on(pool, rows, tokens)
         assert [entry.buffers for entry in buffers_in(pool)] == [larger.buffers]
         larger.reset()
-    other = cache_on(pool, 1, 10, setup="another one")
+    setups.append("another one")
+    other = cache_on(pool, 1, 10)
     assert [entry.buffers for entry in buffers_in(pool)] == [other.buffers]
 
 
@@ -169,7 +170,7 @@ def test_buffers_that_are_outgrown_are_not_kept():
 
 
 def test_after_a_failure_nothing_is_kept():
-    pool = BufferPool(EagerReplay)
+    pool = BufferPool(EagerReplay, lambda: "setup")
     cache = cache_on(pool, 1, 10)
     with pytest.warns(CaptureWarning):
         pool.capture_failed("setup", RuntimeError("no"))

@@ -1,5 +1,7 @@
 """Compiled kernels: the same bits for all instructions that this processor has, and those of their definition."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from effort import examples
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 import lade
 from lade.backends.cpu import kernels
-from lade.backends.cpu.invariant import attention, functions
+from lade.backends.cpu.invariant import attention, functions, make_invariant
 from lade.backends.cpu.invariant.attention import PlacedMask
 from lade.backends.cpu.packing import panel_products
 from lade.backends.cpu.packing import weight as packed
@@ -34,15 +36,21 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def assert_same_bits(call, instructions: str) -> None:
     """What a call gives by these instructions alone is what it gives by the best."""
     expected = call()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (attention, functions):
-            patch.setattr(module, "kernel", lambda name: kernels.kernel(name, instructions))
+    with by(instructions, attention, functions):
         assert torch.equal(bits(call()), bits(expected))
 
 
-def by(**instructions: str):
-    """Finds kernels by their names, those named here by these instructions."""
-    return lambda name, given="": kernels.kernel(name, instructions.get(name, given))
+@contextmanager
+def by(instructions: str, *modules, only: str = ""):
+    """Have these modules find kernels, or `only` this one, by these instructions."""
+
+    def find(name: str, given: str = "") -> kernels.CpuKernel:
+        return kernels.kernel(name, instructions if only in ("", name) else given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "kernel", find)
+        yield
 
 
 def coded(values: torch.Tensor) -> PanelWeight:
@@ -106,8 +114,7 @@ def test_all_numbers_of_two_bytes_are_read_alike(instructions, dtype):
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     x = torch.where(numbers.isfinite(), numbers, 1).view(-1, 64)
     weight = coded(torch.eye(64, dtype=torch.int16))  # sums are the codes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "kernel", by(quantise_rows=instructions))
+    with by(instructions, packed, only="quantise_rows"):
         found = weight.product(x)
     assert torch.equal(found, coded(torch.eye(64, dtype=torch.int16)).product(x))
 
@@ -152,10 +159,7 @@ def test_a_kernel_that_is_missing_says_what_to_install():
 @torch.no_grad()
 def test_without_the_library_models_are_packed_by_torch_and_not_made_invariant(monkeypatch):
     monkeypatch.setattr(kernels, "_finder", lambda: None)
-    monkeypatch.setattr(kernels, "kernel", kernels.CpuKernel)
-    from lade.backends.cpu.invariant import make_invariant
-
-    for module in (make_invariant, packed, panel_products):
+    for module in (kernels, make_invariant, packed, panel_products):
         monkeypatch.setattr(module, "kernel", kernels.CpuKernel)
     monkeypatch.setattr(panel_products, "has_tiles", panel_products.has_tiles.__wrapped__)
     model, ids = toy_model(dtype=torch.float32), torch.arange(1, 9)[None]

@@ -8,27 +8,10 @@ import pytest
 import torch
 from integer_toys import assert_texts_are_plains
 from pretend import use_threads
+from small_models import small_model
 from spies import answered
 from torch import nn
-from transformers import (
-    DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
@@ -49,14 +32,14 @@ KINDS = [(weights, dtype) for weights in ("int8", "int4") for dtype in (torch.fl
 KINDS.append(pytest.param(None, HALF, marks=needs_dots))
 with_each = pytest.mark.parametrize(("weights", "dtype"), KINDS)
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "biases": (LlamaConfig, LlamaForCausalLM, {"mlp_bias": True, "attention_bias": True}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 7, "head_dim": 12}),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 8, "sliding_window": 7}),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {"head_dim": 32, "sliding_window": 7}),
-    "granite": (GraniteConfig, GraniteForCausalLM, {"residual_multiplier": 0.5, "attention_multiplier": 0.7}),
+    "llama": ("llama", {}),
+    "biases": ("llama", {"mlp_bias": True, "attention_bias": True}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": 7, "head_dim": 12}),
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 7}),
+    "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 7}),
+    "granite": ("granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.7}),
 }
 WITH_LAYERS = ("llama", "biases", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")  # others scale what they add up
 
@@ -68,12 +51,9 @@ def no_tiles(monkeypatch):
 
 
 def built(family="llama", dtype=torch.float32, **more):
-    config, kind, own = FAMILIES[family]
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"vocab_size": 48, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    kind, own = FAMILIES[family]
+    model = small_model(kind, dtype, **{"hidden_size": 64, "initializer_range": 0.3, **own, **more})
     torch.manual_seed(0)
-    fields = {"num_key_value_heads": 2, "initializer_range": 0.3} | sizes | tokens | own | more
-    model = kind(config(**fields)).to(dtype).eval()
     for parameter in model.parameters():  # biases, and the weights of norms
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape).to(dtype)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from inside import hooks_of
 from integer_toys import VOCABULARY, build, logits
+from small_models import small_model
 from spies import failing, watched
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import lade
@@ -74,14 +74,8 @@ def test_a_prompt_of_an_invariant_model_is_one_product_for_each_layer(dtype, mon
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
 def wide(request):
     """So wide that sums go beyond 2^24, which the usual toys' do not: the form of its inputs is the processor's."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).eval().to(request.param)
+    sizes = {"hidden_size": 576, "intermediate_size": 640, "head_dim": 16, "max_position_embeddings": 512}
+    model = small_model("llama", request.param, initializer_range=0.02, **sizes)
     return lade.invariant(packed(model, keep="lm_head"))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from inside import attention_name_of
 from pretend import short_trials, use_threads
-from spies import watched
+from spies import failing, watched
 from torch import nn
 from transformers import (
     BartConfig,
@@ -26,7 +26,7 @@ from transformers import (
 
 import lade
 from lade.backends.cpu import kernels
-from lade.backends.cpu.invariant import attention, functions, make_invariant, trials
+from lade.backends.cpu.invariant import attention, functions, make_invariant
 from lade.backends.cpu.invariant.attention import attention_of, invariant_attention
 from lade.backends.cpu.invariant.functions import times_logistic
 from lade.backends.cpu.invariant.trials import TokenIndex, first_difference
@@ -42,11 +42,10 @@ from lade.backends.cpu.invariant.weights import (
     padding_of,
 )
 from lade.backends.cpu.invariant_marker import invariance_of
-from lade.backends.cpu.packing import pack
+from lade.backends.cpu.packing import linear, pack
 from lade.backends.cpu.packing.linear import PackedLinear
 from lade.backends.cpu.packing.panel_products import panel_for, panel_product
 from lade.backends.cpu.packing.weight import PanelWeight, in_panels
-from lade.files import Records
 from lade.testing import toy_model
 
 pytestmark = pytest.mark.by_processor
@@ -55,9 +54,8 @@ HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def unknown(monkeypatch, tmp_path):
+def unknown(monkeypatch, own_cache):
     """Trials are short, and no verdict is known."""
-    monkeypatch.setattr(trials, "RECORDS", Records("invariant", "the verdict", tmp_path))
     short_trials(monkeypatch)
 
 
@@ -156,30 +154,18 @@ def test_one_padding_does_for_several_products(paddings, padding):
     assert _joined(paddings) == padding
 
 
-def test_many_rows_are_fed_in_pieces():
-    fed = []
-
-    def layer(x):
-        fed.append(len(x))
-        return 2 * x, x.sum(-1)
-
-    x = torch.randn(3, 7, 4)
-    doubled, sums = call_padded(layer, x, RowPadding(4, 4, most=8))
-    assert fed == [8, 8, 8] and torch.equal(doubled, 2 * x.view(21, 4)) and torch.equal(sums, x.sum(-1).view(21))
-    assert torch.equal(call_padded(lambda rows: rows + 1, x, RowPadding(most=8)), x + 1)
-
-
-def test_padding_adds_rows_of_zeros_and_takes_them_off():
+def test_rows_are_fed_in_pieces_with_rows_of_zeros_that_are_taken_off():
     fed = []
 
     def layer(x):
         fed.append(x.clone())
         return 2 * x, x.sum(-1)
 
-    x = torch.randn(1, 3, 4)
-    doubled, sums = call_padded(layer, x, RowPadding(4, 4))
-    assert fed[0].shape == (4, 4) and not fed[0][3:].any()
-    assert torch.equal(doubled, 2 * x[0]) and sums.shape == (3,)
+    x = torch.randn(3, 7, 4)
+    doubled, sums = call_padded(layer, x, RowPadding(4, 4, most=8))
+    assert list(map(len, fed)) == [8, 8, 8] and not fed[-1][5:].any()
+    assert torch.equal(doubled, 2 * x.view(21, 4)) and torch.equal(sums, x.sum(-1).view(21))
+    assert torch.equal(call_padded(lambda rows: rows + 1, x, RowPadding(most=8)), x + 1)
 
 
 class Counting(torch.nn.Module):
@@ -296,22 +282,19 @@ def test_a_smaller_team_than_was_asked_for_does_all_the_work(monkeypatch):
     assert entered == [3] * len(expected)
 
 
-def test_a_layer_that_is_never_alike_is_refused_by_name(monkeypatch):
+@pytest.mark.parametrize(
+    ("padding", "said"),
+    [
+        (None, r"layer 'model.layers.0.self_attn.q_proj' \(Linear in float32\)"),
+        (NO_PADDING, r"'model.layers.0.self_attn.\w_proj' is the first part"),
+    ],
+    ids=["never alike", "without padding"],
+)
+def test_a_layer_whose_rows_differ_is_named_and_nothing_has_changed(padding, said, monkeypatch):
     model = toy_model(dtype=torch.float32)
     before = state_of(model)
-    monkeypatch.setattr("lade.backends.cpu.invariant.weights.padding_for", lambda *args: None)
-    with pytest.raises(
-        lade.UnsupportedModelError, match=r"layer 'model.layers.0.self_attn.q_proj' \(Linear in float32\)"
-    ):
-        lade.invariant(model)
-    assert state_of(model) == before
-
-
-def test_lone_rows_without_padding_are_caught_and_the_layer_is_named(monkeypatch):
-    model = toy_model(dtype=torch.float32)
-    before = state_of(model)
-    monkeypatch.setattr("lade.backends.cpu.invariant.weights.padding_for", lambda *args: NO_PADDING)
-    with pytest.raises(lade.UnsupportedModelError, match=r"'model.layers.0.self_attn.\w_proj' is the first part"):
+    monkeypatch.setattr("lade.backends.cpu.invariant.weights.padding_for", lambda *args: padding)
+    with pytest.raises(lade.UnsupportedModelError, match=said):
         lade.invariant(model)
     assert state_of(model) == before
 
@@ -565,26 +548,23 @@ def test_weights_in_panels_are_kept_once_and_come_back(keep):
 
 @needs_panels
 def test_interrupted_while_weights_move_a_model_is_what_it_was(monkeypatch):
-    model, moved = lade.pack(toy_model(dtype=HALF), min_weights=1), []
+    model = lade.pack(toy_model(dtype=HALF), min_weights=1)
     weights = copy.deepcopy(model.state_dict())
-
-    def interrupted(weight, pages, panel):
-        moved.append(weight)
-        if len(moved) == 3:
-            raise KeyboardInterrupt
-        return in_panels(weight, pages, panel)
-
-    monkeypatch.setattr("lade.backends.cpu.packing.linear.in_panels", interrupted)
+    failing(monkeypatch, linear, "in_panels", KeyboardInterrupt, calls={3})
     with pytest.raises(KeyboardInterrupt):
         lade.invariant(model)
-    assert not any(part.panel or part._packed.layout == torch.strided for part in packed_parts(model))
+    assert not any(part.panel for part in packed_parts(model))
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+
+
+def without_panels(patch):
+    patch.setattr(linear, "panel_for", lambda dtype: 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=needs_float16), HALF])
 def test_without_products_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype, monkeypatch):
     if dtype == HALF:
-        monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_for", lambda dtype: 0)
+        without_panels(monkeypatch)
     model = lade.invariant(lade.pack(toy_model(dtype=dtype), min_weights=1))
     assert not any(part.panel for part in packed_parts(model))
 
@@ -593,7 +573,7 @@ def test_without_products_for_its_dtype_the_layout_of_a_packed_layer_stays(dtype
 def test_a_copy_that_is_revived_without_products_for_panels_has_the_other_layout(monkeypatch):
     model = lade.invariant(lade.pack(toy_model(dtype=HALF), min_weights=1))
     pickled = pickle.dumps(model)
-    monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_for", lambda dtype: 0)
+    without_panels(monkeypatch)
     revived = pickle.loads(pickled)
     assert not any(part.panel for part in packed_parts(revived))
     assert torch.equal(revived.lm_head.dense_weight(), model.lm_head.dense_weight())
@@ -605,7 +585,7 @@ def test_a_product_in_panels_that_depends_on_its_rows_is_caught(monkeypatch):
         found = panel_product(x, weight, bias)
         return found if x.numel() == x.shape[-1] else -panel_product(-x, weight, bias) + x.amax()
 
-    monkeypatch.setattr("lade.backends.cpu.packing.linear.panel_product", product)
+    monkeypatch.setattr(linear, "panel_product", product)
     model = lade.pack(toy_model(dtype=HALF), min_weights=1)
     with pytest.raises(lade.UnsupportedModelError, match="rounds a token differently"):
         lade.invariant(model)

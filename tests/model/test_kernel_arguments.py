@@ -38,7 +38,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import native_tree, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
-from lade.native import LONG_LIST, ArrayType
+from lade.native import LONG_LIST, ArrayType, NativeKernel
 from lade.testing import toy_model
 
 HALF, FLOATS = torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)
@@ -383,8 +383,12 @@ def test_logits_of_any_dtype_and_layout_are_read(logits):
     assert np.array_equal(found.entries, read(rows).entries)
 
 
-READERS = [readout._entries_of, readout._entries_of_bfloat16]
-KERNELS = [tables._learn, tables._look_up, tables._certain, *READERS, native_tree._learn_tree]
+KERNELS = [
+    each
+    for module in (readout, tables, native_tree)
+    for each in vars(module).values()
+    if isinstance(each, NativeKernel) and any(isinstance(kind, ArrayType) for kind in each.types)
+]
 
 
 @pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")

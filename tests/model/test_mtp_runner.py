@@ -219,10 +219,11 @@ def test_names_of_weights_tell_the_layer(name, number):
 
 def test_a_layer_that_does_not_fit_is_refused_with_what_it_takes(model, monkeypatch):
     found = find(model)
-    monkeypatch.setattr("lade.backends.mtp.load.free_bytes", lambda device: 2 * found.parameters * 8 - 1)
+    free = [2 * found.parameters * 8 - 1]
+    monkeypatch.setattr("lade.backends.mtp.load.free_bytes", lambda device: free[-1])
     with pytest.raises(NoLayersError, match="GiB are free on cpu"):
         check_room(model, found)
-    monkeypatch.setattr("lade.backends.mtp.load.free_bytes", lambda device: 2 * found.parameters * 8)
+    free.append(2 * found.parameters * 8)
     check_room(model, found)
 
 

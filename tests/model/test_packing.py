@@ -8,9 +8,10 @@ import accelerate
 import peft
 import pytest
 import torch
+from small_models import small_model
 from spies import failing
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.pytorch_utils import Conv1D
 
@@ -27,19 +28,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 VOCABULARY = 48
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
@@ -59,11 +47,7 @@ FAMILIES = ["llama", "qwen3", "gpt2", *OTHERS]
 def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     if family not in OTHERS:
         return toy_model(family, vocabulary=VOCABULARY, dtype=dtype)
-    config = AutoConfig.for_model(family, **{**SIZES, **OTHERS[family]})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    model.generation_config = GenerationConfig()
-    return model.to(dtype).eval()
+    return small_model(family, dtype, **OTHERS[family])
 
 
 def packed(model, **options):

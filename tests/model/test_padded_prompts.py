@@ -3,8 +3,9 @@
 import pytest
 import torch
 from inside import hooks_of
-from pretend import short_trials
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GenerationConfig, LlamaForCausalLM
+from pretend import short_pieces, short_trials
+from small_models import small_model
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 
 import lade
 from lade.backends.trials import tree_check
@@ -26,19 +27,13 @@ def texts(*lengths):
     return [torch.randint(1, 48, (length,), generator=generator).tolist() for length in lengths]
 
 
-def capped():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5, "sliding_window": 6}
-    config = Gemma2Config(**sizes, **heads, final_logit_softcapping=5.0, attn_implementation="eager")
-    return Gemma2ForCausalLM(config).double().eval()
-
-
 MODELS = {
     "llama": toy_model("llama"),
     "gpt2": toy_model("gpt2"),
     "qwen3": toy_model("qwen3", attention="eager"),
-    "windows and a cap": capped(),
+    "windows and a cap": small_model(
+        "gemma2", torch.float64, "eager", head_dim=8, sliding_window=6, final_logit_softcapping=5.0
+    ),
 }
 
 
@@ -76,8 +71,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("repeated", [False, True])
 def test_they_get_what_they_get_alone(family, repeated, monkeypatch):
     """What is shown of them comes in the same calls, too, the last tokens of longer ones in pieces."""
-    monkeypatch.setattr(prefill, "MOST_TOKENS", 20)
-    monkeypatch.setattr(prefill, "PIECE_LOGITS", 48 * 16)
+    short_pieces(monkeypatch, tokens=20, logits=48 * 16)
     prompts, runs = texts(*LENGTHS), runner_of(MODELS[family])
     prompts += prompts[:1] * repeated
     together = Fed(runs, prompts)

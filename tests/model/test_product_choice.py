@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import lade
-from lade import files
 from lade.backends.cpu.packing import pack as packing
 from lade.backends.cpu.packing import panel_products
 from lade.backends.cpu.packing.linear import PackedLinear
@@ -21,32 +20,30 @@ SHAPES = Counter({(2048, 2048): 4})
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
-def records_in(folder, monkeypatch):
-    monkeypatch.setattr(panel_products, "RECORDS", files.Records("products", "the choice of products", folder))
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Shapes that were measured; own products take 0.9 of the time."""
-    found = []
-
-    def measure(shapes, panel):
-        found.append(shapes)
-        return 1.0, 0.9
-
-    panel_products._own_are_faster.cache_clear()
-    records_in(tmp_path, monkeypatch)
-    monkeypatch.setattr(panel_products, "_measured", measure)
-    monkeypatch.setattr(panel_products, "panel_for", lambda dtype: 16)
-    yield found
-    panel_products._own_are_faster.cache_clear()
-
-
 def next_process():
     panel_products._own_are_faster.cache_clear()
 
 
-def test_a_choice_is_measured_once_for_shapes_and_threads(measured, tmp_path):
+@pytest.fixture
+def measured(monkeypatch, own_cache):
+    """Shapes that were measured; own products take 0.9 of the time, unless a test says so."""
+    found = Measured()
+    next_process()
+    monkeypatch.setattr(panel_products, "_measured", found)
+    monkeypatch.setattr(panel_products, "panel_for", lambda dtype: 16)
+    yield found
+    next_process()
+
+
+class Measured(list):
+    own = 0.9
+
+    def __call__(self, shapes, panel):
+        self.append(shapes)
+        return 1.0, self.own
+
+
+def test_a_choice_is_measured_once_for_shapes_and_threads(measured, own_cache):
     for _ in range(2):
         assert panel_products.faster_panel(SHAPES) == 16
         next_process()
@@ -58,37 +55,16 @@ def test_a_choice_is_measured_once_for_shapes_and_threads(measured, tmp_path):
     finally:
         torch.set_num_threads(before)
     panel_products.faster_panel(SHAPES + Counter({(64, 64): 1}))
-    assert len(measured) == 3 == len(list(tmp_path.iterdir()))
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", b"\xff"])
-def test_a_damaged_or_old_record_is_measured_again(measured, tmp_path, content, monkeypatch, caplog):
-    panel_products.faster_panel(SHAPES)
-    next_process()
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    panel_products.faster_panel(SHAPES)
-    assert len(measured) == 2 and "cannot be used" in caplog.text
-    next_process()
-    monkeypatch.setattr(files, "MAX_AGE_S", -1)
-    panel_products.faster_panel(SHAPES)
-    assert len(measured) == 3
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(measured, tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    records_in(tmp_path / "file", monkeypatch)
-    assert panel_products.faster_panel(SHAPES) == 16
-    assert "cannot be saved" in caplog.text
+    assert len(measured) == 3 == len(list(own_cache.glob("products/*")))
 
 
 @pytest.mark.parametrize(("own", "panel"), [(0.94, 16), (0.96, 0)])
-def test_own_products_have_to_gain_five_per_cent(measured, tmp_path, monkeypatch, own, panel):
-    monkeypatch.setattr(panel_products, "_measured", lambda shapes, panel: (1.0, own))
+def test_own_products_have_to_gain_five_per_cent(measured, own, panel):
+    measured.own = own
     assert panel_products.faster_panel(SHAPES) == panel
 
 
-def test_small_models_are_not_measured(measured, tmp_path):
+def test_small_models_are_not_measured(measured):
     assert panel_products.faster_panel(Counter({(2048, 2048): 1})) == 0 == len(measured)
 
 

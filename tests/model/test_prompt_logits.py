@@ -5,27 +5,19 @@ import threading
 import pytest
 import torch
 from inside import hooks_of
+from pretend import short_pieces
+from small_models import small_model
+from spies import watched
 from torch.utils._pytree import tree_leaves
-from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GraniteConfig, GraniteForCausalLM
+from transformers import GenerationConfig
 
 import lade
-from lade.model import prefill
-from lade.model import prefill as hidden
 from lade.model.kv_cache import TreeCache
 from lade.model.prefill import HiddenStates
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
 IDS = torch.randint(1, 48, (1, 30), generator=torch.Generator().manual_seed(0))
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.5,
-}
 
 
 def shown(model, ids=IDS, cached=0, **arguments):
@@ -45,16 +37,13 @@ def shown(model, ids=IDS, cached=0, **arguments):
 
 def kept_by(model, ids, **arguments):
     """Bytes of hidden states that are kept when a prompt has been fed."""
-    found = []
 
-    class Watched(HiddenStates):
-        def prompt_logits(self, *args):
-            states = [each for each in tree_leaves(vars(self)) if isinstance(each, torch.Tensor)]
-            found.append(sum(each.untyped_storage().nbytes() for each in states))
-            return super().prompt_logits(*args)
+    def bytes_of(states, *args):
+        tensors = [each for each in tree_leaves(vars(states)) if isinstance(each, torch.Tensor)]
+        return sum(each.untyped_storage().nbytes() for each in tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "HiddenStates", Watched)
+        found = watched(patch, HiddenStates, "prompt_logits", bytes_of)
         pieces, _ = shown(model, ids, **arguments)
     return found, pieces
 
@@ -81,8 +70,7 @@ def test_of_a_conversation_only_what_is_new():
 
 
 def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
-    monkeypatch.setattr(hidden, "MOST_TOKENS", 20)
-    monkeypatch.setattr(hidden, "PIECE_LOGITS", 48 * 8)
+    short_pieces(monkeypatch, tokens=20, logits=48 * 8)
     model = toy_model()
     pieces, _ = shown(model)
     with torch.no_grad():
@@ -95,7 +83,7 @@ def test_pieces_are_bounded_and_only_the_last_tokens_are_looked_at(monkeypatch):
 @pytest.mark.parametrize(("piece", "calls"), [(48 * 30, [1, 30]), (48 * 29, [1, 1, 29, 1])])
 def test_the_head_is_read_once_more_for_a_prompt_that_is_one_piece(piece, calls, monkeypatch):
     """Beside the last token of the prefill itself; where there are several pieces, for their scale, too."""
-    monkeypatch.setattr(hidden, "PIECE_LOGITS", piece)
+    short_pieces(monkeypatch, logits=piece)
     model, fed = toy_model(), []
     model.get_output_embeddings().register_forward_hook(
         lambda module, args, logits: fed.append(logits.numel() // logits.shape[-1])
@@ -106,7 +94,7 @@ def test_the_head_is_read_once_more_for_a_prompt_that_is_one_piece(piece, calls,
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 20])
 def test_no_more_than_the_last_tokens_are_kept(chunk, monkeypatch):
-    monkeypatch.setattr(hidden, "MOST_TOKENS", 16)
+    short_pieces(monkeypatch, tokens=16)
     model = toy_model()
     kept, pieces = kept_by(model, IDS, prefill_chunk_size=chunk)
     assert kept == [16 * 32 * 8]  # tokens, size of a state, bytes of a float64
@@ -132,12 +120,11 @@ def test_what_another_thread_feeds_meanwhile_is_not_shown():
 
 
 def test_scaled_logits_are_scaled_and_capped_ones_nearly():
-    granite = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval()
+    granite = small_model("granite", logits_scaling=8.0)
     pieces, _ = shown(granite)
     with torch.no_grad():
         torch.testing.assert_close(pieces[0], granite(IDS).logits, rtol=1e-4, atol=1e-4)
-    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=5.0)).eval()
-    gemma.set_attn_implementation("eager")
+    gemma = small_model("gemma2", attention="eager", head_dim=8, final_logit_softcapping=5.0)
     pieces, _ = shown(gemma)
     with torch.no_grad():
         assert torch.equal(pieces[0].argmax(-1), gemma(IDS).logits.argmax(-1))

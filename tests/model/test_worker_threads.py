@@ -60,13 +60,18 @@ def count(address):
 count.address = ctypes.cast(count, ctypes.c_void_p).value
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 50])
-@pytest.mark.parametrize("openmp", [True, False])
-def test_a_team_does_each_part_once(monkeypatch, parts, openmp):
-    if not openmp:
+@pytest.fixture(params=[True, False], ids=["OpenMP", "own threads"])
+def team(request, monkeypatch):
+    """Work is shared among the threads of OpenMP's pool, or of one of our own."""
+    if not request.param:
         monkeypatch.setattr(worker_threads, "_entrance", lambda: None)
     elif worker_threads._entrance() is None:
         pytest.skip("torch has no pool of OpenMP's that this knows to enter")
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("parts", [1, 2, 3, 50])
+def test_a_team_does_each_part_once(parts):
     done = torch.zeros(parts, dtype=torch.int64)
     for times in (1, 2, 3):
         run_on_team(count, [done.data_ptr()], parts)
@@ -80,12 +85,10 @@ def test_a_child_of_a_process_that_used_its_kernels_can_use_them():
     assert in_fork(lambda: bool((times_logistic(numbers).numpy() == expected.numpy()).all()), seconds=10)
 
 
+@pytest.mark.usefixtures("team")
 @pytest.mark.parametrize("times", [1, 2, 5])
-@pytest.mark.parametrize("openmp", [True, False])
-def test_stages_come_one_after_the_other(monkeypatch, times, openmp):
+def test_stages_come_one_after_the_other(times):
     """Each adds what the one before it has written, all parts of it."""
-    if not openmp:
-        monkeypatch.setattr(worker_threads, "_entrance", lambda: None)
     numbers, stages, room = torch.arange(10_000.0), Stages(), Room(2)
     between = [room.take(numbers.nbytes) for _ in range(times)]
     places = [At(0), *between, At(1)]

@@ -69,7 +69,7 @@ def build(case: Family, backend: str | None = None, **fields: Any) -> Any:
     return case.build(backend, dtype=dtype, **fields)
 
 
-def plain(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
+def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
     """What `model.generate` returns; 70 new tokens unless told otherwise."""
     if "max_length" not in arguments:
         arguments.setdefault("max_new_tokens", 70)
@@ -77,7 +77,7 @@ def plain(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
     return model.generate(input_ids=ids, **arguments)
 
 
-def lookahead(model: Any, ids: torch.Tensor, config: Any = PAPER, **arguments: Any) -> Any:
+def lookahead(model: Any, ids: torch.Tensor | None, config: Any = PAPER, **arguments: Any) -> Any:
     """What `lade.generate` returns for the same arguments."""
     if "max_length" not in arguments:
         arguments.setdefault("max_new_tokens", 70)
@@ -85,14 +85,40 @@ def lookahead(model: Any, ids: torch.Tensor, config: Any = PAPER, **arguments: A
     return lade.generate(model, input_ids=ids, lookahead=config, **arguments)
 
 
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator that draws there."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
 def assert_same(
-    model: Any, ids: torch.Tensor, configs: Sequence[lade.LookaheadConfig] = (PAPER,), **arguments: Any
+    model: Any, ids: torch.Tensor | None, configs: Sequence[Any] = (PAPER,), seed: int = 3, **arguments: Any
 ) -> lade.Stats:
-    """Assert that every config gives plain's tokens; returns the figures of all of them together."""
-    expected = plain(model, ids, **arguments)
-    stats = lade.Stats()
+    """Assert that every config gives plain's tokens, greedy or drawn, and leaves the generator as plain does.
+
+    Returns the figures of all of them together.
+    """
+    torch.manual_seed(seed)
+    expected, state, stats = plain(model, ids, **arguments), generator_state(model.device), lade.Stats()
     for config in configs:
+        torch.manual_seed(seed)
         assert torch.equal(lookahead(model, ids, config, stats=stats, **arguments), expected), config
+        assert torch.equal(generator_state(model.device), state), config
+    return stats
+
+
+def assert_same_beams(
+    model: Any, ids: torch.Tensor, config: Any = PAPER, *, twin: Any = None, **arguments: Any
+) -> lade.Stats:
+    """Assert it for beams, their scores and what they come from; `twin`, if given, is what decodes plainly."""
+    stats, asked = lade.Stats(), {"return_dict_in_generate": True, "output_scores": True, **arguments}
+    torch.manual_seed(5)
+    expected, state = plain(twin or model, ids, **asked), generator_state(model.device)
+    torch.manual_seed(5)
+    ours = lookahead(model, ids, config, stats=stats, **asked)
+    assert torch.equal(generator_state(model.device), state) and type(ours) is type(expected)
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert torch.equal(ours.beam_indices, expected.beam_indices)
+    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
     return stats
 
 

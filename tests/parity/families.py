@@ -386,7 +386,7 @@ UNLISTED = [
 
 def family(name: str) -> Family:
     """The family of that name."""
-    return next(family for family in [*FAMILIES, *UNLISTED] if str(family) == name)
+    return next(family for family in [*FAMILIES, *UNLISTED, *RECURRENT_FAMILIES] if str(family) == name)
 
 
 def longrope(context: int = 128) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, batch, build, in_turn, lookahead, plain
+from comparing import CONFIGS, PAPER, assert_same, batch, build, in_turn, lookahead, plain
 from families import FAMILIES, SWITCH, UNLISTED, Family, family, longrope
 
 import lade
@@ -19,15 +19,8 @@ def assert_same_batch(
     model: Any, configs: Any = (PAPER,), lengths: Any = LENGTHS, seed: int = 0, **arguments: Any
 ) -> lade.Stats:
     """Assert that every config gives plain's tokens, greedy or sampled, and leaves the generator as plain does."""
-    rows, stats = batch(*lengths, seed=seed), lade.Stats()
     arguments = {"max_new_tokens": 40, "pad_token_id": 0, **arguments}
-    torch.manual_seed(seed)
-    expected, state = plain(model, **rows, **arguments), torch.get_rng_state()
-    for config in configs:
-        torch.manual_seed(seed)
-        assert torch.equal(lookahead(model, **rows, config=config, stats=stats, **arguments), expected), config
-        assert torch.equal(torch.get_rng_state(), state), config
-    return stats
+    return assert_same(model, configs=configs, seed=seed, **batch(*lengths, seed=seed), **arguments)
 
 
 @pytest.mark.one_in(32)

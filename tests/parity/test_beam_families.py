@@ -5,8 +5,10 @@ Of one prompt first, then of several.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import comparing
 import pytest
 import torch
 from comparing import PAPER, batch, build, only_fallback, plain, prompt
@@ -23,29 +25,7 @@ DYNAMIC = {
 }
 
 
-def assert_same_beams(
-    model: PreTrainedModel, ids: torch.Tensor, twin: PreTrainedModel | None = None, num_beams: int = 3, **arguments: Any
-) -> lade.Stats:
-    """Plain decoding is done by `twin`, if given: rotary scalings remember the longest text of a model."""
-    stats = lade.Stats()
-    asked = {
-        "input_ids": ids,
-        "num_beams": num_beams,
-        "num_return_sequences": 2,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        **arguments,
-    }
-    torch.manual_seed(5)
-    expected: Any = (twin or model).generate(**asked)
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    ours: Any = lade.generate(model, lookahead=PAPER, stats=stats, **asked)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(ours.sequences, expected.sequences)
-    assert torch.equal(ours.beam_indices, expected.beam_indices)
-    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
-    return stats
+assert_same_beams = partial(comparing.assert_same_beams, num_beams=3, num_return_sequences=2)
 
 
 @pytest.mark.one_in(32)
@@ -70,7 +50,7 @@ def test_beyond_the_context(name: str, length: int) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for parameters in ({}, {"rope_parameters": rope}):
         model, twin = (family(name).build(max_position_embeddings=CONTEXT, **parameters) for _ in range(2))
-        assert_same_beams(model, prompt(length), twin, max_new_tokens=60)
+        assert_same_beams(model, prompt(length), twin=twin, max_new_tokens=60)
 
 
 def test_beams_beyond_the_switch_of_longrope_are_refused_and_those_before_it_are_not() -> None:

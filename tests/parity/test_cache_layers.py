@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import lookahead, plain, prompt
-from families import FAMILIES, RECURRENT_FAMILIES
+from families import family
 from graphed import Graphs
 from transformers import GenerationConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -41,7 +41,7 @@ Found = dict[tuple[int, str], torch.Tensor]
 
 
 def model_of(name: str) -> Any:
-    case = next(case for case in [*FAMILIES, *RECURRENT_FAMILIES] if str(case) == name)
+    case = family(name)
     return case.build(**({"index_topk": 64} if "index_topk" in case.extra else {}))  # all keys are seen
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import PAPER, lookahead, plain, prompt
+from comparing import PAPER, generator_state, lookahead, plain, prompt
 from families import family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
@@ -30,10 +30,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def built(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     model: Any = family(name).build(dtype=dtype)
     return model.to(device)
-
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @pytest.mark.one_in(16)

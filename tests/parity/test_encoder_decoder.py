@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch
+from comparing import CONFIGS, PAPER, Watch, assert_same, assert_same_beams, lookahead, plain
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
 from peft import LoraConfig, get_peft_model
 from transformers import Florence2Config, Florence2ForConditionalGeneration, StoppingCriteriaList
@@ -24,23 +24,6 @@ from lade.model.supports import ENCODER_DECODERS
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in LISTED for backend in ("sdpa", "eager")]
 MODELS = [pytest.param(case, id=str(case)) for case in LISTED]
 BART, T5 = USUAL[:2]
-
-
-def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
-    return model.generate(input_ids=ids, **{"max_new_tokens": 70, "do_sample": False, **arguments})
-
-
-def lookahead(model: Any, ids: torch.Tensor | None, config: Any = PAPER, **arguments: Any) -> Any:
-    return lade.generate(
-        model, input_ids=ids, lookahead=config, **{"max_new_tokens": 70, "do_sample": False, **arguments}
-    )
-
-
-def assert_same(model: Any, ids: torch.Tensor | None, configs: Any = (PAPER,), **arguments: Any) -> lade.Stats:
-    expected, stats = plain(model, ids, **arguments), lade.Stats()
-    for config in configs:
-        assert torch.equal(lookahead(model, ids, config, stats=stats, **arguments), expected), config
-    return stats
 
 
 @pytest.mark.one_in(36)
@@ -109,11 +92,7 @@ PROCESSING = {
 def test_processors_see_the_decoders_text_alone(case: EncoderDecoder, name: str) -> None:
     model, arguments = case.build(), PROCESSING[name]
     for seed in (1, 2):
-        torch.manual_seed(seed)
-        expected, state = plain(model, article(20), **arguments), torch.get_rng_state()
-        torch.manual_seed(seed)
-        assert torch.equal(lookahead(model, article(20), CONFIGS[seed % 2], **arguments), expected)
-        assert torch.equal(torch.get_rng_state(), state)
+        assert_same(model, article(20), [CONFIGS[seed % 2]], seed, **arguments)
 
 
 @pytest.mark.one_in(6)
@@ -150,7 +129,7 @@ def test_a_decoder_that_is_given_a_beginning(case: EncoderDecoder) -> None:
     with pytest.raises(lade.UnsupportedArgumentError, match="decoder_attention_mask with padding"):
         lookahead(model, article(20), **padding)
     with pytest.warns(lade.FallbackWarning, match="decoder_attention_mask"):
-        assert torch.equal(lookahead(model, article(20), "auto", **padding), plain(model, article(20), **padding))
+        assert_same(model, article(20), ["auto"], **padding)
 
 
 @pytest.mark.slow
@@ -254,11 +233,7 @@ def test_samples_of_several_rows(case: EncoderDecoder) -> None:
         {"do_sample": True, "temperature": 0.7, "encoder_repetition_penalty": 1.4, "repetition_penalty": 1.2},
         {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 1, "forced_bos_token_id": 9},
     ):
-        torch.manual_seed(3)
-        expected, state = plain(model, **rows, **common, **arguments), torch.get_rng_state()
-        torch.manual_seed(3)
-        assert torch.equal(lookahead(model, **rows, **common, **arguments), expected)
-        assert torch.equal(torch.get_rng_state(), state)
+        assert_same(model, **rows, **{**common, **arguments})
 
 
 def test_what_is_read_of_the_encoders_text() -> None:
@@ -288,19 +263,6 @@ def test_what_its_passes_cost_is_measured(case: EncoderDecoder) -> None:
 
 
 # --- beams -----------------------------------------------------------------------------------------------------------
-
-
-def assert_same_beams(model: Any, ids: torch.Tensor, config: Any = PAPER, **arguments: Any) -> lade.Stats:
-    stats, asked = lade.Stats(), {"return_dict_in_generate": True, "output_scores": True, **arguments}
-    torch.manual_seed(5)
-    expected, state = plain(model, ids, **asked), torch.get_rng_state()
-    torch.manual_seed(5)
-    ours = lookahead(model, ids, config, stats=stats, **asked)
-    assert torch.equal(torch.get_rng_state(), state) and type(ours) is type(expected)
-    assert torch.equal(ours.sequences, expected.sequences)
-    assert torch.equal(ours.beam_indices, expected.beam_indices)
-    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
-    return stats
 
 
 @pytest.mark.one_in(40)
@@ -422,11 +384,8 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], reason: str) -> N
 def test_a_model_in_training_mode_is_refused() -> None:
     model = BART.build().train()
     assert "training mode" in lade.supports(model).reason
-    torch.manual_seed(3)
-    expected = plain(model, article(9))
-    torch.manual_seed(3)
     with pytest.warns(lade.FallbackWarning, match="training mode"):
-        assert torch.equal(lookahead(model, article(9), "auto"), expected)
+        assert_same(model, article(9), ["auto"])
 
 
 # --- architectures that are not listed -------------------------------------------------------------------------------
@@ -446,7 +405,7 @@ def test_an_architecture_that_fails_the_check() -> None:
     model = FAILING.build("eager")
     assert "a tree pass does not equal plain passes on it" in lade.supports(model).reason
     with pytest.warns(lade.FallbackWarning, match="does not equal plain passes"):
-        assert torch.equal(lookahead(model, article(9), "auto"), plain(model, article(9)))
+        assert_same(model, article(9), ["auto"])
 
 
 def test_positions_that_nobody_asks_for_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

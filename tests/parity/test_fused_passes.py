@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import graphed
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
 from families import family
-from graphed import Graphs
+from graphed import Graphs, graphs_on
 from spies import watched
 from test_attention_families import DEVICES
 
@@ -22,7 +20,6 @@ from lade.backends.cuda_graphs.buffers import EagerReplay, StepShape
 from lade.backends.cuda_graphs.fused import FusedDecoder, difference, fusion_refusal
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.tree import TokenTree
-from lade.errors import CaptureWarning
 from lade.model.facts import ModelFacts
 
 NAMES = ["llama", "mistral-window", "qwen2", "qwen3", "gemma3_text"]
@@ -37,11 +34,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
-    monkeypatch.setattr(graphed, "Tape", EagerReplay)  # a tape does not see what an interpreter does
-    made = Graphs(device)
-    made.serve(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaptureWarning)
+    with graphs_on(device, monkeypatch, EagerReplay) as made:  # a tape does not see what an interpreter does
         yield made
 
 

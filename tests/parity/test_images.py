@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from comparing import ADAPTIVE, CONFIGS, PAPER, Watch
+from comparing import ADAPTIVE, CONFIGS, PAPER, Watch, assert_same
 from families import SWITCH, longrope
 from graphed import Graphs, shapes_of
 from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
@@ -73,6 +73,12 @@ def rows_of(case: Multimodal) -> Sequence[Sequence[Size]]:
     return [[first, *more, first], more or [first], [first]]
 
 
+def assert_plains(model: Any, arguments: dict[str, Any], configs: Sequence[Any] = (PAPER,), **more: Any) -> lade.Stats:
+    """Assert that every config writes what plain decoding writes with these arguments."""
+    given = {**arguments, **more}
+    return assert_same(model, given.pop("input_ids"), configs, **given)
+
+
 def written(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     """What plain decoding writes, which is another text without the images."""
     expected: torch.Tensor = model.generate(**arguments)
@@ -89,9 +95,8 @@ def written(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("case", CLASSES)
 def test_a_prompt_with_images_is_served(case: Multimodal, watch: Watch) -> None:
     model, arguments = built(case), {**prompt(case, images_of(case)), **LONG}
-    expected, stats = written(model, arguments), lade.Stats()
-    for config in (PAPER, ADAPTIVE[0]) if case.kind in NAMED else (PAPER,):
-        assert torch.equal(lade.generate(model, lookahead=config, stats=stats, **arguments), expected), config
+    written(model, arguments)
+    stats = assert_plains(model, arguments, (PAPER, ADAPTIVE[0]) if case.kind in NAMED else (PAPER,))
     assert stats.tokens_per_step > 1 and stats.fallback is None and watch.branched and watch.moved
 
 
@@ -101,13 +106,9 @@ def test_all_configs_and_prompts_in_chunks(case: Multimodal) -> None:
     model = built(case)
     for seed, images in ((1, [SQUARE]), (2, [SQUARE] * 3)):
         arguments = {**prompt(case, images, seed=seed), **SHORT}
-        expected = model.generate(**arguments)
-        for config in CONFIGS:
-            assert torch.equal(lade.generate(model, lookahead=config, **arguments), expected), config
+        assert_plains(model, arguments, CONFIGS)
         if hasattr(utils, "_slice_mm_encoder_output"):  # older ones cannot feed images in chunks
-            arguments["prefill_chunk_size"] = 7
-            expected = model.generate(**arguments)
-            assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+            assert_plains(model, arguments, prefill_chunk_size=7)
 
 
 class Shift(LogitsProcessor):
@@ -128,11 +129,7 @@ def test_samples_and_processors_are_plains(case: Multimodal) -> None:
         {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
         {"do_sample": False, "logits_processor": LogitsProcessorList([Shift()])},
     ):
-        arguments = {**inputs, "max_new_tokens": 25, **options}
-        torch.manual_seed(5)
-        expected = model.generate(**arguments)
-        torch.manual_seed(5)
-        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected), options
+        assert_plains(model, inputs, max_new_tokens=25, **options)
 
 
 @pytest.mark.one_in(18)
@@ -170,10 +167,8 @@ def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case: Multimodal
 def test_batches_with_images_of_several_sizes_are_plains(case: Multimodal) -> None:
     model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
     expected = written(model, arguments)
-    for config in (PAPER, ADAPTIVE[0]):
-        assert torch.equal(lade.generate(model, lookahead=config, **arguments), expected), config
-    ending = {**arguments, "eos_token_id": int(expected[0, -20])}  # rows leave at different times
-    assert torch.equal(lade.generate(model, lookahead=PAPER, **ending), model.generate(**ending))
+    assert_plains(model, arguments, (PAPER, ADAPTIVE[0]))
+    assert_plains(model, arguments, eos_token_id=int(expected[0, -20]))  # rows leave at different times
 
 
 @pytest.mark.one_in(4)
@@ -182,10 +177,10 @@ def test_batches_whose_rows_are_shown_together(case: Multimodal) -> None:
     """As a user's own processor asks for."""
     model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
     shown = {"logits_processor": LogitsProcessorList([Shift()])}
-    expected, stats = model.generate(**arguments, **shown), lade.Stats()
-    assert not torch.equal(expected, model.generate(**arguments)), "the processor does nothing"
-    assert torch.equal(lade.generate(model, lookahead=PAPER, stats=stats, **arguments, **shown), expected)
-    assert stats.fallback is None and stats.generations == len(expected)
+    other = model.generate(**arguments, **shown)
+    assert not torch.equal(other, model.generate(**arguments)), "the processor does nothing"
+    stats = assert_plains(model, arguments, **shown)
+    assert stats.fallback is None and stats.generations == len(other)
 
 
 @pytest.mark.slow
@@ -193,11 +188,7 @@ def test_batches_whose_rows_are_shown_together(case: Multimodal) -> None:
 def test_several_samples_of_a_prompt_and_batches_of_samples(case: Multimodal) -> None:
     model = built(case)
     for inputs in ({**prompt(case, images_of(case)), "num_return_sequences": 3}, batch(case, rows_of(case))):
-        arguments = {**inputs, "max_new_tokens": 20, "do_sample": True}
-        torch.manual_seed(5)
-        expected = model.generate(**arguments)
-        torch.manual_seed(5)
-        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+        assert_plains(model, inputs, max_new_tokens=20, do_sample=True)
 
 
 @pytest.mark.one_in(18)
@@ -205,9 +196,7 @@ def test_several_samples_of_a_prompt_and_batches_of_samples(case: Multimodal) ->
 def test_beams_are_plains(case: Multimodal) -> None:
     model = built(case)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
-        arguments = {**inputs, **SHORT, "num_beams": 3}
-        expected = model.generate(**arguments)
-        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+        assert_plains(model, inputs, **SHORT, num_beams=3)
 
 
 @pytest.mark.one_in(18)
@@ -285,8 +274,7 @@ def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.Monkey
     model, graphs = built(case), Graphs(torch.device("cpu"))
     graphs.serve(monkeypatch)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
-        arguments = {**inputs, **SHORT}
-        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), model.generate(**arguments))
+        assert_plains(model, inputs, **SHORT)
     _compare_requests(model, case)
     assert graphs.counted.replayed > 10 and shapes_of(graphs.pool(model))
 
@@ -304,8 +292,8 @@ def test_a_film_is_served_as_well(kind: str) -> None:
         "video_grid_thw": torch.tensor([[1, 4, 4]]),
         **LONG,
     }
-    expected = written(model, arguments)
-    assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments), expected)
+    written(model, arguments)
+    assert_plains(model, arguments)
 
 
 @pytest.mark.slow
@@ -314,8 +302,7 @@ def test_a_length_at_which_the_text_is_computed_again_is_not_crossed() -> None:
     model = dataclasses.replace(case, text={"model_type": "phi3", **longrope()}, without=("head_dim",)).build()
     arguments = {**prompt(case), "do_sample": False}
     for length in (arguments["input_ids"].shape[1] + 5, SWITCH):
-        expected = model.generate(**arguments, max_length=length)
-        assert torch.equal(lade.generate(model, lookahead=PAPER, **arguments, max_length=length), expected)
+        assert_plains(model, arguments, max_length=length)
     with pytest.raises(lade.UnsupportedArgumentError, match=f"beyond {SWITCH} tokens this model recomputes"):
         lade.generate(model, lookahead=PAPER, **arguments, max_length=SWITCH + 1)
 

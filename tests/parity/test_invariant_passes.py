@@ -9,19 +9,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import graphed
 import pytest
 import torch
 from comparing import batch, lookahead, plain, prompt
 from exact_products import exact_linear, quick_kernels
-from graphed import Graphs
+from graphed import Graphs, graphs_on
 from test_attention_families import DEVICES
 from test_fused_passes import built, passes
 
 import lade
 from lade.backends.cuda_graphs.buffers import EagerReplay, StepShape
 from lade.backends.cuda_graphs.invariant import make_invariant as making
-from lade.errors import CaptureWarning, PrecisionWarning
+from lade.errors import PrecisionWarning
 from lade.model.facts import CACHE, as_cache, is_invariant
 
 __all__ = ["passes"]  # a fixture
@@ -37,13 +36,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
-    monkeypatch.setattr(graphed, "Tape", EagerReplay)  # a tape does not see what an interpreter does
     if device.type == "cpu":
         quick_kernels(monkeypatch, attends=True)
-    made = Graphs(device)
-    made.serve(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaptureWarning)
+    with graphs_on(device, monkeypatch, EagerReplay) as made:  # a tape does not see what an interpreter does
         warnings.simplefilter("error", PrecisionWarning)
         yield made
 
@@ -80,7 +75,6 @@ def test_scores_are_those_of_plain_decoding_with_all_kernels(
     device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, passes: list[StepShape]
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(graphed, "Tape", EagerReplay)
     graphs.serve(monkeypatch)
     if device.type == "cpu":
         quick_kernels(monkeypatch, attends=False)

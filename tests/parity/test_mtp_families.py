@@ -15,8 +15,8 @@ from families import (
     _SHARED_EXPERT,
     _SIZES,
     _WINDOWED,
-    RECURRENT_FAMILIES,
     Family,
+    family,
     randomize,
 )
 from mtp_toys import load, write_checkpoint
@@ -222,7 +222,7 @@ def test_engines(made):
 
 def test_nemotron_h_drafts_without_its_blocks(tmp_path):
     kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe", "full_attention"]
-    case = next(case for case in RECURRENT_FAMILIES if str(case) == "nemotron_h")
+    case = family("nemotron_h")
     larger = case.build(num_hidden_layers=7, layers_block_type=kinds)
     write_checkpoint(larger, tmp_path, count="num_nextn_predict_layers")
     model = load(tmp_path, case.dtype, experts_implementation="eager")

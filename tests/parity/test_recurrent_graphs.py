@@ -11,18 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, batch, lookahead, plain, prompt
-from families import RECURRENT_FAMILIES, Family
-from graphed import Graphs, shapes_of
-from inside import buffers_in
-from pretend import small_buffers
-from test_batch_families import LENGTHS
+from comparing import PAPER, assert_same, lookahead, plain, prompt
+from families import RECURRENT_FAMILIES, Family, family
+from graphed import Graphs, graphs_on, shapes_of
 from test_serving_families import assert_served
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lade
 from lade.backends.cuda_graphs.backend import capture_refusal
-from lade.backends.cuda_graphs.buffers import Buffers, NodeBuffers
+from lade.backends.cuda_graphs.buffers import NodeBuffers
 from lade.decoding.tree import TokenTree
 from lade.errors import CaptureWarning
 from lade.model.kv_cache import TreeCache
@@ -49,70 +46,26 @@ SEVERAL = ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name
 
 
 def recurrent(name: str) -> Any:
-    return next(case for case in RECURRENT_FAMILIES if str(case) == name).build()
+    return family(name).build()
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
-    made = Graphs(torch.device("cpu"))
-    made.serve(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaptureWarning)
+    with graphs_on("cpu", monkeypatch) as made:
         yield made
 
 
 @pytest.mark.parametrize("case", CAPTURED)
 def test_greedy_tokens_are_plain_decodings(case: Family, graphs: Graphs) -> None:
-    model, ids, stats = case.build(), prompt(20), lade.Stats()
-    expected = plain(model, ids, max_new_tokens=24)
-    for config in (PAPER, BUDGET):
-        assert torch.equal(lookahead(model, ids, config, stats=stats, max_new_tokens=24), expected), config
+    stats = assert_same(case.build(), prompt(20), (PAPER, BUDGET), max_new_tokens=24)
     assert graphs.counted.replayed == stats.steps > graphs.counted.recorded > 1
     assert stats.tokens_per_step > 1, "no guess was ever accepted"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS[2:])
-def test_any_method_at_any_size(config: lade.LookaheadConfig, graphs: Graphs) -> None:
-    for name in ("qwen3_5_text", "lfm2"):
-        model = recurrent(name)
-        for length, new in ((1, 12), (2, 1), (7, 2), (64, 20)):
-            ids = prompt(length, seed=length)
-            ours = lookahead(model, ids, config, max_new_tokens=new)
-            assert torch.equal(ours, plain(model, ids, max_new_tokens=new)), (name, length)
-
-
 def test_a_token_by_itself_is_a_tree(graphs: Graphs) -> None:
-    model, ids = recurrent("qwen3_5_text"), prompt(5)
-    config = lade.LookaheadConfig(budget=1)
-    assert torch.equal(lookahead(model, ids, config, max_new_tokens=8), plain(model, ids, max_new_tokens=8))
+    model = recurrent("qwen3_5_text")
+    assert_same(model, prompt(5), [lade.LookaheadConfig(budget=1)], max_new_tokens=8)
     assert {size for _, size, _ in shapes_of(graphs.pool(model))} == {8} and graphs.runner(model).step_sizes[0] == 8
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_batches_whose_rows_end_in_turn(name: str, graphs: Graphs) -> None:
-    model, rows = recurrent(name), batch(*LENGTHS)
-    arguments: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 18}
-    free = plain(model, **rows, **arguments)
-    arguments["eos_token_id"] = [int(free[1, 25]), int(free[3, 35])]
-    expected = plain(model, **rows, **arguments)
-    assert torch.equal(lookahead(model, **rows, **arguments), expected)
-    assert len({count for count, _, _ in shapes_of(graphs.pool(model))}) > 1, "rows leave"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SEVERAL)
-def test_samples_and_the_generator_afterwards(name: str, graphs: Graphs) -> None:
-    model = recurrent(name)
-    for rows in (1, 3):
-        ids, sampling = prompt(20).repeat(rows, 1), {"do_sample": True, "temperature": 0.7, "max_new_tokens": 9}
-        torch.manual_seed(rows)
-        expected = plain(model, ids, **sampling)
-        state = torch.get_rng_state()
-        torch.manual_seed(rows)
-        assert torch.equal(lookahead(model, ids, BUDGET, **sampling), expected)
-        assert torch.equal(torch.get_rng_state(), state)
-    assert graphs.counted.replayed > 0
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -129,16 +82,6 @@ def test_sampled_requests_that_come_and_go(name: str, graphs: Graphs) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_generation_captures_nothing_and_sees_nothing_of_the_first(graphs: Graphs) -> None:
-    model, recorded = recurrent("lfm2"), []
-    for seed in (0, 1, 0):
-        ids = prompt(20, seed)
-        assert torch.equal(lookahead(model, ids, BUDGET, max_new_tokens=10), plain(model, ids, max_new_tokens=10))
-        recorded.append(graphs.counted.recorded)
-    assert recorded[2] == recorded[1] > 0 and len(buffers_in(graphs.pool(model))) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
 def test_the_cache_that_is_handed_out(name: str, graphs: Graphs) -> None:
     model, ids = recurrent(name), prompt(20)
@@ -148,35 +91,6 @@ def test_the_cache_that_is_handed_out(name: str, graphs: Graphs) -> None:
     assert cache.get_seq_length() == output.sequences.shape[1] - 1
     longer = torch.cat([output.sequences, prompt(5, seed=1)], dim=1)
     assert torch.equal(lookahead(model, longer, past_key_values=cache), plain(model, longer))
-
-
-@pytest.mark.parametrize("where", ["growth", pytest.param("capture", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_generation_goes_on_without_memory(
-    where: str, rows: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_buffers(monkeypatch)
-    model, length = recurrent("qwen3_5_text"), 210 if where == "growth" else 20
-    ids = torch.cat([prompt(length, seed) for seed in range(rows)])
-    expected = plain(model, ids, max_new_tokens=30)
-    make, take, taken = Buffers.__init__, NodeBuffers.take, []
-
-    def made(buffers: Buffers, layers: Any, rows: int, slots: int) -> None:
-        if where == "growth" and slots > 256:
-            raise torch.OutOfMemoryError(f"{rows} x {slots}")
-        make(buffers, layers, rows, slots)
-
-    def taking(self: NodeBuffers, layers: Any) -> None:
-        take(self, layers)
-        taken.append(self)
-        if where == "capture" and len(set(map(id, taken))) == 2:
-            raise torch.OutOfMemoryError("a graph")
-
-    monkeypatch.setattr(Buffers, "__init__", made)
-    monkeypatch.setattr(NodeBuffers, "take", taking)
-    with pytest.warns(CaptureWarning, match="no memory for captured passes"):
-        assert torch.equal(lookahead(model, ids, PAPER, max_new_tokens=30), expected)
-    assert taken and graphs.counted.replayed > 0
 
 
 @pytest.mark.slow

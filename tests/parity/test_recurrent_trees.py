@@ -10,7 +10,7 @@ import torch
 import transformers
 from comparing import PAPER, lookahead, plain, prompt
 from effort import examples
-from families import RECURRENT_FAMILIES, VOCABULARY
+from families import RECURRENT_FAMILIES, VOCABULARY, family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifted import float32_lifted
@@ -38,7 +38,7 @@ parents = st.lists(st.integers(0, 9), max_size=7)
 
 @functools.cache
 def model_of(name: str) -> Any:
-    case = next(case for case in RECURRENT_FAMILIES if str(case) == name)
+    case = family(name)
     return case.build(**LIMITED.get(name, {}))
 
 

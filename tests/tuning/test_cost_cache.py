@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from pretend import use_threads
+from spies import watched
 
 import lade
 from lade import native
@@ -22,9 +23,25 @@ def runner_of(model):
     return EagerRunner(model, supports(model).require(), model.generation_config)
 
 
-@pytest.fixture(autouse=True)
-def own_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(profile, "RECORDS", Records("step-cost", "step cost", tmp_path))
+def moved(cost, pass_s=20e-3):
+    """Let passes of 16 tokens take so long."""
+    for _ in range(30):
+        cost.observe(16, pass_s)
+    cost.refresh()
+
+
+def reloaded():
+    """The curve of such a model as another process finds it."""
+    twin = toy_model("llama", dtype=torch.float32, seed=5)
+    return profile.step_cost_for(twin, runner_of(twin))
+
+
+def saved(folder):
+    """The files of curves."""
+    return list(folder.glob("step-cost/*"))
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -45,18 +62,17 @@ def measured(monkeypatch):
     return batches
 
 
-def test_a_model_is_measured_once(model, measured, tmp_path):
+def test_a_model_is_measured_once(model, measured):
     cost = profile.step_cost_for(model, runner_of(model))
     assert profile.step_cost_for(model, runner_of(model)) is cost
     assert measured == [1]
-    twin = toy_model("llama", dtype=torch.float32, seed=5)  # as another process finds it
-    loaded = profile.step_cost_for(twin, runner_of(twin))
+    loaded = reloaded()
     assert loaded is not cost and loaded.to_json() == cost.to_json()
     assert measured == [1]
 
 
 @pytest.mark.parametrize(("compiled", "said"), [(False, "a second or two"), (True, "minutes, as torch.compile")])
-def test_it_says_how_long_measuring_takes(model, measured, tmp_path, caplog, compiled, said):
+def test_it_says_how_long_measuring_takes(model, measured, caplog, compiled, said):
     caplog.set_level("INFO", "lade")
     if compiled:
         model.compile(backend="eager")
@@ -69,7 +85,6 @@ def test_what_drafting_was_worth_is_known_to_the_next_call_and_to_that_kind_of_t
     """Two calls with one model: the second begins with what the first has learned, and ends with more."""
     ids, model = torch.tensor([[1, 2, 3]]), toy_model("llama", dtype=torch.float32, seed=3)
     cost, known = profile.step_cost_for(model, runner_of(model)), []
-    monkeypatch.setattr(profile, "save_refreshed", lambda model: None)
     for arguments in ({}, {}, {"do_sample": True, "temperature": 0.7}):
         lade.generate(model, input_ids=ids, max_new_tokens=20, eos_token_id=None, **arguments)
         kinds = ("greedy", "sampled at 0.7", "sampled at 1.0")
@@ -79,15 +94,12 @@ def test_what_drafting_was_worth_is_known_to_the_next_call_and_to_that_kind_of_t
     assert now_drawn > drawn
 
 
-def test_what_others_draw_while_it_is_measured_is_not_taken_back(model, measured, monkeypatch, tmp_path):
-    measure, drawn = profile.measure_step_cost, []
-
-    def measure_beside_others(runner, **sizes):
+def test_what_others_draw_while_it_is_measured_is_not_taken_back(model, measured, monkeypatch):
+    def draw_beside(*_, **__):
         with ThreadPoolExecutor() as other:
-            drawn.append(other.submit(torch.rand, 5).result())
-        return measure(runner, **sizes)
+            return other.submit(torch.rand, 5).result()
 
-    monkeypatch.setattr(profile, "measure_step_cost", measure_beside_others)
+    drawn = watched(monkeypatch, profile, "measure_step_cost", draw_beside)
     torch.manual_seed(3)
     expected = torch.rand(10)
     torch.manual_seed(3)
@@ -95,7 +107,7 @@ def test_what_others_draw_while_it_is_measured_is_not_taken_back(model, measured
     assert measured and torch.equal(torch.cat([*drawn, torch.rand(5)]), expected)
 
 
-def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monkeypatch):
+def test_what_changes_the_cost_is_measured_again(model, measured, monkeypatch):
     class PackedLinear(torch.nn.Linear):
         pass
 
@@ -113,14 +125,14 @@ def test_what_changes_the_cost_is_measured_again(model, measured, tmp_path, monk
     assert again() and not again()
     use_threads(monkeypatch, 77)
     assert again() and not again()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another one")
-    assert again() and not again()
-    monkeypatch.setattr(profile, "__version__", "0.0.0")
-    assert again() and not again()
-    monkeypatch.setattr(profile.transformers, "__version__", "0.0.0")
-    assert again() and not again()
-    monkeypatch.setattr(profile, "_device_name", lambda device: "another machine")
-    assert again() and not again()
+    for owner, name, other in (
+        (torch.backends.cpu, "get_cpu_capability", lambda: "another one"),
+        (profile, "__version__", "0.0.0"),
+        (profile.transformers, "__version__", "0.0.0"),
+        (profile, "processor_name", lambda: "another machine"),
+    ):
+        monkeypatch.setattr(owner, name, other)
+        assert again() and not again(), name
 
 
 def test_another_shape_is_another_key(model):
@@ -135,61 +147,51 @@ def test_another_shape_is_another_key(model):
     assert own["parameters"] == model.num_parameters() and own["runner"] == "EagerRunner"
 
 
-def test_batches_are_measured_by_powers_of_two(model, measured, tmp_path):
+def test_batches_are_measured_by_powers_of_two(model, measured):
     costs = {batch: profile.step_cost_for(model, runner_of(model), batch=batch) for batch in range(1, 10)}
     assert measured == [1, 2, 4, 8, 16]
     assert costs[5] is costs[8] and costs[2] is not costs[1]
 
 
-def test_threads_wait_for_a_measurement_that_is_going_on(model, measured, tmp_path, monkeypatch):
+def test_threads_wait_for_a_measurement_that_is_going_on(model, measured, monkeypatch):
     """Passes made at the same time would be measured as slow ones."""
-    measure, start = profile.measure_step_cost, threading.Barrier(4)
-
-    def slowly(*args, **kwargs):
-        time.sleep(0.05)
-        return measure(*args, **kwargs)
+    start = threading.Barrier(4)
 
     def cost_for(number):
         start.wait(10)
         return profile.step_cost_for(model, runner_of(model))
 
-    monkeypatch.setattr(profile, "measure_step_cost", slowly)
+    watched(monkeypatch, profile, "measure_step_cost", lambda *_, **__: time.sleep(0.05))
     with ThreadPoolExecutor(4) as pool:
         costs = list(pool.map(cost_for, range(4)))
     assert measured == [1] and len(set(map(id, costs))) == 1
 
 
-def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, tmp_path, monkeypatch):
-    cost, save = profile.step_cost_for(model, runner_of(model)), profile._save
-
-    def measuring_meanwhile(*args):
-        monkeypatch.setattr(profile, "_save", save)
-        profile.step_cost_for(model, runner_of(model), batch=2)
-        return save(*args)
-
-    for _ in range(30):
-        cost.observe(16, 20e-3)
-    cost.refresh()
-    monkeypatch.setattr(profile, "_save", measuring_meanwhile)
+def test_a_curve_may_be_measured_while_another_thread_saves(model, measured, monkeypatch, tmp_path):
+    moved(profile.step_cost_for(model, runner_of(model)))
+    writing = watched(
+        monkeypatch,
+        Records,
+        "save",
+        lambda *_: len(measured) == 1 and profile.step_cost_for(model, runner_of(model), batch=2),
+    )
     profile.save_refreshed(model)
-    assert measured == [1, 2] and len(list(tmp_path.iterdir())) == 2
+    assert measured == [1, 2] and len(writing) == 2 and len(saved(tmp_path)) == 2
 
 
-def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, tmp_path, monkeypatch):
+def test_a_curve_that_steps_have_moved_is_saved_at_the_end(model, measured, monkeypatch):
     cost = profile.step_cost_for(model, runner_of(model))
     path = profile.RECORDS.path_of(profile.key_of(model, runner_of(model)))
-    saved = path.read_text()
+    before = path.read_text()
     profile.save_refreshed(model)
     cost.observe(16, 10.1e-3)
     cost.refresh()
     profile.save_refreshed(model)
-    assert path.read_text() == saved, "nothing worth saving"
-    for _ in range(30):
-        cost.observe(16, 20e-3)
-    cost.refresh()
+    assert path.read_text() == before, "nothing worth saving"
+    moved(cost)
     profile.save_refreshed(model)
-    assert path.read_text() != saved
-    assert profile._load(profile.key_of(model, runner_of(model))).table == cost.table
+    assert path.read_text() != before
+    assert reloaded().table == cost.table
     path.unlink()
     later(monkeypatch)
     profile.save_refreshed(model)
@@ -202,35 +204,33 @@ def later(monkeypatch):
     monkeypatch.setattr(profile, "monotonic", lambda: now() + profile.SAVE_EVERY_S)
 
 
-def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, tmp_path, monkeypatch):
+def test_a_curve_that_goes_on_moving_is_saved_now_and_then(model, measured, monkeypatch):
     """A server of short answers would write a file after each of them."""
     cost = profile.step_cost_for(model, runner_of(model))
     path, texts = profile.RECORDS.path_of(profile.key_of(model, runner_of(model))), []
     for pass_s in (20e-3, 40e-3, 80e-3):
-        for _ in range(30):
-            cost.observe(16, pass_s)
-        cost.refresh()
+        moved(cost, pass_s)
         if pass_s > 40e-3:
             later(monkeypatch)
         profile.save_refreshed(model)
         texts.append(path.read_text())
     assert texts[0] == texts[1] != texts[2]
-    assert profile._load(profile.key_of(model, runner_of(model))).table == cost.table
+    assert reloaded().table == cost.table
 
 
 def test_a_model_that_was_never_measured_has_nothing_to_save(model, tmp_path):
     profile.save_refreshed(model)
-    assert not list(tmp_path.iterdir())
+    assert not saved(tmp_path)
 
 
 def test_a_better_curve_is_used_at_once(model, measured, tmp_path):
     better = StepCost.of({1: [1.0]}, measured_at=time.time())
     assert profile.use(model, profile.key_of(model, runner_of(model)), better)
     assert profile.step_cost_for(model, runner_of(model)) is better
-    assert not measured and len(list(tmp_path.iterdir())) == 1
+    assert not measured and len(saved(tmp_path)) == 1
 
 
-def test_curves_go_with_their_model(measured, tmp_path):
+def test_curves_go_with_their_model(measured):
     model = toy_model("llama")
     cost = weakref.ref(profile.step_cost_for(model, runner_of(model)))
     del model
@@ -247,7 +247,7 @@ def test_the_machine_has_a_name(model, monkeypatch, tmp_path):
     assert profile.key_of(model, runner_of(model))["devices"][0].startswith("Abacus 3, ")
 
 
-def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path):
+def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model):
     prompt = torch.tensor([[1, 2, 3, 4]])
     before = lade.generate(model, input_ids=prompt, max_new_tokens=20)
     cost = profile.step_cost_for(model, runner_of(model))
@@ -255,24 +255,21 @@ def test_it_measures_a_real_model_and_leaves_its_text_as_it_was(model, tmp_path)
     assert torch.equal(lade.generate(model, input_ids=prompt, max_new_tokens=20), before)
 
 
-def test_what_is_measured_on_a_busy_machine_is_measured_again_once_it_is_quiet(model, measured, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "contention_now", lambda threads: "The machine is busy")
+def test_what_is_measured_on_a_busy_machine_is_measured_again_once_it_is_quiet(model, measured, monkeypatch, tmp_path):
+    said = ["The machine is busy"]
+    monkeypatch.setattr(profile, "contention_now", lambda threads: said[-1])
     cost = profile.step_cost_for(model, runner_of(model))
     assert profile.step_cost_for(model, runner_of(model)) is cost and measured == [1]
-    monkeypatch.setattr(profile, "contention_now", lambda threads: "")
-    for _ in range(30):
-        cost.observe(16, 20e-3)
-    cost.refresh()
+    said.append("")
+    moved(cost)
     profile.save_refreshed(model)
-    assert not list(tmp_path.iterdir())
+    assert not saved(tmp_path)
     kept = profile.step_cost_for(model, runner_of(model))  # it is quiet now
     assert kept is not cost and kept.state("greedy") is cost.state("greedy"), "texts are as before"
     assert profile.step_cost_for(model, runner_of(model)) is kept
-    (file,) = tmp_path.iterdir()
+    (file,) = saved(tmp_path)
     before = file.read_text()
-    monkeypatch.setattr(profile, "contention_now", lambda threads: "The machine is busy")
-    for _ in range(30):
-        kept.observe(16, 20e-3)
-    kept.refresh()
+    said.append("The machine is busy")
+    moved(kept)
     profile.save_refreshed(model)
     assert file.read_text() == before and measured == [1, 1]

@@ -10,8 +10,7 @@ from spies import failing, watched
 
 from lade import files
 from lade.decoding.drafting.step_cost import StepCost
-from lade.files import Records
-from lade.tuning import cost_cache as store
+from lade.tuning.cost_cache import RECORDS
 
 KEY = {"devices": ["a cpu"], "threads": 2, "shape": {"layers": 3, "heads": None}, "torch": "2.13"}
 NOW = 1e9
@@ -21,42 +20,42 @@ def curve(seconds=1.0, measured_at=NOW):
     return StepCost.of({1: [seconds], 8: [2 * seconds]}, measured_at=measured_at)
 
 
+@pytest.fixture
+def days(monkeypatch):
+    """Days that have passed; the last one counts."""
+    passed = [0]
+    monkeypatch.setattr(files, "time", lambda: NOW + passed[-1] * 24 * 3600)
+    return passed
+
+
 @pytest.fixture(autouse=True)
-def own_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(files, "time", lambda: NOW)
-    use(tmp_path, monkeypatch)
-
-
-def use(folder, monkeypatch):
-    monkeypatch.setattr(store, "RECORDS", Records("step-cost", "step cost", folder))
+def folder(own_cache, days):
+    return own_cache / "step-cost"
 
 
 def load(key):
-    return store._load(key)
+    return RECORDS.load(key, lambda record: StepCost.from_json(record["cost"]))
 
 
 def save(key, cost):
-    return store._save(key, cost)
+    return RECORDS.save(key, {"cost": cost.to_json()})
 
 
-def test_what_was_saved_is_loaded(tmp_path, monkeypatch):
-    folder = tmp_path / "made" / "on demand"
-    use(folder, monkeypatch)
+def test_what_was_saved_is_loaded(folder):
     assert load(KEY) is None
     assert save(KEY, curve())
     assert load(KEY).to_json() == curve().to_json()
     reordered = dict(reversed(KEY.items()))
     assert load(reordered) is not None
-    assert json.loads(store.RECORDS.path_of(KEY).read_text())["key"] == KEY, "people can read what it is for"
-    assert [path.name for path in folder.iterdir()] == [store.RECORDS.path_of(KEY).name]
+    path = RECORDS.path_of(KEY)
+    assert json.loads(path.read_text())["key"] == KEY, "people can read what it is for"
+    assert list(folder.iterdir()) == [path]
 
 
 def test_a_file_that_does_not_say_when_it_was_saved_is_too_old(caplog):
     save(KEY, curve())
-    path = store.RECORDS.path_of(KEY)
-    record = json.loads(path.read_text())
-    del record["saved_at"]
-    path.write_text(json.dumps(record))
+    path = RECORDS.path_of(KEY)
+    path.write_text(path.read_text().replace("saved_at", "noted_at"))
     assert load(KEY) is None and not caplog.records
 
 
@@ -85,54 +84,47 @@ def from_another_time(text):
     "damage",
     [
         lambda text: text[: len(text) // 2], lambda text: "", lambda text: "[]", lambda text: "3", lambda text: "{}",
-        lambda text: "[" * 100_000, lambda text: text.replace("1.0", "NaN"), lambda text: text.replace("1.0", "-1.0"),
-        foreign, from_another_time,
+        lambda text: "[" * 100_000, lambda text: b"\xff\xfe\x00", lambda text: text.replace("1.0", "NaN"),
+        lambda text: text.replace("1.0", "-1.0"), foreign, from_another_time,
     ],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_reported_and_replaced(damage, caplog):
     save(KEY, curve())
-    path = store.RECORDS.path_of(KEY)
+    path = RECORDS.path_of(KEY)
     damaged = damage(path.read_text())
-    path.write_text(damaged)
+    damaged = damaged if isinstance(damaged, bytes) else damaged.encode()
+    path.write_bytes(damaged)
     with caplog.at_level(logging.WARNING, "lade"):
         assert load(KEY) is None
     assert str(path) in caplog.text and "measured again" in caplog.text
-    assert path.read_text() == damaged, "reading changes nothing"
+    assert path.read_bytes() == damaged, "reading changes nothing"
     assert save(KEY, curve())
     assert load(KEY) is not None
 
 
-def test_a_file_that_is_no_text_is_reported(caplog):
-    store.RECORDS.path_of(KEY).write_bytes(b"\xff\xfe\x00")
-    assert load(KEY) is None
-    assert "measured again" in caplog.text
-
-
-def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path, caplog):
-    store.RECORDS.path_of(KEY).mkdir()
+def test_a_folder_in_the_place_of_the_file_is_reported(folder, caplog):
+    RECORDS.path_of(KEY).mkdir(parents=True)
     assert load(KEY) is None
     assert not save(KEY, curve())
     assert "cannot be used" in caplog.text and "cannot be saved" in caplog.text
-    assert len(list(tmp_path.iterdir())) == 1, "no temporary file is left"
+    assert len(list(folder.iterdir())) == 1, "no temporary file is left"
 
 
-def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    use(tmp_path / "file" / "folder", monkeypatch)
+def test_a_folder_that_cannot_be_written_to_is_reported(folder, caplog):
+    folder.write_text("")
     assert not save(KEY, curve())
     assert "cannot be saved" in caplog.text and "folder" in caplog.text
     assert load(KEY) is None
 
 
-def test_a_curve_is_measured_again_after_a_month(monkeypatch):
+def test_a_curve_is_measured_again_after_a_month(days):
     save(KEY, curve())
-    day = 24 * 3600
-    for days, is_used in ((29, True), (31, False), (-31, False)):  # a clock that was wrong then or is now
-        monkeypatch.setattr(files, "time", lambda days=days: NOW + days * day)
+    for later, is_used in ((29, True), (31, False), (-31, False)):  # a clock that was wrong then or is now
+        days.append(later)
         assert (load(KEY) is not None) == is_used
 
 
-def test_a_curve_is_replaced_as_a_whole(tmp_path, monkeypatch):
+def test_a_curve_is_replaced_as_a_whole(folder, monkeypatch):
     """Whatever happens while it is written, the old file is there; afterwards the new one, and nothing else."""
     save(KEY, curve(1.0))
     with monkeypatch.context() as patch:
@@ -147,7 +139,7 @@ def test_a_curve_is_replaced_as_a_whole(tmp_path, monkeypatch):
     failing(monkeypatch, os, "replace", OSError("no space left on device"))
     assert not save(KEY, curve(3.0))
     assert load(KEY).seconds(1) == 2.0
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder does not go by the environment")
@@ -155,8 +147,3 @@ def test_processes_that_tests_start_leave_the_users_folder_alone_too(cache_folde
     code = "from lade.tuning.cost_cache import RECORDS; print(RECORDS.path_of({}).parent)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert Path(found.strip()) == cache_folder
-
-
-def test_the_default_folder_lies_in_the_users_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name, appauthor: str(tmp_path / name))
-    assert Records("step-cost", "").path_of(KEY).parent == tmp_path / "lookahead-decoding" / "step-cost"

@@ -7,14 +7,13 @@ import torch
 from growing import sized
 from hulls import lower_hull
 from inside import buffers_in
-from spies import watched
+from spies import failing, watched
 
 from lade.backends.cuda_graphs.buffers import Buffers, EagerReplay
 from lade.backends.cuda_graphs.pool import BufferPool
 from lade.backends.cuda_graphs.runner import GraphRunner
 from lade.decoding.drafting.controller import LARGEST_SHARED, Controller
 from lade.decoding.drafting.step_cost import StepCost
-from lade.files import Records
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
@@ -107,7 +106,7 @@ def runner_of(model):
 def test_captures_do_not_count_as_passes(batch, monkeypatch):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
-    captures = watched(monkeypatch, GraphRunner, "_record")
+    captures = watched(monkeypatch, BufferPool, "record")
     timer = StepTimer(runner, vocabulary=300, largest=128, cached=100, batch=batch)
     assert len(captures) == len(STEP_SIZES)
     captures.clear()
@@ -120,12 +119,7 @@ def test_captures_do_not_count_as_passes(batch, monkeypatch):
     assert entry.idle, "who is gone needs no buffers"
 
 
-@pytest.fixture(autouse=True)
-def own_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(profile, "RECORDS", Records("step-cost", "step cost", tmp_path))
-
-
-def test_a_profile_of_graphs_is_one_of_stairs():
+def test_a_profile_of_graphs_is_one_of_stairs(own_cache):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
     cost = profile.step_cost_for(model, runner)
@@ -135,19 +129,17 @@ def test_a_profile_of_graphs_is_one_of_stairs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["buffers", "capture"])
-def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monkeypatch, tmp_path):
-    def full(*given):
-        raise torch.OutOfMemoryError("no more")
-
+def test_where_captures_have_no_memory_the_other_passes_are_measured(where, monkeypatch, own_cache):
     model = toy_model(vocabulary=300)
     runner = runner_of(model)
     with monkeypatch.context() as patch:
-        patch.setattr(*((Buffers, "__init__") if where == "buffers" else (GraphRunner, "_record")), full)
+        owner, name = (Buffers, "__init__") if where == "buffers" else (BufferPool, "record")
+        failing(patch, owner, name, torch.OutOfMemoryError)
         cost = profile.step_cost_for(model, runner)
         assert profile.step_cost_for(model, runner.eager()) is cost
-    assert len(list(tmp_path.iterdir())) == 1, "and are saved as such"
+    assert len(list(own_cache.glob("step-cost/*"))) == 1, "and are saved as such"
     assert profile.step_cost_for(model, runner) is not cost
-    monkeypatch.setattr(EagerRunner, "forward", full)
+    failing(monkeypatch, EagerRunner, "forward", torch.OutOfMemoryError)
     with pytest.raises(torch.OutOfMemoryError):
         profile.step_cost_for(model, runner.eager(), batch=2)
 

@@ -179,7 +179,6 @@ class BeamRow:
         self.beams = [ROOT] * num_beams
         self._scores = [0.0] * num_beams  # log-probabilities of the beams before processors, used for drafting alone
         self._guesser = guesser
-        guesser.learn_text(prompt)
 
     @property
     def tree(self) -> TokenTree:
