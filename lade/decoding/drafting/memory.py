@@ -148,11 +148,11 @@ class ContextMemory(BaseMemory):
         """Lend the tables to a kernel that counts the slots that it takes; others wait meanwhile."""
         with self._writing:
             bound = self.bound
-            bound.limit(self._taken, _most_taken(len(self._young)))
+            bound.counts[:] = self._taken, _most_taken(len(self._young))
             try:
                 yield bound
             finally:
-                self._taken = bound.taken
+                self._taken = int(bound.counts[0])
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
         """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.
@@ -182,14 +182,14 @@ class ContextMemory(BaseMemory):
 
         The weights are learned as well, and the tree's own; see `NativeTree.learn`.
         """
-        with self._writing:
+        with self._writing.lock:  # itself, as every step comes here
             self._widen(self._taken + TEXT * len(entries) + max((END - TEXT) * len(path), END))
             bound = self.bound
-            bound.limit(self._taken, _most_taken(len(self._young)))
+            bound.counts[:] = self._taken, _most_taken(len(self._young))
             try:
                 has_room = tree.learn(bound, entries, path, tokens, RATE)
             finally:
-                self._taken = bound.taken
+                self._taken = int(bound.counts[0])
         if not has_room:
             self.learn(tree.contexts(range(len(entries))), entries)  # fills this table, then a new one
             self.learn_text(tree.contexts(path), tokens)
