@@ -96,6 +96,12 @@ struct Tree {
     double *mtp_weights = nullptr, *mtp_trust = nullptr;   // shared by texts: see lade/decoding/drafting/mtp_tree.py
 };
 
+// The same as Python gives them: [3, N] parents, tokens, and depths counted from 0; [N, MTP_WIDTH] tokens and odds.
+struct PredictionRows {
+    Ints places, tokens;
+    Doubles odds;
+};
+
 // What Python reads of a tree: [5, N] ids, parents, depths, predictions, and where the layer leads; [N] scores.
 struct Columns {
     Ints numbers;

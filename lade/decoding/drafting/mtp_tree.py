@@ -15,15 +15,11 @@ teach, so it is learned within some tens of steps, while the weights take hundre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lade.decoding.drafting.drafter import Unseen
-from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.kernels.layout import MTP_DEPTHS, Doubles, Ints
-from lade.decoding.kernels.native_tree import NativeTree
+from lade.decoding.kernels.layout import MTP_DEPTHS, Doubles
 
 # By the number of rows found: about what they become on stories that a layer predicts with an agreement of 0.7.
 _OF_FOUND: tuple[tuple[float, ...], ...] = (
@@ -48,50 +44,3 @@ class MtpWeights:
 
     lines: Doubles = field(default_factory=lambda: np.array(_OF_FOUND * MTP_DEPTHS))
     trust: Doubles = field(default_factory=lambda: np.array([_SHARE]))
-
-
-class MtpTree:
-    """Grows a row's tree between passes of an MTP layer, and adds its predictions to it; see `PredictedTree`.
-
-    Args:
-        tree: the row's tree, which is grown anew after each pass.
-        memory: what it grows from.
-        weights: how far predictions are trusted; they learn from every step.
-        begin: begins a step, given the text and the greatest depth; returns whether guesses are looked for in it.
-        grow: grows the tree of the step that has begun; returns the scores of its nodes.
-    """
-
-    def __init__(
-        self,
-        tree: NativeTree,
-        memory: ContextMemory,
-        weights: MtpWeights,
-        begin: Callable[[Sequence[int], int | None], bool],
-        grow: Callable[[], Sequence[float]],
-    ) -> None:
-        self._tree, self._memory, self._begin, self._grow = tree, memory, begin, grow
-        tree.use_mtp(weights.lines, weights.trust)
-        self._count = 1  # nodes of the tree grown last
-
-    def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
-        """See `PredictedTree`."""
-        return self._begin(context, max_depth)
-
-    def grow(self) -> float:
-        """See `PredictedTree`."""
-        scores = self._grow()
-        self._count = len(scores)
-        return sum(scores)
-
-    def unseen(self, most: int) -> list[Unseen]:
-        """See `PredictedTree`."""
-        return [Unseen(*node) for node in self._tree.unpredicted(self._count, most)]
-
-    def candidates(self, node: int) -> list[int]:
-        """See `PredictedTree`."""
-        return self._tree.candidates(self._memory.bound, node)
-
-    def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
-        """See `PredictedTree`."""
-        places = [(node.parent, node.token, node.depth + 1) for node in nodes] or [(-1, -1, 1)]
-        self._tree.add_predictions(places, tokens, odds)
