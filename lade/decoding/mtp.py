@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from lade.clock import Clock
 from lade.decoding.drafting.drafter import Drafter, PredictedTree
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.memory import MtpWeights
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.kernels.layout import Doubles, Ints
 from lade.decoding.kernels.native_tree import Frontier

@@ -19,8 +19,7 @@ from reference.tree import Tree
 import lade
 from lade import native
 from lade.decoding import readout
-from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.memory import ContextMemory, MtpWeights
 from lade.decoding.kernels import layout, native_tree, tables
 from lade.decoding.kernels.layout import BLOCK, END, MTP_WIDTH, TEXT, WIDTH
 from lade.decoding.kernels.native_tree import Columns, Frontier, NativeTree, Requests

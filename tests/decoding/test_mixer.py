@@ -21,8 +21,7 @@ from memories import (
 )
 from reference.tree import parts_of
 
-from lade.decoding.drafting.memory import RATE, ContextMemory, prior_weights
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.memory import RATE, ContextMemory, MtpWeights, prior_weights
 from lade.decoding.kernels.layout import (
     CEILING,
     END,

@@ -46,7 +46,7 @@ class _Held:
     tree: TokenTree = _ROOT_ALONE
 
 
-class _Fed(NamedTuple):
+class _Nodes(NamedTuple):
     """Part of a pass of the layer: the last nodes of a tree, and the states `[N, H]` at the tokens before them."""
 
     tree: TokenTree
@@ -138,14 +138,18 @@ class MtpRunner:
     @torch.no_grad()
     def predict(self, rows: Sequence[RowText], candidates: Collection[int] | None) -> Predictions:
         """See `MtpLayer`."""
-        self._cache.trim([held.end - held.start for held in map(self._held.__getitem__, self._order)])
-        more = dict[RowText, _Fed]()
+        entries = list[int]()
+        for held in map(self._held.__getitem__, self._order):
+            held.tree, held.outputs = _ROOT_ALONE, held.outputs[:1]
+            entries.append(held.end - held.start)
+        self._cache.trim(entries)
+        more = dict[RowText, _Nodes]()
         for row in rows:
-            known, held = self._known.get(row), self._held.get(row)
-            if held is None or known is None or not known.parts:
+            known, own = self._known.get(row), self._held.get(row)
+            if own is None or known is None or not known.parts:
                 continue
-            if known.start == held.end:
-                more[row] = _fed_of(row, known)
+            if known.start == own.end:
+                more[row] = _text_of(row, known)
             else:  # states are missing: it begins anew
                 self.leave(row)
                 self._known[row] = known
@@ -156,16 +160,14 @@ class MtpRunner:
         for row in rows:
             if row not in self._held:
                 self._join(row)
-            held = self._held[row]
-            held.tree, held.outputs = _ROOT_ALONE, held.outputs[:1]
-            outputs.append(held.outputs)
+            outputs.append(self._held[row].outputs)
         return self._head.predict(torch.cat(outputs), candidates)
 
     def _join(self, row: RowText) -> None:
         """Feed what is known of a row that is new, by itself; then it joins the others."""
         known, part = self._known[row], TreeCache()
         start = known.start
-        output = self._feed(part, [_fed_of(row, known)], [start + 1])[0]
+        output = self._feed(part, [_text_of(row, known)], [0], [start + 1])[0]
         self._held[row] = _Held(start, known.end, output[-1:])
         self._order.append(row)
         self._cache.take(part)
@@ -175,14 +177,14 @@ class MtpRunner:
         self, rows: Sequence[RowText], frontiers: Sequence[Frontier], candidates: Collection[int] | None
     ) -> Predictions:
         """See `MtpLayer`."""
-        fed = dict[RowText, _Fed]()
+        fed = dict[RowText, _Nodes]()
         for row, each in zip(rows, frontiers, strict=True):
             if each.nodes:
                 held = self._held[row]
                 if held.tree is _ROOT_ALONE:
                     held.tree = TokenTree(row.tokens[-1])
                 held.tree.extend(each.tokens, each.parents, each.depths, "mtp")
-                fed[row] = _Fed(held.tree, held.outputs[each.parents])
+                fed[row] = _Nodes(held.tree, held.outputs[each.parents])
         outputs = self._feed_some(fed)
         for row, found in outputs.items():
             self._held[row].outputs = torch.cat([self._held[row].outputs, found])
@@ -192,16 +194,20 @@ class MtpRunner:
         """See `MtpLayer`."""
         give_up(self._runner.model, problem)
 
-    def _feed_some(self, fed: Mapping[RowText, _Fed]) -> dict[RowText, torch.Tensor]:
+    def _feed_some(self, fed: Mapping[RowText, _Nodes]) -> dict[RowText, torch.Tensor]:
         """Feed nodes of some rows of the cache in one pass, and nothing of the others; return the outputs at them."""
         if not fed:
             return {}
-        nothing = _Fed(_ROOT_ALONE, next(iter(fed.values())).states[:0])
+        nothing = _Nodes(_ROOT_ALONE, next(iter(fed.values())).states[:0])
         every = [fed.get(row, nothing) for row in self._order]
-        output = self._feed(self._cache, every, [self._held[row].start + 1 for row in self._order])
+        rows = [self._held[row] for row in self._order]
+        lengths = [held.end - held.start + len(held.outputs) - 1 for held in rows]  # of text, and of nodes
+        output = self._feed(self._cache, every, lengths, [held.start + 1 for held in rows])
         return {row: output[place, : len(fed[row].states)] for place, row in enumerate(self._order) if row in fed}
 
-    def _feed(self, cache: TreeCache, fed: Sequence[_Fed], starts: Sequence[int]) -> torch.Tensor:
+    def _feed(
+        self, cache: TreeCache, fed: Sequence[_Nodes], lengths: Sequence[int], starts: Sequence[int]
+    ) -> torch.Tensor:
         """Feed the nodes of one tree a row that the cache does not hold yet; all of them stay in it.
 
         It is a pass of transformers' layer, as `MtpModel.forward_layer` makes it, with masks of our own.
@@ -209,6 +215,7 @@ class MtpRunner:
         Args:
             cache: the layer's, or a new one.
             fed: `[B]`.
+            lengths: `[B]`, number of each row's entries and nodes in the cache.
             starts: `[B]`, place of the token of each row's first entry.
 
         Returns:
@@ -216,7 +223,7 @@ class MtpRunner:
         """
         trees, states = zip(*fed, strict=True)
         held = [len(tree.ids) - len(own) for tree, own in fed]
-        inputs = self._plan.inputs(trees, cache.lengths, self._device, held)
+        inputs = self._plan.inputs(trees, lengths, self._device, held)
         hidden = pad_sequence(list(states), batch_first=True).to(self._device, self._dtype)
         positions = inputs.positions + torch.tensor(starts, device=self._device)[:, None]
         mtp, masks = self._mtp, self._plan.masks(inputs, self._dtype)
@@ -231,7 +238,7 @@ class MtpRunner:
         return mtp.shared_post_norm(output) if mtp.use_shared_post_norm else output
 
 
-def _fed_of(row: RowText, known: KnownStates) -> _Fed:
+def _text_of(row: RowText, known: KnownStates) -> _Nodes:
     """Return what is fed of a row: the tokens after those whose states are known, and these states."""
     chain = TokenTree.chain(row.tokens[known.start + 1 : known.end + 1], "text")
-    return _Fed(chain, known.take())
+    return _Nodes(chain, known.take())

@@ -27,8 +27,7 @@ from lade.decoding.drafting.drafter import (
     fitting,
 )
 from lade.decoding.drafting.lookahead import Window
-from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.memory import ContextMemory, MtpWeights
 from lade.decoding.kernels.layout import Doubles, Ints
 from lade.decoding.kernels.native_tree import Frontier, NativeTree
 from lade.decoding.kernels.tables import Tables, tails_of
@@ -243,7 +242,8 @@ class AdaptiveDrafter(Drafter):
         resting = self.budget.skip_drafting() and not lead
         plain = resting and not any(not own.scores or self.budget.worth_verifying(own.scores) for own in guesses)
         stages = _NOTHING if resting else self.budget.stages()
-        self._tree.drop_predictions()
+        if self.mtp is not None:
+            self._tree.drop_predictions()
         if self.learns_prompts and not plain:
             self._tree.read(context)
         return _Begun(context, max_depth, lead, guesses, resting, plain, self.memory.bound, stages)

@@ -85,7 +85,7 @@ class NativeTree:
         self._text: Sequence[int] = ()
         self._known = 0  # tokens of it that were read
         self._mtp: tuple[Doubles, Doubles] | None = None  # keeps the arrays alive
-        self._predictions, self._predicted = PredictionRows(0), 0
+        self._predictions, self._predicted = _NO_PREDICTIONS, 0
         self._columns = Columns(0)
 
     def __reduce__(self) -> NoReturn:
@@ -289,6 +289,9 @@ class PredictionRows(Struct):
         self.odds = np.empty((room, MTP_WIDTH))
         arrays = self.places, self.tokens, self.odds
         super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)], arrays)
+
+
+_NO_PREDICTIONS = PredictionRows(0)
 
 
 class Requests(Struct):
