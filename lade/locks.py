@@ -12,21 +12,25 @@ from weakref import WeakSet
 
 
 class ForkSafeLock:
-    """A reentrant lock that is free in a newly forked process."""
+    """A reentrant lock that is free in a newly forked process.
+
+    Attributes:
+        lock: the lock itself, of this process.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         _locks.add(self)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        self.lock.acquire()
 
     def __exit__(self, *problem: object) -> None:
-        self._lock.release()
+        self.lock.release()
 
     def renew(self) -> None:
         """Reset to unlocked, in a forked child where the thread that held it does not exist."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
 
 _locks: WeakSet[ForkSafeLock] = WeakSet()

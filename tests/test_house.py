@@ -12,26 +12,26 @@ from scripts import house
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 217,
-    "lines": 49_140,
+    "files": 216,
+    "lines": 49_040,
     "files under 40 lines of code": 10,
     "lines of the largest file": 497,
     "imports, per cent of code": 10.2,
     "lines of a function, p90": 18,
     "lines of the longest function": 50,
-    "files that generate imports": 50,
-    "lines that generate imports": 12_950,
+    "files that generate imports": 49,
+    "lines that generate imports": 12_900,
     "imports of backends by the core": 0,
     "results of backends without a type": 0,
     "files that import the lab": 0,
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 15,
-    "entries of Args that are fragments, per cent": 2.4,
-    "lines of tests": 61_830,
-    "private attributes in tests": 196,
-    "patches in tests": 380,
+    "entries of Args that are fragments, per cent": 2.3,
+    "lines of tests": 61_630,
+    "private attributes in tests": 164,
+    "patches in tests": 308,
 }
-LEAST = {"median lines of a file": 248}
+LEAST = {"median lines of a file": 246}
 
 
 @pytest.fixture(scope="module")
@@ -85,28 +85,34 @@ def profile(frame, event, _):
         depths.append(depth)
 
 
-def call():
-    lade.generate(model, **inputs, max_new_tokens=24, do_sample=False, lookahead=lade.LookaheadConfig(mtp=False))
+def call(**config):
+    for _ in range(3):
+        calls.clear(), marks.clear(), depths.clear()
+        sys.setprofile(profile)
+        lade.generate(model, **inputs, max_new_tokens=24, do_sample=False, lookahead=lade.LookaheadConfig(**config))
+        sys.setprofile(None)
 
 
-call()
-call()
-sys.setprofile(profile)
-call()
-sys.setprofile(None)
+call(mtp=False)
 first = calls[: marks[0]]
 steps = [calls[begin:end] for begin, end in zip(marks[1:], marks[2:])]
 plain, drafted = min(steps, key=len), max(steps, key=len)
 changes = sum(a != b for a, b in zip(first, first[1:]))
 loaded = {name.split(".")[2] for name in sys.modules if name.startswith("lade.backends.")}
 sizes = [each for step in (plain, drafted) for each in (len(set(step)), len(step))]
-print(len(set(first)), changes, len(first), *sizes, depths[1])
+figures = len(set(first)), changes, len(first), *sizes, depths[1]
+call(budget=16, mtp=True)
+middle = sorted((calls[begin:end] for begin, end in zip(marks[1:], marks[2:])), key=len)[len(marks) // 2 - 1]
+print(len(middle), sum(a != b for a, b in zip(middle, middle[1:])), *figures)
 print(*sorted(loaded))
 """
 
 
 def test_a_greedy_call_stays_near_home():
-    """A warm call: files, changes of file and calls before its first pass; files and calls of its steps; frames."""
+    """A warm call: files, changes of file and calls before its first pass; files and calls of its steps; frames.
+
+    Before these the calls and changes of file of a step with three passes of an MTP layer, the one in the middle.
+    """
     run = subprocess.run(
         [sys.executable, "-c", ONE_CALL],
         capture_output=True,
@@ -117,7 +123,7 @@ def test_a_greedy_call_stays_near_home():
     counts, backends = run.stdout.splitlines()
     *counts, frames = map(int, counts.split())
     # Of the steps the one that does least and the one that does most; how many of them draft depends on clocks.
-    most = (38, 130, 680, 33, 255, 33, 390)
+    most = (400, 160, 38, 130, 680, 33, 255, 33, 390)
     assert all(count <= bound for count, bound in zip(counts, most, strict=True)), counts
     assert frames <= 8
     assert not backends  # an unmodified model on a CPU needs no backend; its MTP layer, if it has one, is left out

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lade.decoding.drafting.drafter import Draft, Drafter, Unseen
+from lade.decoding.drafting.drafter import Draft, Drafter
 from lade.decoding.kernels.layout import Doubles, Ints
+from lade.decoding.kernels.native_tree import Frontier
 from lade.decoding.tree import TokenTree
 
 
@@ -20,27 +21,22 @@ class MtpChain:
         self._depth = depth
         self.tokens: list[int] = []
 
-    def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
+    def begin_step(self, context: Sequence[int], max_depth: int | None) -> Frontier:
         """See `PredictedTree`."""
         self.tokens = []
-        return True
+        return Frontier([0], [0], [context[-1]], [0], [1.0], 1.0)
 
-    def grow(self) -> float:
-        """See `PredictedTree`."""
-        return 1.0 + len(self.tokens)
-
-    def unseen(self, most: int) -> list[Unseen]:
-        """See `PredictedTree`."""
-        length = len(self.tokens)
-        return [Unseen(length, length - 1, self.tokens[-1], length, 1.0)] if 0 < length < self._depth else []
-
-    def candidates(self, node: int) -> list[int]:
+    def suggested(self, nodes: Sequence[int]) -> list[int]:
         """See `PredictedTree`."""
         return []
 
-    def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
+    def add_predictions(self, frontier: Frontier, tokens: Ints, odds: Doubles) -> Frontier:
         """See `PredictedTree`."""
         self.tokens.append(int(tokens[0, 0]))
+        length = len(self.tokens)
+        if length == self._depth:
+            return Frontier([], [], [], [], [], 1.0 + length)
+        return Frontier([length], [length - 1], self.tokens[-1:], [length], [1.0], 1.0 + length)
 
 
 class MtpChainDrafter(Drafter):

@@ -188,7 +188,7 @@ class DecodeLoop(Generic[CacheT]):
         try:
             trees, texts = [part.draft.tree for part in parts], [part.row.tokens for part in parts]
             with self.mtp.watching():
-                if self.reader is not None and all(part.is_greedy for part in parts):
+                if self.reader is not None and all(row.is_greedy for row in self.rows):
                     wants_entries = any(part.draft.wants_entries for part in parts)
                     readouts = self.reader.readouts(trees, texts, self.cache, wants_entries=wants_entries)
                     fed = max(map(len, trees))
@@ -231,7 +231,7 @@ class DecodeLoop(Generic[CacheT]):
     def _choose(self, parts: Sequence[RowStep], logits: torch.Tensor, fed: int) -> None:
         """Choose at all nodes at once where the chooser can, and read the logits `[B, S, V]`, S being `fed`."""
         for place, part in enumerate(parts):
-            if not part.is_greedy:
+            if not part.row.is_greedy:
                 size = len(part.draft.tree)
                 part.logits = logits[place] if size == fed else logits[place, :size]
                 part.choose_all()

@@ -7,28 +7,26 @@ applied again, deeper in a tree:
     accept    keep the states of accepted tokens from the pass that verified them
     predict   first pass: feed them to the layer, with the tokens that follow, and predict after the ends of all texts
     look      further passes: feed the likeliest nodes of each tree, given the layer's outputs at their parents
-    forget    drop the nodes from the layer's cache; only accepted text stays there
 
 Predictions only draft: they are mixed with all other evidence (`lade/native/mixing.cpp`), and verified like any draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from lade.clock import Clock, Moment
-from lade.decoding.drafting.drafter import Drafter, PredictedTree, Unseen
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.clock import Clock
+from lade.decoding.drafting.drafter import Drafter, PredictedTree
+from lade.decoding.drafting.memory import MtpWeights
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.kernels.layout import Doubles, Ints
+from lade.decoding.kernels.native_tree import Frontier
 from lade.decoding.row import RowStep
 from lade.stats import Step
 
-NODES = 8
-"""Maximum number of nodes per row that a further pass feeds."""
 FIXED_PASSES = 3
 """Passes per step if the tree size is fixed, so that times are not compared."""
 MOST_PASSES = 5
@@ -37,6 +35,7 @@ _RATE_STEPS = 200  # the same for the rate: with 24, slow beginnings of texts ma
 _RETRIAL = 64  # steps after which a pass that does not seem to pay is tried again
 _KNOWN_S = 1e-7  # a pass takes more
 _STATES = 16  # steps before such a trial from which the layer is given states; it needs some text to predict from
+_RECENT = 512  # tokens at the end of a text that may come again, where candidates alone are considered
 _FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # initial values of `MtpHabits.gains`
 
 
@@ -50,10 +49,6 @@ class Predictions(NamedTuple):
 
     tokens: Ints
     odds: Doubles
-
-    def rows(self, first: int, count: int) -> Predictions:
-        """Return the predictions of `count` nodes from index `first` on."""
-        return Predictions(self.tokens[first : first + count], self.odds[first : first + count])
 
 
 class RowText(Protocol):
@@ -70,12 +65,8 @@ class MtpLayer(Protocol):
     """Runs an MTP layer for rows of different lengths, which join and leave."""
 
     @property
-    def gathers(self) -> bool:
-        """True if it computes the logits of some candidate tokens only, which the caller has to provide."""
-        ...
-
-    def prefer(self, gathers: bool) -> None:
-        """Choose whether later passes compute the logits of candidates only, if the layer can do either."""
+    def may_gather(self) -> bool:
+        """True if it can compute the logits of some candidate tokens only, which the caller has to provide."""
         ...
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
@@ -100,29 +91,25 @@ class MtpLayer(Protocol):
         """Return whether the states at the end of a row's text are known."""
         ...
 
-    def predict(self, rows: Sequence[RowText], candidates: Sequence[Sequence[int]]) -> Predictions:
-        """Feed accepted tokens, and predict the token after each of these rows, `[R]`.
+    def predict(self, rows: Sequence[RowText], candidates: Collection[int] | None) -> Predictions:
+        """Feed accepted tokens, begin trees after them, and predict the token after each of these rows, `[R]`.
 
         Args:
-            rows: R rows with known states, for each of which a tree begins.
-            candidates: for each row the tokens to consider, if the layer `gathers`.
+            rows: R rows with known states. The nodes of all former trees are dropped.
+            candidates: tokens to consider; None for all.
         """
         ...
 
     def look(
-        self, rows: Sequence[RowText], nodes: Sequence[Sequence[Unseen]], candidates: Sequence[Sequence[int]]
+        self, rows: Sequence[RowText], frontiers: Sequence[Frontier], candidates: Collection[int] | None
     ) -> Predictions:
         """Feed nodes of trees, and predict the tokens after them, `[E]`, row by row.
 
         Args:
             rows: R rows for which trees have begun.
-            nodes: for each row nodes whose parents have been fed; may be empty.
-            candidates: for each node the tokens to consider, if the layer `gathers`.
+            frontiers: for each row nodes whose parents have been fed; may be empty.
+            candidates: tokens to consider; None for all.
         """
-        ...
-
-    def forget(self) -> None:
-        """Drop the nodes of all trees."""
         ...
 
     def give_up(self, problem: Exception) -> None:
@@ -152,6 +139,7 @@ class MtpHabits:
         gathered: seconds of its passes with the logits of candidates only.
         gains: by index of a pass in its step, expected tokens that it adds to the tree, per expected token of the nodes
             that it feeds; for the first pass, which feeds the root, per row.
+        passes: number of passes made.
         refused: number of consecutive steps in which not even the first pass would have paid.
         tokens, seconds: fading sums over recent steps of all texts.
     """
@@ -160,6 +148,7 @@ class MtpHabits:
     cost: StepCost = field(default_factory=_unmeasured)
     gathered: StepCost = field(default_factory=_unmeasured)
     gains: list[float] = field(default_factory=lambda: [_FIRST_GAIN] + [_NEXT_GAIN] * (MOST_PASSES - 1))
+    passes: int = 0
     refused: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
@@ -167,13 +156,6 @@ class MtpHabits:
     def learn_gain(self, number: int, scores: float, more: float) -> None:
         """Learn that pass `number` (from 0), over nodes with these scores in total, added `more` expected tokens."""
         self.gains[number] += (max(0.0, more) / scores - self.gains[number]) / _STEPS
-
-
-class _Growing(NamedTuple):
-    """A row whose tree is growing."""
-
-    row: DraftedRow
-    tree: PredictedTree
 
 
 class DraftedRow(RowText, Protocol):
@@ -239,6 +221,7 @@ class MtpPasses(BatchDrafter):
         self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
         self.weights = habits.weights
         self._failed = False  # a pass has; predictions may be missed, texts may not
+        self._cost, self._gathers = habits.cost, False  # of the passes of this step
 
     @property
     def rate(self) -> float:
@@ -248,16 +231,6 @@ class MtpPasses(BatchDrafter):
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """See `BatchDrafter`."""
         return self._layer.reading(rows)
-
-    @property
-    def _cost(self) -> StepCost:
-        """Seconds of passes with the part of the head that they compute now."""
-        return self._habits.gathered if self._layer.gathers else self._habits.cost
-
-    def _prefer_the_cheaper_head(self) -> None:
-        """Prefer candidates' logits, unless passes with the whole head were observed to be cheaper."""
-        whole, gathered = self._habits.cost.seconds(1), self._habits.gathered.seconds(1)
-        self._layer.prefer(gathers=not _KNOWN_S < whole < gathered)
 
     @property
     def _resting(self) -> bool:
@@ -270,7 +243,8 @@ class MtpPasses(BatchDrafter):
 
     def accept(self, parts: Sequence[RowStep], fed: int) -> None:
         """See `BatchDrafter`."""
-        self._layer.accept([part.row for part in parts], [_accepted(part) for part in parts], fed)
+        paths = [() if part.row.done else part.verdict.path[: len(part.verdict.tokens)] for part in parts]
+        self._layer.accept([part.row for part in parts], paths, fed)
 
     def leave(self, row: RowText) -> None:
         """See `BatchDrafter`."""
@@ -295,77 +269,80 @@ class MtpPasses(BatchDrafter):
             self._layer.give_up(problem)
 
     def _draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
+        self._choose_head()
         self._layer.retain(rows)
-        self._prefer_the_cheaper_head()
-        growing = []
+        drafting, trees, frontiers = list[DraftedRow](), list[PredictedTree](), list[Frontier]()
         for row, depth in zip(rows, depths, strict=True):
             tree = row.drafter.mtp
-            if tree is not None and self._layer.knows(row) and tree.begin(row.tokens, depth):
-                growing.append(_Growing(row, tree))
-        if not growing or not self._first_pays(len(growing)):
-            return
-        try:
-            promised = self._predict(growing)
-            for number in range(1, MOST_PASSES if self.fixed is None else self.fixed):
-                nodes = [each.tree.unseen(NODES) for each in growing]
-                scores = sum(node.score for own in nodes for node in own)
-                count = max(map(len, nodes))
-                if not count or not self._pays(number, scores, count):
-                    break
-                before, promised = promised, self._look(growing, nodes, count)
-                self._habits.learn_gain(number, scores, promised - before)
-        finally:
-            self._layer.forget()
+            if tree is not None and self._layer.knows(row) and (frontier := tree.begin_step(row.tokens, depth)):
+                drafting.append(row)
+                trees.append(tree)
+                frontiers.append(frontier)
+        for number in range(MOST_PASSES if self.fixed is None else self.fixed):
+            most, scores = 0, 0.0
+            for each in frontiers:
+                most, scores = max(most, len(each.nodes)), scores + sum(each.scores)
+            if not most or not self._pays(number, scores, most):
+                break
+            tokens, odds = self._predictions(number, most, drafting, trees, frontiers)
+            more, end = 0.0, 0
+            for place, each in enumerate(frontiers):
+                if each.nodes:
+                    first, end = end, end + len(each.nodes)
+                    grown = trees[place].add_predictions(each, tokens[first:end], odds[first:end])
+                    frontiers[place], more = grown, more + grown.expected - each.expected
+            self._habits.learn_gain(number, scores, more)
 
-    def _first_pays(self, rows: int) -> bool:
-        """Return whether to make the first pass; one that does not seem to pay is tried again now and then."""
-        habits = self._habits
-        if self._pays(0, rows, 1) or habits.refused >= _RETRIAL:
-            habits.refused = 0
-            return True
-        habits.refused += 1
-        return False
+    def _choose_head(self) -> None:
+        """Have the passes of this step compute candidates' logits, unless those with the whole head were cheaper."""
+        whole, gathered = self._habits.cost, self._habits.gathered
+        self._gathers = self._layer.may_gather and not _KNOWN_S < whole.seconds(1) < gathered.seconds(1)
+        self._cost = gathered if self._gathers else whole
 
     def _pays(self, number: int, scores: float, nodes: int) -> bool:
-        """Return whether another pass is worth its seconds, by the rule of the class."""
+        """Return whether another pass is worth its seconds, by the rule of the class; the first is tried now and then.
+
+        Args:
+            number: of the pass, from 0.
+            scores: sum over the nodes that it would feed.
+            nodes: the most of them in one row.
+        """
         if self.fixed is not None:
             return True
-        return self._habits.gains[number] * scores >= self.rate * self._cost.seconds(nodes)
+        habits, worth = self._habits, self._habits.gains[number] * scores
+        pays = worth >= self.rate * self._cost.seconds(nodes)
+        if number > 0:
+            return pays
+        if not pays:  # nor will be, for many steps: by what is known of passes now
+            self._cost.refresh()
+            pays = worth >= self.rate * self._cost.seconds(nodes) or habits.refused >= _RETRIAL
+        habits.refused = 0 if pays else habits.refused + 1
+        return pays
 
-    def _predict(self, growing: Sequence[_Growing]) -> float:
-        """Make the first pass; return the expected tokens of the trees."""
-        promised = sum(each.tree.grow() for each in growing)
-        candidates = [each.tree.candidates(0) for each in growing] if self._layer.gathers else [()] * len(growing)
-        cost, start = self._cost, self._clock.start()
-        predictions = self._layer.predict([each.row for each in growing], candidates)
-        self._time(cost, 1, start)
-        for place, each in enumerate(growing):
-            each.tree.hear((), *predictions.rows(place, 1))
-        more = sum(each.tree.grow() for each in growing)
-        self._habits.learn_gain(0, len(growing), more - promised)
-        return more
-
-    def _look(self, growing: Sequence[_Growing], nodes: Sequence[Sequence[Unseen]], count: int) -> float:
-        """Make another pass, over at most `count` nodes per row; return the expected tokens of the trees."""
-        pairs = [(each.tree, node) for each, own in zip(growing, nodes, strict=True) for node in own]
-        candidates = [tree.candidates(node.node) if self._layer.gathers else () for tree, node in pairs]
-        cost, start = self._cost, self._clock.start()
-        predictions = self._layer.look([each.row for each in growing], nodes, candidates)
-        self._time(cost, count, start)
-        first = 0
-        for each, own in zip(growing, nodes, strict=True):
-            each.tree.hear(own, *predictions.rows(first, len(own)))
-            first += len(own)
-        return sum(each.tree.grow() for each in growing)
-
-    def _time(self, cost: StepCost, nodes: int, start: Moment) -> None:
-        """Observe what a pass over at most `nodes` nodes per row has taken since `start`."""
+    def _predictions(
+        self,
+        number: int,
+        most: int,
+        rows: Sequence[DraftedRow],
+        trees: Sequence[PredictedTree],
+        frontiers: Sequence[Frontier],
+    ) -> Predictions:
+        """Make a pass over at most `most` nodes of each row; return what it predicts, row by row."""
+        candidates: set[int] | None = None
+        if self._gathers:
+            candidates = set()
+            for row, tree, each in zip(rows, trees, frontiers, strict=True):
+                if each.nodes:
+                    candidates.update(tree.suggested(each.nodes), row.tokens[-_RECENT:])
+        start = self._clock.start()
+        if number == 0:
+            predictions = self._layer.predict(rows, candidates)
+        else:
+            predictions = self._layer.look(rows, frontiers, candidates)
         seconds = self._clock.since(start).undisturbed_s
-        cost.observe(nodes, seconds)
-        cost.refresh()
         self.spent_s += seconds
-
-
-def _accepted(part: RowStep) -> Sequence[int]:
-    """Return the nodes at which tokens were emitted; empty for a row that has ended."""
-    return () if part.row.done else part.verdict.path[: len(part.verdict.tokens)]
+        self._habits.passes += 1
+        self._cost.observe(most, seconds)
+        if self._habits.passes.bit_count() == 1:  # 1, 2, 4, 8, ...: early ones change much
+            self._cost.refresh()
+        return predictions

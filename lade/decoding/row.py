@@ -27,6 +27,7 @@ class Row:
         source: ids of a text that drafters learn before the prompt, since its tokens may recur: the encoder's input.
 
     Attributes:
+        is_greedy: whether it takes the argmax, so that its logits are not needed on the host.
         tokens: prompt and output.
         steps: number of decode steps (without prefill) that the row took part in.
         done: whether the row has ended.
@@ -43,6 +44,7 @@ class Row:
     ) -> None:
         self.tokens = list(prompt)
         self.drafter, self.chooser, self._stop = drafter, chooser, stop
+        self.is_greedy = isinstance(chooser, Greedy)
         self.steps = 0
         self.done = False
         self.problem: Exception | None = None
@@ -103,14 +105,9 @@ class RowStep:
     readout: Readout = field(init=False, default=_NOT_READ)
 
     @property
-    def is_greedy(self) -> bool:
-        """True if the row takes the argmax, so that its logits are not needed on the host."""
-        return isinstance(self.row.chooser, Greedy)
-
-    @property
     def wants_readout(self) -> bool:
         """True if the drafter or the walk needs a readout of the logits."""
-        return self.draft.teaches or self.choices is not None or self.is_greedy
+        return self.draft.teaches or self.choices is not None or self.row.is_greedy
 
     def choose_all(self) -> None:
         """Choose at all nodes at once, if the chooser can; an error ends the row."""
@@ -130,5 +127,5 @@ class RowStep:
 
     def report(self, seconds: float) -> Step:
         """Return the step's result for this row, given its duration in seconds."""
-        size, rested = len(self.draft.tree), self.row.drafter.rests
+        size, rested = len(self.draft.tree.ids), self.row.drafter.rests
         return Step(self.row.steps, self.verdict.tokens, self.verdict.sources, size, seconds, rested=rested)

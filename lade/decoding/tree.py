@@ -25,6 +25,9 @@ class TokenTree:
     Args:
         root: id of the current token, which is accepted but not in the cache yet.
         max_depth: deepest node that may be added (positions end with the context); None for no limit.
+
+    Attributes:
+        children: nodes by their parent and token.
     """
 
     def __init__(self, root: int, max_depth: int | None = None) -> None:
@@ -33,7 +36,14 @@ class TokenTree:
         self.depths = [0]
         self.sources = ["bonus"]  # never reported: the root is accepted before it is fed
         self.max_depth = max_depth
-        self._children: dict[tuple[int, int], int] = {}
+        self.children: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], source: str) -> TokenTree:
+        """Return a tree without branches, whose root is the first of these tokens."""
+        tree, depths = cls(tokens[0]), range(len(tokens))
+        tree.extend(tokens[1:], depths[:-1], depths[1:], source)
+        return tree
 
     def __len__(self) -> int:
         """Return S, the number of tokens to feed."""
@@ -47,7 +57,7 @@ class TokenTree:
         """
         if parent is None:
             return None
-        node = self._children.get((parent, token))
+        node = self.children.get((parent, token))
         if node is not None:
             return node
         depth = self.depths[parent] + 1
@@ -58,7 +68,7 @@ class TokenTree:
         self.parents.append(parent)
         self.depths.append(depth)
         self.sources.append(source)
-        self._children[parent, token] = node
+        self.children[parent, token] = node
         return node
 
     def add_path(self, tokens: Sequence[int], source: str) -> list[int]:
@@ -69,8 +79,8 @@ class TokenTree:
 
     def extend(self, ids: Sequence[int], parents: Sequence[int], depths: Sequence[int], source: str) -> None:
         """Add several new nodes at once, parents before their children."""
-        first = len(self)
-        self._children.update(zip(zip(parents, ids, strict=True), range(first, first + len(ids)), strict=True))
+        first = len(self.ids)
+        self.children.update(zip(zip(parents, ids, strict=True), range(first, first + len(ids)), strict=True))
         self.ids += ids
         self.parents += parents
         self.depths += depths
@@ -78,14 +88,14 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` with this token; None if there is none."""
-        return self._children.get((node, token))
+        return self.children.get((node, token))
 
     def closure(self) -> npt.NDArray[np.bool_]:
         """Return the ancestor closure, `[S, S]`: true where the row's node sees the column's node.
 
         Each node's ancestors are the bits of one Python integer, which is fast enough without compiled code.
         """
-        size, masks, bit = len(self), [1], 1
+        size, masks, bit = len(self.ids), [1], 1
         for parent in self.parents[1:]:
             bit += bit
             masks.append(masks[parent] | bit)

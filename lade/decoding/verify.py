@@ -72,7 +72,7 @@ class Verdict:
         done: whether a stop rule ended the row at the last token.
     """
 
-    path: list[int] = field(default_factory=lambda: [ROOT])
+    path: list[int] = field(default_factory=[ROOT].copy)
     tokens: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     done: bool = False
@@ -96,7 +96,7 @@ def walk(tree: TokenTree, choose: Choose, emit: Callable[[int], bool], verdict: 
     while True:
         node = verdict.path[-1]
         token = choose(node)
-        child = tree.child(node, token)
+        child = tree.children.get((node, token))
         verdict.done = emit(token)
         verdict.tokens.append(token)
         verdict.sources.append("bonus" if child is None else tree.sources[child])

@@ -300,15 +300,14 @@ class StepInputs:
     @classmethod
     def _of_single_row(cls, tree: TokenTree, length: int, held: int, device: torch.device) -> StepInputs:
         """Build the tensors for a single row, which needs no padding."""
-        before = length - held
-        key_positions = np.arange(before + len(tree))
-        positions = key_positions[before:]
+        before, size = length - held, len(tree)
+        key_positions = np.arange(before + size)[None]
+        positions = key_positions[:, before:]
         positions[:] = tree.depths
         positions += before
-        allowed = np.ones((len(tree) - held, before + len(tree)), dtype=np.bool_)
-        allowed[:, before:] = tree.closure()[held:]
-        rows = (np.array(tree.ids[held:]), positions[held:], key_positions, allowed)
-        return cls(*upload([array[None] for array in rows], device))
+        allowed = np.ones((1, size - held, before + size), dtype=np.bool_)
+        allowed[:, :, before:] = tree.closure()[held:]
+        return cls(*upload((np.array([tree.ids[held:]]), positions[:, held:], key_positions, allowed), device))
 
     def mask(self, span: AttentionSpan) -> torch.Tensor:
         """Return the slots within `span` that each node may see, `[B, 1, S, K]` bool."""

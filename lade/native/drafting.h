@@ -93,7 +93,13 @@ struct Tree {
     std::vector<Prediction> predictions;          // the root's comes first
     double note_weights[1 << NOTE_KINDS][NOTE_KINDS + 1];  // by bit set: the weight of each kind, and a bias
     double copy_weights[COPY_LINES][COPY_KINDS + 2];       // weight of each row, a bias, a factor of the learning rate
-    double *mtp_weights = nullptr, *mtp_trust = nullptr;   // shared by texts: see lade/decoding/drafting/mtp_tree.py
+    double *mtp_weights = nullptr, *mtp_trust = nullptr;   // shared by texts: `MtpWeights` of lade/decoding/drafting/memory.py
+};
+
+// The same as Python gives them: [3, N] parents, tokens, and depths counted from 0; [N, MTP_WIDTH] tokens and odds.
+struct PredictionRows {
+    Ints places, tokens;
+    Doubles odds;
 };
 
 // What Python reads of a tree: [5, N] ids, parents, depths, predictions, and where the layer leads; [N] scores.

@@ -66,6 +66,19 @@ void start(Tree& tree, int64_t root, const Longs& last, double promise) {
     plant(tree, root, tail, promise);
 }
 
+// Takes over the first predictions; none of others are left.
+void take_predictions(Tree& tree, const PredictionRows& given, int64_t count) {
+    tree.predictions.resize(count);
+    for (int64_t at = 0; at < count; ++at) {
+        Prediction& prediction = tree.predictions[at];
+        prediction.parent = given.places.row(0)[at];
+        prediction.token = given.places.row(1)[at];
+        prediction.depth = given.places.row(2)[at] + 1;
+        std::copy_n(given.tokens.row(at), MTP_WIDTH, prediction.tokens);
+        std::copy_n(given.odds.row(at), MTP_WIDTH, prediction.odds);
+    }
+}
+
 // Writes the nodes, as many as there is room for; returns the number of all.
 int64_t write(const Tree& tree, const Columns& columns) {
     int64_t count = static_cast<int64_t>(tree.nodes.size());
@@ -143,9 +156,9 @@ LADE_KERNEL void lade_read(Tree* tree, int64_t start, const Longs* tokens) {
 LADE_KERNEL void lade_start(Tree* tree, int64_t root, const Longs* last) { start(*tree, root, *last, 0.0); }
 
 LADE_KERNEL int64_t lade_grow(Tree* tree, const Tables* tables, int64_t root, const Longs* last, int64_t lead,
-                              int64_t predictions, const Doubles* stages, int64_t max_depth, double promise,
-                              const Columns* columns) {
-    tree->predictions.resize(predictions);
+                              const PredictionRows* predictions, int64_t predicted, const Doubles* stages,
+                              int64_t max_depth, double promise, const Columns* columns) {
+    take_predictions(*tree, *predictions, predicted);
     const int64_t* forced = last->data + last->rows - lead;
     start(*tree, root, {last->data, last->rows - lead, 0}, promise);
     for (int64_t at = 0; at < lead; ++at) tree->heap[0].node = add(*tree, at, static_cast<int32_t>(forced[at]));
@@ -174,25 +187,14 @@ LADE_KERNEL void lade_contexts(const Tree* tree, const Longs* nodes, const Ints*
         std::copy_n(tree->nodes[(*nodes)[at]].tail, LONGEST, tails->row(at));
 }
 
-LADE_KERNEL int64_t lade_candidates(Tree* tree, const Tables* tables, int64_t number, const Ints* tokens) {
-    Node& node = tree->nodes[number];
-    expand(*tree, node, *tables);
-    std::copy_n(node.tokens, node.candidates, tokens->data);
-    return node.candidates;
-}
-
-LADE_KERNEL void lade_add_predictions(Tree* tree, int64_t first, const Longs* places, const Ints* tokens,
-                                      const Doubles* odds) {
-    tree->predictions.resize(first);
-    for (int64_t at = 0; at < tokens->rows; ++at) {
-        const int64_t* place = places->data + 3 * at;
-        Prediction& prediction = tree->predictions.emplace_back();
-        prediction.parent = static_cast<int32_t>(place[0]);
-        prediction.token = static_cast<int32_t>(place[1]);
-        prediction.depth = static_cast<int32_t>(place[2]);
-        std::copy_n(tokens->row(at), MTP_WIDTH, prediction.tokens);
-        std::copy_n(odds->row(at), MTP_WIDTH, prediction.odds);
+LADE_KERNEL int64_t lade_candidates(Tree* tree, const Tables* tables, const Longs* nodes, const Ints* tokens) {
+    int32_t* end = tokens->data;
+    for (int64_t at = 0; at < nodes->rows; ++at) {
+        Node& node = tree->nodes[(*nodes)[at]];
+        expand(*tree, node, *tables);
+        end = std::copy_n(node.tokens, node.candidates, end);
     }
+    return end - tokens->data;
 }
 
 LADE_KERNEL int64_t lade_learn_tree(Tree* tree, Tables* tables, const Ints* entries, const Longs* path,

@@ -19,11 +19,10 @@ from reference.tree import Tree
 import lade
 from lade import native
 from lade.decoding import readout
-from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.memory import ContextMemory, MtpWeights
 from lade.decoding.kernels import layout, native_tree, tables
 from lade.decoding.kernels.layout import BLOCK, END, MTP_WIDTH, TEXT, WIDTH
-from lade.decoding.kernels.native_tree import Columns, NativeTree, Requests
+from lade.decoding.kernels.native_tree import Columns, Frontier, NativeTree, Requests
 from lade.decoding.kernels.tables import Tables
 from lade.decoding.tree import TokenTree
 from lade.engines import drafter
@@ -46,7 +45,7 @@ def clone(argument):
             return copy
         case Tables():
             copy = Tables(argument.young.copy(), argument.old.copy(), argument.weights.copy())
-            copy.limit(argument.taken, argument.most)
+            copy.counts[:] = argument.counts
             return copy
         case np.ndarray():
             return argument.copy()
@@ -65,8 +64,7 @@ def arrays_of(argument):
         case Columns():
             return {"numbers": argument.numbers, "scores": argument.scores}
         case Tables():
-            counts = np.array([argument.taken, argument.most])
-            return {"counts": counts, **{name: getattr(argument, name) for name in Tables.__slots__}}
+            return {name: getattr(argument, name) for name in Tables.__slots__}
         case np.ndarray():
             return {"array": argument}
     return {}
@@ -116,7 +114,8 @@ def predict(grower, rng):
     count = int(rng.integers(1, 4))
     tokens = np.array([rng.permutation(20)[:MTP_WIDTH] for _ in range(count)], np.int32)
     tokens[:, rng.integers(1, MTP_WIDTH) :] = -1
-    places = [(parent, int(rng.integers(0, 12)), depth) for parent, depth in [(-1, 1), (0, 2), (0, 2)][:count]]
+    following = rng.integers(0, 12, count).tolist()
+    places = Frontier([], [0] * count, following, [0, 1, 1][:count], [], 1.0)
     grower.add_predictions(places, tokens, rng.normal(-2, 4, (count, MTP_WIDTH)))
 
 
@@ -147,7 +146,7 @@ def test_steps_are_the_same(seed, mtp):
             depth = None if rng.random() < 0.5 else int(rng.integers(0, 9))
             lead = rng.integers(0, 12, rng.integers(0, 3)).tolist()
             count = len(grower.grow(memory.bound, text, stages, depth, lead))
-            grower.candidates(memory.bound, int(rng.integers(0, count)))
+            grower.candidates(memory.bound, rng.integers(0, count, rng.integers(0, 3)).tolist())
             if rng.random() < 0.3:
                 dropped = {int(rng.integers(1, 30))}
                 for node, parent in enumerate(Tree(grower).parent[:count].tolist()):

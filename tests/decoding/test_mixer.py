@@ -21,8 +21,7 @@ from memories import (
 )
 from reference.tree import parts_of
 
-from lade.decoding.drafting.memory import RATE, ContextMemory, prior_weights
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.memory import RATE, ContextMemory, MtpWeights, prior_weights
 from lade.decoding.kernels.layout import (
     CEILING,
     END,
@@ -207,7 +206,8 @@ def test_sums_that_say_more_than_two_rows_do_not_throw_off_the_final_mixing(sign
         grower, tree = NativeTree([], 12), TokenTree(text[-1])
         grower.use_mtp(weights.lines, weights.trust)
         grower.read(text)
-        grower.add_predictions([(-1, -1, 1)], np.arange(MTP_WIDTH, dtype=np.int32)[None], np.full((1, MTP_WIDTH), 0.5))
+        root = grower.frontier(grower.grow(memory.bound, text, [(8, 0.01)]))
+        grower.add_predictions(root, np.arange(MTP_WIDTH, dtype=np.int32)[None], np.full((1, MTP_WIDTH), 0.5))
         grower.copy_to(tree, len(grower.grow(memory.bound, text, [(8, 0.01)])))
         root = parts_of(grower)["nodes"][0]
         root["memory_odds"][: root["listed"]] = odds

@@ -151,13 +151,10 @@ class KnowsTexts:
         lies: whether to predict what does not come.
     """
 
-    gathers = False
+    may_gather = False
 
     def __init__(self, texts, *, lies=False):
         self.texts, self.lies, self.known, self.trees = texts, lies, set(), {}
-
-    def prefer(self, gathers):
-        pass
 
     def reading(self, rows):
         self.known |= set(map(id, rows))
@@ -178,18 +175,15 @@ class KnowsTexts:
     def leave(self, row):
         self.known.discard(id(row))
 
-    def forget(self):
-        self.trees = {}
-
     def predict(self, rows, candidates):
         self.trees = {id(row): [()] for row in rows}
         return self._said([(row, ()) for row in rows])
 
-    def look(self, rows, nodes, candidates):
+    def look(self, rows, frontiers, candidates):
         asked = []
-        for row, own in zip(rows, nodes, strict=True):
+        for row, own in zip(rows, frontiers, strict=True):
             tree = self.trees[id(row)]
-            paths = [(*tree[node.parent], node.token) for node in own]
+            paths = [(*tree[parent], token) for parent, token in zip(own.parents, own.tokens, strict=True)]
             tree += paths
             asked += [(row, path) for path in paths]
         return self._said(asked)
@@ -248,15 +242,11 @@ class Gathers(KnowsTexts):
         super().__init__(texts)
         self.clock, self.seconds = clock, seconds
 
-    def prefer(self, gathers):
-        self.gathers = gathers and self.known_once
-
-    known_once = False
-
-    def _said(self, asked):
-        self.clock.seconds = self.seconds[self.gathers]
-        self.known_once = True  # the first pass computes the whole head, as a hot list has to be made
-        return super()._said(asked)
+    def predict(self, rows, candidates):
+        self.gathered = candidates is not None
+        self.clock.seconds = self.seconds[self.gathered]
+        self.may_gather = True  # the first pass computes the whole head, as a hot list has to be made
+        return super().predict(rows, candidates)
 
 
 class Told(WallClock):
@@ -277,7 +267,7 @@ def test_the_cheaper_part_of_the_head_is_computed(drafted_by, seconds):
     assert torch.equal(
         lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True)), plain
     )
-    assert layer.gathers == (seconds[True] < seconds[False])
+    assert layer.gathered == (seconds[True] < seconds[False])
     assert habits.gathered.seconds(1) == pytest.approx(seconds[True], rel=0.02)
     assert habits.cost.seconds(8) == pytest.approx(seconds[False], rel=0.02)
 

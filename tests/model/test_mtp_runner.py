@@ -13,7 +13,7 @@ from lade.backends.mtp.head import Head
 from lade.backends.mtp.load import check_room, examine, layer_of
 from lade.backends.mtp.prompts import KnownStates
 from lade.backends.mtp.runner import MtpRunner
-from lade.decoding.drafting.drafter import Unseen
+from lade.decoding.kernels.native_tree import Frontier
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 
@@ -81,30 +81,33 @@ def accept(runner, model, rows, more):
             states_of(model, [*row.tokens[:-1], *([5] * (width - len(tokens)))])[-width:]
             for row, tokens in zip(rows, more, strict=True)
         ]
-        runner._states = torch.stack(fed)
+        runner._states.append(torch.stack(fed))
     runner.accept(rows, [range(len(tokens)) for tokens in more], width)
+
+
+def frontier_of(*nodes):
+    """Nodes, each given by the number of its parent, its token and its depth."""
+    parents, tokens, depths = map(list, zip(*nodes, strict=True)) if nodes else ([], [], [])
+    return Frontier([0] * len(nodes), parents, tokens, depths, [0.5] * len(nodes), 1.0)
 
 
 def look_around(runner, rows, chance):
     """Predict, then look at nodes at random, one, two and three levels down."""
-    predictions = runner.predict(rows, [()] * len(rows))
+    predictions = runner.predict(rows, None)
     known = {row: [(0, 0)] for row in rows}  # number and depth of what has been looked at
     for _ in range(chance.randrange(4)):
-        nodes = []
+        frontiers = []
         for row in rows:
-            own = []
+            own, tree = {}, held_of(runner, row).tree
             for _ in range(chance.randrange(4)):
                 parent, depth = chance.choice(known[row])
                 token = chance.randrange(1, VOCABULARY)
-                if (parent, token) not in {(node.parent, node.token) for node in own}:
-                    own.append(Unseen(0, parent, token, depth + 1, 0.5))
-            tree = held_of(runner, row).tree
-            own = [node for node in own if tree.child(node.parent, node.token) is None]
-            known[row] += [(len(tree) + at, node.depth) for at, node in enumerate(own)]
-            nodes.append(own)
-        if any(nodes):
-            runner.look(rows, nodes, [()] * sum(map(len, nodes)))
-    runner.forget()
+                if tree.child(parent, token) is None:
+                    own[parent, token] = depth + 1
+            known[row] += [(len(tree) + at, depth) for at, depth in enumerate(own.values())]
+            frontiers.append(frontier_of(*((*place, depth) for place, depth in own.items())))
+        if any(each.nodes for each in frontiers):
+            runner.look(rows, frontiers, None)
     return predictions
 
 
@@ -119,9 +122,8 @@ def test_the_cache_is_that_of_one_pass_over_each_text(model, runner, seed):
         for place, row in enumerate(drafting):
             keys, best = one_pass(model, row.tokens)
             held, number = held_of(runner, row), runner._order.index(row)
-            torch.testing.assert_close(
-                runner._cache.layers[0].keys[number, :, : held.entries], keys, atol=1e-6, rtol=1e-5
-            )
+            entries = runner._cache.layers[0].keys[number, :, : held.end - held.start]
+            torch.testing.assert_close(entries, keys, atol=1e-6, rtol=1e-5)
             assert predictions.tokens[place].tolist() == best
         if len(rows) > 1 and chance.random() < 0.3:
             runner.leave(rows.pop(chance.randrange(len(rows))))
@@ -138,9 +140,9 @@ def test_text_taken_in_piece_by_piece_predicts_as_at_once(model):
     for start in range(11, 40, 3):
         for number, (runner, row) in enumerate(zip(runners, rows, strict=True)):
             if number == 0:
-                runner.predict([row], [()])
+                runner.predict([row], None)
             accept(runner, model, [row], [tokens[start : start + 3]])
-    pieces, whole = (runner.predict([row], [()]) for runner, row in zip(runners, rows, strict=True))
+    pieces, whole = (runner.predict([row], None) for runner, row in zip(runners, rows, strict=True))
     assert pieces.tokens.tolist() == whole.tokens.tolist()
     np.testing.assert_allclose(pieces.odds, whole.odds, atol=1e-5)
 
@@ -149,9 +151,9 @@ def test_nodes_are_predicted_as_the_layer_on_its_own_output(model, runner):
     """A node's prediction is that of text whose last state is the layer's own output."""
     row = Text(random_tokens(12, random.Random(1)))
     read(runner, model, [row])
-    runner.predict([row], [()])
-    found = runner.look([row], [[Unseen(0, 0, 7, 1, 0.5), Unseen(0, 0, 9, 1, 0.4)]], [(), ()])
-    deeper = runner.look([row], [[Unseen(0, 2, 11, 2, 0.3)]], [()])
+    runner.predict([row], None)
+    found = runner.look([row], [frontier_of((0, 7, 1), (0, 9, 1))], None)
+    deeper = runner.look([row], [frontier_of((2, 11, 2))], None)
     mtp = layer_of(model).mtp
     with torch.no_grad():
         states = states_of(model, row.tokens[:-1])
@@ -170,13 +172,13 @@ def test_nodes_are_predicted_as_the_layer_on_its_own_output(model, runner):
 def test_a_row_whose_states_have_a_gap_begins_anew(model, runner):
     row = Text(random_tokens(9, random.Random(2)))
     read(runner, model, [row])
-    runner.predict([row], [()])
+    runner.predict([row], None)
     row.tokens += [3, 4, 5]  # of a pass that nobody watched
     assert not runner.knows(row)
     accept(runner, model, [row], [[6, 7]])
     assert runner.knows(row)
-    assert len(runner.predict([row], [()]).tokens) == 1
-    assert held_of(runner, row).entries == 2 and held_of(runner, row).start == 11
+    assert len(runner.predict([row], None).tokens) == 1
+    assert (held_of(runner, row).start, held_of(runner, row).end) == (11, 13)
 
 
 def test_old_states_are_dropped_so_that_long_prompts_take_bounded_memory(monkeypatch):
@@ -192,12 +194,12 @@ def test_a_gathered_head_finds_what_the_whole_one_finds_among_what_it_computes(m
     mtp, states = layer_of(model).mtp, torch.randn(64, 32, dtype=torch.float64)
     whole, gathered = Head(mtp, gathers=False), Head(mtp, gathers=True)
     for _ in range(5):  # the whole head is computed until there is a hot list
-        gathered.predict(states, [()] * 64)
-    candidates = [list(range(VOCABULARY))] * 64
+        gathered.predict(states, ())
+    candidates = range(VOCABULARY)
     ours, theirs = gathered.predict(states, candidates), whole.predict(states, candidates)
     assert ours.tokens.tolist() == theirs.tokens.tolist()
     np.testing.assert_allclose(ours.odds, theirs.odds, atol=1e-4)
-    few = gathered.predict(states, [()] * 64)
+    few = gathered.predict(states, ())
     assert set(few.tokens[few.tokens >= 0].tolist()) == set(gathered._hot.tolist())
 
 

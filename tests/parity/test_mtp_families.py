@@ -173,7 +173,7 @@ def test_the_first_draft_is_transformers_own(made):
     with torch.no_grad(), runner.reading([row]):
         model(input_ids=ids[:, :-1])
     assert runner.knows(row)
-    ours = runner.predict([row], [()])
+    ours = runner.predict([row], None)
     assert ours.tokens[0, 0] == int(theirs)
     chances = logits[0, -1].float().softmax(-1)
     expected = chances[torch.from_numpy(ours.tokens[0].astype("int64"))].logit().clamp(-13.9, 9.0)

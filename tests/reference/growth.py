@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lade.decoding.kernels.layout import MTP_WIDTH, NOTE_KINDS, Doubles, Ints
-from lade.decoding.kernels.native_tree import Columns
+from lade.decoding.kernels.native_tree import Columns, PredictionRows
 from lade.decoding.kernels.tables import Tables
 from reference.mixing import bring_forward, expand, learn_weights, led_by_mtp, note_slot, probability
 from reference.tables import average, learn_step
@@ -199,14 +199,18 @@ def _grow(
     root: int,
     last: Sequence[int],
     lead: int,
-    predictions: int,
+    predictions: PredictionRows,
+    predicted: int,
     stages: Sequence[float],
     max_depth: int,
     promise: float,
     columns: Columns,
 ) -> int:
     """Start a tree with a chain of forced tokens, add the likeliest nodes, and write what is read of it."""
-    tree.predicted = predictions
+    tree.predicted = predicted
+    for number, (parent, token, depth) in enumerate(predictions.places[:, :predicted].T.tolist()):
+        assert predictions.tokens.shape[1] == MTP_WIDTH
+        tree.predictions[number] = (parent, token, depth + 1, predictions.tokens[number], predictions.odds[number])
     split = len(last) - lead
     plant(tree, root, last[:split], promise)
     for node, token in enumerate(last[split:]):
@@ -260,17 +264,12 @@ def _contexts(tree: Tree, nodes: Sequence[int], tails: Ints) -> None:
     tails[:] = tree.tail[[*nodes]]
 
 
-def _candidates(tree: Tree, tables: Tables, node: int, tokens: Ints) -> int:
-    """Expand a node; write its candidates, which are not sorted, and return their number."""
-    expand(tree, node, tables)
-    count = int(tree.candidates[node])
-    tokens[:count] = tree.tokens[node, :count]
-    return count
-
-
-def _add_predictions(tree: Tree, first: int, places: Sequence[int], tokens: Ints, odds: Doubles) -> None:
-    """Add predictions after the first ones."""
-    for number, place in enumerate(np.reshape(places, (-1, 3)).tolist()):
-        assert tokens.shape[1] == MTP_WIDTH
-        tree.predictions[first + number] = (*place, tokens[number], odds[number])
-    tree.predicted = first + len(tokens)
+def _candidates(tree: Tree, tables: Tables, nodes: Sequence[int], tokens: Ints) -> int:
+    """Expand nodes; write their candidates, which are not sorted, and return the number of all."""
+    end = 0
+    for node in nodes:
+        expand(tree, node, tables)
+        count = int(tree.candidates[node])
+        tokens[end : end + count] = tree.tokens[node, :count]
+        end += count
+    return end

@@ -76,14 +76,14 @@ def _learn_one(tree: Tree, found: Tables, drafted: int, tokens: list[int], rows:
         return False
     beyond = len(tokens) - len(path)
     wanted = TEXT * len(rows) + _room_for(len(path)) + (_room_for(beyond) if beyond else 0)
-    if found.taken + wanted > found.most:
+    if found.counts[0] + wanted > found.counts[1]:
         return False
     growth._learn_tree(tree, found, rows, path, tokens[: len(path)], rate)
     growth.index_text(tree, tokens)
     start, text = known + len(path), np.array(tree.text)
     followed = tables.tails_of(text, start - 1, beyond), tables.certain(text[start:])
-    _, taken = tables.learn(found.young, found.old, *followed, TEXT, END, 0, found.taken, found.most)
-    found.limit(taken, found.most)
+    _, taken = tables.learn(found.young, found.old, *followed, TEXT, END, 0, *found.counts.tolist())
+    found.counts[0] = taken
     return True
 
 

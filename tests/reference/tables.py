@@ -109,14 +109,14 @@ def _learn(
 
 def learn_step(tables: Tables, tails: Ints, rows: Ints, path: Sequence[int], chosen: Sequence[int]) -> bool:
     """Store the rows of a tree and the tokens that followed in the text; False, with nothing stored, without room."""
-    young, old, taken = tables.young, tables.old, tables.taken
-    if taken + TEXT * len(rows) + max((END - TEXT) * len(path), END) > tables.most:
+    young, old, taken = tables.young, tables.old, int(tables.counts[0])
+    if taken + TEXT * len(rows) + max((END - TEXT) * len(path), END) > tables.counts[1]:
         return False
     for tail, row in zip(tails.tolist(), rows.tolist(), strict=False):
         taken += _take_in(young, old, tail, row, LOGITS, TEXT)
     for node, token in zip(path, chosen, strict=True):
         taken += _take_in(young, old, tails[node].tolist(), _certain_row(token), TEXT, END)
-    tables.limit(taken, tables.most)
+    tables.counts[0] = taken
     return True
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 import lade
 from lade.backends.mtp.load import layer_of
 from lade.backends.mtp.runner import MtpRunner
-from lade.decoding.drafting.drafter import Unseen
+from lade.decoding.kernels.native_tree import Frontier
 from lade.model.runner import EagerRunner
 from training.mtp import export_layer, losses, new_layer, train_layer, unrolled, written_texts
 
@@ -48,9 +48,9 @@ def test_levels_are_what_drafting_computes(model: torch.nn.Module) -> None:
     row = Text(tokens[:12])
     with torch.no_grad(), runner.reading([row]):
         model(input_ids=ids[:, :11])
-    runner.predict([row], [()])
-    runner.look([row], [[Unseen(0, 0, tokens[12], 1, 0.5)]], [()])
-    runner.look([row], [[Unseen(0, 1, tokens[13], 2, 0.5)]], [()])
+    runner.predict([row], None)
+    runner.look([row], [Frontier([1], [0], [tokens[12]], [1], [0.5], 1.5)], None)
+    runner.look([row], [Frontier([2], [1], [tokens[13]], [2], [0.5], 1.5)], None)
     for level, output in enumerate(runner._held[row].outputs, start=1):
         torch.testing.assert_close(output, levels[level - 1][0, 10 + level - level], atol=1e-5, rtol=1e-4)
 

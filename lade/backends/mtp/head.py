@@ -7,7 +7,7 @@ late. Hardly a draft is lost by it, since a token that is none of these is seldo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -43,25 +43,18 @@ class Head:
             self._weight = head.weight
         self._counts = np.zeros(0 if self._weight is None else len(self._weight), np.int64)
         self._hot, self._rows = torch.empty(0, dtype=torch.long), torch.empty(0)
-        self._since = RENEW_AFTER  # until there is a hot list the whole head is computed
-        self.preferred = True
-        """Whether to compute the logits of some tokens only, where that is possible."""
+        self._since = RENEW_AFTER
+        self.may_gather = False
+        """Whether the logits of some tokens alone can be computed: once there is a hot list."""
 
-    @property
-    def gathers(self) -> bool:
-        """True where the logits of some tokens only are computed."""
-        return self._weight is not None and self.preferred and bool(self._hot.numel())
-
-    def predict(self, states: torch.Tensor, candidates: Sequence[Sequence[int]]) -> Predictions:
+    def predict(self, states: torch.Tensor, candidates: Collection[int] | None) -> Predictions:
         """Predict what follows.
 
         Args:
             states: `[E, H]`, outputs of the layer.
-            candidates: for each tokens whose logits are wanted, if it `gathers`.
+            candidates: tokens whose logits are wanted; None to compute the whole head.
         """
-        if not len(states):
-            return Predictions(np.empty((0, MTP_WIDTH), np.int32), np.empty((0, MTP_WIDTH)))
-        if self.gathers:
+        if candidates is not None and self.may_gather:
             predictions = self._gathered(states, candidates)
         else:
             predictions = _likeliest(self._mtp._project_to_logits(states), None)
@@ -69,11 +62,11 @@ class Head:
             self._note(predictions)
         return predictions
 
-    def _gathered(self, states: torch.Tensor, candidates: Sequence[Sequence[int]]) -> Predictions:
+    def _gathered(self, states: torch.Tensor, candidates: Collection[int]) -> Predictions:
         assert self._weight is not None
         weight = self._weight
-        others = sorted({token for own in candidates for token in own})
-        ids = torch.tensor([token for token in others if token < len(weight)], dtype=torch.long, device=weight.device)
+        others = sorted(token for token in set(candidates) if token < len(weight))
+        ids = torch.tensor(others, dtype=torch.long, device=weight.device)
         ids = ids[~torch.isin(ids, self._hot)]
         logits = torch.cat([states @ self._rows.T, states @ weight[ids].T], dim=-1)  # [E, hot + others]
         return _likeliest(logits, torch.cat([self._hot, ids]))
@@ -90,7 +83,7 @@ class Head:
         best = np.argpartition(-self._counts, most)[:most]
         self._hot = torch.from_numpy(np.sort(best)).to(self._weight.device)
         self._rows = self._weight[self._hot]
-        self._since = 0
+        self._since, self.may_gather = 0, True
         self._counts >>= 1
 
 

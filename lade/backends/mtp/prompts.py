@@ -39,22 +39,23 @@ class KnownStates:
 
     Attributes:
         start: place of the first one.
+        end: the place behind the last one.
         parts: `[T, H]` each, one after the other.
     """
 
     start: int
+    end: int = field(init=False)
     parts: list[torch.Tensor] = field(default_factory=list)
 
-    @property
-    def end(self) -> int:
-        """The place behind the last one."""
-        return self.start + sum(map(len, self.parts))
+    def __post_init__(self) -> None:
+        self.end = self.start
 
     def add(self, start: int, states: torch.Tensor) -> None:
         """Add states `[T, H]` from place `start` on; where some are missing before them, older ones are dropped."""
         if start != self.end:
-            self.start, self.parts = start, []
+            self.start, self.end, self.parts = start, start, []
         self.parts.append(states)
+        self.end += len(states)
         while len(self.parts) > 1 and self.end - self.start - len(self.parts[0]) >= MOST_TOKENS:
             self.start += len(self.parts.pop(0))
         if (spare := self.end - self.start - MOST_TOKENS) > 0 and spare < len(self.parts[0]):

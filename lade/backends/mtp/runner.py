@@ -6,24 +6,27 @@ What a tree's nodes append lies behind the text, and is dropped when the trees a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from lade.backends.mtp.head import Head
 from lade.backends.mtp.load import Loaded, give_up, pack_alike
 from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
-from lade.decoding.drafting.drafter import Unseen
+from lade.decoding.kernels.native_tree import Frontier
 from lade.decoding.mtp import Predictions, RowText
-from lade.decoding.tree import ROOT, TokenTree
-from lade.model.facts import CACHE, as_cache
+from lade.decoding.tree import TokenTree
+from lade.model.facts import CACHE
 from lade.model.inputs import plan_for
 from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
+
+_ROOT_ALONE: Final = TokenTree(0)
 
 
 @dataclass
@@ -32,22 +35,22 @@ class _Held:
 
     Attributes:
         start: place of the state that its first entry was fed with.
-        entries: of text.
-        output: `[H]`, of the last one.
-        tree: its root is the last entry; the others are nodes that the layer has looked at.
-        outputs: `[H]` each, of the nodes of the tree.
+        end: the place of the state that is fed next: as many entries of text are in the cache.
+        outputs: `[N, H]`, at the nodes of the tree; at first at the last entry of text alone, which is the root.
+        tree: the nodes that the layer has looked at.
     """
 
     start: int
-    entries: int
-    output: torch.Tensor
-    tree: TokenTree = field(default_factory=lambda: TokenTree(0))
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    end: int
+    outputs: torch.Tensor
+    tree: TokenTree = _ROOT_ALONE
 
-    @property
-    def end(self) -> int:
-        """The place of the state that is fed next."""
-        return self.start + self.entries
+
+class _Nodes(NamedTuple):
+    """Part of a pass of the layer: the last nodes of a tree, and the states `[N, H]` at the tokens before them."""
+
+    tree: TokenTree
+    states: torch.Tensor
 
 
 class MtpRunner:
@@ -65,23 +68,18 @@ class MtpRunner:
         self._head = Head(mtp, gathers)
         self._runner = runner
         self._recorder = StateRecorder(runner.model, runner.facts.cache_name or CACHE)
-        self._states: torch.Tensor | None = None  # [B, S, H], of the last pass over trees
+        self._states: list[torch.Tensor] = []  # [B, S, H], of the last pass over trees
         self._plan = plan_for(mtp.config, by_layer_type=False)
         self._device, self._dtype = runner.model.device, runner.model.dtype
-        self._none = torch.empty(0, device=self._device)  # states of a row that is fed nothing
         self._known: WeakKeyDictionary[RowText, KnownStates] = WeakKeyDictionary()  # of rows that may never draft, too
         self._held: dict[RowText, _Held] = {}
         self._order: list[RowText] = []  # rows of the cache
         self._cache = TreeCache()
 
     @property
-    def gathers(self) -> bool:
+    def may_gather(self) -> bool:
         """See `MtpLayer`."""
-        return self._head.gathers
-
-    def prefer(self, gathers: bool) -> None:
-        """See `MtpLayer`."""
-        self._head.preferred = gathers
+        return self._head.may_gather
 
     @contextmanager
     def reading(self, rows: Sequence[RowText]) -> Iterator[None]:
@@ -94,24 +92,22 @@ class MtpRunner:
 
     def watching(self) -> Any:
         """See `MtpLayer`."""
-        self._states = None
-        return self._runner.watching_states(self._note_states)
-
-    def _note_states(self, states: torch.Tensor) -> None:
-        self._states = states
+        self._states.clear()
+        return self._runner.watching_states(self._states.append)
 
     def accept(self, rows: Sequence[RowText], paths: Sequence[Sequence[int]], fed: int) -> None:
         """See `MtpLayer`."""
-        states, self._states = self._states, None
-        if states is None:
+        if not self._states:
             return
-        states = states[:, -fed:]  # a pass that fed the whole text anew ends with the root
+        states = self._states[-1][:, -fed:]  # a pass that fed the whole text anew ends with the root
+        self._states.clear()
         for place, (row, path) in enumerate(zip(rows, paths, strict=True)):
             if not path:
                 continue
             start = len(row.tokens) - 1 - len(path)
-            held = self._held.get(row)
-            known = self._known.setdefault(row, KnownStates(start if held is None else held.end))
+            if (known := self._known.get(row)) is None:
+                held = self._held.get(row)
+                known = self._known[row] = KnownStates(start if held is None else held.end)
             in_place = path[-1] == len(path) - 1
             known.add(start, states[place, : len(path)] if in_place else states[place, list(path)])
 
@@ -123,9 +119,9 @@ class MtpRunner:
 
     def retain(self, rows: Sequence[RowText]) -> None:
         """See `MtpLayer`."""
-        if len(self._order) > len(rows) or any(row not in rows for row in self._order):
-            for row in [row for row in self._order if row not in rows]:
-                self.leave(row)
+        present = set(rows)
+        for row in [row for row in self._order if row not in present]:
+            self.leave(row)
 
     def leave(self, row: RowText) -> None:
         """See `MtpLayer`."""
@@ -140,161 +136,109 @@ class MtpRunner:
             self._cache.reset()
 
     @torch.no_grad()
-    def predict(self, rows: Sequence[RowText], candidates: Sequence[Sequence[int]]) -> Predictions:
+    def predict(self, rows: Sequence[RowText], candidates: Collection[int] | None) -> Predictions:
         """See `MtpLayer`."""
-        self.forget()
+        entries = list[int]()
+        for held in map(self._held.__getitem__, self._order):
+            held.tree, held.outputs = _ROOT_ALONE, held.outputs[:1]
+            entries.append(held.end - held.start)
+        self._cache.trim(entries)
+        more = dict[RowText, _Nodes]()
         for row in rows:
-            self._drop_if_interrupted(row)
-        joining = [row for row in rows if row not in self._held]
-        self._take_in([row for row in rows if row in self._held])
-        for row in joining:
-            self._join(row)
-        for row in rows:
-            held = self._held[row]
-            held.tree, held.outputs = TokenTree(row.tokens[-1]), [held.output]
-        outputs = torch.stack([self._held[row].output for row in rows])
-        return self._head.predict(outputs, self._wanted(rows, candidates))
-
-    def _wanted(self, rows: Sequence[RowText], candidates: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Tokens whose logits are computed, where not all are: candidates, and those of the texts."""
-        if not self._head.gathers:
-            return candidates
-        return [(*own, *row.tokens[-_RECENT:]) for own, row in zip(candidates, rows, strict=True)]
-
-    def _drop_if_interrupted(self, row: RowText) -> None:
-        """Have a row begin anew where states are missing between what the layer holds and what is known."""
-        held, known = self._held.get(row), self._known.get(row)
-        if held is not None and known is not None and known.parts and known.start != held.end:
-            self._known.pop(row)
-            self.leave(row)
-            self._known[row] = known
-
-    def _take_in(self, rows: Sequence[RowText]) -> None:
-        """Feed what is known of rows that the cache holds, in one pass; other rows of the cache are fed nothing."""
-        fresh = {row for row in rows if (known := self._known.get(row)) is not None and known.parts}
-        if not fresh:
-            return
-        trees, held, states = list[TokenTree](), list[int](), list[torch.Tensor]()
-        for row in self._order:
-            if row not in fresh:
-                trees.append(TokenTree(0))
-                held.append(1)
-                states.append(self._none)
+            known, own = self._known.get(row), self._held.get(row)
+            if own is None or known is None or not known.parts:
                 continue
-            own, first = self._known[row].take(), self._held[row].end + 1
-            trees.append(_chain(row.tokens[first : first + len(own)]))
-            held.append(0)
-            states.append(own)
-        output = self._feed(self._cache, trees, held, states)
-        for place, row in enumerate(self._order):
-            if row in fresh:
-                self._held[row].entries += len(states[place])
-                self._held[row].output = output[place, len(states[place]) - 1]
+            if known.start == own.end:
+                more[row] = _text_of(row, known)
+            else:  # states are missing: it begins anew
+                self.leave(row)
+                self._known[row] = known
+        for row, output in self._feed_some(more).items():
+            held = self._held[row]
+            held.end, held.outputs = held.end + len(output), output[-1:]
+        outputs = list[torch.Tensor]()
+        for row in rows:
+            if row not in self._held:
+                self._join(row)
+            outputs.append(self._held[row].outputs)
+        return self._head.predict(torch.cat(outputs), candidates)
 
     def _join(self, row: RowText) -> None:
         """Feed what is known of a row that is new, by itself; then it joins the others."""
         known, part = self._known[row], TreeCache()
-        start, states = known.start, known.take()
-        output = self._feed(part, [_chain(row.tokens[start + 1 : start + 1 + len(states)])], [0], [states], [start])
-        self._held[row] = _Held(start, len(states), output[0, len(states) - 1])
+        start = known.start
+        output = self._feed(part, [_text_of(row, known)], [0], [start + 1])[0]
+        self._held[row] = _Held(start, known.end, output[-1:])
         self._order.append(row)
         self._cache.take(part)
 
     @torch.no_grad()
     def look(
-        self, rows: Sequence[RowText], nodes: Sequence[Sequence[Unseen]], candidates: Sequence[Sequence[int]]
+        self, rows: Sequence[RowText], frontiers: Sequence[Frontier], candidates: Collection[int] | None
     ) -> Predictions:
         """See `MtpLayer`."""
-        states = dict[RowText, torch.Tensor]()
-        for row, own in zip(rows, nodes, strict=True):
-            held = self._held[row]
-            for node in own:
-                held.tree.add(node.parent, node.token, "mtp")
-            if own:
-                states[row] = torch.stack([held.outputs[node.parent] for node in own])
-        trees = [self._held[row].tree if row in states else TokenTree(0) for row in self._order]
-        fed = [states.get(row, self._none) for row in self._order]
-        output = self._feed(
-            self._cache, trees, [len(tree) - len(own) for tree, own in zip(trees, fed, strict=True)], fed
-        )
-        found = []
-        for row, own in zip(rows, nodes, strict=True):
-            outputs = output[self._order.index(row), : len(own)]
-            self._held[row].outputs += outputs.unbind()
-            found.append(outputs)
-        owners = [row for row, own in zip(rows, nodes, strict=True) for _ in own]
-        return self._head.predict(torch.cat(found), self._wanted(owners, candidates))
+        fed = dict[RowText, _Nodes]()
+        for row, each in zip(rows, frontiers, strict=True):
+            if each.nodes:
+                held = self._held[row]
+                if held.tree is _ROOT_ALONE:
+                    held.tree = TokenTree(row.tokens[-1])
+                held.tree.extend(each.tokens, each.parents, each.depths, "mtp")
+                fed[row] = _Nodes(held.tree, held.outputs[each.parents])
+        outputs = self._feed_some(fed)
+        for row, found in outputs.items():
+            self._held[row].outputs = torch.cat([self._held[row].outputs, found])
+        return self._head.predict(torch.cat([outputs[row] for row in fed]), candidates)
 
     def give_up(self, problem: Exception) -> None:
         """See `MtpLayer`."""
         give_up(self._runner.model, problem)
 
-    def forget(self) -> None:
-        """See `MtpLayer`."""
-        lengths = [self._held[row].entries for row in self._order]
-        if lengths and self._cache.lengths != lengths:
-            self._cache.trim(lengths)
+    def _feed_some(self, fed: Mapping[RowText, _Nodes]) -> dict[RowText, torch.Tensor]:
+        """Feed nodes of some rows of the cache in one pass, and nothing of the others; return the outputs at them."""
+        if not fed:
+            return {}
+        nothing = _Nodes(_ROOT_ALONE, next(iter(fed.values())).states[:0])
+        every = [fed.get(row, nothing) for row in self._order]
+        rows = [self._held[row] for row in self._order]
+        lengths = [held.end - held.start + len(held.outputs) - 1 for held in rows]  # of text, and of nodes
+        output = self._feed(self._cache, every, lengths, [held.start + 1 for held in rows])
+        return {row: output[place, : len(fed[row].states)] for place, row in enumerate(self._order) if row in fed}
 
     def _feed(
-        self,
-        cache: TreeCache,
-        trees: Sequence[TokenTree],
-        held: Sequence[int],
-        states: Sequence[torch.Tensor],
-        starts: Sequence[int] | None = None,
+        self, cache: TreeCache, fed: Sequence[_Nodes], lengths: Sequence[int], starts: Sequence[int]
     ) -> torch.Tensor:
         """Feed the nodes of one tree a row that the cache does not hold yet; all of them stay in it.
 
+        It is a pass of transformers' layer, as `MtpModel.forward_layer` makes it, with masks of our own.
+
         Args:
-            cache: the layer's.
-            trees: B.
-            held: `[B]`, how many nodes of each tree the end of the row in the cache holds.
-            states: for each row those at the tokens before the nodes, `[N, H]`.
-            starts: `[B]`, see `_Held`; None for those of the rows of the cache.
+            cache: the layer's, or a new one.
+            fed: `[B]`.
+            lengths: `[B]`, number of each row's entries and nodes in the cache.
+            starts: `[B]`, place of the token of each row's first entry.
 
         Returns:
             The layer's outputs `[B, S, H]`; in rows with fewer nodes those after the last one are undefined.
         """
-        starts = [self._held[row].start for row in self._order] if starts is None else starts
-        before = cache.lengths
-        inputs = self._plan.inputs(trees, before, self._device, held)
-        fed = inputs.ids.shape[1]
-        size = next(each.shape[-1] for each in states if len(each))
-        hidden = torch.zeros(len(trees), fed, size, dtype=self._dtype, device=self._device)
-        for place, own in enumerate(states):
-            if len(own):
-                hidden[place, : len(own)] = own
-        positions = inputs.positions + torch.tensor(starts, device=self._device)[:, None] + 1
-        output = self._layer(inputs.ids, hidden, positions, self._plan.masks(inputs, self._dtype), cache)
-        cache.keep([range(own + len(each)) for own, each in zip(held, states, strict=True)], fed, held)
-        return output
-
-    def _layer(
-        self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: Any, cache: TreeCache
-    ) -> torch.Tensor:
-        """One pass of transformers' layer, as `MtpModel.forward_layer` makes it, with masks of our own."""
-        mtp = self._mtp
-        embedded = mtp.embed_tokens(ids)
-        rotated = None
+        trees, states = zip(*fed, strict=True)
+        held = [len(tree.ids) - len(own) for tree, own in fed]
+        inputs = self._plan.inputs(trees, lengths, self._device, held)
+        hidden = pad_sequence(list(states), batch_first=True).to(self._device, self._dtype)
+        positions = inputs.positions + torch.tensor(starts, device=self._device)[:, None]
+        mtp, masks = self._mtp, self._plan.masks(inputs, self._dtype)
+        embedded, rotated = mtp.embed_tokens(inputs.ids), None
         if mtp.rotary_emb is not None:
             kind = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
             rotated = mtp.rotary_emb(embedded, position_ids=positions, **kind)
-        output: torch.Tensor = mtp.layers[0](
-            embedded,
-            hidden,
-            position_embeddings=rotated,
-            position_ids=positions,
-            attention_mask=mask,
-            **as_cache(cache),
-        )
+        ids = {"position_embeddings": rotated, "position_ids": positions}
+        output: torch.Tensor = mtp.layers[0](embedded, hidden, attention_mask=masks, **ids, **{CACHE: cache})
+        if len(fed) > 1:  # the nodes lie behind the longest row
+            cache.keep([range(len(tree)) for tree in trees], inputs.ids.shape[1], held)
         return mtp.shared_post_norm(output) if mtp.use_shared_post_norm else output
 
 
-_RECENT = 512  # tokens at the end of a text that may come again, where the head is gathered
-
-
-def _chain(tokens: Sequence[int]) -> TokenTree:
-    """A tree without branches."""
-    tree = TokenTree(tokens[ROOT])
-    tree.add_path(tokens[1:], "text")
-    return tree
+def _text_of(row: RowText, known: KnownStates) -> _Nodes:
+    """Return what is fed of a row: the tokens after those whose states are known, and these states."""
+    chain = TokenTree.chain(row.tokens[known.start + 1 : known.end + 1], "text")
+    return _Nodes(chain, known.take())

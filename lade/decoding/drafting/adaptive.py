@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,11 +27,10 @@ from lade.decoding.drafting.drafter import (
     fitting,
 )
 from lade.decoding.drafting.lookahead import Window
-from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.drafting.mtp_tree import MtpTree, MtpWeights
-from lade.decoding.kernels.layout import Ints
-from lade.decoding.kernels.native_tree import NativeTree
-from lade.decoding.kernels.tables import tails_of
+from lade.decoding.drafting.memory import ContextMemory, MtpWeights
+from lade.decoding.kernels.layout import Doubles, Ints
+from lade.decoding.kernels.native_tree import Frontier, NativeTree
+from lade.decoding.kernels.tables import Tables, tails_of
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
@@ -105,7 +104,7 @@ def ranked(
 
 
 class _Begun(NamedTuple):
-    """State of a step before its tree is grown.
+    """A step that has begun: all that its tree grows from, as often as it does.
 
     Attributes:
         context: the row's tokens so far.
@@ -113,6 +112,9 @@ class _Begun(NamedTuple):
         lead: forced tokens.
         guesses: guesses of all sources but the memory.
         resting: whether drafting from the memory is skipped.
+        plain: whether the root alone is fed, as there are no guesses that pay either.
+        tables: tables of the memory.
+        stages: growth stages.
     """
 
     context: Sequence[int]
@@ -120,11 +122,9 @@ class _Begun(NamedTuple):
     lead: Sequence[int]
     guesses: Sequence[Guess]
     resting: bool
-
-    def is_plain(self, budget: Budget) -> bool:
-        """Return whether a resting step feeds the root alone."""
-        pays = any(not guess.scores or budget.worth_verifying(guess.scores) for guess in self.guesses)
-        return not (self.guesses and pays)
+    plain: bool
+    tables: Tables
+    stages: Sequence[tuple[int, float]]
 
 
 class _Fed(NamedTuple):
@@ -148,7 +148,7 @@ class _Fed(NamedTuple):
 
 
 class AdaptiveDrafter(Drafter):
-    """Drafts for one row; see `Drafter`.
+    """Drafts for one row; see `Drafter`, and `PredictedTree` for what an MTP layer sees of it.
 
     Nodes of the memory, and guesses with scores, are selected by score. If they do not use up the budget, guesses
     without scores and the lookahead window take the rest, so the window's share grows when guesses are rare.
@@ -190,9 +190,11 @@ class AdaptiveDrafter(Drafter):
         self._written = 0  # tokens of the answer before its first step
         self._begun = False
         self._step: _Begun | None = None
+        self._scores: list[float] = []  # of the tree that this step has grown
         self._fed = _Fed((), None)
         if mtp is not None:
-            self.mtp = MtpTree(self._tree, memory, mtp, self._begin_with_mtp, self._grow_with_mtp)
+            self.mtp = self
+            self._tree.use_mtp(mtp.lines, mtp.trust)
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:
         """See `Drafter`."""
@@ -210,15 +212,19 @@ class AdaptiveDrafter(Drafter):
         """See `Drafter`."""
         return self.candidates(context, max_depth).draft()
 
-    def _begin_with_mtp(self, context: Sequence[int], max_depth: int | None) -> bool:
-        """Begin a step with an MTP layer; return whether the memory drafts in it."""
+    def begin_step(self, context: Sequence[int], max_depth: int | None) -> Frontier | None:
+        """See `PredictedTree`."""
         self._step = self._begin_step(context, max_depth)
-        return not self._step.resting
+        return None if self._step.resting else self._tree.frontier(self._grow(self._step))
 
-    def _grow_with_mtp(self) -> list[float]:
-        """Grow the tree of the present step; return the scores of its nodes."""
+    def suggested(self, nodes: Sequence[int]) -> list[int]:
+        """See `PredictedTree`."""
+        return self._tree.candidates(self.memory.bound, nodes)
+
+    def add_predictions(self, frontier: Frontier, tokens: Ints, odds: Doubles) -> Frontier:
+        """See `PredictedTree`."""
         assert self._step is not None
-        return self._grow(self._step)
+        return self._tree.frontier(self._grow(self._step, frontier, tokens, odds))
 
     @property
     def rests(self) -> bool:  # type: ignore[override]
@@ -227,29 +233,36 @@ class AdaptiveDrafter(Drafter):
 
     def _begin_step(self, context: Sequence[int], max_depth: int | None) -> _Begun:
         """Collect the forced tokens, and the guesses of all sources but the memory."""
-        if self.mtp is not None:
-            self._tree.drop_predictions()
+        self._scores = []
         if not self._begun:  # `context` lacks an encoder's text, which `begin` gets too
             self._tree.set_prompt(len(context) - self._written)
             self._begun = True
         lead = () if self._constraint is None else self._lead(self._constraint, context, max_depth)
         guesses = self._guesses(context, lead)
-        return _Begun(context, max_depth, lead, guesses, self.budget.skip_drafting() and not lead)
+        resting = self.budget.skip_drafting() and not lead
+        plain = resting and not any(not own.scores or self.budget.worth_verifying(own.scores) for own in guesses)
+        stages = _NOTHING if resting else self.budget.stages()
+        if self.mtp is not None:
+            self._tree.drop_predictions()
+        if self.learns_prompts and not plain:
+            self._tree.read(context)
+        return _Begun(context, max_depth, lead, guesses, resting, plain, self.memory.bound, stages)
 
-    def _grow(self, step: _Begun) -> list[float]:
-        """Grow the tree of a step from the memory; return the scores of its nodes."""
-        if self.learns_prompts:
-            self._tree.read(step.context)
-        stages = _NOTHING if step.resting else self.budget.stages()
-        scores = self._tree.grow(self.memory.bound, step.context, stages, step.max_depth, step.lead)
-        return scores if self._constraint is None else self._fitting(scores)
+    def _grow(self, step: _Begun, *predictions: Any) -> list[float]:
+        """Grow the tree of a step from the memory, and from predictions if there are more; return its nodes' scores."""
+        self._scores = []  # of no tree, if a constraint raises an error
+        if predictions:
+            self._tree.add_predictions(*predictions)
+        scores = self._tree.grow(step.tables, step.context, step.stages, step.max_depth, step.lead)
+        self._scores = scores if self._constraint is None else self._fitting(scores)
+        return self._scores
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
         step, self._step = self._step or self._begin_step(context, max_depth), None
-        if step.resting and step.is_plain(self.budget):
+        if step.plain:
             return Candidates((), lambda: Draft(TokenTree(context[-1], max_depth), teaches=False))
-        scores, ranking = self._grow(step), None
+        scores, ranking = self._scores or self._grow(step), None
         if scored := [guess for guess in step.guesses if guess.scores]:
             paths = self._tree.paths(len(scores))
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
@@ -303,11 +316,11 @@ class AdaptiveDrafter(Drafter):
         leading = min(lead, grown - 1)  # the likeliest nodes come first
         tree.sources[1 : 1 + leading] = [LEAD] * leading
         self._fed = _Fed(scores[:size], ranking)
-        most = self.budget.fill_size(len(tree))
+        most = self.budget.fill_size(len(tree.ids))
         for guess in others:
             tree.add_path(guess.tokens[: most - len(tree)], guess.source)
         last_row_nodes: Sequence[int | None] = ()
-        columns = (most - len(tree)) // (NGRAM - 1)
+        columns = (most - len(tree.ids)) // (NGRAM - 1)
         if self.window is not None and columns >= LEAST_COLUMNS and self._constraint is None:
             last_row_nodes = self.window.plant(tree, columns)
         self._tree.extend(tree, grown)

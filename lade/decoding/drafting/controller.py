@@ -222,7 +222,7 @@ class ControllerState:
     curve: YieldCurve = field(default_factory=YieldCurve, compare=False)
     reserve: float = RESERVE
     node_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
-    plain_own_s: deque[float] = field(default_factory=lambda: deque([0.0] * 3, RECENT))
+    plain_own_s: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
 
 
 class Controller:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lade.decoding.kernels.layout import Doubles, Ints
+from lade.decoding.kernels.native_tree import Frontier
 from lade.decoding.readout import Readout
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict
@@ -71,52 +72,27 @@ class Candidates(NamedTuple):
     draft: Callable[[], Draft]
 
 
-class Unseen(NamedTuple):
-    """A node that an MTP layer can be run on, as it has been on its parent.
-
-    Attributes:
-        node: index in the tree grown last.
-        parent: index of its parent's prediction; 0 is the root's.
-        token: token of the node.
-        depth: depth of the node, 1 below the root.
-        score: probability that it is accepted.
-    """
-
-    node: int
-    parent: int
-    token: int
-    depth: int
-    score: float
-
-
 class PredictedTree(Protocol):
     """The tree of one row while an MTP layer predicts its nodes."""
 
-    def begin(self, context: Sequence[int], max_depth: int | None) -> bool:
-        """Begin a step; return whether anything is drafted in it."""
-        ...
-
-    def grow(self) -> float:
-        """Grow the tree with the present predictions; return the sum of its scores, the expected number of tokens."""
-        ...
-
-    def unseen(self, most: int) -> list[Unseen]:
-        """Return the likeliest nodes of the tree grown last that have no prediction, and whose parents have one.
+    def begin_step(self, context: Sequence[int], max_depth: int | None) -> Frontier | None:
+        """Begin a step, and grow a tree; return its frontier, the root, or None if nothing is drafted in the step.
 
         Args:
-            most: number of nodes to return; there may be fewer.
+            context: the row's tokens so far; the last one becomes the root.
+            max_depth: no node lies deeper; None for no limit.
         """
         ...
 
-    def candidates(self, node: int) -> list[int]:
-        """Return the tokens that the memory suggests to follow a node of the tree grown last."""
+    def suggested(self, nodes: Sequence[int]) -> list[int]:
+        """Return the tokens that the memory suggests to follow nodes of the present tree."""
         ...
 
-    def hear(self, nodes: Sequence[Unseen], tokens: Ints, odds: Doubles) -> None:
-        """Store predictions.
+    def add_predictions(self, frontier: Frontier, tokens: Ints, odds: Doubles) -> Frontier:
+        """Add predictions, and grow the tree anew; return its frontier.
 
         Args:
-            nodes: the nodes that they follow; empty for the root, whose prediction comes first.
+            frontier: the frontier of the tree grown last: E nodes that they follow.
             tokens: `[E, MTP_WIDTH]` ids, padded with -1.
             odds: `[E, MTP_WIDTH]`, their log-odds.
         """

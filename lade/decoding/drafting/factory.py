@@ -9,8 +9,7 @@ from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import Budget, Controller, FixedBudget
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
 from lade.decoding.drafting.lookahead import LookaheadDrafter
-from lade.decoding.drafting.memory import ContextMemory
-from lade.decoding.drafting.mtp_tree import MtpWeights
+from lade.decoding.drafting.memory import ContextMemory, MtpWeights
 
 
 def reads_logits(config: LookaheadConfig, budget: Controller | None) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Self
 
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.config import BaseMemory
-from lade.decoding.kernels import tables
+from lade.decoding.kernels import layout, tables
 from lade.decoding.kernels.layout import END, LENGTHS, LOGITS, LONGEST, TEXT, WEIGHT_SETS, WIDTH, Doubles, Ints
 from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.kernels.tables import Tables
@@ -45,6 +45,18 @@ converge to on stories and code."""
 _OF_TEXT = ((0.0,), (0.05, 0.2), (0.05, 0.05, 0.4))
 RATE = 0.01
 
+_WITH_MTP: tuple[tuple[float, ...], ...] = (
+    (-0.15, 1.25, 0.0, 0.15),
+    (0.0, 1.1, 0.1, 0.35),
+    (0.2, 0.95, 0.25, 0.35),
+    (0.3, 0.75, 0.25, 0.25),
+    (0.25, 0.65, 0.1, 0.1),
+    (0.25, 0.8, 0.05, 0.0),
+)
+"""By the number of hits with logits: weights of the final mixing with the predictions of an MTP layer; about what they
+become on stories that a layer predicts with an agreement of 0.7."""
+_MTP_SHARE = -1.0  # log-odds: 27 %
+
 
 def prior_weights() -> Doubles:
     """Return the prior weights of hits, `[WEIGHT_SETS, END + 1]`; the last column is the bias."""
@@ -54,6 +66,28 @@ def prior_weights() -> Doubles:
         weights[line, : len(of_logits)], weights[line, TEXT : TEXT + len(of_text)] = of_logits, of_text
         weights[line, END] = bias + more_bias
     return weights
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """How far the predictions of one model's MTP layer are trusted; texts share this, on several threads, too.
+
+    They are weighed with what is known without them by a last mixing of log-odds, whose weights every node teaches that
+    verification reaches:
+
+        odds = (1 - t) * memory + t * (a * memory + b * layer + c * max(memory, 0) + d)
+
+    Weights a, b, c, d are those of the prediction's depth and of how many rows of logits the memory has found; t is the
+    share that the layer has earned. A layer may be worth nothing, so the share begins low; it is one number that all
+    nodes teach, so it is learned within some tens of steps, while the weights take hundreds.
+
+    Attributes:
+        lines: float64 `[MTP_DEPTHS * (len(ORDERS) + 1), MTP_INPUTS]`: a, b, c, d.
+        trust: float64 `[1]`, log-odds of the share that the last mixing has.
+    """
+
+    lines: Doubles = field(default_factory=lambda: np.array(_WITH_MTP * layout.MTP_DEPTHS))
+    trust: Doubles = field(default_factory=lambda: np.array([_MTP_SHARE]))
 
 
 SLOT_BYTES = 4 * (2 + WIDTH)
@@ -148,11 +182,11 @@ class ContextMemory(BaseMemory):
         """Lend the tables to a kernel that counts the slots that it takes; others wait meanwhile."""
         with self._writing:
             bound = self.bound
-            bound.limit(self._taken, _most_taken(len(self._young)))
+            bound.counts[:] = self._taken, _most_taken(len(self._young))
             try:
                 yield bound
             finally:
-                self._taken = bound.taken
+                self._taken = int(bound.counts[0])
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
         """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.
@@ -182,14 +216,14 @@ class ContextMemory(BaseMemory):
 
         The weights are learned as well, and the tree's own; see `NativeTree.learn`.
         """
-        with self._writing:
+        with self._writing.lock:  # itself, as every step comes here
             self._widen(self._taken + TEXT * len(entries) + max((END - TEXT) * len(path), END))
             bound = self.bound
-            bound.limit(self._taken, _most_taken(len(self._young)))
+            bound.counts[:] = self._taken, _most_taken(len(self._young))
             try:
                 has_room = tree.learn(bound, entries, path, tokens, RATE)
             finally:
-                self._taken = bound.taken
+                self._taken = int(bound.counts[0])
         if not has_room:
             self.learn(tree.contexts(range(len(entries))), entries)  # fills this table, then a new one
             self.learn_text(tree.contexts(path), tokens)

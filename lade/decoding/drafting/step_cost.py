@@ -43,8 +43,9 @@ MEASURED = 3
 at 7 a machine whose pace jumps is followed too late (tests/tuning/test_never_slower.py)."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
 """Passes over several tokens after which one over a single token is due: the latter at first and after surprises, then
-twice as many each time. If the first come late, a machine measured as steep takes longer than plain decoding; one in
-128 passes costs less than 0.8 %, and without any the pace of one token is never known again."""
+twice as many each time, or the former at once where passes are padded to what was captured. If the first come late, a
+machine measured as steep takes longer than plain decoding; one in 128 passes costs less than 0.8 %, and without any the
+pace of one token is never known again."""
 SURPRISE = 0.2
 """Logarithm of a factor that is no noise, if it shows in two ratios on end or in the pace. At 0.8 a machine that was
 measured as steep, or gets slower, is not found out; at 0.05 noise of 6 % would be news."""
@@ -145,8 +146,6 @@ class StepCost:
         if sizes and [*sizes] != sorted({1, *sizes} & {*KNOTS}):
             raise ValueError(f"sizes={list(sizes)!r} is not valid: give some of {KNOTS}, ascending, from 1 on")
         self._padded_to = tuple(sizes)
-        if sizes:  # captured passes take what they took when measured: short answers need not find out
-            self._interval = BASELINE_INTERVAL
         self.refresh()
 
     def state(self, kind: str) -> ControllerState:
@@ -202,7 +201,8 @@ class StepCost:
             self._ratios = [deque(list(ratios)[-MEASURED:], RECENT) for ratios in self._ratios]
         if size == 1:
             self._since_plain, self._plain_pace = 0, pace
-            self._interval = min(2 * self._interval, BASELINE_INTERVAL)
+            # captured passes take what they took before
+            self._interval = BASELINE_INTERVAL if self._padded_to else min(2 * self._interval, BASELINE_INTERVAL)
         else:
             self._since_plain += 1
         self.wants_baseline = self._since_plain >= (1 if surprising else self._interval)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.decoding.kernels.layout import LONGEST, MOST_CANDIDATES, Doubles, Ints
+from lade.decoding.kernels.layout import LONGEST, MOST_CANDIDATES, MTP_WIDTH, Doubles, Ints
 from lade.decoding.kernels.tables import Tables
 from lade.decoding.tree import TokenTree
 from lade.native import (
@@ -42,10 +42,33 @@ OPTIMISM = 0.7
 quarter more nodes are expanded for a gain of 0.1 % in accepted tokens."""
 MTP = "mtp"
 """Source name of nodes to which an MTP layer gives higher odds than the memory does."""
+FRONTIER = 8
+"""Maximum number of nodes per row that a pass of an MTP layer feeds."""
 TAKEN_BACK = 128
 """Maximum number of tokens at the end of a row that may change between two calls."""
 _ROOM = 160  # nodes that can be read at first
+_PREDICTIONS = 64  # of one step at most
 _NO_LIMIT = 2**31 - 1
+
+
+class Frontier(NamedTuple):
+    """Nodes of a tree, `[E]`, that an MTP layer can be run on: they have no prediction, and their parents have one.
+
+    Attributes:
+        nodes: their indices in the tree.
+        parents: indices of their parents' predictions, by the order in which these were added; 0 for the root.
+        tokens: their tokens.
+        depths: their depths, 0 for the root.
+        scores: the probability that each is accepted, likeliest first.
+        expected: expected number of tokens of a step that feeds the whole tree.
+    """
+
+    nodes: list[int]
+    parents: list[int]
+    tokens: list[int]
+    depths: list[int]
+    scores: list[float]
+    expected: float
 
 
 class NativeTree:
@@ -61,8 +84,8 @@ class NativeTree:
         finalize(self, _free_tree, self._as_parameter_).atexit = False
         self._text: Sequence[int] = ()
         self._known = 0  # tokens of it that were read
-        self._predictions = 0
         self._mtp: tuple[Doubles, Doubles] | None = None  # keeps the arrays alive
+        self._predictions, self._predicted = _NO_PREDICTIONS, 0
         self._columns = Columns(0)
 
     def __reduce__(self) -> NoReturn:
@@ -76,7 +99,7 @@ class NativeTree:
 
     def use_mtp(self, weights: Doubles, trust: Doubles) -> None:
         """Mix predictions of an MTP layer with these weights, which are shared and updated; see `MtpWeights`."""
-        self._mtp = weights, trust
+        self._mtp, self._predictions = (weights, trust), PredictionRows(_PREDICTIONS)
         _use_mtp(self, weights, trust)
 
     def set_prompt(self, length: int) -> None:
@@ -127,7 +150,7 @@ class NativeTree:
             self._columns = Columns(max(_ROOM, 2 * room))
         last, sizes = [*tokens[-LONGEST:], *lead], [*chain.from_iterable(stages)]
         limits = _NO_LIMIT if max_depth is None else max_depth, OPTIMISM
-        start = len(tokens) - 1, last, len(lead), self._predictions
+        start = len(tokens) - 1, last, len(lead), self._predictions, self._predicted
         count = _grow(self, tables, *start, sizes, *limits, self._columns)
         scores: list[float] = self._columns.scores[:count].tolist()
         return scores
@@ -149,14 +172,14 @@ class NativeTree:
             return
         ids, parents, depths, _, by_mtp = self._columns.numbers[:, 1:count].tolist()
         tree.extend(ids, parents, depths, "memory")
-        if self._predictions:
+        if self._predicted:
             for node, is_led in enumerate(by_mtp, start=1):
                 if is_led:
                     tree.sources[node] = MTP
 
     def extend(self, tree: TokenTree, count: int) -> None:
         """Take over the nodes that were added to a tree after the `count` nodes of `copy_to`."""
-        if len(tree) > count:
+        if len(tree.ids) > count:
             _extend(self, count, tree.ids[count:], tree.parents[count:])
 
     def contexts(self, nodes: Sequence[int]) -> Ints:
@@ -165,45 +188,45 @@ class NativeTree:
         _contexts(self, nodes, tails)
         return tails
 
-    def candidates(self, tables: Tables, node: int) -> list[int]:
-        """Return the tokens that may follow a node, in no order."""
-        tokens = np.empty(MOST_CANDIDATES, np.int32)
-        found: list[int] = tokens[: _candidates(self, tables, node, tokens)].tolist()
+    def candidates(self, tables: Tables, nodes: Sequence[int]) -> list[int]:
+        """Return the tokens that may follow some nodes, in no order, those after several nodes as often."""
+        tokens = np.empty(len(nodes) * MOST_CANDIDATES, np.int32)
+        found: list[int] = tokens[: _candidates(self, tables, nodes, tokens)].tolist()
         return found
 
     def drop_predictions(self) -> None:
         """Discard the predictions of an MTP layer, which belong to one step."""
-        self._predictions = 0
+        self._predicted = 0
 
-    def add_predictions(self, places: Sequence[tuple[int, int, int]], tokens: Ints, odds: Doubles) -> None:
+    def add_predictions(self, frontier: Frontier, tokens: Ints, odds: Doubles) -> None:
         """Add predictions of an MTP layer, for trees that grow after this.
 
+        A prediction belongs to a path of tokens from the root, not to a node, as a tree that grows anew may have other
+        nodes. So a node finds its prediction by that of its parent and by its token.
+
         Args:
-            places: `[E]`, the node that each follows: index of its parent's prediction, token, and depth, counted from
-                1 at the root; the root's prediction comes first.
+            frontier: E nodes that the predictions follow.
             tokens: int32 `[E, MTP_WIDTH]`, predicted tokens, -1 for none.
             odds: float64 `[E, MTP_WIDTH]`, their log-odds.
         """
-        _add_predictions(self, self._predictions, [*chain.from_iterable(places)], tokens, odds)
-        self._predictions += len(places)
+        given, first, end = self._predictions, self._predicted, self._predicted + len(tokens)
+        given.places[:, first:end] = frontier.parents, frontier.tokens, frontier.depths
+        given.tokens[first:end], given.odds[first:end] = tokens, odds
+        self._predicted = end
 
-    def unpredicted(self, count: int, most: int) -> list[tuple[int, int, int, int, float]]:
-        """Return the likeliest of the first `count` nodes that have no prediction, and whose parents have one.
+    def frontier(self, scores: Sequence[float]) -> Frontier:
+        """Return the likeliest nodes of a tree that an MTP layer can be run on, at most `FRONTIER`.
 
         Args:
-            count: number of nodes of the last growth.
-            most: maximum number of nodes to return.
-
-        Returns:
-            For each its index, its parent's prediction, token, depth and score.
+            scores: of all nodes, those of the last growth.
         """
-        numbers, scores = self._columns.numbers[:, :count], self._columns.scores
-        parents, predictions = numbers[1], numbers[3]
-        before = predictions[parents]
-        nodes = np.flatnonzero((predictions < 0) & (before >= 0) & (parents >= 0)).tolist()
-        best = sorted(nodes, key=lambda node: -scores[node])[:most]
-        ids, _, depths, _, _ = numbers[:, best].tolist()
-        return [*zip(best, before[best].tolist(), ids, depths, scores[best].tolist(), strict=True)]
+        ids, parents, depths, predictions, _ = self._columns.numbers[:, : len(scores)]
+        before, found = predictions[parents], self._columns.scores
+        before[0] = 0  # the root's parent is no node
+        nodes = np.flatnonzero((predictions < 0) & (before >= 0))
+        best = nodes[np.argsort(-found[nodes], kind="stable")[:FRONTIER]]
+        numbers, before, ids, depths = np.stack([best, before[best], ids[best], depths[best]]).tolist()
+        return Frontier(numbers, before, ids, depths, found[best].tolist(), sum(scores))
 
     def learn(self, tables: Tables, entries: Ints, path: Sequence[int], chosen: Sequence[int], rate: float) -> bool:
         """Update the mixing weights by the nodes that verification reached; note and store the logits at all nodes.
@@ -245,6 +268,30 @@ class Columns(Struct):
         self.numbers, self.scores = np.empty((5, room), np.int32), np.empty(room)
         sizes = self.numbers.ctypes.data, 5, room, self.scores.ctypes.data, room, 0
         super().__init__(sizes, (self.numbers, self.scores))
+
+
+class PredictionRows(Struct):
+    """Arrays for the predictions of an MTP layer.
+
+    Args:
+        room: N, the number of predictions that there is room for.
+
+    Attributes:
+        places: int32 `[3, N]`, as in `Frontier`: parents, tokens and depths of the nodes that they follow.
+        tokens: int32 `[N, MTP_WIDTH]`, see `NativeTree.add_predictions`.
+        odds: float64 `[N, MTP_WIDTH]`, likewise.
+    """
+
+    __slots__ = ("odds", "places", "tokens")
+
+    def __init__(self, room: int) -> None:
+        self.places, self.tokens = np.empty((3, room), np.int32), np.empty((room, MTP_WIDTH), np.int32)
+        self.odds = np.empty((room, MTP_WIDTH))
+        arrays = self.places, self.tokens, self.odds
+        super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)], arrays)
+
+
+_NO_PREDICTIONS = PredictionRows(0)
 
 
 class Requests(Struct):
@@ -335,14 +382,15 @@ def _read(tree: NativeTree, start: int, tokens: Sequence[int]) -> None: ...
 def _start(tree: NativeTree, root: int, last: Sequence[int]) -> None: ...
 
 
-@kernel(STRUCT, STRUCT, INT, LONG_LIST, INT, INT, DOUBLE_LIST, INT, DOUBLE, STRUCT, result=INT)
+@kernel(STRUCT, STRUCT, INT, LONG_LIST, INT, STRUCT, INT, DOUBLE_LIST, INT, DOUBLE, STRUCT, result=INT)
 def _grow(
     tree: NativeTree,
     tables: Tables,
     root: int,
     last: Sequence[int],
     lead: int,
-    predictions: int,
+    predictions: PredictionRows,
+    predicted: int,
     stages: Sequence[float],
     max_depth: int,
     promise: float,
@@ -362,12 +410,8 @@ def _extend(tree: NativeTree, kept: int, ids: Sequence[int], parents: Sequence[i
 def _contexts(tree: NativeTree, nodes: Sequence[int], tails: Ints) -> None: ...
 
 
-@kernel(STRUCT, STRUCT, INT, INTS, result=INT)
-def _candidates(tree: NativeTree, tables: Tables, node: int, tokens: Ints) -> int: ...
-
-
-@kernel(STRUCT, INT, LONG_LIST, TABLE, MATRIX)
-def _add_predictions(tree: NativeTree, first: int, places: Sequence[int], tokens: Ints, odds: Doubles) -> None: ...
+@kernel(STRUCT, STRUCT, LONG_LIST, INTS, result=INT)
+def _candidates(tree: NativeTree, tables: Tables, nodes: Sequence[int], tokens: Ints) -> int: ...
 
 
 @kernel(STRUCT, STRUCT, TABLE, LONG_LIST, LONG_LIST, DOUBLE, result=INT)

@@ -16,28 +16,19 @@ class Tables(Struct):
         young: `[C, 2 + WIDTH]`, the table that is written.
         old: `[C', 2 + WIDTH]`, the former one.
         weights: `[WEIGHT_SETS, END + 1]`, see `memory.prior_weights`.
+
+    Attributes:
+        counts: int64 `[2]`, while a call learns from whole steps: number of occupied slots of `young`, and the greatest
+            that it may become.
     """
 
-    __slots__ = ("old", "weights", "young")
+    __slots__ = ("counts", "old", "weights", "young")
 
     def __init__(self, young: Ints, old: Ints, weights: Doubles) -> None:
         self.young, self.old, self.weights = young, old, weights
         arrays = young, old, weights
         super().__init__([field for array in arrays for field in (array.ctypes.data, *array.shape)] + [0, 0], arrays)
-
-    @property
-    def taken(self) -> int:
-        """Number of occupied slots of `young`, while a call learns from whole steps."""
-        return self.fields[-2]
-
-    def limit(self, taken: int, most: int) -> None:
-        """Set the number of occupied slots of `young`, and the greatest that it may become."""
-        self.fields[-2], self.fields[-1] = taken, most
-
-    @property
-    def most(self) -> int:
-        """Greatest number of occupied slots that `young` may have, likewise."""
-        return self.fields[-1]
+        self.counts = np.ctypeslib.as_array(self.fields)[-2:]
 
 
 def learn(
