@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from lade.decoding.kernels.layout import BITS, BLOCK, FLOOR, SCALE, TINY, TOKEN, WIDTH, Floats, Ints
-from lade.native import FLOATS, HALVES, LONGS, SCORES, TABLE, kernel, library
+from lade.native import library
+from lade.native.kernel import FLOATS, HALVES, LONGS, SCORES, TABLE, kernel
 
 Halves = npt.NDArray[np.uint16]
 

@@ -26,7 +26,7 @@ from lade.decoding.kernels.native_tree import Columns, Frontier, NativeTree, Req
 from lade.decoding.kernels.tables import Tables
 from lade.decoding.tree import TokenTree
 from lade.engines import drafter
-from lade.native import NativeKernel
+from lade.native.kernel import NativeKernel
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 

@@ -146,6 +146,7 @@ def test_processes_with_a_part_of_each_tree_draft_without_the_layer(tmp_path):
 
 def test_a_layer_in_a_folder_of_its_own_is_found_and_not_reported(tmp_path, caplog):
     """Unlike among the weights of a model whose class ignores no such names."""
+    caplog.set_level("WARNING", "transformers")
     write_checkpoint(llama(dtype=torch.float32), tmp_path)
     LlamaForCausalLM.from_pretrained(tmp_path)
     assert "UNEXPECTED" in caplog.text

@@ -38,7 +38,7 @@ from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.kernels import native_tree, tables
 from lade.decoding.kernels.layout import LONGEST, WIDTH
 from lade.decoding.readout import read
-from lade.native import LONG_LIST, ArrayType, NativeKernel
+from lade.native.kernel import LONG_LIST, ArrayType, NativeKernel
 from lade.testing import toy_model
 
 HALF, FLOATS = torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lade.decoding.kernels.layout import COPY_KINDS, END, LONGEST, MOST_CANDIDATES, MTP_WIDTH, NOTE_KINDS, TEXT, WIDTH
 from lade.decoding.kernels.native_tree import NativeTree
-from lade.native import STRUCT, kernel
+from lade.native.kernel import STRUCT, kernel
 
 AT_TOKEN = 1
 """Kind of the notes for a position and a token there; 0: for a position."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lade.decoding.kernels.layout import LONGEST, MOST_CANDIDATES, MTP_WIDTH, Doubles, Ints
 from lade.decoding.kernels.tables import Tables
 from lade.decoding.tree import TokenTree
-from lade.native import (
+from lade.native.kernel import (
     DOUBLE,
     DOUBLE_LIST,
     DOUBLES,

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lade.decoding.kernels.layout import LONGEST, WIDTH, Doubles, Ints
-from lade.native import INT, INTS, LONGS, TABLE, Struct, kernel
+from lade.native.kernel import INT, INTS, LONGS, TABLE, Struct, kernel
 
 
 class Tables(Struct):
