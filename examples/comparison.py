@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lade
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.recipe import recipe_path
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else str(model_path())

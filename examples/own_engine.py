@@ -9,7 +9,7 @@ from comparison import DTYPE, MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.embedded.files import prompts
+from lade.embedded import prompts
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=DTYPE), AutoTokenizer.from_pretrained(MODEL)
 drafter = lade.EngineDrafter(model.config.vocab_size)

@@ -9,7 +9,7 @@ import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 
 
 class Predictor:

@@ -13,7 +13,7 @@ from comparison import DTYPE, MODEL, compare
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from lade.embedded.files import prompts
+from lade.embedded import prompts
 
 TASK = """
 {task: code, dataset_path: json, dataset_kwargs: {data_files: {test: "DATA"}}, test_split: test,

@@ -8,7 +8,7 @@ import outlines
 from comparison import DTYPE, MODEL, compare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lade.embedded.files import prompts
+from lade.embedded import prompts
 
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=DTYPE)
 generator = outlines.from_transformers(model, AutoTokenizer.from_pretrained(MODEL))

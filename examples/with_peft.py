@@ -10,7 +10,7 @@ from comparison import DTYPE, MODEL, compare
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lade.embedded.files import prompts
+from lade.embedded import prompts
 
 base, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=DTYPE), AutoTokenizer.from_pretrained(MODEL)
 if len(sys.argv) > 2:

@@ -7,7 +7,7 @@ from typing import Any
 from comparison import DTYPE, MODEL, compare
 from transformers import pipeline
 
-from lade.embedded.files import prompts
+from lade.embedded import prompts
 
 pipe = pipeline("text-generation", model=MODEL, dtype=DTYPE)
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import lade
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports
 

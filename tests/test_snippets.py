@@ -13,7 +13,7 @@ from made_gguf import written
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.recipe import export_recipe
 
 ROOT = Path(__file__).parent.parent

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 import lade
 from lade.backends.cuda_graphs.pool import pool_of
 from lade.backends.cuda_graphs.runner import GraphRunner
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.model.facts import ModelFacts, bytes_by_kind
 from lade.model.runner import runner_for
 from lade_lab import inflate

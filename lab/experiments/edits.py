@@ -21,7 +21,7 @@ import torch
 import typer
 
 import lade
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade_lab.replay import read_model, recorded, replay, table, without_end
 
 SIZES = (8, 16, 32)

@@ -29,7 +29,7 @@ import torch
 import typer
 
 import lade
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.server.served_model import ServedModel
 from lade.server.settings import Settings
 from lade_lab.replay import read_model, table

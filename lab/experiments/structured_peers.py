@@ -37,7 +37,7 @@ import typer
 from structured import PROMPT, cause, lines
 from transformers import AutoTokenizer
 
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade_lab.replay import table
 
 SERVERS = ("vLLM", "llama-server", "lade")

@@ -32,7 +32,7 @@ from lade.clock import Duration
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.decoding.loop import DecodeLoop
-from lade.embedded.files import model_path, prompts
+from lade.embedded import model_path, prompts
 from lade.hf import job
 from lade.model.inputs import STEP_SIZES, step_bucket
 from lade.tuning import cost_cache

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.server import service
 from lade.testing import toy_model
 from lade_lab.served import Reply

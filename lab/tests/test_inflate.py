@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.errors import ConfigError, UnsupportedModelError
 from lade.testing import toy_model
 from lade_lab import inflate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.errors import InputError
 from lade_lab import results
 from lade_lab.workloads import Item, distinct_ngrams, load

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade_lab.workloads import distinct_ngrams
 from training.corpus import HELD_OUT, standard_library
 from training.evaluate import load

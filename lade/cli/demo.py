@@ -88,7 +88,7 @@ class Lane:
 
 def questions_for(encoder: Encoder) -> Sequence[str]:
     """Return three questions, or texts to continue for a model without a chat template."""
-    from lade.embedded import files as embedded
+    from lade import embedded
 
     return QUESTIONS if encoder.templated else embedded.prompts()[2 : 2 + len(QUESTIONS)]
 

@@ -26,7 +26,7 @@ from lade.cli.loading.from_pretrained import SCHEMES, Scheme
 from lade.cli.main import app
 from lade.cli.options.model import QUANTIZATIONS, Loading
 from lade.cli.terminal import terminal
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade_lab.cli.job import command_line
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

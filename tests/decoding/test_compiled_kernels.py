@@ -241,7 +241,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 import lade.native
-from lade.embedded.files import model_path, prompts
+from lade.embedded import model_path, prompts
 lade.native.library_name = lambda: "missing"
 torch.set_num_threads(1)
 for dtype in torch.float32, torch.bfloat16:

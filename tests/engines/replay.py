@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lade.embedded.files import model_path, prompts
+from lade.embedded import model_path, prompts
 from lade.engines.drafter import EngineDrafter
 
 Logits = Callable[[Sequence[int]], torch.Tensor]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 vllm = pytest.importorskip("vllm", exc_type=ImportError)
 
-from lade.embedded.files import model_path, prompts  # noqa: E402
+from lade.embedded import model_path, prompts  # noqa: E402
 from lade.engines.vllm import Proposer  # noqa: E402
 
 SPECULATIVE = {"method": "custom_class", "model": "lade.engines.vllm.Proposer", "num_speculative_tokens": 16}

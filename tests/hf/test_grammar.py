@@ -20,7 +20,7 @@ from transformers import (
 import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
 from lade.backends.grammar.compiled import vocabulary_of_tokenizer
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.hf.batch_rules import needs_lock_step
 from lade.testing import toy_model
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import lade
 from lade import ConfigError, Drafter, LookaheadConfig, Stats, UnsupportedArgumentError
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.peers import Jacobi, PromptLookup, Suffix, TokenRecycling
 from lade.testing import toy_model
 

@@ -13,7 +13,7 @@ from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.kernels.layout import MTP_WIDTH
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.hf import generate
 from lade.testing import toy_model
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade_lab import Settings, inflate, workloads
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

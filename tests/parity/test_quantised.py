@@ -36,7 +36,7 @@ import lade
 from lade.backends.cuda_graphs.pool import capture_setup
 from lade.backends.trials import backend as layer_trial
 from lade.backends.trials.backend import BACKEND as TRIALS
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.model.runner import EagerRunner
 from lade.tuning.cost_cache import key_of
 from lade_lab import inflate

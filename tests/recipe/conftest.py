@@ -12,7 +12,7 @@ from accelerating import RECIPE
 from pretend import own_modules
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lade.embedded.files import model_path, prompts
+from lade.embedded import model_path, prompts
 
 
 @pytest.fixture(scope="session", autouse=True)

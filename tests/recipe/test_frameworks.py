@@ -13,7 +13,7 @@ import pytest
 from accelerating import RECIPE, accelerated, counted
 from transformers import pipeline
 
-from lade.embedded.files import prompts
+from lade.embedded import prompts
 
 ROOT = Path(__file__).parent.parent.parent
 GREEDY = {"do_sample": False, "max_new_tokens": 40}

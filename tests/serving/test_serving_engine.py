@@ -40,7 +40,7 @@ from lade import (
     TreeCache,
     UnsupportedArgumentError,
 )
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.hf import job
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner

@@ -9,7 +9,7 @@ from serving_toys import METHODS, PAD, VOCABULARY, alone, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade import ConfigError, Engine
-from lade.embedded.files import model_path
+from lade.embedded import model_path
 from lade.hf.detokenizer import AnswerText
 from lade.server.sampling_parameters import Penalties
 from lade.testing import toy_model

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from lade.embedded.files import model_path, prompts
+from lade.embedded import model_path, prompts
 
 MODEL_MAX_BYTES = 16_000_000
 

@@ -97,7 +97,7 @@ def find(loading: Loading) -> ModelSource:
     """
     name = loading.model
     if name is None:
-        from lade.embedded.files import model_path
+        from lade.embedded import model_path
 
         return ModelSource(EMBEDDED, str(model_path()), local=True)
     folder = folder_of(name)
