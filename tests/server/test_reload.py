@@ -43,7 +43,7 @@ def test_a_longer_queue_and_other_times_are_in_force_at_once(file, caplog):
         assert server.complete().json()["error"]["code"] == "engine_overloaded"
         file.write_text("max-waiting = 2\nanswer-tokens = 3\nqueue-timeout = 0.2\n")
         read_again(server)
-        assert server.service.serving.engine.snapshot().max_waiting == 2
+        until(lambda: server.service.serving.engine.snapshot().max_waiting == 2)
         assert server.complete().json()["error"]["code"] == "queue_timeout", "the third has a place, and waits"
         passes.let_all()
         for thread in threads:
