@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import Passes, running, slow_served, until, until_placed
+from served import SOON, Passes, running, slow_served, until, until_placed
 
 from lade.errors import InputError
 from lade.server.settings import Settings
@@ -19,9 +19,17 @@ def file(tmp_path):
 
 
 def read_again(server):
-    server.service.reload = True
-    until(lambda: not server.service.reload)
-    server.service.watch()  # it has been read by now, not only begun
+    """Have the files read again, and wait until they have been: the server watches, one call after the other."""
+    watch, done = server.service.watch, threading.Event()
+
+    def watched():
+        watch()
+        if not server.service.reload:
+            done.set()
+
+    server.service.reload, server.service.watch = True, watched
+    assert done.wait(SOON)
+    del server.service.watch
 
 
 def test_a_longer_queue_and_other_times_are_in_force_at_once(file, caplog):
