@@ -163,6 +163,17 @@ def test_own_time_is_a_median_and_stands_garbage_collection():
     assert sizes[0] == sizes[1] > 1
 
 
+def test_own_time_of_plain_steps_counts_from_the_second_on():
+    """Passes on a GPU are seldom plain, and what they are compared with must not look faster than it is."""
+    cost = cost_of({1: 1.0, 2: 2.0, 128: 128.0})  # so the rate is that of plain decoding
+    controller = Controller(cost)
+    for _ in range(2):
+        cost.wants_baseline = True
+        assert controller.skip_drafting()
+        controller.observe(1, 1, 2 * PLAIN_S, PLAIN_S)
+    assert controller.rate == pytest.approx(1 / (2 * PLAIN_S), rel=0.01)
+
+
 def test_own_time_that_grows_with_the_tree_keeps_it_small():
     sizes = []
     for own_s in (0.0, PLAIN_S):
