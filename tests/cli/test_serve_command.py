@@ -114,7 +114,8 @@ def test_a_memory_that_cannot_be_saved_is_an_error(served, folder, tmp_path):
 
     def questions(url):
         folder_of_memory.rmdir()
-        return ask(f"{url}/v1/completions", {"prompt": "ab", "max_tokens": 3, "ignore_eos": True})["usage"]["completion_tokens"]
+        answer = ask(f"{url}/v1/completions", {"prompt": "ab", "max_tokens": 3, "ignore_eos": True})
+        return answer["usage"]["completion_tokens"]
 
     result, tokens, _ = served(questions, "--model", folder, "--memory", folder_of_memory / "texts.memory")
     assert (result.exit_code, tokens) == (1, 3), result.output
