@@ -114,11 +114,10 @@ def test_a_memory_that_cannot_be_saved_is_an_error(served, folder, tmp_path):
 
     def questions(url):
         folder_of_memory.rmdir()
-        answer = ask(f"{url}/v1/completions", {"prompt": "ab", "max_tokens": 3, "ignore_eos": True})
-        return answer["usage"]["completion_tokens"]
+        return ask(f"{url}/v1/completions", {"prompt": "ab", "max_tokens": 3, "ignore_eos": True})["usage"]
 
-    result, tokens, _ = served(questions, "--model", folder, "--memory", folder_of_memory / "texts.memory")
-    assert (result.exit_code, tokens) == (1, 3), result.output
+    result, usage, _ = served(questions, "--model", folder, "--memory", folder_of_memory / "texts.memory")
+    assert (result.exit_code, usage["completion_tokens"]) == (1, 3), result.output
     assert "the draft memory was not saved" in result.stderr and "No such file or directory" in result.stderr
 
 
