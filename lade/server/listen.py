@@ -240,7 +240,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self.ends_at: float | None = None
-        self._aborted = self._told = False
+        self._aborted = self._told = self._dying = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal, exit on the second."""
@@ -258,8 +258,10 @@ class Server(uvicorn.Server):
             logger.warning("a periodic task failed, and is tried again: %s", problem)
         if service.problem is not None:
             return True
-        if service.phase == "dead" and self.ends_at is None:  # its answers have failed and sent their errors
-            self.ends_at = perf_counter() + _ABORT_GRACE_S
+        if service.phase == "dead" and not self._dying:
+            self._dying = True
+            fails_by = perf_counter() + _ABORT_GRACE_S  # nothing is decoded any more, so no answer is waited for
+            self.ends_at = fails_by if self.ends_at is None else min(self.ends_at, fails_by)
         if self.ends_at is not None:
             return self._is_over(self.ends_at)
         return await super().on_tick(counter)

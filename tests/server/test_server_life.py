@@ -186,6 +186,20 @@ def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
         assert not server.thread.is_alive()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_waits_for_its_answers_ends_when_the_engine_breaks_down(monkeypatch):
+    passes = Passes()
+    with running(slow_served(wait=passes), shutdown_timeout=10 * SOON) as server:
+        answer = stream(server, [], max_tokens=9)
+        until(lambda: server.service.in_flight)
+        failing(monkeypatch, batch_of(server.service.serving.engine), "advance", MemoryError("nothing left"))
+        server.server.handle_exit(15, None)
+        passes.let(9)
+        answer.join(SOON)
+        server.thread.join(SOON)
+        assert not server.thread.is_alive() and server.service.phase == "dead"
+
+
 @pytest.mark.slow
 def test_a_silent_stream_has_pings():
     with running(slow_served(0.3), ping_s=0.1) as server:
