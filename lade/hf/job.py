@@ -51,12 +51,11 @@ logger = logging.getLogger(__name__)
 Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
 
-def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
+def text_kind(prepared: Prepared, config: LookaheadConfig, *, constrained: bool) -> str:
     """Return a label for the kind of text that a call generates, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
-    grammars = GRAMMARS.loaded() if prepared.logits_processor else None
-    if grammars is not None and any(isinstance(each, grammars.processor) for each in prepared.logits_processor):
+    if constrained:
         kind += ", by a grammar"
     if prepared.predictions:
         kind += ", predicted"
@@ -142,7 +141,7 @@ class DraftSpec:
         predictions = _predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
         grammars = GRAMMARS.loaded() if prepared.logits_processor else None
         constraints = [None] * rows if grammars is None else grammars.constraints_for(prepared, prompts)
-        kind = text_kind(prepared, config)
+        kind = text_kind(prepared, config, constrained=constraints[0] is not None)
         return [
             cls(config, memory, excluded, vocabulary, text, prediction, constraint, kind)
             for text, prediction, constraint in zip(texts, predictions, constraints, strict=True)
