@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from lade.errors import ConfigError, whole_number
 from lade.native import COMPILER_REMEDY, library
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS, MOST_NGRAM, MOST_BUDGET = 256, 32, 1024
 """Upper bounds: several times the sizes that pay on any hardware, yet small enough for a step to finish."""
-WINDOW, NGRAM, GUESSES = 7, 5, 7
+SIZES = {"window": 7, "ngram": 5, "guesses": 7}
 """Defaults of the paper for models of about 7B parameters."""
-POOL_ALONE = {"window": 0, "ngram": NGRAM, "guesses": 3}
+POOL_ALONE = {"window": 0, "ngram": 5, "guesses": 3}
 """Defaults where the compiled kernels are missing: a step of few tokens, which pays on a CPU, too."""
+_UNSET: Any = None  # replaced in `__post_init__`, which tells explicit values from defaults
 
 
 class BaseMemory:
@@ -25,12 +27,31 @@ class BaseMemory:
 
 
 @dataclass(frozen=True)
+class Method:
+    """The method of a `LookaheadConfig`: what it needs, and what it decides.
+
+    Attributes:
+        name: "adaptive", "lookahead" for the paper's method, or "sources" if these draft alone.
+        sizes_trees: whether the cost of passes decides on the sizes of trees.
+        wants_mtp: whether MTP layers are used where they can be: if asked for, or if the cost of their passes decides.
+        lacks_memory: whether it drafts from a memory, and none is given.
+        copies_text: whether continuations of the row's own text are verified beside its drafts.
+    """
+
+    name: Literal["adaptive", "lookahead", "sources"]
+    sizes_trees: bool = False
+    wants_mtp: bool = False
+    lacks_memory: bool = False
+    copies_text: bool = False
+
+
+@dataclass(frozen=True)
 class LookaheadConfig:
     """How to draft. Without arguments: the adaptive method, which needs no tuning.
 
     Explicit `window`, `ngram` or `guesses` select the fixed method of the paper (arXiv 2402.02057) at exactly these
-    sizes. Where the compiled kernels are missing, the
-    default is the paper's n-gram pool alone, with three guesses a step.
+    sizes. Where the compiled kernels are missing, the default is the paper's n-gram pool alone, with three guesses a
+    step.
 
     Args:
         window: W, columns of the lookahead window; 0 disables the lookahead branch. At most 256; default 7.
@@ -60,11 +81,11 @@ class LookaheadConfig:
     True
     """
 
-    window: int = None  # type: ignore[assignment]  # None until __post_init__, to tell explicit sizes from defaults
-    ngram: int = None  # type: ignore[assignment]
-    guesses: int = None  # type: ignore[assignment]
+    window: int = _UNSET
+    ngram: int = _UNSET
+    guesses: int = _UNSET
     prompt_ngrams: bool = True
-    adaptive: bool = None  # type: ignore[assignment]
+    adaptive: bool = _UNSET
     budget: int | None = None
     memory: BaseMemory | None = None
     seed: int = 0
@@ -73,20 +94,32 @@ class LookaheadConfig:
     only: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        defaults = {"window": WINDOW, "ngram": NGRAM, "guesses": GUESSES}
+        given = {name: size for name in SIZES if (size := getattr(self, name)) is not None}
+        resolved = {**SIZES, **given}
         if self.adaptive is None:
             if self.only is True and given:  # a copy by `replace` has them too, but not without `adaptive`
                 raise ConfigError(*next(iter(given.items())), _ALONE)
-            compiled = bool(given) or self.only is True or library() is not None
-            object.__setattr__(self, "adaptive", compiled and not given and self.only is not True)
-            defaults = defaults if compiled else POOL_ALONE
-        for name, default in defaults.items():
-            object.__setattr__(self, name, given.get(name, default))
-        object.__setattr__(self, "sources", _drafters(self.sources))
+            resolved["adaptive"] = False
+            if not given and self.only is not True:
+                resolved |= POOL_ALONE if library() is None else {"adaptive": True}
+        for name, value in {**resolved, "sources": _drafters(self.sources)}.items():
+            object.__setattr__(self, name, value)
         self._check_types()
-        self._check_method(given)
+        self._check_method()
+
+    @cached_property
+    def method(self) -> Method:
+        """The method that these settings select."""
+        if not self.adaptive:
+            return Method("sources" if self.only else "lookahead")
+        by_cost = self.budget is None
+        return Method(
+            "adaptive",
+            sizes_trees=by_cost,
+            wants_mtp=by_cost if self.mtp is None else self.mtp,
+            lacks_memory=self.memory is None,
+            copies_text=self.prompt_ngrams,
+        )
 
     def _check_types(self) -> None:
         whole_number("window", self.window, 0, MOST_COLUMNS, note=" (0 switches the window off)")
@@ -103,9 +136,9 @@ class LookaheadConfig:
         if self.memory is not None and not isinstance(self.memory, BaseMemory):
             raise ConfigError("memory", self.memory, "give a lade.Memory, or None")
 
-    def _check_method(self, given: dict[str, int]) -> None:
+    def _check_method(self) -> None:
         if self.only:
-            self._check_only(given)
+            self._check_only()
         if not self.adaptive:
             for field in ("budget", "memory", "mtp"):
                 if getattr(self, field) not in (None, False):
@@ -116,19 +149,17 @@ class LookaheadConfig:
             return
         if library() is None:
             raise ConfigError("adaptive", True, f"the compiled kernels are missing: {COMPILER_REMEDY}")
-        for name, default in (("window", WINDOW), ("ngram", NGRAM), ("guesses", GUESSES)):
-            if given.get(name, default) != default:
-                raise ConfigError(name, given[name], "the adaptive method has no sizes: leave it out, or adaptive=True")
+        for name, default in SIZES.items():
+            if (size := getattr(self, name)) != default:
+                raise ConfigError(name, size, "the adaptive method has no sizes: leave it out, or adaptive=True")
 
-    def _check_only(self, given: dict[str, int]) -> None:
+    def _check_only(self) -> None:
         if not self.sources:
             raise ConfigError("only", True, "only=True leaves nothing that drafts: give sources too, or leave it out")
-        values = {"window": WINDOW, "ngram": NGRAM, "guesses": GUESSES, "prompt_ngrams": True, "seed": 0}
-        for field, unused in {**values, "adaptive": False, "budget": None, "memory": None}.items():
-            if getattr(self, field) != unused:
+        others = {"prompt_ngrams": True, "seed": 0, "adaptive": False, "budget": None, "memory": None, "mtp": False}
+        for field, unused in {**SIZES, **others}.items():
+            if getattr(self, field) not in (unused, None):
                 raise ConfigError(field, getattr(self, field), _ALONE)
-        if self.mtp:
-            raise ConfigError("mtp", True, _ALONE)
 
 
 _ALONE = "with only=True the sources draft alone: leave it out, or leave out only=True"

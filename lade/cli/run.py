@@ -146,10 +146,10 @@ def _how(config: LookaheadConfig | None) -> str:
     """Return the method and its sizes for the statistics line."""
     if config is None:
         return "plain"
-    if not config.adaptive:
+    if config.method.name == "lookahead":
         return f"lookahead ({config.window}, {config.ngram}, {config.guesses})"
     budget = "" if config.budget is None else f", budget {config.budget}"
-    return f"adaptive{budget}{', memory' if config.memory is not None else ''}"
+    return f"{config.method.name}{budget}{', memory' if config.memory is not None else ''}"
 
 
 def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = GREEDY) -> None:

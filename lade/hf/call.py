@@ -125,12 +125,17 @@ class Call:
         arguments = with_present_cache_name(arguments if inputs is None else {**arguments, "inputs": inputs})
         refuse_unused_prediction(prediction, config)
         predictions = prediction_ids(prediction, arguments.get("tokenizer"))
-        check_call(model, arguments, stats)
+        refuse_without_generate(model)
+        check_stats(stats)
+        for name in ("inputs", "input_ids"):
+            if not isinstance(value := arguments.get(name), torch.Tensor | None):
+                raise InputError(not_ids_message(name, value))
         refuse_autocast(inner)
         if grammar is not None:
             arguments = GRAMMARS.load().with_grammar(inner, grammar, arguments)
         if streamer is not None:  # plain beam search would raise too, but after warnings and with another message
-            refuse_streamed_beams(num_beams(inner, arguments), streamer)
+            check_streamer(streamer)
+            refuse_streamed_beams(num_beams(inner, arguments))
         return cls(model, inner, arguments, config, auto, stats, streamer, predictions)
 
     @classmethod
@@ -145,6 +150,8 @@ class Call:
         """Check the arguments of `lade.decode`; errors are its."""
         refuse_unforwarded_streamer()
         check_stats(stats)
+        if streamer is not None:
+            check_streamer(streamer)
         config, auto = resolve(lookahead)
         refuse_unused_prediction(prediction, config)
         refuse_autocast(model)
@@ -269,14 +276,8 @@ def num_beams(model: Any, arguments: Mapping[str, Any]) -> int:
     return argument_of(model, arguments, "num_beams") or 1
 
 
-def refuse_streamed_beams(beams: int, streamer: object = None) -> None:
-    """Raise `UnsupportedArgumentError` for a streamed beam search, plain or not.
-
-    Raises:
-        ConfigError: `streamer` is not a streamer.
-    """
-    if streamer is not None:
-        check_streamer(streamer)
+def refuse_streamed_beams(beams: int) -> None:
+    """Raise `UnsupportedArgumentError` for a streamed beam search, plain or not."""
     if beams > 1:
         raise UnsupportedArgumentError(
             f"num_beams={beams} cannot be streamed: which beam wins is known only at its end",
@@ -311,7 +312,8 @@ def _is_generate(frame: FrameType) -> bool:
 
 
 def refuse_streamed_rows(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedArgumentError` for several rows in one `lade.stream`."""
+    """Raise `UnsupportedArgumentError` for several rows in one `lade.stream`, of a batch or a beam search."""
+    refuse_streamed_beams(num_beams(model, arguments))
     prompts = prompts_in(arguments)
     rows = prompts.shape[0] if isinstance(prompts, torch.Tensor) and prompts.ndim > 1 else 1
     rows *= argument_of(model, arguments, "num_return_sequences") or 1
@@ -346,21 +348,6 @@ def check_streamer(streamer: object) -> None:
     """Raise `ConfigError` if `streamer` has no methods `put` and `end`."""
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise ConfigError("streamer", streamer, "give a transformers streamer, or an object with methods put and end")
-
-
-def check_call(model: Any, arguments: Mapping[str, Any], stats: object) -> None:
-    """Check the arguments of `lade.generate` and `lade.stream` before anything is prepared.
-
-    Raises:
-        UnsupportedModelError: the model has no `generate`.
-        ConfigError: `stats` is neither a `Stats` nor None.
-        InputError: the prompt is not a tensor of ids, but a text for instance.
-    """
-    refuse_without_generate(model)
-    check_stats(stats)
-    for name in ("inputs", "input_ids"):
-        if not isinstance(value := arguments.get(name), torch.Tensor | None):
-            raise InputError(not_ids_message(name, value))
 
 
 def not_ids_message(name: str, value: object) -> str:

@@ -31,7 +31,6 @@ from lade.hf.call import (
     NeedsGenerateError,
     Prediction,
     cleaning_up,
-    num_beams,
     refuse_adapter_arguments,
     refuse_streamed_beams,
     refuse_streamed_rows,
@@ -94,7 +93,7 @@ def decode(
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         prepared = Prepared(*arguments, wrapper=model, inputs_tensor=inputs_tensor, predictions=call.predictions)
         if streamer is not None:
-            refuse_streamed_beams(prepared.beams, streamer)
+            refuse_streamed_beams(prepared.beams)
         return _decode_prepared(call, prepared)
 
 
@@ -234,7 +233,6 @@ def stream(
     """
     with cleaning_up(model):
         call = Call.of(model, inputs, generate_arguments, lookahead, stats, prediction, grammar)
-        refuse_streamed_beams(num_beams(call.inner, call.arguments))
         refuse_streamed_rows(call.inner, call.arguments)
         if call.config is not None:
             try:
@@ -288,8 +286,7 @@ class Session:
         max_length = prepared.generation_config.max_length
         self._cache = runner.borrow(self._given_cache, max_length, handed_out=handed_out)
         self._record = record_for(prepared.generation_config)
-        sampled = bool(prepared.generation_config.do_sample)
-        self._draws = Draws(len(self._texts.ids)) if self._is_batch and sampled else None
+        self._draws = Draws(len(self._texts.ids)) if self._is_batch and prepared.generation_config.do_sample else None
         without_mtp = "" if images is None else "prompts with media, embeddings or gaps have different positions"
         self._job = DecodeJob(prepared.model, runner, rows=len(self._texts.ids), without_mtp=without_mtp)
         self._rows = self._make_rows(self._drafters(config, drafter))

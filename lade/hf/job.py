@@ -46,22 +46,20 @@ from lade.stats import Stats, Surroundings
 from lade.tuning.cost_cache import save_refreshed, step_cost_for
 from lade.version import note_untested_version
 
+logger = logging.getLogger(__name__)
 
-def text_kind(prepared: Prepared, config: LookaheadConfig) -> str:
+Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
+
+
+def text_kind(prepared: Prepared, config: LookaheadConfig, *, constrained: bool) -> str:
     """Return a label for the kind of text that a call generates, such as "sampled at 0.7, with a memory"."""
     generation_config = prepared.generation_config
     kind = f"sampled at {generation_config.temperature or 1.0:.1f}" if generation_config.do_sample else "greedy"
-    grammars = GRAMMARS.loaded() if prepared.logits_processor else None
-    if grammars is not None and any(isinstance(each, grammars.processor) for each in prepared.logits_processor):
+    if constrained:
         kind += ", by a grammar"
     if prepared.predictions:
         kind += ", predicted"
     return kind if config.memory is None else f"{kind}, with a memory"
-
-
-logger = logging.getLogger(__name__)
-
-Output = torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 
 
 def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
@@ -122,11 +120,6 @@ class DraftSpec:
     constraint: Constraint | None
     kind: str
 
-    @property
-    def sizes_trees(self) -> bool:
-        """True if tree sizes are chosen by the cost of passes, not fixed or by callers' own drafters."""
-        return self.config.adaptive and self.config.budget is None and not self.config.only
-
     @classmethod
     def of_rows(cls, prepared: Prepared, config: LookaheadConfig, prompts: Sequence[list[int]]) -> list[DraftSpec]:
         """Return one specification per row.
@@ -142,14 +135,13 @@ class DraftSpec:
         """
         rows = len(prompts)
         excluded = special_ids(prepared.generation_config) | placeholder_ids(prepared.model)
-        vocabulary = prepared.vocabulary
-        shares = rows > 1 and config.adaptive and config.memory is None
+        vocabulary, texts = prepared.vocabulary, [prepared.source_text(row) for row in range(rows)]
+        shares = rows > 1 and config.method.lacks_memory
         memory = ContextMemory() if shares else None  # the rows of one call may learn from each other
         predictions = _predictions_by_row(prepared, config, rows) if prepared.predictions else [None] * rows
         grammars = GRAMMARS.loaded() if prepared.logits_processor else None
         constraints = [None] * rows if grammars is None else grammars.constraints_for(prepared, prompts)
-        kind = text_kind(prepared, config)
-        texts = [prepared.source_text(row) for row in range(rows)]
+        kind = text_kind(prepared, config, constrained=constraints[0] is not None)
         return [
             cls(config, memory, excluded, vocabulary, text, prediction, constraint, kind)
             for text, prediction, constraint in zip(texts, predictions, constraints, strict=True)
@@ -161,7 +153,7 @@ def _predictions_by_row(prepared: Prepared, config: LookaheadConfig, rows: int) 
     texts, repeated = prepared.predictions, prepared.generation_config.num_return_sequences or 1
     if config.only:
         refuse("prediction with only=True", "the sources draft alone then")
-    if not config.adaptive and not config.guesses:
+    if not config.guesses:
         refuse("prediction with guesses=0", "nothing but the window is drafted then")
     if len(texts) * repeated != rows:
         raise InputError(
@@ -225,7 +217,7 @@ class DecodeJob:
             specs: specification of each row's drafter.
             alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
         """
-        if self._cost is None and any(spec.sizes_trees for spec in specs):
+        if self._cost is None and any(spec.config.method.sizes_trees for spec in specs):
             start = perf_counter()
             self._cost = self._learned = step_cost_for(self._model, self.runner, batch=self._rows)
             self.setup_s += perf_counter() - start
@@ -276,9 +268,6 @@ class DecodeJob:
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
         config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
-        sizing: dict[str, Any] = {"budget": self.budget} if spec.sizes_trees else {}
-        if spec.config.mtp or _chooses_mtp(spec.config):
-            sizing["mtp"] = self.mtp.weights
         own: list[Any] = self._own_sources(spec) if config.sources else []
         if config.only:
             drafter: Drafter = _user_module().LoneSources(own, self._most, spec.constraint)
@@ -287,10 +276,11 @@ class DecodeJob:
                 config,
                 spec.excluded,
                 vocabulary=spec.vocabulary,
+                budget=self.budget,
                 sources=[*self._sources(spec), *own],
                 constraint=spec.constraint,
                 read_logits=alone or reads_logits(spec.config, self.budget),
-                **sizing,
+                mtp=self.mtp.weights if config.method.wants_mtp else None,
             )
         return _user_module().SourcedDrafter(drafter, own, len(spec.source_text)) if own else drafter
 
@@ -299,7 +289,7 @@ class DecodeJob:
         sources = list[Source]()
         if spec.prediction is not None:
             sources.append(Prediction(spec.prediction, spec.excluded))
-        if spec.config.adaptive and spec.config.prompt_ngrams:
+        if spec.config.method.copies_text:
             sources.append(OwnText(spec.source_text, spec.excluded))
         return sources
 
@@ -382,7 +372,7 @@ def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -
 def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: str) -> BatchDrafter:
     """Return the passes of a model's MTP layer for the rows of one batch, none without a layer that none requires."""
     # Without sizes that go by the cost of passes nothing tells whether the layer pays: then it has to be asked for.
-    wanting = [config for config in configs if config.adaptive and (config.mtp or _chooses_mtp(config))]
+    wanting = [config for config in configs if config.method.wants_mtp]
     if not wanting:
         return BatchDrafter()
     if runner.exposes_states:
@@ -394,8 +384,3 @@ def _mtp_passes(runner: EagerRunner, configs: Sequence[LookaheadConfig], kind: s
         return BatchDrafter()
     fixed = FIXED_PASSES if all(config.budget is not None for config in wanting) else None
     return MtpPasses(*found, runner.clock, fixed)
-
-
-def _chooses_mtp(config: LookaheadConfig) -> bool:
-    """Return whether the cost of its passes decides about the use of an MTP layer."""
-    return config.mtp is None and config.budget is None

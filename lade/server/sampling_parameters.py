@@ -174,7 +174,8 @@ def lookahead_of(requested: str | Mapping[str, Any] | None) -> LookaheadConfig |
         raise invalid(f"lookahead.{problem.field}", str(problem)) from None
     if config.budget is not None:
         return replace(config, budget=min(config.budget, MAX_FED))
-    if not config.adaptive and (fed := 1 + (config.ngram - 1) * (config.window + config.guesses)) > MAX_FED:
+    fed = 1 + (config.ngram - 1) * (config.window + config.guesses)
+    if config.method.name == "lookahead" and fed > MAX_FED:
         why = f"feeds {fed} tokens per token: this server feeds up to {MAX_FED}, so that others do not wait"
         raise invalid("lookahead", f"{why}: give smaller sizes")
     return config

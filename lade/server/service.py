@@ -129,7 +129,7 @@ class Serving:
     def info(self) -> dict[str, str]:
         """Labels of `lade_info`."""
         model, (config, _) = self.model.model, resolve(self.model.lookahead)
-        method = "plain" if config is None else "adaptive" if config.adaptive else "lookahead"
+        method = "plain" if config is None else config.method.name
         return {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch."), "method": method}
 
 

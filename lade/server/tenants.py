@@ -138,7 +138,7 @@ class TenantMemories:
             scope: tenant scope of the request.
         """
         config = self._default if isinstance(requested, str) else requested
-        if config is None or not config.adaptive or config.memory is not None or scope is None:
+        if config is None or scope is None or not config.method.lacks_memory:
             return config
         of_all = self._file if self.serves_file and scope.endswith("\0") else None
         return replace(config, memory=self._of(scope) if of_all is None else of_all)

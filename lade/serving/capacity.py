@@ -125,7 +125,7 @@ class Capacity:
 
 def largest_tree(config: LookaheadConfig) -> int:
     """Return the maximum number of tokens fed in one step, the root included."""
-    if not (config.adaptive or config.only):  # rows are up to N - 2 cells longer while the window fills
+    if config.method.name == "lookahead":  # rows are up to N - 2 cells longer while the window fills
         return (config.ngram - 1) * (config.window + config.guesses) + config.ngram
     return LARGEST if config.budget is None else config.budget
 

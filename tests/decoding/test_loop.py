@@ -64,7 +64,7 @@ def loop_for(
         return lambda tokens: len(tokens) >= length or tokens[-1] == eos
 
     excluded = () if eos is None else (eos,)
-    budget = begun(nearly_flat_cost()) if config.adaptive and config.budget is None else None
+    budget = begun(nearly_flat_cost()) if config.method.sizes_trees else None
     rows = [
         Row(prompt, drafter_for(config, excluded, budget=budget), Greedy(), stop_at(len(prompt) + new))
         for prompt, new in zip(prompts, new_tokens, strict=True)

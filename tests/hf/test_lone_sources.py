@@ -232,7 +232,7 @@ def test_only_goes_with_sources_and_nothing_else(fields, message):
 def test_a_config_with_only_can_be_copied_and_its_neighbours_are_allowed():
     config = LookaheadConfig(sources=[Suffix()], only=True, mtp=False)
     assert dataclasses.replace(config) == config
-    assert not config.adaptive
+    assert not config.adaptive and config.method.name == "sources"
     with pytest.raises(ConfigError, match=r"^window=8"):
         dataclasses.replace(config, window=8)
 

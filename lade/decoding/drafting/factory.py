@@ -46,7 +46,7 @@ def drafter_for(
     Raises:
         ValueError: the adaptive method has no budget.
     """
-    if not config.adaptive:
+    if config.method.name == "lookahead":
         return LookaheadDrafter(config, excluded, sources, constraint)
     memory = ContextMemory() if config.memory is None else config.memory
     assert isinstance(memory, ContextMemory)  # there is no other kind

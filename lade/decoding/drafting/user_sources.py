@@ -427,8 +427,7 @@ def sources_of(
         apart: see `draws` of `UserSource`.
     """
     longest = most - 1 if config.only else LONGEST_CHAIN if config.budget is None else config.budget - 1
-    sized = config.adaptive and config.budget is None
-    options: dict[str, Any] = {"longest": longest, "sized": sized, "alone": config.only}
+    options: dict[str, Any] = {"longest": longest, "sized": config.method.sizes_trees, "alone": config.only}
     return [
         UserSource(each, vocabulary, excluded, draws=apart if getattr(each, "_draws", True) else None, **options)
         for each in config.sources
