@@ -96,10 +96,11 @@ void fetch_notes(Tree& tree, const Node& node) {
     LADE_PREFETCH(&note_at(tree, tree.root + node.depth, node.id));
 }
 
-// Stores the rows of a tree and the tokens that followed in the text; returns false, with nothing stored, without room.
+// Stores the rows of a tree, the likeliest last as the last row under a short context weighs most, and the tokens that
+// followed in the text; returns false, with nothing stored, without room.
 bool learn_step(const Tree& tree, Tables& tables, const Ints& rows, const Longs& path, const Longs& chosen) {
     if (tables.taken + LOGIT_KINDS * rows.rows + room_for(path.rows) > tables.most) return false;
-    for (int64_t row = 0; row < rows.rows; ++row) tables.taken += learn_logits(tables, tree.nodes[row].tail, rows.row(row));
+    for (int64_t row = rows.rows - 1; row >= 0; --row) tables.taken += learn_logits(tables, tree.nodes[row].tail, rows.row(row));
     for (int64_t at = 0; at < path.rows; ++at) tables.taken += learn_token(tables, tree.nodes[path[at]].tail, chosen[at]);
     return true;
 }

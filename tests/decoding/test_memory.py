@@ -213,7 +213,7 @@ def test_a_step_is_learned_as_its_logits_and_then_its_text(max_bytes):
         grower.extend(tree, 1)
         path, tokens, tails = rng.integers(0, nodes, accepted), rng.integers(0, 40, accepted), tails_of(contexts)
         one.learn_tree(grower, rows, path, tokens)
-        other.learn(tails, rows)
+        other.learn(tails[::-1].copy(), rows[::-1].copy())  # the likeliest node last
         other.learn_text(tails[path], tokens)
         assert len(one) == len(other)
         for mine, theirs in zip(one.tables, other.tables, strict=True):

@@ -112,7 +112,7 @@ def learn_step(tables: Tables, tails: Ints, rows: Ints, path: Sequence[int], cho
     young, old, taken = tables.young, tables.old, int(tables.counts[0])
     if taken + TEXT * len(rows) + max((END - TEXT) * len(path), END) > tables.counts[1]:
         return False
-    for tail, row in zip(tails.tolist(), rows.tolist(), strict=False):
+    for tail, row in reversed([*zip(tails.tolist(), rows.tolist(), strict=False)]):
         taken += _take_in(young, old, tail, row, LOGITS, TEXT)
     for node, token in zip(path, chosen, strict=True):
         taken += _take_in(young, old, tails[node].tolist(), _certain_row(token), TEXT, END)
