@@ -312,15 +312,6 @@ def test_what_is_reserved_before_the_first_row_is_forgotten_with_the_last():
     assert cache.room[0] == 1 and cache.room[1] > 4096
 
 
-def test_unused_rows_are_zero_after_each_pass():
-    cache = static(5, 3, 4)
-    for step in range(3):
-        feed(cache, [[200 + step]] * 3)
-        assert cache.buffers.groups[0][:, 3:, :, 0].any(), "a pass fills them up"
-        cache.keep([[0]] * 3, fed=1)
-        held(cache)
-
-
 def test_rows_move_by_way_of_the_host_when_their_buffers_are_gone():
     pool = Watched()
     cache, other = StaticCache(60, pool=pool), TreeCache()

@@ -70,9 +70,9 @@ def build(case: Family, backend: str | None = None, **fields: Any) -> Any:
 
 
 def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
-    """What `model.generate` returns; 70 new tokens unless told otherwise."""
+    """What `model.generate` returns; 40 new tokens unless told otherwise."""
     if "max_length" not in arguments:
-        arguments.setdefault("max_new_tokens", 70)
+        arguments.setdefault("max_new_tokens", 40)
     arguments.setdefault("do_sample", False)
     return model.generate(input_ids=ids, **arguments)
 
@@ -80,7 +80,7 @@ def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
 def lookahead(model: Any, ids: torch.Tensor | None, config: Any = PAPER, **arguments: Any) -> Any:
     """What `lade.generate` returns for the same arguments."""
     if "max_length" not in arguments:
-        arguments.setdefault("max_new_tokens", 70)
+        arguments.setdefault("max_new_tokens", 40)
     arguments.setdefault("do_sample", False)
     return lade.generate(model, input_ids=ids, lookahead=config, **arguments)
 

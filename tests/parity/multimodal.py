@@ -248,17 +248,3 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
     """Random ids `[1, length]` of text alone."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(1, FIRST_SPECIAL, (1, length), generator=generator)
-
-
-def with_image(case: Multimodal) -> dict[str, torch.Tensor]:
-    """A prompt of `GEMMA3` or `QWEN2_5_VL` with an image in it, as their processors make it."""
-    generator = torch.Generator().manual_seed(0)
-    before, after = text(6), text(5, seed=1)
-    patches, pixels = (4, (1, 3, 16, 16)) if case is GEMMA3 else (8, (32, 3 * 2 * 4 * 4))
-    image = torch.tensor([[START, *[IMAGE] * patches, END]])
-    ids = torch.cat([before, image, after], dim=1)
-    kinds = (ids == IMAGE).long()
-    values = {"input_ids": ids, "pixel_values": torch.randn(pixels, generator=generator, dtype=torch.float64)}
-    if case is GEMMA3:
-        return {**values, "token_type_ids": kinds}
-    return {**values, "mm_token_type_ids": kinds, "image_grid_thw": torch.tensor([[1, 4, 8]])}

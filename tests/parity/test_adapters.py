@@ -313,15 +313,16 @@ def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any)
 
 def test_a_plain_stream_decodes_under_the_callers_autocast() -> None:
     model = family("llama").build(dtype=torch.float32)
-    parts = []
     for seed in range(8):  # which texts part depends on the processor
         ids = prompt(20, seed)
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(model, ids)
-            ours = streamed(model, input_ids=ids, max_new_tokens=70, do_sample=False, lookahead=None)
-        assert torch.equal(ours, expected)
-        parts.append(not torch.equal(expected, plain(model, ids)))
-    assert any(parts), "or else this shows nothing"
+        if not torch.equal(expected, plain(model, ids)):
+            break
+    else:
+        pytest.fail("no text depends on it")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(streamed(model, input_ids=ids, lookahead=None, **{**NEW, "max_new_tokens": 40}), expected)
 
 
 def test_an_engine_refuses_requests_under_autocast() -> None:

@@ -21,7 +21,7 @@ CASES = [
     for case in (*FAMILIES, *RECURRENT_FAMILIES, *LISTED)
     if case.model_type in CONFIG_MAPPING
 ]
-NEW = 40
+NEW = 24
 CONFIG = lade.LookaheadConfig(budget=32)
 """Of random models hardly a text is easy to draft; 32 tokens a step shorten each of them."""
 

@@ -99,11 +99,11 @@ def test_mtp_layers_read_the_states_that_captured_passes_leave(
     model = llama_with_mtp(tmp_path).to(device)
     ids = torch.cat([prompt(20, seed) % 47 + 1 for seed in range(rows)]).to(device)
     config = lade.LookaheadConfig(budget=10, mtp=True)
-    captured = assert_same(model, ids, [config], max_new_tokens=40, **sampling)
+    captured = assert_same(model, ids, [config], max_new_tokens=20, **sampling)
     assert captured.steps // rows <= graphs.counted.replayed > graphs.counted.recorded > 0
     graphs.captures = False
     again = load(tmp_path).to(device)  # knows nothing of its layer's predictions yet
-    eager = assert_same(again, ids, [config], max_new_tokens=40, **sampling)
+    eager = assert_same(again, ids, [config], max_new_tokens=20, **sampling)
     assert captured.accepted == eager.accepted and captured.steps == eager.steps
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, plain, prompt
+from comparing import CONFIGS, assert_same, batch, lookahead, plain, prompt
 from families import family
 from inside import force_attention
 from transformers import DynamicCache
@@ -89,15 +89,3 @@ def test_rows_of_one_length(name: str) -> None:
     first = plain(model, **rows, max_new_tokens=30)[:, 20:]
     eos = {"eos_token_id": [int(first[0, 9]), int(first[2, 17])], "pad_token_id": 0}
     assert_same(model, rows["ids"], CONFIGS[:2], max_new_tokens=30, **eos)
-
-
-@pytest.mark.slow
-def test_requests_of_several_lengths() -> None:
-    """The engine feeds their prompts whole, since an indexer picks among all that is fed at once."""
-    model = family("glm_moe_dsa").build()
-    asked = [{"input_ids": prompt(length, length), "max_new_tokens": 25} for length in (7, 30, 18)]
-    expected = [model.generate(**each, do_sample=False) for each in asked]
-    with lade.Engine(model, max_rows=2, prefill_tokens=5) as engine:
-        handles = [engine.add(**each, do_sample=False, lookahead=PAPER) for each in asked]
-        for handle, ids in zip(handles, expected, strict=True):
-            assert torch.equal(handle.result(60.0), ids)

@@ -12,7 +12,6 @@ import torch
 from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, only_fallback, plain, prompt
 from families import RECURRENT_FAMILIES, Family, family
 from test_batch_families import LENGTHS, assert_same_batch
-from test_serving_families import assert_served
 from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -60,13 +59,6 @@ def test_batches_greedy_and_sampled(name: str) -> None:
     eos = [int(first[1, 5]), int(first[3, 15])]
     assert_same_batch(model, CONFIGS[:2], max_new_tokens=30, eos_token_id=eos)
     assert_same_batch(model, CONFIGS[:1], max_new_tokens=20, do_sample=True, temperature=0.6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "jamba", "mamba", "mamba2"])
-def test_requests_that_come_and_go(name: str) -> None:
-    model = family(name).build()
-    assert_served(model, [PAPER, None, CONFIGS[1]], pad_token_id=0, do_sample=False)
 
 
 PIECES = {
@@ -133,21 +125,6 @@ def test_chunks_are_refused_where_they_depend_on_padding_or_on_other_requests() 
         pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 cannot be used"),
     ):
         engine.add(prompt(20), prefill_chunk_size=5, max_new_tokens=5)
-
-
-def test_sampling_draws_what_plain_decoding_draws() -> None:
-    model = family("qwen3_5_text").build()
-    assert_same(model, prompt(20), do_sample=True, max_new_tokens=40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_text", "jamba"])
-def test_a_cache_of_the_users_own_goes_on_where_it_ended(name: str) -> None:
-    model, cache = family(name).build(), lade.TreeCache()
-    text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
-    assert cache.get_seq_length() == text.shape[1] - 1
-    longer = torch.cat([text, prompt(5, seed=1)], dim=1)
-    assert torch.equal(lookahead(model, longer, past_key_values=cache), plain(model, longer))
 
 
 def test_caches_that_do_not_tell_what_they_hold_are_refused() -> None:
@@ -395,19 +372,6 @@ def test_the_check_refuses_what_is_wrong(
     assert "a tree pass does not equal plain passes" in lade.supports(model).reason
     monkeypatch.undo()
     assert lade.supports(family(of).build().to(dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_cache_of_a_stream_that_was_left_goes_on(steps: int) -> None:
-    model, cache, ids = family("qwen3_5_text").build(), lade.TreeCache(), prompt(20)
-    arguments: dict[str, Any] = {"lookahead": PAPER, "past_key_values": cache, "do_sample": False}
-    stream = lade.stream(model, ids, max_new_tokens=40, **arguments)
-    tokens = [token for step in itertools.islice(stream, steps) for token in step.tokens]
-    stream.close()
-    text = torch.cat([ids, torch.tensor([tokens])], dim=1)
-    assert cache.get_seq_length() in (0, text.shape[1] - 1)
-    assert torch.equal(lookahead(model, text, past_key_values=cache), plain(model, text))
 
 
 @pytest.mark.slow

@@ -174,32 +174,6 @@ def test_attention_kernels_that_take_no_mask(kernel: str) -> None:
         generate(model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_dropout_in_training_mode(way: str) -> None:
-    model = family("gpt2").build().train()  # attn_pdrop and friends are 0.1
-    with pytest.raises(lade.UnsupportedModelError, match=r"training mode.*call model.eval\(\)"):
-        WAYS[way](model, input_ids=prompt(5), lookahead=PAPER, max_new_tokens=5)
-    torch.manual_seed(7)
-    expected = plain(model, prompt(5), max_new_tokens=12)
-    torch.manual_seed(7)
-    with one_fallback("training mode"):
-        ours = WAYS[way](model, input_ids=prompt(5), lookahead="auto", max_new_tokens=12, do_sample=False)
-    assert torch.equal(ours, expected)
-
-
-def test_attention_dropout_alone_counts() -> None:
-    model = family("llama").build(attention_dropout=0.1).train()
-    assert "training mode" in lade.supports(model).reason
-
-
-def test_training_mode_without_dropout_is_served() -> None:
-    model = family("llama").build().train()
-    assert torch.equal(
-        generate(model, input_ids=prompt(10), lookahead=PAPER, max_new_tokens=40),
-        plain(model, prompt(10), max_new_tokens=40),
-    )
-
-
 @pytest.fixture
 def pipeline() -> Iterator[PreTrainedModel]:
     """A model in one pipeline stage, as transformers loads it in each process of a group."""
@@ -309,8 +283,3 @@ def test_greedy_decoding_can_be_asked_for_against_the_checkpoint(way: str) -> No
     model.generation_config.update(do_sample=True, temperature=0.7)
     ours = WAYS[way](model, input_ids=prompt(10), lookahead=PAPER, max_new_tokens=20, do_sample=False)
     assert torch.equal(ours, plain(model, prompt(10), max_new_tokens=20))
-
-
-def test_what_supports_answers_is_readable() -> None:
-    assert repr(lade.supports(family("llama").build())) == "Support(LlamaForCausalLM: supported)"
-    assert repr(lade.supports("a text")) == "Support(str: it is not a transformers model with a language modeling head)"

@@ -15,9 +15,7 @@ from families import FAMILIES, family
 import lade
 from lade.model.facts import CACHE
 
-pytestmark = pytest.mark.foreign_code
-
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")
+pytestmark = [pytest.mark.foreign_code, pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")]
 
 RANDOM = [
     ("opt", {}),  # dropout is 0.1, by a call of a function

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, disk_offload
 from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
-from families import Family, family
+from families import family
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from pretend import short_trials
 
@@ -43,14 +43,7 @@ def test_a_model_with_a_lora_adapter(name: str, targets: list[str]) -> None:
     )
     assert lade.supports(model)
     stats = assert_same(model, prompt(10), CONFIGS[:2])
-    expected = plain(model, prompt(10))
-    assert stats.tokens_per_step > 1 and not torch.equal(expected, bare), "the adapter does nothing"
-    streamed = lade.stream(model, input_ids=prompt(10), max_new_tokens=70, do_sample=False, lookahead=PAPER)
-    assert [token for step in streamed for token in step.tokens] == expected[0, 10:].tolist()
-    ours = model.generate(
-        input_ids=prompt(10), max_new_tokens=70, do_sample=False, custom_generate=lade.decode, lookahead=PAPER
-    )
-    assert torch.equal(ours, expected)
+    assert stats.tokens_per_step > 1 and not torch.equal(plain(model, prompt(10)), bare), "the adapter does nothing"
     with model.disable_adapter():
         assert torch.equal(lookahead(model, prompt(10)), bare)
 
@@ -64,11 +57,7 @@ def test_an_enabled_model_with_a_lora_adapter(before: bool) -> None:
         lade.enable(base, PAPER, stats=stats)
     torch.manual_seed(1)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)).double().eval()
-    expected = (
-        plain(model, prompt(10), max_new_tokens=30)
-        if not before
-        else lookahead(model, prompt(10), None, max_new_tokens=30)
-    )
+    expected = lookahead(model, prompt(10), None, max_new_tokens=30)
     assert stats.generations == 0
     if not before:
         lade.enable(model, PAPER, stats=stats)
@@ -129,26 +118,6 @@ def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused() -> None:
         lade.disable(model)
 
 
-def _dispatched(case: Family, folder: Path) -> Any:
-    model = case.build()
-    names = {f"model.layers.{i}": "disk" if i == 2 else "cpu" for i in range(4)}
-    device_map = {
-        "model.embed_tokens": "cpu",
-        **names,
-        "model.norm": "cpu",
-        "model.rotary_emb": "cpu",
-        "lm_head": "cpu",
-    }
-    return dispatch_model(model, device_map, main_device="cpu", offload_dir=str(folder))
-
-
-def test_a_model_with_a_layer_on_disk(tmp_path: Path) -> None:
-    expected = plain(family("llama").build(), prompt(10))
-    model = _dispatched(family("llama"), tmp_path)
-    assert any(parameter.is_meta for parameter in model.parameters()), "nothing lies on disk"
-    assert torch.equal(lookahead(model, prompt(10)), expected)
-
-
 @pytest.mark.filterwarnings(
     "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
 )
@@ -168,25 +137,15 @@ def test_a_wholly_offloaded_model(offload: Any, tmp_path: Path) -> None:
 def test_an_invariant_model_that_is_offloaded(offload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short_trials(monkeypatch)
     model = lade.invariant(family("llama").build(dtype=torch.float32))
-    expected = plain(model, prompt(10))
+    expected = plain(model, prompt(10), max_new_tokens=16)
     folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
     offload(model, execution_device=torch.device("cpu"), **folder)
-    assert torch.equal(plain(model, prompt(10)), expected)
-    assert torch.equal(lookahead(model, prompt(10), PAPER), expected)
+    assert torch.equal(lookahead(model, prompt(10), PAPER, max_new_tokens=16), expected)
     with pytest.raises(lade.UnsupportedModelError, match="has hooks, of accelerate"):
         lade.variant(model)
     with pytest.raises(lade.UnsupportedModelError, match="it is on meta"):
         lade.invariant(model)
-    assert torch.equal(plain(model, prompt(10)), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_compiled_model(name: str) -> None:
-    model = family(name).build()
-    expected = plain(model, prompt(10), max_new_tokens=30)
-    compiled = torch.compile(model, backend="eager")
-    assert lade.supports(compiled)
-    assert torch.equal(lookahead(compiled, prompt(10), PAPER, max_new_tokens=30), expected)
+    assert torch.equal(plain(model, prompt(10), max_new_tokens=16), expected)
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["the compiled one", "the one inside"])
@@ -195,6 +154,7 @@ def test_an_enabled_compiled_model(wrapped: bool) -> None:
     expected = plain(model, prompt(10), max_new_tokens=30)
     compiled = torch.compile(model, backend="eager")
     stats = lade.Stats()
+    assert torch.equal(lookahead(compiled, prompt(10), PAPER, max_new_tokens=30), expected)
     lade.enable(compiled if wrapped else model, PAPER, stats=stats)
     for each in (compiled, model):
         assert torch.equal(plain(each, prompt(10), max_new_tokens=30), expected)
