@@ -33,36 +33,18 @@ from lade.model.runner import EagerRunner
 
 _ONE_MORE = {"num_hidden_layers": 5}
 _HYBRID = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
+_GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+_OF_TWO_KINDS = ["sliding_attention", "full_attention"] * 2 + ["full_attention"]
 CASES = {
     "llama": (Family("llama", {**_GROUPED, **_ONE_MORE}), {}),
     "deepseek_v3": (Family("deepseek_v3", {"num_key_value_heads": 4, **_LATENT, **_ONE_MORE}), {"prefix": None}),
     "glm4_moe": (
-        Family(
-            "glm4_moe",
-            {
-                **_GROUPED,
-                **_EXPERTS,
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                **_ONE_MORE,
-            },
-        ),
+        Family("glm4_moe", {**_GROUPED, **_EXPERTS, **_GROUPS, "first_k_dense_replace": 1, **_ONE_MORE}),
         {"prefix": None},
     ),
     "mellum": (
-        Family(
-            "mellum",
-            {
-                **_GROUPED,
-                **_EXPERTS,
-                **_WINDOWED,
-                "num_experts": 4,
-                **_ONE_MORE,
-                "layer_types": ["full_attention"] * 4 + ["sliding_attention"],
-            },
-        ),
+        Family("mellum", {**_GROUPED, **_EXPERTS, **_WINDOWED, "num_experts": 4, **_ONE_MORE,
+            "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}),
         {},
     ),
     "bailing_hybrid": (
@@ -70,58 +52,31 @@ CASES = {
         {"prefix": None},
     ),
     "mimo_v2_flash": (
-        Family(
-            "mimo_v2_flash",
-            {
-                **_GROUPED,
-                **_EXPERTS,
-                **_WINDOWED,
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                **_ONE_MORE,
-                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-            },
-            ("eager",),
-        ),
+        Family("mimo_v2_flash", {**_GROUPED, **_EXPERTS, **_WINDOWED, **_GROUPS, **_ONE_MORE,
+            "layer_types": _OF_TWO_KINDS}, ("eager",)),
         {"prefix": "model.mtp", "count": None},
     ),
     "qwen3_5_text": (
-        Family("qwen3_5_text", {**_DELTA_RULE, **_ONE_MORE, **_HYBRID}),
-        {"count": "mtp_num_hidden_layers"},
+        Family("qwen3_5_text", {**_DELTA_RULE, **_ONE_MORE, **_HYBRID}), {"count": "mtp_num_hidden_layers"},
     ),
     "qwen3_next": (
-        Family(
-            "qwen3_next",
-            {**_DELTA_RULE, **_SHARED_EXPERT, "decoder_sparse_step": 1, "mlp_only_layers": [], **_ONE_MORE, **_HYBRID},
-        ),
+        Family("qwen3_next", {**_DELTA_RULE, **_SHARED_EXPERT, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            **_ONE_MORE, **_HYBRID}),
         {"count": None},
     ),
-}
-
-
+}  # fmt: skip
 _STEP = {
-    **_SIZES,
-    **_GROUPED,
-    **_EXPERTS,
-    **_WINDOWED,
-    **_ONE_MORE,
-    "n_routed_experts": 4,
-    "share_expert_dim": 16,
+    **_SIZES, **_GROUPED, **_EXPERTS, **_WINDOWED, **_ONE_MORE, "n_routed_experts": 4, "share_expert_dim": 16,
     "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
     "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2 + ["dense"],
     "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
     },
-}
+}  # fmt: skip
 _EYES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 16,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
     "patch_size": 4,
-}
+}  # fmt: skip
 _QWEN = next(case for case in OTHERS if case.kind == "Qwen3_5")
 WITH_IMAGES = {
     "qwen3_5": (replace(_QWEN, text={**_QWEN.text, **_ONE_MORE, **_HYBRID}), {"count": "mtp_num_hidden_layers"}),
