@@ -17,14 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.backends.cpu.invariant.weights import PaddedRows
 from lade.backends.cpu.packing import blocks, folder, integers
-from lade.backends.cpu.packing.integers import (
-    Int4Linear,
-    Int8Linear,
-    int4_codes,
-    out_of_pairs,
-    pairs_of,
-    perplexity,
-)
+from lade.backends.cpu.packing.integers import Int4Linear, Int8Linear, int4_codes, out_of_pairs, pairs_of, perplexity
 from lade.backends.cpu.packing.integers import watched as errors_of
 from lade.backends.cpu.packing.pack import int4_layers, int8_layers, integer_weights, kept_layers, packed_layers
 from lade.backends.cpu.packing.weight import has_block_kernels

@@ -190,11 +190,7 @@ def test_rows_of_a_batch_that_are_multiplied_apart_are_caught_and_named(monkeypa
         lade.invariant(model)
 
 
-OF_LOGISTIC = {
-    "silu": functions.SILU,
-    "gelu_tanh": functions.GELU_TANH,
-    "quick_gelu": functions.QUICK_GELU,
-}
+OF_LOGISTIC = {"silu": functions.SILU, "gelu_tanh": functions.GELU_TANH, "quick_gelu": functions.QUICK_GELU}
 
 
 @pytest.mark.parametrize("function", ["gelu", *OF_LOGISTIC])

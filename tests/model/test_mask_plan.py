@@ -17,7 +17,7 @@ def config(model_type: str = "gemma3_text", **fields: Any) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, num_hidden_layers=4, **fields)
 
 
-def test_a_field_of_which_layers_have_values_of_their_own_is_a_list() -> None:
+def test_a_field_of_which_layers_have_values_of_their_own_is_a_list():
     uneven = config("gemma4_text", layer_types=TYPES, head_dim=8, global_head_dim=16)
     with pytest.raises(RuntimeError, match="per-layer attribute"):
         uneven.head_dim  # noqa: B018 - reading it is the test
@@ -26,7 +26,7 @@ def test_a_field_of_which_layers_have_values_of_their_own_is_a_list() -> None:
     assert field(uneven, "nothing") is None and field(uneven, "nothing", 3) == 3
 
 
-def test_each_layer_type_has_its_reach() -> None:
+def test_each_layer_type_has_its_reach():
     plan = plan_for(config(layer_types=TYPES, sliding_window=12), by_layer_type=True)
     assert plan.spans == {"sliding_attention": sliding(12), "full_attention": FULL}
     types = ["chunked_attention", "full_attention"] * 2
@@ -44,19 +44,19 @@ def test_each_layer_type_has_its_reach() -> None:
         ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 7}, sliding(7)),
     ],
 )
-def test_one_mask_for_all_layers(fields: dict[str, Any], span: Any) -> None:
+def test_one_mask_for_all_layers(fields, span):
     assert plan_for(config("llama", **fields), by_layer_type=False).spans == {"attention": span}
 
 
 @pytest.mark.parametrize("by_layer_type", [True, False])
-def test_layers_that_would_need_several_masks_of_one_type(by_layer_type: bool) -> None:
+def test_layers_that_would_need_several_masks_of_one_type(by_layer_type):
     windows = {1: {"sliding_window": 4}, 2: {"sliding_window": 6}}
     uneven = config("llama", layer_types=["sliding_attention"] * 4, sliding_window=6, per_layer_config=windows)
     with pytest.raises(ValueError, match=r"takes one mask for layers with different windows \(\['4', '6'\]\)"):
         plan_for(uneven, by_layer_type=by_layer_type)
 
 
-def test_windows_that_are_too_short_are_named() -> None:
+def test_windows_that_are_too_short_are_named():
     assert window_too_short(config("llama")) == window_too_short(config("mistral", sliding_window=2)) == ""
     assert window_too_short(config("mistral", sliding_window=1)) == "sliding_window=1"
     full = config(layer_types=["full_attention"] * 4, sliding_window=1)

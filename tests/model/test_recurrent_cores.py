@@ -15,10 +15,7 @@ from lifted import float32_lifted
 from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 from transformers.models.jamba.modeling_jamba import mamba_selective_state_update
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    causal_conv1d_update,
-    torch_recurrent_gated_delta_rule,
-)
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update, torch_recurrent_gated_delta_rule
 from trees import tree_of
 
 from lade.backends.recurrent.cores import delta_rule, mamba2, selective_scan
@@ -85,7 +82,7 @@ def assert_paths(
 @pytest.mark.parametrize("by_channel", [False, True], ids=["GDN", "KDA"])
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_the_delta_rule(by_channel: bool, several: list[TokenTree], seed: int) -> None:
+def test_the_delta_rule(by_channel, several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     key_heads = HEADS if by_channel else HEADS // 2
@@ -110,7 +107,7 @@ def test_the_delta_rule(by_channel: bool, several: list[TokenTree], seed: int) -
 
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_mamba_2(several: list[TokenTree], seed: int) -> None:
+def test_mamba_2(several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     inputs, dt = uniform(ROWS, size, HEADS, VALUES), uniform(ROWS, size, HEADS)
@@ -153,7 +150,7 @@ def test_mamba_2(several: list[TokenTree], seed: int) -> None:
 
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_mamba_1(several: list[TokenTree], seed: int) -> None:
+def test_mamba_1(several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     inputs, dt, gates = (uniform(ROWS, CHANNELS, size) for _ in range(3))
@@ -187,7 +184,7 @@ def test_mamba_1(several: list[TokenTree], seed: int) -> None:
 
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_convolutions(several: list[TokenTree], seed: int) -> None:
+def test_convolutions(several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     cached, inputs = uniform(ROWS, CHANNELS, WIDTH), uniform(ROWS, CHANNELS, size)

@@ -30,7 +30,7 @@ def states_of(layer: RecurrentLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 @settings(max_examples=examples(30), deadline=None)
 @given(operations)
-def test_each_row_has_the_states_that_it_came_with(steps: list[tuple[str, int]]) -> None:
+def test_each_row_has_the_states_that_it_came_with(steps):
     layer, rows = layer_of(1), [1]
     for step, (what, number) in enumerate(steps, start=2):
         if what == "take":
@@ -52,7 +52,7 @@ def test_each_row_has_the_states_that_it_came_with(steps: list[tuple[str, int]])
             assert state.flatten(1)[:, -1].tolist() == [sign * row for row in rows]
 
 
-def test_a_row_that_joins_where_there_is_room_moves_no_other() -> None:
+def test_a_row_that_joins_where_there_is_room_moves_no_other():
     layer = layer_of(1)
     layer.reserve(3, 0)
     before = [state.data_ptr() for state in states_of(layer)]

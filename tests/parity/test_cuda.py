@@ -34,7 +34,7 @@ def built(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -
 
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_plain_decodings(name: str, device: torch.device) -> None:
+def test_greedy_tokens_are_plain_decodings(name, device):
     model, ids, stats = built(name, device), prompt(20).to(device), lade.Stats()
     expected = plain(model, ids)
     for config in CONFIGS.values():
@@ -45,9 +45,7 @@ def test_greedy_tokens_are_plain_decodings(name: str, device: torch.device) -> N
 
 @pytest.mark.one_in(6)
 @EACH_CONFIG
-def test_samples_and_the_generator_afterwards_are_plain_decodings(
-    config: lade.LookaheadConfig, device: torch.device
-) -> None:
+def test_samples_and_the_generator_afterwards_are_plain_decodings(config, device):
     model, ids = built("llama", device), prompt(20).to(device)
     seen = []
     for seed in (0, 1):
@@ -63,7 +61,7 @@ def test_samples_and_the_generator_afterwards_are_plain_decodings(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_beams_are_plain_decodings(sampled: bool, device: torch.device) -> None:
+def test_beams_are_plain_decodings(sampled, device):
     model, ids = built("llama", device), prompt(20).to(device)
     arguments = {"num_beams": 3, "num_return_sequences": 3, "do_sample": sampled, "max_new_tokens": 40}
     arguments |= {"return_dict_in_generate": True, "output_scores": True}
@@ -78,7 +76,7 @@ def test_beams_are_plain_decodings(sampled: bool, device: torch.device) -> None:
     assert stats.steps < 40, "no guess was ever accepted"
 
 
-def test_a_stream_yields_the_same_tokens(device: torch.device) -> None:
+def test_a_stream_yields_the_same_tokens(device):
     model, ids = built("qwen3", device), prompt(20).to(device)
     expected = plain(model, ids)[0].tolist()
     steps = list(lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False))
@@ -98,7 +96,7 @@ def test_a_stream_yields_the_same_tokens(device: torch.device) -> None:
     assert Listener.heard == [*expected, -1]
 
 
-def test_low_precision_decodes_as_plain_passes_do_but_for_near_ties(device: torch.device) -> None:
+def test_low_precision_decodes_as_plain_passes_do_but_for_near_ties(device):
     model, ids = built("llama", device, torch.bfloat16), prompt(20).to(device)
     with pytest.warns(lade.PrecisionWarning, match="where two tokens score almost equally"):  # once
         texts = [lookahead(model, ids, config) for config in CONFIGS.values()]
@@ -109,7 +107,7 @@ def test_low_precision_decodes_as_plain_passes_do_but_for_near_ties(device: torc
         assert (lost <= scores.abs().max() / 32).all(), config  # a few units in the last place of eight bits
 
 
-def test_an_inflated_model_is_made_on_its_device_and_writes_the_same(device: torch.device) -> None:
+def test_an_inflated_model_is_made_on_its_device_and_writes_the_same(device):
     small = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     ids = tokenizer("def mean(values):\n", return_tensors="pt").input_ids.to(device)
@@ -119,7 +117,7 @@ def test_an_inflated_model_is_made_on_its_device_and_writes_the_same(device: tor
 
 
 @pytest.mark.slow
-def test_a_benchmark_of_all_methods_runs(device: torch.device) -> None:
+def test_a_benchmark_of_all_methods_runs(device):
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     results = lade.bench.run(

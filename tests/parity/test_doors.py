@@ -65,7 +65,7 @@ def counted(model: Any, call: Callable[[], torch.Tensor]) -> tuple[list[int], in
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES)
-def test_every_door_of_a_supported_model_makes_fewer_passes(case: Any) -> None:
+def test_every_door_of_a_supported_model_makes_fewer_passes(case):
     model, ids, given = case.build(), prompt(20), {"max_new_tokens": NEW, "do_sample": False}
     assert lade.supports(model), lade.supports(model).reason
     decoder = model.get_decoder()
@@ -78,7 +78,7 @@ def test_every_door_of_a_supported_model_makes_fewer_passes(case: Any) -> None:
         assert passes < plain, f"{name}: {passes} passes for {NEW} tokens"
 
 
-def test_a_version_that_was_never_tested_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_that_was_never_tested_is_told_of_once(caplog):
     announcements.announce_once.cache_clear()
     newer = f"{version.TESTED_TRANSFORMERS[0]}.{version.TESTED_TRANSFORMERS[1] + 1}.0.dev0"
     with caplog.at_level(logging.WARNING, "lade"):

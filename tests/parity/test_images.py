@@ -11,23 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from comparing import ADAPTIVE, CONFIGS, PAPER, Watch, assert_same
+from comparing import ADAPTIVE, CONFIGS, PAPER, assert_same
 from families import SWITCH, longrope
 from graphed import Graphs, shapes_of
 from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
-from multimodal import (
-    END,
-    GEMMA3,
-    IMAGE,
-    OTHERS,
-    QWEN2_5_VL,
-    REFUSED,
-    START,
-    USUAL,
-    VIDEO,
-    Multimodal,
-    text,
-)
+from multimodal import END, GEMMA3, IMAGE, OTHERS, QWEN2_5_VL, REFUSED, START, USUAL, VIDEO, Multimodal, text
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation import utils
 
@@ -93,7 +81,7 @@ def written(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.one_in(14)
 @pytest.mark.parametrize("case", CLASSES)
-def test_a_prompt_with_images_is_served(case: Multimodal, watch: Watch) -> None:
+def test_a_prompt_with_images_is_served(case, watch):
     model, arguments = built(case), {**prompt(case, images_of(case)), **LONG}
     written(model, arguments)
     stats = assert_plains(model, arguments, (PAPER, ADAPTIVE[0]) if case.kind in NAMED else (PAPER,))
@@ -102,7 +90,7 @@ def test_a_prompt_with_images_is_served(case: Multimodal, watch: Watch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TWO)
-def test_all_configs_and_prompts_in_chunks(case: Multimodal) -> None:
+def test_all_configs_and_prompts_in_chunks(case):
     model = built(case)
     for seed, images in ((1, [SQUARE]), (2, [SQUARE] * 3)):
         arguments = {**prompt(case, images, seed=seed), **SHORT}
@@ -122,7 +110,7 @@ class Shift(LogitsProcessor):
 
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
-def test_samples_and_processors_are_plains(case: Multimodal) -> None:
+def test_samples_and_processors_are_plains(case):
     model, inputs = built(case), prompt(case, images_of(case))
     for options in (
         {"do_sample": True, "temperature": 0.8, "top_k": 20},
@@ -134,7 +122,7 @@ def test_samples_and_processors_are_plains(case: Multimodal) -> None:
 
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
-def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case: Multimodal) -> None:
+def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case):
     model, first = built(case), {**prompt(case, images_of(case)), **SHORT}
     more: dict[str, Any] = {**SHORT, "return_dict_in_generate": True, "output_logits": True}
     recurrent = case.kind == "Qwen3_5"  # whose states only transformers' own layers keep, or ours
@@ -154,7 +142,7 @@ def test_a_second_turn_goes_on_from_a_cache_with_an_image_in_it(case: Multimodal
 
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
-def test_batches_with_images_of_several_sizes_are_plains(case: Multimodal) -> None:
+def test_batches_with_images_of_several_sizes_are_plains(case):
     model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
     expected = written(model, arguments)
     assert_plains(model, arguments, (PAPER, ADAPTIVE[0]))
@@ -164,7 +152,7 @@ def test_batches_with_images_of_several_sizes_are_plains(case: Multimodal) -> No
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", TWO)
-def test_batches_whose_rows_are_shown_together(case: Multimodal) -> None:
+def test_batches_whose_rows_are_shown_together(case):
     """As a user's own processor asks for."""
     model, arguments = built(case), {**batch(case, rows_of(case)), **SHORT}
     shown = {"logits_processor": LogitsProcessorList([Shift()])}
@@ -176,7 +164,7 @@ def test_batches_whose_rows_are_shown_together(case: Multimodal) -> None:
 
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", FOUR)
-def test_beams_are_plains(case: Multimodal) -> None:
+def test_beams_are_plains(case):
     model = built(case)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
         assert_plains(model, inputs, **SHORT, num_beams=3)
@@ -184,7 +172,7 @@ def test_beams_are_plains(case: Multimodal) -> None:
 
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CHOSEN)
-def test_requests_of_an_engine_come_and_go(case: Multimodal) -> None:
+def test_requests_of_an_engine_come_and_go(case):
     _compare_requests(built(case), case)
 
 
@@ -212,7 +200,7 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
 
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("case", [pytest.param(it, id=str(it)) for it in ALL])
-def test_what_is_supported_is_served_and_what_is_not_is_refused(case: Multimodal) -> None:
+def test_what_is_supported_is_served_and_what_is_not_is_refused(case):
     """Prompts of text and with images, on every way in: either none falls back or raises, or all do."""
     model = built(case)
     support = lade.supports(model)
@@ -261,7 +249,7 @@ def _by_engine(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
-def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_are_plains(case, monkeypatch):
     model, graphs = built(case), Graphs(torch.device("cpu"))
     graphs.serve(monkeypatch)
     for inputs in (prompt(case, images_of(case)), batch(case, rows_of(case))):
@@ -272,7 +260,7 @@ def test_captured_passes_are_plains(case: Multimodal, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
-def test_a_film_is_served_as_well(kind: str) -> None:
+def test_a_film_is_served_as_well(kind):
     model = _built(kind)
     ids = torch.cat([text(6), torch.tensor([[START, *[VIDEO] * 4, END]]), text(5, seed=1)], dim=1)
     film = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -288,7 +276,7 @@ def test_a_film_is_served_as_well(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_length_at_which_the_text_is_computed_again_is_not_crossed() -> None:
+def test_a_length_at_which_the_text_is_computed_again_is_not_crossed():
     case = next(case for case in USUAL if case.kind == "Llava")
     model = dataclasses.replace(case, text={"model_type": "phi3", **longrope()}, without=("head_dim",)).build()
     arguments = {**prompt(case), "do_sample": False}
@@ -311,7 +299,7 @@ class First(LogitsProcessor):
 
 
 @pytest.mark.parametrize("config", [lade.LookaheadConfig(0, 4, 5), lade.LookaheadConfig(budget=8)])
-def test_placeholders_are_no_guesses(config: lade.LookaheadConfig, watch: Watch) -> None:
+def test_placeholders_are_no_guesses(config, watch):
     model, arguments = built(GEMMA3), {**prompt(GEMMA3, [SQUARE] * 3), **SHORT}
     arguments["logits_processor"] = LogitsProcessorList([First(arguments["input_ids"].shape[1])])
     expected = model.generate(**arguments)

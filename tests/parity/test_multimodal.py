@@ -7,7 +7,7 @@ from typing import Any
 import images
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, plain
+from comparing import CONFIGS, PAPER, assert_same, lookahead, plain
 from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, text
 
 import lade
@@ -29,7 +29,7 @@ def padded() -> dict[str, torch.Tensor]:
 
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", CLASSES)
-def test_prompts_of_text_are_served(case: Multimodal, watch: Watch) -> None:
+def test_prompts_of_text_are_served(case, watch):
     model, short = case.build(), {"max_new_tokens": 25}
     assert lade.supports(model)
     expected = plain(model, text(20))
@@ -44,7 +44,7 @@ def test_prompts_of_text_are_served(case: Multimodal, watch: Watch) -> None:
 
 @pytest.mark.one_in(14)
 @pytest.mark.parametrize("case", CLASSES)
-def test_requests_of_an_engine_are_plains(case: Multimodal) -> None:
+def test_requests_of_an_engine_are_plains(case):
     model = case.build()
     prompts = [text(20), text(7, seed=1), text(13, seed=2)]
     expected = [plain(model, ids, max_new_tokens=25) for ids in prompts]
@@ -55,7 +55,7 @@ def test_requests_of_an_engine_are_plains(case: Multimodal) -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL if str(case) in KINDS])
-def test_a_processors_kinds_of_tokens_are_known_to_be_text(case: Multimodal) -> None:
+def test_a_processors_kinds_of_tokens_are_known_to_be_text(case):
     model, ids = case.build(), text(20)
     kinds = {KINDS[str(case)]: torch.zeros_like(ids)}
     assert torch.equal(plain(model, ids, **kinds), plain(model, ids))
@@ -63,7 +63,7 @@ def test_a_processors_kinds_of_tokens_are_known_to_be_text(case: Multimodal) -> 
     assert_same(model, ids, [PAPER], **{KINDS[str(case)]: torch.ones_like(ids)})
 
 
-def test_what_is_empty() -> None:
+def test_what_is_empty():
     assert all(is_unset(value) for value in (None, {}, [], ()))
     assert not any(is_unset(value) for value in (0, False, "", [None], {"image": None}, torch.empty(0)))
 
@@ -75,7 +75,7 @@ def _given_an_image(case: Multimodal) -> tuple[Any, dict[str, Any], torch.Tensor
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "reason"), [pytest.param(*it, id=str(it[0])) for it in REFUSED])
-def test_an_image_for_a_model_that_is_refused_is_not_even_encoded(case: Multimodal, reason: str) -> None:
+def test_an_image_for_a_model_that_is_refused_is_not_even_encoded(case, reason):
     model = case.build()
     assert reason in lade.supports(model).reason, "which has looked at it once, and needs no more passes"
     passes: list[int] = []
@@ -90,9 +90,7 @@ def test_an_image_for_a_model_that_is_refused_is_not_even_encoded(case: Multimod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_IMAGES)
-def test_what_a_model_feeds_beside_the_text_after_its_images_is_refused_by_name(
-    case: Multimodal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_model_feeds_beside_the_text_after_its_images_is_refused_by_name(case, monkeypatch):
     model, arguments, expected = _given_an_image(case)
     prepare = model.prepare_inputs_for_generation
 
@@ -114,7 +112,7 @@ def test_what_a_model_feeds_beside_the_text_after_its_images_is_refused_by_name(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_IMAGES)
-def test_a_text_after_one_with_an_image(case: Multimodal) -> None:
+def test_a_text_after_one_with_an_image(case):
     model, _, _ = _given_an_image(case)  # Qwen keeps the offset of its positions
     assert_same(model, text(20), [PAPER])
     rows = padded()
