@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
+import pytest
 import torch
 from families import VOCABULARY, Family
 
@@ -104,6 +105,16 @@ def assert_same(
         assert torch.equal(lookahead(model, ids, config, stats=stats, **arguments), expected), config
         assert torch.equal(generator_state(model.device), state), config
     return stats
+
+
+def assert_refused(
+    model: Any, ids: torch.Tensor | None, match: str, error: type[Exception] = lade.UnsupportedModelError, **more: Any
+) -> None:
+    """Assert that a config is refused with this reason, and that `auto` decodes plainly and says so."""
+    with pytest.raises(error, match=match):
+        lookahead(model, ids, PAPER, **more)
+    with pytest.warns(lade.FallbackWarning, match=match):
+        assert_same(model, ids, ["auto"], **more)
 
 
 def assert_same_beams(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, assert_same_beams, lookahead, plain
+from comparing import CONFIGS, PAPER, assert_refused, assert_same, assert_same_beams, lookahead, plain
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
 from peft import LoraConfig, get_peft_model
 from transformers import Florence2Config, Florence2ForConditionalGeneration, StoppingCriteriaList
@@ -111,10 +111,7 @@ def test_a_decoder_that_is_given_a_beginning(case):
         assert_same(model, article(20), CONFIGS[:2], **arguments)
         assert_same(model, article(20), decoder_attention_mask=torch.ones_like(beginning), **arguments)
     padding = {"decoder_input_ids": words, "decoder_attention_mask": (words != words[0, 0]).long()}
-    with pytest.raises(lade.UnsupportedArgumentError, match="decoder_attention_mask with padding"):
-        lookahead(model, article(20), **padding)
-    with pytest.warns(lade.FallbackWarning, match="decoder_attention_mask"):
-        assert_same(model, article(20), ["auto"], **padding)
+    assert_refused(model, article(20), "decoder_attention_mask with padding", lade.UnsupportedArgumentError, **padding)
 
 
 @pytest.mark.slow

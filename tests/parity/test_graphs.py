@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, assert_same, assert_same_beams, lookahead, plain, prompt
 from families import CONTEXT, FAMILIES, family, longrope
 from graphed import Graphs, assert_same_parts, graphs_on, shapes_of
 from inside import buffers_in
@@ -194,8 +194,10 @@ def test_prefill_in_chunks(device, graphs):
 def test_processors_and_beams(device, graphs):
     model, ids = built("llama", device), prompt(20).to(device)
     arguments: dict[str, Any]
-    for arguments in ({"repetition_penalty": 1.3}, {"num_beams": 3}, {"no_repeat_ngram_size": 2}):
+    for arguments in ({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}):
         assert_same(model, ids, max_new_tokens=15, **arguments)
+    for sampled in (False, True):
+        assert_same_beams(model, ids, num_beams=3, num_return_sequences=3, do_sample=sampled, max_new_tokens=20)
 
 
 def test_the_cache_that_is_handed_out(device, graphs):

@@ -14,7 +14,6 @@ from graphed import Graphs
 import lade
 
 CASES = [pytest.param(case, backend, id=f"{case}-{backend}") for case in FAMILIES for backend in case.backends]
-SOME = ["llama", "mistral-window", "gemma3_text", "gpt2", "opt", "bloom", "gpt_oss", "llama4_text", "deepseek_v3"]
 LENGTHS = (7, 20, 1, 13)
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
@@ -34,20 +33,6 @@ def assert_served(model: Any, configs: Any, new_tokens: int = 30, **arguments: A
         handles = [(engine.add(**given), expected) for given, expected in asked]
         for handle, expected in handles:
             assert torch.equal(handle.result(60.0), expected)
-
-
-@pytest.mark.one_in(18)
-@pytest.mark.parametrize("name", SOME)
-def test_requests_of_it_are_plains(name):
-    model = family(name).build()
-    eos = plain(model, prompt(7))[0, 19].item()
-    assert_served(model, [PAPER], eos_token_id=eos, pad_token_id=0, do_sample=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral-window", "bloom"])
-def test_sampled_requests_of_it(name):
-    assert_served(family(name).build(), [PAPER], do_sample=True, temperature=0.7, pad_token_id=0)
 
 
 @pytest.mark.one_in(6)
