@@ -1,4 +1,4 @@
-"""The cores of recurrent layers against the functions of transformers that feed one token, along each path of trees."""
+"""Recurrent layers: their cores along each path of trees, and rows that come and go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_upd
 from trees import tree_of
 
 from lade.backends.recurrent.cores import delta_rule, mamba2, selective_scan
-from lade.backends.recurrent.layer import TreePass, convolution, gather_columns
+from lade.backends.recurrent.layer import RecurrentLayer, TreePass, convolution, gather_columns
 from lade.decoding.tree import TokenTree
 
 ROWS, HEADS, KEYS, VALUES, CHANNELS, WIDTH = 2, 4, 3, 5, 6, 4
@@ -200,3 +200,60 @@ def test_convolutions(several, seed):
                 expected = causal_conv1d_update(token, state, weight, bias, "silu")
             assert close(expected[0, :, 0], outputs[row, :, node])
             assert torch.equal(gather_columns(whole.mT.contiguous(), windows[:, node])[row].mT, state[0])
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["take", "leave", "reserve", "select"]), st.integers(0, 9)), min_size=1, max_size=12
+)
+
+
+def layer_of(number: float) -> RecurrentLayer:
+    """One row, after a text of one token."""
+    layer = RecurrentLayer()
+    layer.update_conv_state(torch.full((1, 3, 1), number), conv_kernel_size=2)
+    layer.update_recurrent_state(torch.full((1, 2, 2), -number))
+    return layer
+
+
+def states_of(layer: RecurrentLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    assert conv is not None and recurrent is not None
+    return conv, recurrent
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(operations)
+def test_each_row_has_the_states_that_it_came_with(steps):
+    layer, rows = layer_of(1), [1]
+    for step, (what, number) in enumerate(steps, start=2):
+        if what == "take":
+            layer.take(layer_of(step))
+            rows.append(step)
+        elif what == "reserve":
+            layer.reserve(number, 0)
+        elif what == "select":
+            chosen = [row for row in range(len(rows)) if row != number]
+            if chosen:
+                layer.batch_select_indices(torch.tensor(chosen[::-1]))
+                rows = [rows[row] for row in chosen[::-1]]
+        elif len(rows) > 1:
+            row = number % len(rows)
+            layer.leave(row)
+            rows[row] = rows[-1]
+            rows.pop()
+        for state, sign in zip(states_of(layer), (1, -1), strict=True):
+            assert state.flatten(1)[:, -1].tolist() == [sign * row for row in rows]
+
+
+def test_a_row_that_joins_where_there_is_room_moves_no_other():
+    layer = layer_of(1)
+    layer.reserve(3, 0)
+    before = [state.data_ptr() for state in states_of(layer)]
+    layer.take(layer_of(2))
+    layer.leave(0)
+    layer.take(layer_of(3))
+    layer.take(layer_of(4))
+    assert [state.data_ptr() for state in states_of(layer)] == before
+    layer.take(layer_of(5))
+    assert all(state.data_ptr() != old for state, old in zip(states_of(layer), before, strict=True))
+    assert states_of(layer)[0][:, 0, -1].tolist() == [2, 3, 4, 5]

@@ -13,12 +13,8 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 
 import lade
@@ -78,11 +74,6 @@ def test_length_limits(llama, limit):
     assert_same(llama, prompt(10), CONFIGS, **limit)
 
 
-def test_min_length_and_suppressed_tokens(llama):
-    eos = plain(llama, prompt(10))[0, 12].item()
-    assert_same(llama, prompt(10), CONFIGS, eos_token_id=eos, min_new_tokens=20, suppress_tokens=[5, 6])
-
-
 # --- output objects and caches ---------------------------------------------------------------------------------------
 
 
@@ -131,68 +122,7 @@ def test_a_cache_filled_by_a_forward_pass(llama):
     assert torch.equal(lookahead(llama, ids, past_key_values=cache), plain(llama, ids))
 
 
-# --- logits processors -----------------------------------------------------------------------------------------------
-
-
-class Recorder(LogitsProcessor):
-    """Notes what it is shown, bans what it has counted too often: a processor with a memory."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], torch.dtype, tuple[int, ...], int]] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.calls.append((input_ids[0].tolist(), scores.dtype, tuple(scores.shape), int(scores.argmax())))
-        scores = scores.clone()
-        scores[:, len(self.calls) % VOCABULARY] = -torch.inf
-        return scores
-
-
-def test_a_users_processor_sees_what_plain_decoding_shows_it(llama):
-    theirs, ours = Recorder(), Recorder()
-    expected = plain(llama, prompt(10), logits_processor=LogitsProcessorList([theirs]))
-    assert torch.equal(lookahead(llama, prompt(10), logits_processor=LogitsProcessorList([ours])), expected)
-    assert ours.calls == theirs.calls
-
-
-@pytest.mark.one_in(18)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"repetition_penalty": 1.4},
-        {"no_repeat_ngram_size": 3},
-        {"bad_words_ids": [[3], [7, 8]], "forced_eos_token_id": 1},
-        {"repetition_penalty": 0.7, "encoder_repetition_penalty": 1.2},
-        {"sequence_bias": [[[4], 1.5], [[5, 6], -2.0]], "renormalize_logits": True},
-    ],
-    ids="-".join,
-)
-@pytest.mark.parametrize("padded", [0, 3])
-def test_processors_of_transformers(llama, arguments, padded):
-    ids = torch.cat([torch.zeros(1, padded, dtype=torch.long), prompt(12)], dim=1)
-    mask = (torch.arange(12 + padded) >= padded).long()[None]
-    assert_same(llama, ids, CONFIGS[:3], attention_mask=mask, max_new_tokens=50, **arguments)
-
-
 # --- stopping --------------------------------------------------------------------------------------------------------
-
-
-class StopRecorder(StoppingCriteria):
-    """Notes what it is shown, and stops at a length of its own."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.calls: list[list[int]] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        self.calls.append(input_ids[0].tolist())
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
-
-
-def test_a_users_criterion_sees_what_plain_decoding_shows_it(llama):
-    theirs, ours = StopRecorder(47), StopRecorder(47)
-    expected = plain(llama, prompt(10), stopping_criteria=StoppingCriteriaList([theirs]))
-    assert torch.equal(lookahead(llama, prompt(10), stopping_criteria=StoppingCriteriaList([ours])), expected)
-    assert expected.shape[1] == 47 and ours.calls == theirs.calls
 
 
 @pytest.mark.one_in(14)
@@ -237,23 +167,7 @@ def test_stop_strings_end_rows_of_a_batch_where_they_come(llama, tokenizer):
     assert_same(llama, ids, CONFIGS[:2], **arguments)  # without an end of sequence rows write on
 
 
-def test_stop_strings_of_a_generation_config(llama, tokenizer):
-    llama.generation_config.stop_strings = [tokenizer.decode(plain(llama, prompt(10))[0, 25:27])]
-    assert_same(llama, prompt(10), CONFIGS, tokenizer=tokenizer)
-    assert lookahead(llama, prompt(10), tokenizer=tokenizer).shape[1] <= 27
-    for call in (plain, lookahead):
-        with pytest.raises(ValueError, match="could not locate a tokenizer"):
-            call(llama, prompt(10))
-
-
 def test_token_healing_of_a_generation_config_is_refused(llama, tokenizer):
     config = GenerationConfig(max_new_tokens=5, do_sample=False, token_healing=True)
     with pytest.raises(lade.UnsupportedArgumentError, match="token_healing=True"):
         lade.generate(llama, prompt(10), lookahead=PAPER, generation_config=config, tokenizer=tokenizer)
-
-
-def test_max_time_zero_stops_after_one_token(llama):
-    for ids in (prompt(10), torch.cat([prompt(10), prompt(10, seed=1)])):
-        arguments: dict[str, Any] = {"max_time": 0.0, "eos_token_id": VOCABULARY - 1, "pad_token_id": 0}
-        ours = lookahead(llama, ids, **arguments)
-        assert torch.equal(ours, plain(llama, ids, **arguments)) and ours.shape[1] == 11

@@ -111,12 +111,6 @@ def test_passes_with_and_without_states_share_buffers(device, graphs, tmp_path):
     assert len(buffers_in(graphs.pool(model))) == 1
 
 
-@pytest.mark.slow
-def test_attention_with_added_masks(device, graphs):
-    assert_same(built("gemma3_text", device, backend="eager"), prompt(20).to(device), max_new_tokens=30)
-    assert graphs.counted.replayed > 0
-
-
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
 def test_attention_that_knows_trees(name, device, graphs, monkeypatch):
