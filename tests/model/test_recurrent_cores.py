@@ -114,34 +114,16 @@ def test_mamba_2(several, seed):
     keys, queries = (uniform(ROWS, size, 2, KEYS) for _ in range(2))
     decay, skip, bias = -(1 + uniform(HEADS)), uniform(HEADS), uniform(HEADS)
     state = uniform(ROWS, HEADS, VALUES, KEYS)
-    outputs, folding = mamba2(
-        tree_pass,
-        no_original,
-        inputs,
-        dt,
-        decay,
-        keys,
-        queries,
-        chunk_size=8,
-        D=skip,
-        dt_bias=bias,
-        dt_softplus=True,
-        initial_states=state,
-        dt_limit=(0.6, 0.7),
-    )
+    options = {"chunk_size": 8, "dt_softplus": True, "dt_limit": (0.6, 0.7), "initial_states": state}
+    given = inputs, dt, decay, keys, queries
+    outputs, folding = mamba2(tree_pass, no_original, *given, D=skip, dt_bias=bias, **options)
 
     def step(state: torch.Tensor, row: int, node: int) -> tuple[torch.Tensor, torch.Tensor]:
         wide = [each[:, None].expand(-1, VALUES) for each in (dt[row, node], skip, bias)]
+        x, key, query = (each[row : row + 1, node] for each in (inputs, keys, queries))
+        wide_decay = decay[:, None, None].expand(-1, VALUES, KEYS)
         output = mamba2_selective_state_update(
-            state,
-            inputs[row : row + 1, node],
-            wide[0][None],
-            decay[:, None, None].expand(-1, VALUES, KEYS),
-            keys[row : row + 1, node],
-            queries[row : row + 1, node],
-            wide[1],
-            dt_bias=wide[2],
-            dt_softplus=True,
+            state, x, wide[0][None], wide_decay, key, query, wide[1], dt_bias=wide[2], dt_softplus=True
         )
         return output, state
 
@@ -157,20 +139,8 @@ def test_mamba_1(several, seed):
     keys, queries = (uniform(ROWS, KEYS, size) for _ in range(2))
     decay, skip, bias = -(1 + uniform(CHANNELS, KEYS)), uniform(CHANNELS), uniform(CHANNELS)
     state = tree_pass.state = uniform(ROWS, CHANNELS, KEYS)
-    outputs, folding = selective_scan(
-        tree_pass,
-        no_original,
-        inputs,
-        dt,
-        decay,
-        keys,
-        queries,
-        skip,
-        gates,
-        bias,
-        delta_softplus=True,
-        return_last_state=True,
-    )
+    given = inputs, dt, decay, keys, queries, skip, gates, bias
+    outputs, folding = selective_scan(tree_pass, no_original, *given, delta_softplus=True, return_last_state=True)
 
     def step(state: torch.Tensor, row: int, node: int) -> tuple[torch.Tensor, torch.Tensor]:
         one = [each[row : row + 1, :, node] for each in (inputs, dt, keys, queries, gates)]

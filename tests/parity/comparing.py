@@ -133,6 +133,17 @@ def assert_same_beams(
     return stats
 
 
+def assert_requests(model: Any, asked: Sequence[dict[str, Any]], **engine: Any) -> list[Any]:
+    """Assert that an engine writes what plain decoding does for each request, greedily; returns its handles."""
+    asked = [{"do_sample": False, **each} for each in asked]
+    expected = [model.generate(**each) for each in asked]
+    with lade.Engine(model, **engine) as served:
+        handles = [served.add(**each, lookahead=PAPER) for each in asked]
+        for number, (handle, ids) in enumerate(zip(handles, expected, strict=True)):
+            assert torch.equal(handle.result(60.0), ids), number
+    return handles
+
+
 def in_turn(things: Sequence[Any], *case: object, count: int = 1) -> list[Any]:
     """A few of them, others for another case: each case is quick, and over all cases each thing is tried often."""
     first = crc32(" ".join(map(str, case)).encode())

@@ -227,9 +227,9 @@ RECURRENT_FAMILIES = [
         "chunk_size": 16, "head_dim": 8, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16,
         "n_group": 1, "topk_group": 1}),
     Family("zamba2", {"num_key_value_heads": 2, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
-        "mamba_ngroups": 2, "n_mamba_heads": 8, "chunk_size": 16, "layers_block_type": ["linear_attention",
-        "hybrid"] * 2, "num_mem_blocks": 1, "use_shared_attention_adapter": False, "adapter_rank": 8,
-        "attention_head_dim": 16, "use_mem_rope": True}),
+        "mamba_ngroups": 2, "n_mamba_heads": 8, "chunk_size": 16,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1,
+        "use_shared_attention_adapter": False, "adapter_rank": 8, "attention_head_dim": 16, "use_mem_rope": True}),
     Family("lfm3", {**_GROUPED, **_WINDOWED, "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
         "conv_L_cache": 7}),
     Family("lfm3", {**_GROUPED, "layer_types": _CONV, "conv_L_cache": 7}, name="lfm3-no-window"),
@@ -244,7 +244,11 @@ RECURRENT_FAMILIES = [
     Family("lfm2_moe", {**_EXPERTS, "num_key_value_heads": 2, "layer_types": _CONV, "conv_L_cache": 3,
         "num_experts": 4, "num_dense_layers": 1}),
 ]  # fmt: skip
-UNLISTED = [Family("arcee", _GROUPED), Family("biogpt"), Family("ministral", {**_GROUPED, **_WINDOWED})]
+UNLISTED = [
+    Family("arcee", _GROUPED),
+    Family("biogpt"),
+    Family("ministral", {**_GROUPED, **_WINDOWED}),
+]
 
 
 def family(name: str) -> Family:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from comparing import ADAPTIVE, CONFIGS, PAPER, assert_same
+from comparing import ADAPTIVE, CONFIGS, PAPER, assert_requests, assert_same
 from families import SWITCH, longrope
 from graphed import Graphs, shapes_of
 from images import OF_SEVERAL_SIZES, SQUARE, Size, batch, prompt, without_image
@@ -185,17 +185,11 @@ def _compare_requests(model: Any, case: Multimodal) -> None:
         prompt(case, images, seed=7),
         {**prompt(case, images, seed=4), "input_ids": prompt(case, images)["input_ids"]},  # looks like the first one
     ]
-    lengths = (25, 40, 12, 30, 25)
-    options = [{"max_new_tokens": length, "do_sample": False} for length in lengths]
-    expected = [model.generate(**each, **more) for each, more in zip(given, options, strict=True)]
+    asked = [{**each, "max_new_tokens": new} for each, new in zip(given, (25, 40, 12, 30, 25), strict=True)]
     kept = 0 if ModelFacts.of(model).recurrent else 2**20
-    with (
-        patch.object(prefix_cache, "MIN_PREFIX", 3),
-        lade.Engine(model, max_rows=3, prefill_tokens=5, prefix_cache=kept) as engine,
-    ):
-        handles = [engine.add(**each, **more, lookahead=PAPER) for each, more in zip(given, options, strict=True)]
-        assert all(torch.equal(handle.result(60.0), it) for handle, it in zip(handles, expected, strict=True))
-        assert not any(handle.cached_tokens for handle in handles)
+    with patch.object(prefix_cache, "MIN_PREFIX", 3):
+        handles = assert_requests(model, asked, max_rows=3, prefill_tokens=5, prefix_cache=kept)
+    assert not any(handle.cached_tokens for handle in handles)
 
 
 @pytest.mark.one_in(16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -128,15 +129,6 @@ def test_the_logits_of_a_pass_are_ordinary():
     assert not runner.extend([tree], [2], cache).is_inference()
 
 
-@pytest.mark.parametrize("attention", [TREE_ATTENTION, INVARIANT_ATTENTION])
-def test_masks_of_our_own_are_fed_to_recorded_passes(monkeypatch, attention):
-    model: Any = family("llama").build(dtype=torch.float32)
-    model.set_attn_implementation(attention)
-    modes = note_modes(monkeypatch)
-    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
-    assert len(modes) > 2 and not any(modes)
-
-
 def test_a_model_can_be_trained_after_it():
     model: Any = family("llama").build(dtype=torch.float32)
     lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
@@ -184,11 +176,15 @@ def test_frequencies_that_a_pass_replaces_are_recorded():
 PATCHED = [family("bloom"), *USUAL, *(case for case in RECURRENT_FAMILIES if str(case) == "lfm2")]
 
 
-@pytest.mark.parametrize("case", PATCHED, ids=str)
-def test_states_and_patched_passes_are_recorded(monkeypatch, case):
-    model: Any = case.build()
+@pytest.mark.parametrize("case", [*PATCHED, TREE_ATTENTION, INVARIANT_ATTENTION, "autocast"], ids=str)
+def test_states_patched_passes_masks_of_our_own_and_autocast_are_recorded(monkeypatch, case):
+    model: Any = family("llama").build(dtype=torch.float32) if isinstance(case, str) else case.build()
+    if case in (TREE_ATTENTION, INVARIANT_ATTENTION):
+        model.set_attn_implementation(case)
     modes = note_modes(monkeypatch)
-    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PrecisionWarning)
+        lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
     assert len(modes) > 2 and not any(modes)
 
 
@@ -244,14 +240,6 @@ def test_a_table_of_positions_that_grows_in_a_pass_is_ordinary():
         )
         tables = [table.weights for table in model.modules() if hasattr(table, "make_weights")]
         assert [table.shape for table in tables] != before and not any(table.is_inference() for table in tables)
-
-
-def test_under_autocast_passes_are_recorded(monkeypatch):
-    model: Any = family("llama").build(dtype=torch.float32)
-    modes = note_modes(monkeypatch)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(lade.PrecisionWarning):
-        lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
-    assert len(modes) > 2 and not any(modes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

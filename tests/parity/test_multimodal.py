@@ -7,7 +7,7 @@ from typing import Any
 import images
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, lookahead, plain
+from comparing import CONFIGS, PAPER, assert_requests, assert_same, lookahead, plain
 from multimodal import GEMMA3, OTHERS, QWEN2_5_VL, REFUSED, USUAL, Multimodal, text
 
 import lade
@@ -45,12 +45,9 @@ def test_prompts_of_text_are_served(case, watch):
 @pytest.mark.one_in(14)
 @pytest.mark.parametrize("case", CLASSES)
 def test_requests_of_an_engine_are_plains(case):
-    model = case.build()
     prompts = [text(20), text(7, seed=1), text(13, seed=2)]
-    expected = [plain(model, ids, max_new_tokens=25) for ids in prompts]
-    with lade.Engine(model, max_rows=2, prefill_tokens=5) as engine:
-        handles = [engine.add(ids, lookahead=PAPER, max_new_tokens=25, do_sample=False) for ids in prompts]
-        assert all(torch.equal(handle.result(60.0), it) for handle, it in zip(handles, expected, strict=True))
+    asked = [{"input_ids": ids, "max_new_tokens": 25} for ids in prompts]
+    assert_requests(case.build(), asked, max_rows=2, prefill_tokens=5)
 
 
 @pytest.mark.one_in(6)

@@ -49,14 +49,9 @@ ROUNDS = (
     r"rounds its inputs \(by 0\.\d+ of their size\), which magnifies other rounding errors: quantise the weights only"
 )
 REFUSED = {
-    PerTensor: OTHERS,
-    OutlierColumns: OTHERS,
-    PerToken: ROUNDS,
-    PerTokenFloat8: ROUNDS,
-    Static: ROUNDS,
-    StaticFloat8: ROUNDS,
-    Smoothed: ROUNDS,
-}
+    PerTensor: OTHERS, OutlierColumns: OTHERS, PerToken: ROUNDS, PerTokenFloat8: ROUNDS, Static: ROUNDS,
+    StaticFloat8: ROUNDS, Smoothed: ROUNDS,
+}  # fmt: skip
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EXACT = [torch.float64, torch.float32]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, only_fallback, plain, prompt
+from comparing import CONFIGS, PAPER, assert_requests, assert_same, batch, lookahead, only_fallback, plain, prompt
 from families import RECURRENT_FAMILIES, family
 from test_batch_families import LENGTHS, assert_same_batch
 from torch.nn import functional
@@ -83,12 +83,9 @@ def limits_tell_pieces_apart(model: Any, ids: torch.Tensor) -> bool:
 def test_prompts_that_an_engine_feeds_in_pieces(name, prefill_tokens):
     model, lengths = family(name).build(**PIECES.get(name, LIMITED_MAMBA_2)), (6, 11, 1, 2, 16)
     assert name not in ("nemotron_h", "zamba2") or limits_tell_pieces_apart(model, prompt(6))
-    with lade.Engine(model, max_rows=3, prefill_tokens=prefill_tokens) as engine:
-        arguments: dict[str, Any] = {"lookahead": PAPER, "max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
-        handles = [engine.add(prompt(length, seed), **arguments) for seed, length in enumerate(lengths)]
-        results = [handle.result(60.0) for handle in handles]
-    for seed, (length, result) in enumerate(zip(lengths, results, strict=True)):
-        assert torch.equal(result, plain(model, prompt(length, seed), max_new_tokens=15)), length
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    asked = [{"input_ids": ids, "max_new_tokens": 15, "pad_token_id": 0} for ids in prompts]
+    assert_requests(model, asked, max_rows=3, prefill_tokens=prefill_tokens)
 
 
 @pytest.mark.slow

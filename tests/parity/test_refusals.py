@@ -24,17 +24,10 @@ from lade.hf import refusals
 from lade.model.facts import CACHE
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 STATE = r"layers \(.+\) carry a state that the branches of a token tree cannot share"
 SLOTS_OF_ATTENTION = "attention's biases depend on the cache slot, not on the position"
 SCORES = "selects keys by score, and breaks ties by the number of keys"
@@ -45,35 +38,21 @@ REFUSED = {
     "recurrent_gemma": (STATE, {"lru_width": 32, "attention_window_size": 16}),
     "rwkv": (STATE, {"attention_hidden_size": 32, "context_length": 128}),
     "doge": (SCORES, {"head_dim": 8, "keep_window_size": 16}),
-    "gpt_neo": (
-        "local attention layers mask by cache slot",
-        {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "window_size": 8},
-    ),
+    "gpt_neo": ("local attention layers mask by cache slot", {"attention_types": [[["global", "local"], 2]],
+        "num_layers": 4, "num_heads": 4, "window_size": 8}),
     "falcon": (SLOTS, {"alibi": True, "new_decoder_architecture": False}),
     "mpt": (SLOTS, {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 128}),
-    "switch_transformers": (
-        CAPACITY,
-        {
-            **_ENCODING,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_decoder_layers": 2,
-            "num_heads": 4,
-            "num_experts": 2,
-        },
-    ),
-    "nllb-moe": (
-        CAPACITY,
-        {
-            **_ENCODING,
-            **{f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "sparse_step")},
-            **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
-            **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
-            "num_experts": 2,
-        },
-    ),
-}
+    "switch_transformers": (CAPACITY, {
+        **_ENCODING, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "num_experts": 2,
+    }),
+    "nllb-moe": (CAPACITY, {
+        **_ENCODING,
+        **{f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "sparse_step")},
+        **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+        **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+        "num_experts": 2,
+    }),
+}  # fmt: skip
 
 
 OTHER_STATES = {
