@@ -160,7 +160,7 @@ def test_lookahead_writes_the_tokens_of_plain_decoding(architecture, dtype, file
     if architecture in ("llama", "qwen2", "qwen3"):
         assert isinstance(model.model.layers[0], FusedLayer), "matrices of several types are one call"
     for arguments in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-        given = {"input_ids": IDS, "max_new_tokens": 25, "eos_token_id": None, **arguments}
+        given = {"input_ids": IDS, "max_new_tokens": 18, "eos_token_id": None, **arguments}
         texts = []
         for lookahead in (None, lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
             torch.manual_seed(7)
