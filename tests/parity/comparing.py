@@ -133,6 +133,17 @@ def assert_same_beams(
     return stats
 
 
+def assert_near_ties(model: Any, ids: torch.Tensor, configs: Sequence[Any]) -> None:
+    """Assert that all tokens score as plain passes over the text would have it, up to a few units in the last place."""
+    with pytest.warns(lade.PrecisionWarning, match="where two tokens score almost equally"):  # once
+        texts = [lookahead(model, ids, config) for config in configs]
+    for text, config in zip(texts, configs, strict=True):
+        with torch.no_grad():
+            scores = model(text).logits[0, ids.shape[1] - 1 : -1].float()
+        lost = scores.max(dim=-1).values - scores.gather(1, text[0, ids.shape[1] :, None])[:, 0]
+        assert (lost <= scores.abs().max() / 32).all(), config  # a few units in the last place of eight bits
+
+
 def assert_requests(model: Any, asked: Sequence[dict[str, Any]], **engine: Any) -> list[Any]:
     """Assert that an engine writes what plain decoding does for each request, greedily; returns its handles."""
     asked = [{"do_sample": False, **each} for each in asked]
