@@ -109,7 +109,7 @@ OTHERS = [
     EncoderDecoder("mbart", {**_BART, "scale_embedding": True}),
     EncoderDecoder("pegasus", _BART),
     EncoderDecoder("blenderbot", _BART),
-    EncoderDecoder("m2m_100", _BART, seed=7),
+    EncoderDecoder("m2m_100", _BART, seed=32),
     EncoderDecoder("mt5", {**_T5, "feed_forward_proj": "gated-gelu"}),
     EncoderDecoder("umt5", _T5),
     EncoderDecoder("marian", {**_BART, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 50},
