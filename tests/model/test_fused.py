@@ -128,7 +128,7 @@ def test_a_block_has_the_bits_of_its_layers(weights, dtype, activation, monkeypa
     assert max(key[1] for key in calls_of(block).known) == PREPARED_ROWS
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @with_each
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -399,7 +399,7 @@ def same(found, expected):
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @with_each
 @pytest.mark.parametrize("family", WITH_LAYERS)
 def test_a_decoder_has_the_bits_of_its_layers(weights, dtype, family, monkeypatch, ahead):

@@ -67,6 +67,7 @@ def test_codes_stand_for_the_values_of_the_file(kind):
     assert not has_codes("Q2_K")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_weights_and_logits_are_those_of_the_dequantised_model(kind, files):
     assert_is_dequantised(files("llama", kind))
