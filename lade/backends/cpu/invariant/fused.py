@@ -427,10 +427,8 @@ def _is_same(module: Any) -> bool:
     given, caches = dict[str, Any](), (_Cache(), _Cache())
     if not isinstance(module, GatedBlock):
         size = getattr(module, "self_attn", module).head_dim
-        given = {
-            "position_embeddings": seeded(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind(),
-            "attention_mask": None,
-        }
+        turns = seeded(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind()
+        given = {"position_embeddings": turns, "attention_mask": None}
     x, seen = seeded(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
     for forward, cache in zip((module.original.forward.__get__(module), module), caches, strict=True):
         try:
