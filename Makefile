@@ -21,7 +21,7 @@ CLIENTS := .venv-clients
 SCALE := .venv-scale
 SCHEMA := .venv-schema
 VLLM := .venv-vllm
-NATIVE_TESTS := tests/model/test_cpu_kernels.py tests/model/test_tile_kernels.py tests/model/test_int4.py tests/model/test_integers.py tests/model/test_fused.py tests/decoding/test_compiled_kernels.py tests/decoding/test_kernels.py \
+NATIVE_TESTS := tests/model/test_cpu_kernels.py tests/model/test_panel_products.py tests/model/test_integers.py tests/model/test_fused.py tests/decoding/test_compiled_kernels.py tests/decoding/test_kernels.py \
 	tests/engines/test_drafter_batch.py
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZERS = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libubsan.so) $(shell g++ -print-file-name=libstdc++.so)

@@ -7,11 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spies import watched
 
-from lade import TreeCache, supports
-from lade.decoding.tree import TokenTree
+from lade import TreeCache
 from lade.model import cache_layers as module
-from lade.model.runner import EagerRunner
-from lade.testing import toy_model
 
 HEADS, SIZE, LAYERS = 2, 3, 10  # more layers than share a buffer
 
@@ -249,40 +246,3 @@ def test_keeping_and_leaving_do_not_wait_for_the_device(rows):
         for row, length in enumerate(theirs.lengths):
             assert torch.equal(layer.keys[row, :, :length].cpu(), other.keys[row, :, :length])
             assert torch.equal(layer.values[row, :, :length].cpu(), other.values[row, :, :length])
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_logits_are_those_of_a_row_alone(family):
-    """Through a model: rows join at lengths of their own, one leaves, and its place is used again."""
-    model = toy_model(family)
-    runner = EagerRunner(model, supports(model).require(), model.generation_config)
-    texts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11, 12]]
-    cache = TreeCache()
-
-    def take(text):
-        part = TreeCache()
-        runner.prefill([text[:-1]], part)
-        cache.take(part)
-
-    def step():
-        for layer in cache.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[:, :, max(cache.lengths) :] = torch.nan
-                buffer[len(texts) :] = torch.nan
-        logits = runner.forward([TokenTree(text[-1]) for text in texts], texts, cache)[:, 0]
-        cache.keep([[0]] * len(texts), fed=1)
-        for text, row_logits in zip(texts, logits, strict=True):
-            alone = runner.prefill([text], TreeCache())[0]
-            assert torch.allclose(row_logits, alone, atol=1e-9)
-            text.append(int(row_logits.argmax()))
-
-    for text in texts:
-        take(text)
-    step()
-    cache.leave(0)
-    texts[0] = texts.pop()
-    step()
-    texts.append([13, 14, 15])
-    take(texts[-1])
-    step()
-    step()

@@ -64,14 +64,6 @@ def test_clocks_of_two_devices_are_not_compared(monkeypatch):
     assert 0 < watch.taken.wall_s < 1 and device.waited == 1
 
 
-def test_on_a_cpu_it_is_a_clock(monkeypatch):
-    watch = Stopwatch(WallClock())
-    assert watch.taken.wall_s == 0.0
-    watch.start(CPU)
-    watch.stop(CPU)
-    assert 0 < watch.taken.wall_s < 1
-
-
 def test_on_a_cpu_it_goes_by_the_clock_given():
     clock = MadeClock()
     watch = Stopwatch(clock)

@@ -60,8 +60,19 @@ def built(family="llama", dtype=torch.float32, **more):
     return model
 
 
-def made(family="llama", weights="int4", dtype=torch.float32, **more):
+def made_anew(family="llama", weights="int4", dtype=torch.float32, **more):
     return lade.invariant(lade.pack(built(family, dtype, **more), weights=weights, min_weights=1))
+
+
+MADE = {}
+
+
+def made(*given, **more):
+    """A copy of a model that is tried once for all tests; its layers share no calls."""
+    key = repr((given, more))
+    if key not in MADE:
+        MADE[key] = made_anew(*given, **more)
+    return copy.deepcopy(MADE[key])
 
 
 def count(model, kind) -> int:
@@ -103,36 +114,36 @@ def outputs(model, ids, cache=None, **more):
 
 @with_each
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "quick_gelu"])
-@pytest.mark.parametrize("threads", [1, 2, 3])
 @torch.no_grad()
-def test_a_block_has_the_bits_of_its_layers(weights, dtype, activation, threads, monkeypatch):
-    block = first(made("llama", weights, dtype, hidden_act=activation), GatedBlock)
-    use_threads(monkeypatch, threads)
-    for rows in (1, 2, 3, 8, 16, 17, 40, PREPARED_ROWS, PREPARED_ROWS + 1):
-        x = rows_of(block, 1, rows, dtype=dtype)
-        assert torch.equal(block(x), block.original.forward(block, x)), rows
+def test_a_block_has_the_bits_of_its_layers(weights, dtype, activation, monkeypatch):
+    block = first(made("llama", weights, dtype, hidden_act=activation, num_hidden_layers=1), GatedBlock)
+    for threads in (1, 2, 3):
+        use_threads(monkeypatch, threads)
+        for rows in (1, 2, 3, 16, 17, PREPARED_ROWS, PREPARED_ROWS + 1):
+            x = rows_of(block, 1, rows, dtype=dtype)
+            assert torch.equal(block(x), block.original.forward(block, x)), (threads, rows)
     assert block(x[0, 0]).shape == x[0, 0].shape and block(x[:, :0]).shape == (1, 0, x.shape[-1])
     turned = rows_of(block, 4, 6, dtype=dtype).transpose(0, 1)
     assert torch.equal(block(turned), block(turned.contiguous()))
     assert max(key[1] for key in calls_of(block).known) == PREPARED_ROWS
 
 
+@pytest.mark.one_in(4)
 @with_each
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("threads", [1, 3])
 @torch.no_grad()
-def test_a_model_has_the_bits_of_its_parts(weights, dtype, family, threads, monkeypatch):
+def test_a_model_has_the_bits_of_its_parts(weights, dtype, family, monkeypatch):
     """Passes of a row and of several, in one piece and behind a cache, with padding and without."""
-    model = made(family, weights, dtype)
-    assert count(model, GatedBlock) == count(model, FusedProjections) == 2
-    assert count(model, FusedLayer) == 2 * (family in WITH_LAYERS)
-    use_threads(monkeypatch, threads)
+    model = made(family, weights, dtype, num_hidden_layers=3)
+    assert count(model, GatedBlock) == count(model, FusedProjections) == 3
+    assert count(model, FusedLayer) == 3 * (family in WITH_LAYERS)
     other, generator = apart(model), torch.Generator().manual_seed(1)
-    for rows, tokens in ((1, 1), (1, 9), (3, 5), (1, PREPARED_ROWS), (2, PREPARED_ROWS)):
+    for threads, rows, tokens in ((3, 1, 9), (1, 3, 5), (1, 1, PREPARED_ROWS), (3, 2, PREPARED_ROWS // 2)):
+        use_threads(monkeypatch, threads)
         ids = torch.randint(1, 48, (rows, tokens + 4), generator=generator)
         mask = torch.ones_like(ids)
         mask[rows // 2 :, : 2 * (rows > 1)] = 0
-        for pieces in ([ids], ids.split([4, tokens], 1), ids.split([tokens, 3, 1], 1)):
+        for pieces in (ids.split([4, tokens], 1), ids.split([tokens, 3, 1], 1)):
             caches, seen = (DynamicCache(), DynamicCache()), 0
             for piece in pieces:
                 seen += piece.shape[1]
@@ -143,8 +154,7 @@ def test_a_model_has_the_bits_of_its_parts(weights, dtype, family, threads, monk
                 assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7)), (rows, tokens, len(pieces))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize(("family", "dtype"), list(zip(FAMILIES, [torch.float32, HALF] * 4, strict=True)), ids=str)
 def test_families_write_the_text_of_plain_decoding(family, dtype):
     assert_texts_are_plains(made(family, dtype=dtype))
 
@@ -156,8 +166,14 @@ def test_parts_of_other_kinds_are_left_alone():
         assert count(model, GatedBlock) == count(model, FusedLayer) == 0 < count(model, FusedProjections)
     model = lade.pack(built(), weights="int4", keep=["v_proj"], min_weights=1)
     assert count(lade.invariant(model), FusedProjections) == 0
-    part_of_a_head = made(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
-    assert_texts_are_plains(part_of_a_head)
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("glm4_moe", 2), ("stablelm", 0)])
+def test_where_a_part_of_each_head_is_turned_projections_go_their_own_way(kind, fused):
+    sizes = {"hidden_size": 64, "head_dim": 16, "partial_rotary_factor": 0.5, "first_k_dense_replace": 2}
+    model = lade.invariant(lade.pack(small_model(kind, **sizes), weights="int4", min_weights=1))
+    assert count(model, FusedProjections) == fused, "of these the trial gives whole heads, which they take"
+    assert same(fed(model, IDS, [2, 1, 2]), fed(apart(model), IDS, [2, 1, 2]))
 
 
 def test_a_block_that_computes_something_else_is_left_alone(monkeypatch):
@@ -165,7 +181,7 @@ def test_a_block_that_computes_something_else_is_left_alone(monkeypatch):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
     monkeypatch.setattr(LlamaMLP, "forward", swapped)
-    assert count(made(), GatedBlock) == 0
+    assert count(made_anew(), GatedBlock) == 0
 
 
 PARTS = [
@@ -205,7 +221,7 @@ def test_parts_that_are_replaced_are_called():
 
 
 def test_parts_that_are_replaced_by_others_of_their_kind_are_fused_anew():
-    model, other = made(weights="int4"), made(weights="int8", initializer_range=0.5)
+    model, other = made_anew(weights="int4"), made(weights="int8", initializer_range=0.5)
     before, layer = outputs(model, IDS).logits, model.model.layers[0]
     for name in ("q_proj", "k_proj", "v_proj"):
         setattr(layer.self_attn, name, other.model.layers[0].self_attn.get_submodule(name))
@@ -216,19 +232,6 @@ def test_parts_that_are_replaced_by_others_of_their_kind_are_fused_anew():
     assert calls_of(layer).known is not calls_of(other).known, "which have other kernels"
 
 
-@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
-def test_the_weight_of_a_norm_may_be_another(name):
-    model = made()
-    before, norm = outputs(model, IDS).logits, model.model.layers[0].get_submodule(name)
-    norm.weight = nn.Parameter(norm.weight.detach() * 2)
-    found = outputs(model, IDS).logits
-    assert torch.equal(found, outputs(apart(model), IDS).logits) and not torch.equal(found, before)
-    norm.weight = nn.Parameter(norm.weight.detach().double())
-    with pytest.raises(RuntimeError, match="dtype"):  # that of the layer behind it
-        outputs(model, IDS)
-
-
-NORMS = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
 EDITS = {
     "epsilon": lambda norm: setattr(norm, "variance_epsilon", 0.5),
     "assigned data": lambda norm: setattr(norm.weight, "data", norm.weight.data * 2),
@@ -238,7 +241,7 @@ EDITS = {
     "expanded": lambda norm: setattr(
         norm.weight, "data", norm.weight.data.new_full((1,), 2.0).expand(norm.weight.shape)
     ),
-    "another dtype": lambda norm: setattr(norm.weight, "data", norm.weight.data.to(torch.float32)),
+    "another dtype": lambda norm: setattr(norm.weight, "data", norm.weight.data.double()),
     "another parameter": lambda norm: setattr(norm, "weight", nn.Parameter(norm.weight.detach() * 2)),
     "tied": lambda norm: setattr(norm, "weight", first(norm.root, FusedLayer).post_attention_layernorm.weight),
     "hook": lambda norm: norm.register_forward_hook(lambda module, given, out: out * 2),
@@ -246,24 +249,29 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
-    "part", ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+    ("part", "dtype"),
+    [
+        ("input_layernorm", torch.float32),
+        ("post_attention_layernorm", HALF),
+        ("self_attn.q_norm", HALF),
+        ("self_attn.k_norm", torch.float32),
+    ],
 )
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("cache", [DynamicCache, TreeCache])
-def test_an_edit_of_a_norm_is_followed_in_passes_of_every_size(edit, part, dtype, cache):
-    model = made("qwen3", "int8", dtype)
-    ids = torch.randint(1, 40, (1, PREPARED_ROWS + 20), generator=torch.Generator().manual_seed(0))
-    outcome(model, ids[:, :9], [4, 5], cache)  # calls are prepared
-    norm = model.model.layers[0].get_submodule(part)
+def test_an_edit_of_a_norm_is_followed_in_passes_of_every_size(edit, part, dtype):
     if edit == "tied" and "self_attn" in part:
         pytest.skip("norms of heads have another size")
+    model = made("qwen3", "int8", dtype)
+    ids = torch.randint(1, 40, (1, PREPARED_ROWS + 20), generator=torch.Generator().manual_seed(0))
+    for kind in (DynamicCache, TreeCache):
+        outcome(model, ids[:, :9], [4, 5], kind)  # calls are prepared
+    norm = model.model.layers[0].get_submodule(part)
     object.__setattr__(norm, "root", model)
     EDITS[edit](norm)
-    expected = outcome(model, ids, [ids.shape[1]], cache)
-    for sizes in ([1] * 3 + [ids.shape[1] - 3], [8, 60, ids.shape[1] - 68]):
-        found = outcome(model, ids, sizes, cache)
+    expected = outcome(model, ids, [ids.shape[1]], TreeCache)
+    for kind, sizes in ((TreeCache, [1] * 3 + [ids.shape[1] - 3]), (DynamicCache, [8, 60, ids.shape[1] - 68])):
+        found = outcome(model, ids, sizes, kind)
         assert type(found) is type(expected) and (isinstance(found, str) or torch.equal(found, expected)), sizes
 
 
@@ -359,7 +367,7 @@ def test_it_refuses_what_its_parts_refuse():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_weights_of_their_own(copied):
-    model = made()
+    model = made_anew()
     expected = outputs(model, IDS).logits
     again = copied(model)
     calls = [calls_of(module) for module in again.modules() if isinstance(module, Fused)]
@@ -391,46 +399,47 @@ def same(found, expected):
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+@pytest.mark.one_in(4)
 @with_each
 @pytest.mark.parametrize("family", WITH_LAYERS)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_decoder_has_the_bits_of_its_layers(weights, dtype, family, threads, monkeypatch, ahead):
+def test_a_decoder_has_the_bits_of_its_layers(weights, dtype, family, monkeypatch, ahead):
     model = made(family, weights, dtype, num_hidden_layers=3)
     assert count(model, ChainedDecoder) == 1
-    use_threads(monkeypatch, threads)
     other = apart(model)
     with torch.no_grad():
         fits = model.model.is_fit()
     runs = len(runs_of(model))
     assert fits and runs == (3 if family == "gemma2" else 1)
-    for rows, sizes in ((1, [4, 1, 1, 9, 1]), (3, [2, 5, 1, 20]), (2, [3, PREPARED_ROWS // 2, 1])):
+    for threads, rows, sizes in ((1, 1, [4, 1, 9, 1]), (3, 3, [2, 5, 1, 20]), (3, 1, [3, PREPARED_ROWS, 1])):
+        use_threads(monkeypatch, threads)
         ids, done = torch.randint(1, 48, (rows, sum(sizes))), len(ahead)
         assert same(fed(model, ids, sizes), fed(other, ids, sizes)), (rows, sizes)
         assert ahead[done:] == [False] * runs + [True] * runs * (len(sizes) - 1), "the first pass allocates the cache"
 
 
-def test_trees_and_texts_are_fed_in_one_call(ahead):
+def test_trees_and_texts_are_fed_in_one_call(monkeypatch, ahead):
     """A pass over a tree has a mask of its own, and a generation grows its cache now and then."""
+    monkeypatch.setattr("lade.model.cache_layers.SPARE_TOKENS", 16)
     for family in ("llama", "mistral"):
         model = made(family, max_position_embeddings=2048)
         del ahead[:]
-        given = {"input_ids": IDS, "max_new_tokens": 400, "do_sample": False}
+        given = {"input_ids": IDS, "max_new_tokens": 70, "do_sample": False}
         expected = apart(model).generate(**given)
         for lookahead in (lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
             stats = lade.Stats()
             assert torch.equal(lade.generate(model, lookahead=lookahead, stats=stats, **given), expected)
             assert stats.tokens_per_step > 1.1
-        assert sum(ahead) > 0.9 * len(ahead) > 100 and not all(ahead)
+        assert sum(ahead) > 0.8 * len(ahead) > 50 and ahead.count(False) > 4, "two first passes, and where caches grow"
 
 
 def test_requests_of_an_engine_are_fed_in_one_call(ahead):
     model = made()
     prompts = torch.randint(1, 48, (5, 9), generator=torch.Generator().manual_seed(0))
-    expected = [model.generate(prompt[None], max_new_tokens=40, do_sample=False)[0, 9:].tolist() for prompt in prompts]
+    expected = [model.generate(prompt[None], max_new_tokens=20, do_sample=False)[0, 9:].tolist() for prompt in prompts]
     with lade.Engine(model, max_rows=3) as engine:
-        handles = [engine.add(prompt.tolist(), max_new_tokens=40, do_sample=False) for prompt in prompts]
+        handles = [engine.add(prompt.tolist(), max_new_tokens=20, do_sample=False) for prompt in prompts]
         assert [handle.result()[0, 9:].tolist() for handle in handles] == expected
-    assert sum(ahead) > 20
+    assert sum(ahead) > 10
 
 
 class Interrupting(StoppingCriteria):
@@ -527,7 +536,7 @@ def test_layers_of_several_types_are_computed_in_runs(family, ahead):
     ids, other = torch.randint(1, 48, (2, 17), generator=torch.Generator().manual_seed(0)), apart(model)
     assert same(fed(model, ids, [4, 1, 9, 3]), fed(other, ids, [4, 1, 9, 3]))
     assert ahead == [False] * 3 + [True] * 9
-    given = {"input_ids": ids[:1], "max_new_tokens": 60, "do_sample": False}
+    given = {"input_ids": ids[:1], "max_new_tokens": 25, "do_sample": False}
     expected = model.generate(**given)
     for lookahead in (lade.LookaheadConfig(4, 3, 4), lade.LookaheadConfig(budget=16)):
         assert torch.equal(lade.generate(model, lookahead=lookahead, **given), expected)
@@ -540,14 +549,14 @@ def test_layers_with_weights_that_were_kept_are_not_computed_together():
 
 def test_a_decoder_whose_trial_fails_is_left_alone(monkeypatch):
     monkeypatch.setattr(chained_decoder, "float_bits", lambda number: 0)  # scores are all zero
-    model = made()
+    model = made_anew()
     assert count(model, FusedLayer) == 2 and count(model, ChainedDecoder) == 0
 
 
 def test_threads_may_call_a_model_at_once():
     model = made(num_hidden_layers=3)
     prompts = torch.randint(1, 48, (4, 1, 7), generator=torch.Generator().manual_seed(0))
-    given = {"max_new_tokens": 60, "do_sample": False, "lookahead": lade.LookaheadConfig(budget=8)}
+    given = {"max_new_tokens": 30, "do_sample": False, "lookahead": lade.LookaheadConfig(budget=8)}
     expected = [lade.generate(model, input_ids=prompt, **given) for prompt in prompts]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda prompt: lade.generate(model, input_ids=prompt, **given), prompts))

@@ -84,9 +84,7 @@ class Text:
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", BORDERS)
-def test_a_node_has_the_bits_of_its_path_alone(
-    length: int, dtype: torch.dtype, window: int, device: torch.device
-) -> None:
+def test_a_node_has_the_bits_of_its_path_alone(length, dtype, window, device):
     tree = tree_of([0, 1, 0, 3, 1])
     text = Text([tree], [length], dtype, device)
     found = text.of_trees(window=window)[0]
@@ -96,7 +94,7 @@ def test_a_node_has_the_bits_of_its_path_alone(
 
 
 @pytest.mark.parametrize("length", [62, 126, 254])
-def test_a_chain_has_the_bits_of_a_prompt_and_of_single_tokens(length: int, device: torch.device) -> None:
+def test_a_chain_has_the_bits_of_a_prompt_and_of_single_tokens(length, device):
     chain = tree_of(list(range(5)))  # crosses a border
     text = Text([chain], [length], DTYPES[-1], device)
     found = text.of_trees()
@@ -106,7 +104,7 @@ def test_a_chain_has_the_bits_of_a_prompt_and_of_single_tokens(length: int, devi
     assert all(torch.equal(found[0, node], text.alone(0, node)) for node in range(len(chain)))
 
 
-def test_company_and_padding_change_no_bit(device: torch.device) -> None:
+def test_company_and_padding_change_no_bit(device):
     trees, lengths = [tree_of([0, 0, 1, 3]), tree_of([0, 1])], [130, 61]
     text = Text(trees, lengths, DTYPES[-1], device)
     found = text.of_trees()
@@ -117,7 +115,7 @@ def test_company_and_padding_change_no_bit(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("length", "window"), [(61, 0), (130, 0), (130, 70), (300, 40)])
-def test_masks_tell_where_the_keys_are(length: int, window: int, device: torch.device) -> None:
+def test_masks_tell_where_the_keys_are(length, window, device):
     """As transformers gives them: a row with padding on the left, and a tree; then keys that a window has dropped."""
     tree = tree_of([0, 1, 0, 3])
     text = Text([tree], [length], DTYPES[-1], device)
@@ -139,9 +137,7 @@ def test_masks_tell_where_the_keys_are(length: int, window: int, device: torch.d
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(20, 1, 24), (3, 3, 8)])
-def test_heads_of_other_numbers_and_sizes(
-    heads: int, kv_heads: int, dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_of_other_numbers_and_sizes(heads, kv_heads, dim, device, monkeypatch):
     for name, value in (("HEADS", heads), ("KV_HEADS", kv_heads), ("DIM", dim)):
         monkeypatch.setitem(globals(), name, value)
     text = Text([tree_of([0, 0, 1])], [126], DTYPES[-1], device)
@@ -151,7 +147,7 @@ def test_heads_of_other_numbers_and_sizes(
         assert (found[node].double() - text.expected(0, node)).abs().max() < BOUNDS[DTYPES[-1]]
 
 
-def test_long_prompts_are_attended_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_attended_in_pieces(device, monkeypatch):
     text = Text([tree_of(list(range(69)))], [0], DTYPES[-1], device)
     places = Places.of_text(torch.arange(70, device=device)[None], 70)
     whole = attend(text.query, text.keys, text.values, places, scale=SCALE)
@@ -170,7 +166,7 @@ POINTERS = dict.fromkeys(("query", "key", "value", "out"), "") | dict.fromkeys((
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_kernels_compile(name: str, dtype: str, dim: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_compile(name, dtype, dim, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from pretend import short_trials, use_threads
 from small_models import small_model
 from spies import watched
 from torch import nn
@@ -47,24 +48,35 @@ def test_a_second_model_of_the_structure_gets_the_paddings_of_the_first_after_on
     assert paddings(second) == paddings(first)
 
 
-@pytest.mark.parametrize("change", ["threads", "layers", "dtype", "packed", "hooks", "own class"])
-def test_whatever_may_change_the_verdict_is_tried_anew(records, tried, change):
+def another_layer(model):
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+
+def another_class(model):
+    model.model.norm.__class__ = type("OwnNorm", (type(model.model.norm),), {"__module__": "elsewhere"})
+
+
+CHANGES = {
+    "layers": another_layer,
+    "dtype": lambda model: model.float(),
+    "packed": lambda model: lade.pack(model, min_weights=1),
+    "hooks": lambda model: model.model.norm.register_forward_hook(lambda *given: None),
+    "own class": another_class,
+}
+
+
+def test_whatever_may_change_the_verdict_is_tried_anew(records, tried, monkeypatch):
+    short_trials(monkeypatch)
     lade.invariant(toy_model(dtype=HALF))
-    tried[0].clear()
-    model, threads = toy_model(dtype=torch.float32 if change == "dtype" else HALF), torch.get_num_threads()
-    if change == "layers":
-        model.model.layers[1].mlp.act_fn = nn.ReLU()
-    elif change == "packed":
-        lade.pack(model, min_weights=1)
-    elif change == "hooks":
-        model.model.norm.register_forward_hook(lambda *given: None)
-    elif change == "own class":
-        model.model.norm.__class__ = type("OwnNorm", (type(model.model.norm),), {"__module__": "elsewhere"})
-    try:
-        torch.set_num_threads(threads + (change == "threads"))
+    for name, change in CHANGES.items():
+        tried[0].clear()
+        model = toy_model(dtype=HALF)
+        change(model)
         lade.invariant(model)
-    finally:
-        torch.set_num_threads(threads)
+        assert tried[0], name
+    tried[0].clear()
+    use_threads(monkeypatch, torch.get_num_threads() + 1)
+    lade.invariant(toy_model(dtype=HALF))
     assert tried[0]
 
 

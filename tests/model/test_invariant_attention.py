@@ -115,14 +115,6 @@ def test_masks_of_unknown_positions_are_refused():
         invariant_attention(LAYER, query, query, query, None, dropout=0.1)
 
 
-def test_what_a_compiled_function_cannot_do_is_refused():
-    query = torch.randn(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="no gradients"):
-        invariant_attention(LAYER, query.clone().requires_grad_(), query, query, None)
-    with pytest.raises(ValueError, match="states on meta, but is for the CPU"):
-        invariant_attention(LAYER, *[query.to("meta")] * 3, None)
-
-
 ATTENTION = work.attention_of  # which a test replaces
 HEADS = Heads(queries=6, keys=2, size=32, value_size=32)
 

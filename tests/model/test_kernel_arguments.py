@@ -262,14 +262,6 @@ def test_attention_takes_masks_of_bool_alone(allowed):
         invariant_attention(nn.Identity(), query, key, key, mask)
 
 
-def test_attention_has_no_gradients_of_keys_and_values_either():
-    states = [torch.randn(1, 2, 4, 8) for _ in range(3)]
-    for place in range(3):
-        learned = [state.clone().requires_grad_(number == place) for number, state in enumerate(states)]
-        with pytest.raises(ValueError, match="has no gradients"):
-            invariant_attention(nn.Identity(), *learned, None)
-
-
 # Packed layers
 
 

@@ -99,27 +99,6 @@ def test_rows_with_lengths_of_their_own_do_not_see_each_other(family, rounds):
         assert cache.lengths == [len(text) - 1 for text in texts]
 
 
-def test_rows_can_leave_the_batch():
-    runner, cache = runner_for("llama"), TreeCache()
-    texts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    runner.prefill([text[:-1] for text in texts], cache)
-    cache.batch_select_indices(torch.tensor([2, 0]))
-    trees = [TokenTree(9), TokenTree(3)]
-    logits = runner.forward(trees, [texts[2], texts[0]], cache)[:, 0]
-    alone = [runner.prefill([texts[row]], TreeCache())[0] for row in (2, 0)]
-    assert torch.allclose(logits, torch.stack(alone), atol=1e-9)
-
-
-def test_it_grows_without_losing_anything():
-    cache = TreeCache()
-    states = torch.randn(1, 2, 700, 4)
-    for start in range(0, 700, 7):
-        piece = states[:, :, start : start + 7]
-        keys, values = cache.update(piece, 2 * piece, 0)
-    assert torch.equal(keys, states) and torch.equal(values, 2 * states)
-    assert cache.get_seq_length() == 700
-
-
 def test_it_is_an_ordinary_cache_to_transformers():
     model = MODELS["llama"]
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -164,29 +143,6 @@ def assert_holds(cache, rows):
             length = row[index].shape[1]
             assert torch.equal(layer.keys[number, :, :length], row[index])
             assert torch.equal(layer.values[number, :, :length], -row[index])
-
-
-def test_rows_of_several_caches_are_joined():
-    (first, rows), (second, others) = filled(3, 3), filled(300, seed=1)
-    cache = TreeCache()
-    cache.join([first, second], [(0, 1), (1, 0), (0, 0), (0, 1)])
-    assert_holds(cache, [rows[1], others[0], rows[0], rows[1]])
-    assert first.get_seq_length() == second.get_seq_length() == 0, "they are emptied"
-    assert cache.layers[0].keys.shape[2] > 300, "there is room to go on without growing at once"
-
-
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(1, 5), st.data())
-def test_what_is_fed_lies_behind_the_longest_row_and_what_is_kept_behind_its_own(lengths, fed, data):
-    cache, rows = filled(*lengths)
-    new = torch.randn(len(lengths), 2, fed, 4)
-    for index in range(2):
-        keys, _ = cache.update(new + index, -new - index, index)
-        assert keys.shape[2] == max(lengths) + fed
-        assert torch.equal(keys[:, :, max(lengths) :], new + index)
-    paths = [sorted(data.draw(st.sets(st.integers(0, fed - 1)))) for _ in lengths]
-    cache.keep(paths, fed)
-    kept = [[torch.cat([row[i], new[b, :, paths[b]] + i], dim=1) for i in range(2)] for b, row in enumerate(rows)]
-    assert_holds(cache, kept)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 5), st.data())

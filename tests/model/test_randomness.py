@@ -57,7 +57,7 @@ QUIET: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("name", [*DRAWING, *DROPPING])
-def test_a_trial_that_draws_is_refused_before_it_has_drawn(name: str, grad: Any) -> None:
+def test_a_trial_that_draws_is_refused_before_it_has_drawn(name, grad):
     state = torch.get_rng_state()
     with grad(), pytest.raises(RandomModelError):
         without_draws({**DRAWING, **DROPPING}[name])
@@ -66,13 +66,13 @@ def test_a_trial_that_draws_is_refused_before_it_has_drawn(name: str, grad: Any)
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("name", QUIET)
-def test_other_trials_have_their_result(name: str, grad: Any) -> None:
+def test_other_trials_have_their_result(name, grad):
     with grad():
         assert torch.equal(without_draws(QUIET[name]), QUIET[name]())
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_a_block_draws_from_a_generator_of_its_own_what_a_seed_would_give(name: str) -> None:
+def test_a_block_draws_from_a_generator_of_its_own_what_a_seed_would_give(name):
     state = torch.get_rng_state()
     with DrawsFrom(torch.Generator().manual_seed(7)):
         ours = DRAWING[name]()
@@ -105,7 +105,7 @@ class BesideOthers(nn.Module):
 @pytest.mark.foreign_code
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", GENERATORS)
-def test_what_others_draw_beside_a_trial_is_theirs(name: str, training: bool) -> None:
+def test_what_others_draw_beside_a_trial_is_theirs(name, training):
     """Neither is it taken back, nor for the model's."""
     (draw, seed), model = GENERATORS[name], toy_model("llama", seed=2)
     beside = BesideOthers(draw, 2)
@@ -118,7 +118,7 @@ def test_what_others_draw_beside_a_trial_is_theirs(name: str, training: bool) ->
     assert [*beside.drawn, draw(), draw()] == expected
 
 
-def test_what_others_draw_while_an_engine_begins_is_theirs() -> None:
+def test_what_others_draw_while_an_engine_begins_is_theirs():
     model, drawn = toy_model("llama", dtype=torch.float32), list[torch.Tensor]()
 
     def draw_elsewhere(*_: Any) -> None:
@@ -146,7 +146,7 @@ def _sets_a_shared_generator(node: ast.AST) -> bool:
     return node.attr in STATES or (of_torch and node.attr in ("manual_seed", "seed"))
 
 
-def test_only_commands_set_generators_that_others_share() -> None:
+def test_only_commands_set_generators_that_others_share():
     found = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""The cores of recurrent layers against the functions of transformers that feed one token, along each path of trees."""
+"""Recurrent layers: their cores along each path of trees, and rows that come and go."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from lifted import float32_lifted
 from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 from transformers.models.jamba.modeling_jamba import mamba_selective_state_update
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    causal_conv1d_update,
-    torch_recurrent_gated_delta_rule,
-)
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update, torch_recurrent_gated_delta_rule
 from trees import tree_of
 
 from lade.backends.recurrent.cores import delta_rule, mamba2, selective_scan
-from lade.backends.recurrent.layer import TreePass, convolution, gather_columns
+from lade.backends.recurrent.layer import RecurrentLayer, TreePass, convolution, gather_columns
 from lade.decoding.tree import TokenTree
 
 ROWS, HEADS, KEYS, VALUES, CHANNELS, WIDTH = 2, 4, 3, 5, 6, 4
@@ -85,7 +82,7 @@ def assert_paths(
 @pytest.mark.parametrize("by_channel", [False, True], ids=["GDN", "KDA"])
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_the_delta_rule(by_channel: bool, several: list[TokenTree], seed: int) -> None:
+def test_the_delta_rule(by_channel, several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     key_heads = HEADS if by_channel else HEADS // 2
@@ -110,41 +107,23 @@ def test_the_delta_rule(by_channel: bool, several: list[TokenTree], seed: int) -
 
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_mamba_2(several: list[TokenTree], seed: int) -> None:
+def test_mamba_2(several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     inputs, dt = uniform(ROWS, size, HEADS, VALUES), uniform(ROWS, size, HEADS)
     keys, queries = (uniform(ROWS, size, 2, KEYS) for _ in range(2))
     decay, skip, bias = -(1 + uniform(HEADS)), uniform(HEADS), uniform(HEADS)
     state = uniform(ROWS, HEADS, VALUES, KEYS)
-    outputs, folding = mamba2(
-        tree_pass,
-        no_original,
-        inputs,
-        dt,
-        decay,
-        keys,
-        queries,
-        chunk_size=8,
-        D=skip,
-        dt_bias=bias,
-        dt_softplus=True,
-        initial_states=state,
-        dt_limit=(0.6, 0.7),
-    )
+    options = {"chunk_size": 8, "dt_softplus": True, "dt_limit": (0.6, 0.7), "initial_states": state}
+    given = inputs, dt, decay, keys, queries
+    outputs, folding = mamba2(tree_pass, no_original, *given, D=skip, dt_bias=bias, **options)
 
     def step(state: torch.Tensor, row: int, node: int) -> tuple[torch.Tensor, torch.Tensor]:
         wide = [each[:, None].expand(-1, VALUES) for each in (dt[row, node], skip, bias)]
+        x, key, query = (each[row : row + 1, node] for each in (inputs, keys, queries))
+        wide_decay = decay[:, None, None].expand(-1, VALUES, KEYS)
         output = mamba2_selective_state_update(
-            state,
-            inputs[row : row + 1, node],
-            wide[0][None],
-            decay[:, None, None].expand(-1, VALUES, KEYS),
-            keys[row : row + 1, node],
-            queries[row : row + 1, node],
-            wide[1],
-            dt_bias=wide[2],
-            dt_softplus=True,
+            state, x, wide[0][None], wide_decay, key, query, wide[1], dt_bias=wide[2], dt_softplus=True
         )
         return output, state
 
@@ -153,27 +132,15 @@ def test_mamba_2(several: list[TokenTree], seed: int) -> None:
 
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_mamba_1(several: list[TokenTree], seed: int) -> None:
+def test_mamba_1(several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     inputs, dt, gates = (uniform(ROWS, CHANNELS, size) for _ in range(3))
     keys, queries = (uniform(ROWS, KEYS, size) for _ in range(2))
     decay, skip, bias = -(1 + uniform(CHANNELS, KEYS)), uniform(CHANNELS), uniform(CHANNELS)
     state = tree_pass.state = uniform(ROWS, CHANNELS, KEYS)
-    outputs, folding = selective_scan(
-        tree_pass,
-        no_original,
-        inputs,
-        dt,
-        decay,
-        keys,
-        queries,
-        skip,
-        gates,
-        bias,
-        delta_softplus=True,
-        return_last_state=True,
-    )
+    given = inputs, dt, decay, keys, queries, skip, gates, bias
+    outputs, folding = selective_scan(tree_pass, no_original, *given, delta_softplus=True, return_last_state=True)
 
     def step(state: torch.Tensor, row: int, node: int) -> tuple[torch.Tensor, torch.Tensor]:
         one = [each[row : row + 1, :, node] for each in (inputs, dt, keys, queries, gates)]
@@ -187,7 +154,7 @@ def test_mamba_1(several: list[TokenTree], seed: int) -> None:
 
 @settings(max_examples=examples(20), deadline=None)
 @given(trees, st.integers(0, 10**6))
-def test_convolutions(several: list[TokenTree], seed: int) -> None:
+def test_convolutions(several, seed):
     torch.manual_seed(seed)
     tree_pass, size = TreePass(several), max(map(len, several))
     cached, inputs = uniform(ROWS, CHANNELS, WIDTH), uniform(ROWS, CHANNELS, size)
@@ -203,3 +170,60 @@ def test_convolutions(several: list[TokenTree], seed: int) -> None:
                 expected = causal_conv1d_update(token, state, weight, bias, "silu")
             assert close(expected[0, :, 0], outputs[row, :, node])
             assert torch.equal(gather_columns(whole.mT.contiguous(), windows[:, node])[row].mT, state[0])
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["take", "leave", "reserve", "select"]), st.integers(0, 9)), min_size=1, max_size=12
+)
+
+
+def layer_of(number: float) -> RecurrentLayer:
+    """One row, after a text of one token."""
+    layer = RecurrentLayer()
+    layer.update_conv_state(torch.full((1, 3, 1), number), conv_kernel_size=2)
+    layer.update_recurrent_state(torch.full((1, 2, 2), -number))
+    return layer
+
+
+def states_of(layer: RecurrentLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    assert conv is not None and recurrent is not None
+    return conv, recurrent
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(operations)
+def test_each_row_has_the_states_that_it_came_with(steps):
+    layer, rows = layer_of(1), [1]
+    for step, (what, number) in enumerate(steps, start=2):
+        if what == "take":
+            layer.take(layer_of(step))
+            rows.append(step)
+        elif what == "reserve":
+            layer.reserve(number, 0)
+        elif what == "select":
+            chosen = [row for row in range(len(rows)) if row != number]
+            if chosen:
+                layer.batch_select_indices(torch.tensor(chosen[::-1]))
+                rows = [rows[row] for row in chosen[::-1]]
+        elif len(rows) > 1:
+            row = number % len(rows)
+            layer.leave(row)
+            rows[row] = rows[-1]
+            rows.pop()
+        for state, sign in zip(states_of(layer), (1, -1), strict=True):
+            assert state.flatten(1)[:, -1].tolist() == [sign * row for row in rows]
+
+
+def test_a_row_that_joins_where_there_is_room_moves_no_other():
+    layer = layer_of(1)
+    layer.reserve(3, 0)
+    before = [state.data_ptr() for state in states_of(layer)]
+    layer.take(layer_of(2))
+    layer.leave(0)
+    layer.take(layer_of(3))
+    layer.take(layer_of(4))
+    assert [state.data_ptr() for state in states_of(layer)] == before
+    layer.take(layer_of(5))
+    assert all(state.data_ptr() != old for state, old in zip(states_of(layer), before, strict=True))
+    assert states_of(layer)[0][:, 0, -1].tolist() == [2, 3, 4, 5]

@@ -211,20 +211,11 @@ def test_it_compiles_into_what_a_small_gpu_has(shape, capability, tmp_path, monk
 
 FUSED = {
     "_norm": ({"ADD": True, "ADD_NORM": True, "FROM_ONE": True, "BLOCK": 4096}, {"columns": "i32", "eps": "fp32"}, 8),
-    "_rotate_and_store": (
-        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128, "NORMS": True, "FROM_ONE": False},
-        {
-            "slots": "*i64",
-            "step": "i32",
-            "row_stride": "i32",
-            "head_stride": "i32",
-            "slot_stride": "i32",
-            "eps": "fp32",
-        },
-        1,
-    ),
+    "_rotate_and_store": ({"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128, "NORMS": True, "FROM_ONE": False},
+        {"slots": "*i64", "step": "i32", "row_stride": "i32", "head_stride": "i32", "slot_stride": "i32",
+        "eps": "fp32"}, 1),
     "_gated_product": ({"TANH": True, "BLOCK": 1024}, {"columns": "i32"}, 4),
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

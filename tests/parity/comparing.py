@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
+import pytest
 import torch
 from families import VOCABULARY, Family
 
@@ -70,9 +71,9 @@ def build(case: Family, backend: str | None = None, **fields: Any) -> Any:
 
 
 def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
-    """What `model.generate` returns; 70 new tokens unless told otherwise."""
+    """What `model.generate` returns; 40 new tokens unless told otherwise."""
     if "max_length" not in arguments:
-        arguments.setdefault("max_new_tokens", 70)
+        arguments.setdefault("max_new_tokens", 40)
     arguments.setdefault("do_sample", False)
     return model.generate(input_ids=ids, **arguments)
 
@@ -80,7 +81,7 @@ def plain(model: Any, ids: torch.Tensor | None, **arguments: Any) -> Any:
 def lookahead(model: Any, ids: torch.Tensor | None, config: Any = PAPER, **arguments: Any) -> Any:
     """What `lade.generate` returns for the same arguments."""
     if "max_length" not in arguments:
-        arguments.setdefault("max_new_tokens", 70)
+        arguments.setdefault("max_new_tokens", 40)
     arguments.setdefault("do_sample", False)
     return lade.generate(model, input_ids=ids, lookahead=config, **arguments)
 
@@ -106,6 +107,16 @@ def assert_same(
     return stats
 
 
+def assert_refused(
+    model: Any, ids: torch.Tensor | None, match: str, error: type[Exception] = lade.UnsupportedModelError, **more: Any
+) -> None:
+    """Assert that a config is refused with this reason, and that `auto` decodes plainly and says so."""
+    with pytest.raises(error, match=match):
+        lookahead(model, ids, PAPER, **more)
+    with pytest.warns(lade.FallbackWarning, match=match):
+        assert_same(model, ids, ["auto"], **more)
+
+
 def assert_same_beams(
     model: Any, ids: torch.Tensor, config: Any = PAPER, *, twin: Any = None, **arguments: Any
 ) -> lade.Stats:
@@ -120,6 +131,28 @@ def assert_same_beams(
     assert torch.equal(ours.beam_indices, expected.beam_indices)
     torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
     return stats
+
+
+def assert_near_ties(model: Any, ids: torch.Tensor, configs: Sequence[Any]) -> None:
+    """Assert that all tokens score as plain passes over the text would have it, up to a few units in the last place."""
+    with pytest.warns(lade.PrecisionWarning, match="where two tokens score almost equally"):  # once
+        texts = [lookahead(model, ids, config) for config in configs]
+    for text, config in zip(texts, configs, strict=True):
+        with torch.no_grad():
+            scores = model(text).logits[0, ids.shape[1] - 1 : -1].float()
+        lost = scores.max(dim=-1).values - scores.gather(1, text[0, ids.shape[1] :, None])[:, 0]
+        assert (lost <= scores.abs().max() / 32).all(), config  # a few units in the last place of eight bits
+
+
+def assert_requests(model: Any, asked: Sequence[dict[str, Any]], **engine: Any) -> list[Any]:
+    """Assert that an engine writes what plain decoding does for each request, greedily; returns its handles."""
+    asked = [{"do_sample": False, **each} for each in asked]
+    expected = [model.generate(**each) for each in asked]
+    with lade.Engine(model, **engine) as served:
+        handles = [served.add(**each, lookahead=PAPER) for each in asked]
+        for number, (handle, ids) in enumerate(zip(handles, expected, strict=True)):
+            assert torch.equal(handle.result(60.0), ids), number
+    return handles
 
 
 def in_turn(things: Sequence[Any], *case: object, count: int = 1) -> list[Any]:

@@ -34,7 +34,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         seen.furthest = max(seen.furthest, deepest + max(cache.lengths))
 
     watched(monkeypatch, EagerRunner, "forward", fed)
-    watched(monkeypatch, TreeCache, "keep", lambda cache, paths, fed: seen.paths.extend(paths))
+    watched(monkeypatch, TreeCache, "keep", lambda cache, paths, *_, **__: seen.paths.extend(paths))
     return seen
 
 

@@ -25,29 +25,15 @@ from transformers import (
 START, PAD, END = 2, 0, 3
 POSITIONS = 160
 _BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": POSITIONS,
+    "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": POSITIONS,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 _T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 3,
-    "num_decoder_layers": 3,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
+    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 3,
+    "num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 _GAINS_OF_BART = {
@@ -58,11 +44,9 @@ _GAINS_OF_BART = {
     "decoder.layers.*.self_attn.[qk]_proj": 2.0,
 }
 _GAINS_OF_T5 = {
-    "*coder.embed_tokens": 0.3,
-    "shared": 0.3,
-    "decoder.*.SelfAttention.o": 6.0,
+    "*coder.embed_tokens": 0.3, "shared": 0.3, "decoder.*.SelfAttention.o": 6.0,
     "decoder.*.relative_attention_bias": 8.0,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,15 +109,12 @@ OTHERS = [
     EncoderDecoder("mbart", {**_BART, "scale_embedding": True}),
     EncoderDecoder("pegasus", _BART),
     EncoderDecoder("blenderbot", _BART),
-    EncoderDecoder("m2m_100", _BART, seed=7),
+    EncoderDecoder("m2m_100", _BART, seed=32),
     EncoderDecoder("mt5", {**_T5, "feed_forward_proj": "gated-gelu"}),
     EncoderDecoder("umt5", _T5),
-    EncoderDecoder(
-        "marian",
-        {**_BART, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 50},
-        "marian-own-vocabulary",
-    ),
-]
+    EncoderDecoder("marian", {**_BART, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 50},
+        "marian-own-vocabulary"),
+]  # fmt: skip
 LISTED = USUAL + OTHERS
 CHECKED = [
     EncoderDecoder("blenderbot-small", _BART),

@@ -39,10 +39,7 @@ def _of_gemma4(sizes: Sequence[Size], seed: int) -> Arguments:
     places = [[(x, y) for y in range(wide) for x in range(high)] for high, wide in sizes]
     longest = max(map(len, places))
     positions = torch.tensor([place + [(-1, -1)] * (longest - len(place)) for place in places])
-    return {
-        "pixel_values": _noise(len(sizes), longest, 48, seed=seed).sigmoid(),
-        "image_position_ids": positions,
-    }
+    return {"pixel_values": _noise(len(sizes), longest, 48, seed=seed).sigmoid(), "image_position_ids": positions}
 
 
 def _of_grid(depth: int) -> Callable[[Sequence[Size], int], Arguments]:

@@ -15,71 +15,37 @@ from transformers import GenerationConfig, PreTrainedModel
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
 FIRST_SPECIAL = 54
 _TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
     "patch_size": 4,
-}
+}  # fmt: skip
 _CLIP = {**_VISION, "model_type": "clip_vision_model", "patch_size": 8, "projection_dim": 32}
 _SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
 _QWEN_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 32,
-}
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 32,
+}  # fmt: skip
 _QWEN_IDS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-}
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
+}  # fmt: skip
 _GEMMA_IDS = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
 _GEMMA4_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "patch_size": 4,
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 64,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 64,
+}  # fmt: skip
 _GEMMA4_TEXT = {
-    **_ALTERNATING,
-    "num_kv_shared_layers": 2,
-    "global_head_dim": 8,
-    "num_global_key_value_heads": 2,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "enable_moe_block": False,
+    **_ALTERNATING, "num_kv_shared_layers": 2, "global_head_dim": 8, "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "enable_moe_block": False,
     "use_bidirectional_attention": "vision",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -248,17 +214,3 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
     """Random ids `[1, length]` of text alone."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(1, FIRST_SPECIAL, (1, length), generator=generator)
-
-
-def with_image(case: Multimodal) -> dict[str, torch.Tensor]:
-    """A prompt of `GEMMA3` or `QWEN2_5_VL` with an image in it, as their processors make it."""
-    generator = torch.Generator().manual_seed(0)
-    before, after = text(6), text(5, seed=1)
-    patches, pixels = (4, (1, 3, 16, 16)) if case is GEMMA3 else (8, (32, 3 * 2 * 4 * 4))
-    image = torch.tensor([[START, *[IMAGE] * patches, END]])
-    ids = torch.cat([before, image, after], dim=1)
-    kinds = (ids == IMAGE).long()
-    values = {"input_ids": ids, "pixel_values": torch.randn(pixels, generator=generator, dtype=torch.float64)}
-    if case is GEMMA3:
-        return {**values, "token_type_ids": kinds}
-    return {**values, "mm_token_type_ids": kinds, "image_grid_thw": torch.tensor([[1, 4, 8]])}

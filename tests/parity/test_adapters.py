@@ -68,20 +68,15 @@ WAYS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_activated_lora_is_refused_by_name(way: str) -> None:
+def test_an_activated_lora_is_refused_by_name_and_decoded_plainly_under_auto(way):
     model = adapted(later=activated())
     model.set_adapter("later")
     assert "alora_invocation_tokens" in lade.supports(model).reason
     with pytest.raises(lade.UnsupportedModelError, match=r"activated LoRA \(alora_invocation_tokens\).*set_adapter"):
         WAYS[way](model, input_ids=PROMPT, lookahead=PAPER, **NEW)
     assert not hooks_of(model)
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("way", ["generate", "custom", "stream"])
-def test_an_activated_lora_is_decoded_plainly_under_auto(way: str) -> None:
-    model = adapted(later=activated())
-    model.set_adapter("later")
+    if way == "engine":
+        return  # which decodes with its own passes alone
     expected = plain(model, PROMPT, **NEW)
     with model.disable_adapter():
         assert not torch.equal(expected, plain(model, PROMPT, **NEW)), "the adapter does nothing"
@@ -89,7 +84,7 @@ def test_an_activated_lora_is_decoded_plainly_under_auto(way: str) -> None:
         assert torch.equal(WAYS[way](model, input_ids=PROMPT, **NEW), expected)
 
 
-def test_only_the_adapter_that_is_active_counts() -> None:
+def test_only_the_adapter_that_is_active_counts():
     model = adapted(later=activated())
     assert_same(model, PROMPT, **NEW)
     model.set_adapter("later")
@@ -110,7 +105,7 @@ def test_only_the_adapter_that_is_active_counts() -> None:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("way", ["generate", "custom"])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_the_adapter_named_for_one_prompt(way: str, do_sample: bool) -> None:
+def test_the_adapter_named_for_one_prompt(way, do_sample):
     model = adapted(two={})
     arguments = {"input_ids": PROMPT, **NEW, "do_sample": do_sample, "adapter_names": ["two"]}
     torch.manual_seed(7)
@@ -123,7 +118,7 @@ def test_the_adapter_named_for_one_prompt(way: str, do_sample: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["stream", "engine"])
-def test_an_adapter_named_for_what_goes_on_after_the_call_is_refused(way: str) -> None:
+def test_an_adapter_named_for_what_goes_on_after_the_call_is_refused(way):
     model = adapted(two={})
     remedy = "set_adapter" if way == "stream" else "lade.generate"
     with pytest.raises(
@@ -133,7 +128,7 @@ def test_an_adapter_named_for_what_goes_on_after_the_call_is_refused(way: str) -
     assert not hooks_of(model)
 
 
-def test_an_adapter_named_for_a_stream_is_plains_under_auto() -> None:
+def test_an_adapter_named_for_a_stream_is_plains_under_auto():
     model = adapted(two={})
     expected = plain(model, PROMPT, adapter_names=["two"], **NEW)
     with pytest.warns(lade.FallbackWarning, match="adapter_names cannot be used with lade.stream") as caught:
@@ -141,7 +136,7 @@ def test_an_adapter_named_for_a_stream_is_plains_under_auto() -> None:
     assert caught[0].filename == __file__, "the warning points at its caller"
 
 
-def test_an_engine_refuses_hooks_that_plain_decoding_has_left() -> None:
+def test_an_engine_refuses_hooks_that_plain_decoding_has_left():
     model = adapted(two={})
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(input_ids=PROMPT, adapter_names=["two"], max_new_tokens=-1)
@@ -162,7 +157,7 @@ SEVERAL = {
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("way", ["generate", "custom"])
 @pytest.mark.parametrize("case", SEVERAL)
-def test_adapters_named_for_several_rows_are_refused(case: str, way: str) -> None:
+def test_adapters_named_for_several_rows_are_refused(case, way):
     model = adapted(two={})
     try:
         expected = model.generate(**SEVERAL[case])
@@ -181,7 +176,7 @@ def test_adapters_named_for_several_rows_are_refused(case: str, way: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["generate", "custom"])
-def test_an_activated_lora_among_the_adapters_named(way: str) -> None:
+def test_an_activated_lora_among_the_adapters_named(way):
     model = adapted(later=activated())
     arguments = {"input_ids": PROMPT, "adapter_names": ["later"], **NEW}
     expected = model.generate(**arguments)
@@ -193,7 +188,7 @@ def test_an_activated_lora_among_the_adapters_named(way: str) -> None:
 
 
 @pytest.mark.parametrize("config", [PAPER, None], ids=["lookahead", "plain"])
-def test_a_call_that_fails_leaves_no_hooks(config: Any) -> None:
+def test_a_call_that_fails_leaves_no_hooks(config):
     model = adapted(two={})
     for way in ("generate", "stream"):
         if way == "stream" and config is not None:
@@ -203,7 +198,7 @@ def test_a_call_that_fails_leaves_no_hooks(config: Any) -> None:
         assert not hooks_of(model)
 
 
-def test_a_generation_broken_off_leaves_no_hooks() -> None:
+def test_a_generation_broken_off_leaves_no_hooks():
     model = adapted(two={})
 
     def interrupt(*_: Any) -> bool:
@@ -258,7 +253,7 @@ USUAL = ("ia3", "lokr", "vera")
 @pytest.mark.one_in(6)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", [it if it in USUAL else pytest.param(it, marks=pytest.mark.slow) for it in KINDS])
-def test_an_adapter_that_looks_at_one_token_is_served(kind: str) -> None:
+def test_an_adapter_that_looks_at_one_token_is_served(kind):
     model = _of_kind(kind.upper())
     assert not torch.equal(
         plain(model, PROMPT, **NEW), plain(family("llama").build(dtype=torch.float32), PROMPT, **NEW)
@@ -275,7 +270,7 @@ LILY = pytest.mark.skipif("LILY" not in PEFT_TYPE_TO_CONFIG_MAPPING, reason="thi
 
 @LILY
 @pytest.mark.parametrize("known", [True, False])
-def test_an_adapter_that_mixes_tokens_is_refused(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_mixes_tokens_is_refused(known, monkeypatch):
     if not known:
         monkeypatch.setattr("lade.backends.adapters.MIXING", MIXING - {"lily"})
     model = _of_kind("LILY")
@@ -288,7 +283,7 @@ def test_an_adapter_that_mixes_tokens_is_refused(known: bool, monkeypatch: pytes
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", sorted(kind for kind in UNSUPPORTED_ADAPTERS if kind in PEFT_TYPE_TO_CONFIG_MAPPING))
-def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any) -> None:
+def test_an_adapter_that_changes_the_passes_is_refused(kind, tmp_path):
     if kind == "XLORA":
         base = family("llama").build()
         base.config.use_cache = False
@@ -311,20 +306,21 @@ def test_an_adapter_that_changes_the_passes_is_refused(kind: str, tmp_path: Any)
 # --- contexts of the caller ------------------------------------------------------------------------------------------
 
 
-def test_a_plain_stream_decodes_under_the_callers_autocast() -> None:
+def test_a_plain_stream_decodes_under_the_callers_autocast():
     model = family("llama").build(dtype=torch.float32)
-    parts = []
     for seed in range(8):  # which texts part depends on the processor
         ids = prompt(20, seed)
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(model, ids)
-            ours = streamed(model, input_ids=ids, max_new_tokens=70, do_sample=False, lookahead=None)
-        assert torch.equal(ours, expected)
-        parts.append(not torch.equal(expected, plain(model, ids)))
-    assert any(parts), "or else this shows nothing"
+        if not torch.equal(expected, plain(model, ids)):
+            break
+    else:
+        pytest.fail("no text depends on it")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(streamed(model, input_ids=ids, lookahead=None, **{**NEW, "max_new_tokens": 40}), expected)
 
 
-def test_an_engine_refuses_requests_under_autocast() -> None:
+def test_an_engine_refuses_requests_under_autocast():
     model = family("llama").build(dtype=torch.float32)
     with lade.Engine(model) as engine:
         with (

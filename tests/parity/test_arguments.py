@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
+from comparing import CONFIGS, PAPER, assert_refused, assert_same, lookahead, plain, prompt
 from families import VOCABULARY, WINDOW, family, longrope
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 
 import lade
@@ -38,7 +34,7 @@ def llama() -> PreTrainedModel:
 
 @pytest.mark.one_in(14)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_left_padding_is_taken_off(shape: str) -> None:
+def test_left_padding_is_taken_off(shape):
     # bloom in float64 makes NaN of padding by itself; llama4's temperature counts padding in plain decoding
     dtype, fields = torch.float32 if shape == "bloom" else None, {"floor_scale": 8192} if "llama4" in shape else {}
     model = family(shape).build(dtype=dtype, **fields)
@@ -52,24 +48,21 @@ def test_left_padding_is_taken_off(shape: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "fields"), [("llama4_text", {}), ("phi3", longrope())])
-def test_left_padding_that_plain_decoding_counts_is_refused(shape: str, fields: dict[str, Any]) -> None:
+def test_left_padding_that_plain_decoding_counts_is_refused(shape, fields):
     model = family(shape).build(**fields)
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), prompt(9)], dim=1)
     mask = (torch.arange(14) >= 5).long()[None]
-    with pytest.raises(lade.UnsupportedArgumentError, match="this model counts the padding"):
-        lookahead(model, padded, attention_mask=mask)
-    with pytest.warns(lade.FallbackWarning):
-        assert_same(model, padded, ["auto"], attention_mask=mask)
+    assert_refused(model, padded, "this model counts the padding", lade.UnsupportedArgumentError, attention_mask=mask)
 
 
 @pytest.mark.one_in(8)
-def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
+def test_a_prompt_of_one_token(model):
     assert_same(model, prompt(1), CONFIGS[:3], max_new_tokens=40)
 
 
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("chunk", [1, 4, 7, 64])
-def test_prefill_in_chunks(model: PreTrainedModel, chunk: int) -> None:
+def test_prefill_in_chunks(model, chunk):
     assert_same(model, prompt(WINDOW + 11), prefill_chunk_size=chunk, max_new_tokens=40)
 
 
@@ -77,20 +70,15 @@ def test_prefill_in_chunks(model: PreTrainedModel, chunk: int) -> None:
 @pytest.mark.parametrize(
     "limit", [{"max_new_tokens": 1}, {"max_new_tokens": 33}, {"max_length": 30}, {"max_length": 11}]
 )
-def test_length_limits(llama: PreTrainedModel, limit: dict[str, int]) -> None:
+def test_length_limits(llama, limit):
     assert_same(llama, prompt(10), CONFIGS, **limit)
-
-
-def test_min_length_and_suppressed_tokens(llama: PreTrainedModel) -> None:
-    eos = plain(llama, prompt(10))[0, 12].item()
-    assert_same(llama, prompt(10), CONFIGS, eos_token_id=eos, min_new_tokens=20, suppress_tokens=[5, 6])
 
 
 # --- output objects and caches ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(6)
-def test_an_output_object_and_its_cache_go_on(model: PreTrainedModel) -> None:
+def test_an_output_object_and_its_cache_go_on(model):
     ids = prompt(WINDOW + 8)
     expected = plain(model, ids, max_new_tokens=60)
     first = lookahead(model, ids, max_new_tokens=30, return_dict_in_generate=True)
@@ -103,7 +91,7 @@ def test_an_output_object_and_its_cache_go_on(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.one_in(8)
-def test_plain_decoding_can_go_on_with_our_cache(model: PreTrainedModel) -> None:
+def test_plain_decoding_can_go_on_with_our_cache(model):
     ids = prompt(WINDOW + 8)
     first = lookahead(model, ids, max_new_tokens=30, return_dict_in_generate=True)
     second = plain(model, first.sequences, max_new_tokens=30, past_key_values=first.past_key_values)
@@ -111,7 +99,7 @@ def test_plain_decoding_can_go_on_with_our_cache(model: PreTrainedModel) -> None
 
 
 @pytest.mark.one_in(8)
-def test_a_tree_cache_serves_a_conversation(model: PreTrainedModel) -> None:
+def test_a_tree_cache_serves_a_conversation(model):
     cache, ids, fresh = lade.TreeCache(), prompt(10), prompt(10)
     for turn in range(3):
         steps = list(
@@ -127,79 +115,18 @@ def test_a_tree_cache_serves_a_conversation(model: PreTrainedModel) -> None:
         ids, fresh = torch.cat([ids, more], dim=1), torch.cat([fresh, more], dim=1)
 
 
-def test_a_cache_filled_by_a_forward_pass(llama: PreTrainedModel) -> None:
+def test_a_cache_filled_by_a_forward_pass(llama):
     ids, cache = prompt(20), lade.TreeCache()
     with torch.no_grad():
         llama(ids[:, :15], past_key_values=cache)
     assert torch.equal(lookahead(llama, ids, past_key_values=cache), plain(llama, ids))
 
 
-# --- logits processors -----------------------------------------------------------------------------------------------
-
-
-class Recorder(LogitsProcessor):
-    """Notes what it is shown, bans what it has counted too often: a processor with a memory."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], torch.dtype, tuple[int, ...], int]] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.calls.append((input_ids[0].tolist(), scores.dtype, tuple(scores.shape), int(scores.argmax())))
-        scores = scores.clone()
-        scores[:, len(self.calls) % VOCABULARY] = -torch.inf
-        return scores
-
-
-def test_a_users_processor_sees_what_plain_decoding_shows_it(llama: PreTrainedModel) -> None:
-    theirs, ours = Recorder(), Recorder()
-    expected = plain(llama, prompt(10), logits_processor=LogitsProcessorList([theirs]))
-    assert torch.equal(lookahead(llama, prompt(10), logits_processor=LogitsProcessorList([ours])), expected)
-    assert ours.calls == theirs.calls
-
-
-@pytest.mark.one_in(18)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"repetition_penalty": 1.4},
-        {"no_repeat_ngram_size": 3},
-        {"bad_words_ids": [[3], [7, 8]], "forced_eos_token_id": 1},
-        {"repetition_penalty": 0.7, "encoder_repetition_penalty": 1.2},
-        {"sequence_bias": [[[4], 1.5], [[5, 6], -2.0]], "renormalize_logits": True},
-    ],
-    ids="-".join,
-)
-@pytest.mark.parametrize("padded", [0, 3])
-def test_processors_of_transformers(llama: PreTrainedModel, arguments: dict[str, Any], padded: int) -> None:
-    ids = torch.cat([torch.zeros(1, padded, dtype=torch.long), prompt(12)], dim=1)
-    mask = (torch.arange(12 + padded) >= padded).long()[None]
-    assert_same(llama, ids, CONFIGS[:3], attention_mask=mask, max_new_tokens=50, **arguments)
-
-
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
-class StopRecorder(StoppingCriteria):
-    """Notes what it is shown, and stops at a length of its own."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.calls: list[list[int]] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        self.calls.append(input_ids[0].tolist())
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
-
-
-def test_a_users_criterion_sees_what_plain_decoding_shows_it(llama: PreTrainedModel) -> None:
-    theirs, ours = StopRecorder(47), StopRecorder(47)
-    expected = plain(llama, prompt(10), stopping_criteria=StoppingCriteriaList([theirs]))
-    assert torch.equal(lookahead(llama, prompt(10), stopping_criteria=StoppingCriteriaList([ours])), expected)
-    assert expected.shape[1] == 47 and ours.calls == theirs.calls
-
-
 @pytest.mark.one_in(14)
-def test_every_one_of_several_eos_ids_ends_the_text(model: PreTrainedModel) -> None:
+def test_every_one_of_several_eos_ids_ends_the_text(model):
     ids = prompt(10)
     text = plain(model, ids)[0, 10:].tolist()
     firsts = sorted({token: i for i, token in reversed(list(enumerate(text)))}.items(), key=lambda item: item[1])
@@ -218,64 +145,29 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_stop_strings(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_stop_strings(llama, tokenizer):
     text = plain(llama, prompt(10))[0, 10:].tolist()
     stop = tokenizer.decode(text[15:17])
     arguments: dict[str, Any] = {"stop_strings": [stop, "zz"], "tokenizer": tokenizer}
     assert_same(llama, prompt(10), CONFIGS, **arguments)
     assert lookahead(llama, prompt(10), **arguments).shape[1] <= 27
-    steps = lade.stream(llama, prompt(10), max_new_tokens=70, do_sample=False, lookahead=PAPER, **arguments)
+    steps = lade.stream(llama, prompt(10), max_new_tokens=40, do_sample=False, lookahead=PAPER, **arguments)
     assert [token for step in steps for token in step.tokens] == plain(llama, prompt(10), **arguments)[0, 10:].tolist()
 
 
 @pytest.mark.slow
-def test_stop_strings_end_rows_of_a_batch_where_they_come(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_stop_strings_end_rows_of_a_batch_where_they_come(llama, tokenizer):
     ids = torch.cat([prompt(10, seed=seed) for seed in range(4)])
     texts = plain(llama, ids)[:, 10:]
     stops = [tokenizer.decode(texts[row, place : place + 2]) for row, place in ((1, 6), (2, 30))]
     arguments: dict[str, Any] = {"stop_strings": stops, "tokenizer": tokenizer, "pad_token_id": 0}
-    assert_same(llama, ids, CONFIGS, eos_token_id=int(texts[3, 40]), **arguments)
-    ours = lookahead(llama, ids, eos_token_id=int(texts[3, 40]), **arguments)
+    assert_same(llama, ids, CONFIGS, eos_token_id=int(texts[3, 35]), **arguments)
+    ours = lookahead(llama, ids, eos_token_id=int(texts[3, 35]), **arguments)
     assert ours.shape[1] > 18 and not ours[1, 18:].any(), "row 1 has ended, and others go on"
     assert_same(llama, ids, CONFIGS[:2], **arguments)  # without an end of sequence rows write on
 
 
-def test_stop_strings_of_a_generation_config(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    llama.generation_config.stop_strings = [tokenizer.decode(plain(llama, prompt(10))[0, 25:27])]
-    assert_same(llama, prompt(10), CONFIGS, tokenizer=tokenizer)
-    assert lookahead(llama, prompt(10), tokenizer=tokenizer).shape[1] <= 27
-    for call in (plain, lookahead):
-        with pytest.raises(ValueError, match="could not locate a tokenizer"):
-            call(llama, prompt(10))
-
-
-def test_token_healing_of_a_generation_config_is_refused(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_token_healing_of_a_generation_config_is_refused(llama, tokenizer):
     config = GenerationConfig(max_new_tokens=5, do_sample=False, token_healing=True)
     with pytest.raises(lade.UnsupportedArgumentError, match="token_healing=True"):
         lade.generate(llama, prompt(10), lookahead=PAPER, generation_config=config, tokenizer=tokenizer)
-
-
-def test_max_time_zero_stops_after_one_token(llama: PreTrainedModel) -> None:
-    for ids in (prompt(10), torch.cat([prompt(10), prompt(10, seed=1)])):
-        arguments: dict[str, Any] = {"max_time": 0.0, "eos_token_id": VOCABULARY - 1, "pad_token_id": 0}
-        ours = lookahead(llama, ids, **arguments)
-        assert torch.equal(ours, plain(llama, ids, **arguments)) and ours.shape[1] == 11
-
-
-# --- the three ways --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.one_in(32)
-@pytest.mark.parametrize("lookahead_argument", [PAPER, "auto", None], ids=["config", "auto", "plain"])
-def test_generate_stream_and_custom_generate_agree(model: PreTrainedModel, lookahead_argument: Any) -> None:
-    ids = prompt(10)
-    expected = plain(model, ids, max_new_tokens=40)
-    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "lookahead": lookahead_argument}
-    assert torch.equal(lade.generate(model, ids, **arguments), expected)
-    assert torch.equal(model.generate(ids, custom_generate=lade.decode, **arguments), expected)
-    streamed = [token for step in lade.stream(model, ids, **arguments) for token in step.tokens]
-    assert streamed == expected[0, 10:].tolist()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_same, batch, build, in_turn, lookahead, plain
-from families import FAMILIES, SWITCH, UNLISTED, Family, family, longrope
+from families import FAMILIES, SWITCH, UNLISTED, family, longrope
 
 import lade
 
@@ -25,7 +25,7 @@ def assert_same_batch(
 
 @pytest.mark.one_in(32)
 @pytest.mark.parametrize(("case", "backend"), CASES)
-def test_a_batch_of_it_is_plains_batch(case: Family, backend: str) -> None:
+def test_a_batch_of_it_is_plains_batch(case, backend):
     model = build(case, backend)
     first = plain(model, **batch(*LENGTHS), max_new_tokens=40)[:, 20:]
     eos = [int(first[1, 5]), int(first[3, 15])]
@@ -37,14 +37,14 @@ def test_a_batch_of_it_is_plains_batch(case: Family, backend: str) -> None:
 
 @pytest.mark.one_in(14)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "gemma3_text", "bloom", "gpt_oss", "llama4_text"])
-def test_a_sampled_batch(name: str) -> None:
+def test_a_sampled_batch(name):
     model = build(family(name))
     assert_same_batch(model, CONFIGS[:3], do_sample=True, temperature=0.6, eos_token_id=[5, 6])
     assert_same_batch(model, CONFIGS[:2], lengths=(9, 4), do_sample=True, num_return_sequences=3, top_k=20)
 
 
 @pytest.mark.slow
-def test_an_attention_temperature_of_rows_at_different_positions() -> None:
+def test_an_attention_temperature_of_rows_at_different_positions():
     model = family("llama4_text").build(floor_scale=7, attn_scale=3.0)
     first = plain(model, **batch(20, 20, 20), max_new_tokens=40)[:, 20:]
     assert_same_batch(model, CONFIGS[:3], lengths=(20, 20, 20), eos_token_id=int(first[1, 9]))
@@ -54,20 +54,20 @@ def test_an_attention_temperature_of_rows_at_different_positions() -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "llama4_text"])
-def test_windows_of_rows_that_are_far_apart(name: str) -> None:
+def test_windows_of_rows_that_are_far_apart(name):
     """The first row is shorter than the others by more than a window: what is near goes by each row's own positions."""
     assert_same_batch(build(family(name)), CONFIGS[:2], lengths=(3, 40, 20))
 
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", UNLISTED, ids=str)
-def test_a_family_that_is_probed(case: Family) -> None:
+def test_a_family_that_is_probed(case):
     assert_same_batch(build(case), CONFIGS[:2])
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_bigcode", "llama", "gpt_neox"])
-def test_up_to_the_very_last_position(name: str) -> None:
+def test_up_to_the_very_last_position(name):
     model = build(family(name), max_position_embeddings=64)
     for lengths in ((60, 50, 59), (40, 5, 63), (63, 63)):
         assert_same_batch(model, CONFIGS[:3], lengths=lengths, max_new_tokens=65 - max(lengths))
@@ -75,7 +75,7 @@ def test_up_to_the_very_last_position(name: str) -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "falcon"])
-def test_rotary_models_run_on_beyond_their_context(name: str) -> None:
+def test_rotary_models_run_on_beyond_their_context(name):
     assert_same_batch(build(family(name), max_position_embeddings=32), CONFIGS[:3], lengths=(30, 20, 35))
 
 
@@ -87,7 +87,7 @@ DYNAMIC = {
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(("name", "fields"), [("llama", DYNAMIC), ("llama", longrope()), ("phi3", longrope())])
-def test_frequencies_that_go_by_the_longest_row(name: str, fields: dict[str, Any]) -> None:
+def test_frequencies_that_go_by_the_longest_row(name, fields):
     """Served where all rows stay on one side of the switch; else the rows of plain decoding depend on each other."""
     model = family(name).build(**fields)
     assert_same_batch(model, CONFIGS[:3], lengths=(12, 5), max_new_tokens=SWITCH - 13)
@@ -100,14 +100,14 @@ def test_frequencies_that_go_by_the_longest_row(name: str, fields: dict[str, Any
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_rows_beyond_a_switch_from_the_beginning(name: str) -> None:
+def test_rows_beyond_a_switch_from_the_beginning(name):
     model = family(name).build(**longrope())
     assert_same_batch(model, CONFIGS[:3], lengths=(SWITCH + 3, SWITCH + 3, SWITCH + 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "backend"), CASES)
-def test_the_cross_product_of_shapes(case: Family, backend: str) -> None:
+def test_the_cross_product_of_shapes(case, backend):
     """Of what is generated how, each family has another part."""
     model = build(case, backend)
     shapes = (1, 1), (7, 31, 2), (16,) * 5, (3, 9, 27, 9, 3, 1, 30, 30)

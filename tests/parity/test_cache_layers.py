@@ -147,7 +147,7 @@ COPIES = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), saved,
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
-def test_all_tensors_follow_their_rows(runner: EagerRunner, number: int) -> None:
+def test_all_tensors_follow_their_rows(runner, number):
     """On the cache itself and on copies of it; then one more step, for buffers that were joined before."""
     operation, texts = OPERATIONS[number]
     caches = [joined(runner), *(make(joined(runner)) for make in COPIES)]
@@ -160,7 +160,7 @@ def test_all_tensors_follow_their_rows(runner: EagerRunner, number: int) -> None
             assert_holds(runner, again, [[*text, 5 + row, 9, 10, 11] for row, text in enumerate(texts)])
 
 
-def test_first_tokens_are_copied_with_all_that_belongs_to_them(runner: EagerRunner) -> None:
+def test_first_tokens_are_copied_with_all_that_belongs_to_them(runner):
     cache = joined(runner)
     if cache.recurrent:
         with pytest.raises(ValueError, match="states cannot go back"):
@@ -171,14 +171,14 @@ def test_first_tokens_are_copied_with_all_that_belongs_to_them(runner: EagerRunn
     assert_holds(runner, cache, [text[:-2] for text in TEXTS])
 
 
-def test_rows_of_several_caches_take_all_along(runner: EagerRunner) -> None:
+def test_rows_of_several_caches_take_all_along(runner):
     cache, parts = TreeCache(), [fed(runner, text) for text in TEXTS]
     cache.join(parts, [(2, 0), (0, 0), (1, 0)])
     assert_holds(runner, cache, [TEXTS[2], TEXTS[0], TEXTS[1]])
     assert not [found for part in parts for layer in part.layers for found in tensors(layer)], "they are emptied"
 
 
-def test_nothing_is_left_of_a_layer_that_forgets(runner: EagerRunner) -> None:
+def test_nothing_is_left_of_a_layer_that_forgets(runner):
     cache = joined(runner)
     assert {type(layer) for layer in cache.layers} in KINDS.values()
     for layer in cache.layers:
@@ -188,7 +188,7 @@ def test_nothing_is_left_of_a_layer_that_forgets(runner: EagerRunner) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32", "falcon_h1", "qwen3_5_text"])
-def test_what_begins_in_inference_mode_goes_on_outside_of_it(name: str) -> None:
+def test_what_begins_in_inference_mode_goes_on_outside_of_it(name):
     """And the other way round, rows that come and go included: what a cache keeps is ordinary tensors."""
     model, cache = model_of(name), TreeCache()
     with torch.inference_mode():
@@ -211,7 +211,7 @@ def test_what_begins_in_inference_mode_goes_on_outside_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("falcon_h1", marks=pytest.mark.slow)])
-def test_a_stream_may_be_read_in_either_mode(name: str) -> None:
+def test_a_stream_may_be_read_in_either_mode(name):
     model, tokens = model_of(name), list[int]()
     penalties = {"logits_processor": [Penalties(0.1, 0.1, prompt_length=9)], "max_new_tokens": 30}
     expected = plain(model, prompt(9), **penalties)[0, 9:].tolist()
@@ -226,7 +226,7 @@ def test_a_stream_may_be_read_in_either_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-def test_captured_passes_are_replayed_in_either_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_are_replayed_in_either_mode(name, monkeypatch):
     """Their buffers stay from one generation to the next."""
     graphs, model = Graphs(torch.device("cpu")), model_of(name)
     graphs.serve(monkeypatch)
@@ -238,7 +238,7 @@ def test_captured_passes_are_replayed_in_either_mode(name: str, monkeypatch: pyt
     assert graphs.counted.replayed > graphs.counted.recorded
 
 
-def test_a_copy_takes_no_more_than_what_is_used(runner: EagerRunner) -> None:
+def test_a_copy_takes_no_more_than_what_is_used(runner):
     cache = fed(runner, TEXTS[0])
     used = sum(tensor.nbytes for tensor in of_row(cache, 0).values())
     size = len(pickle.dumps(copy.deepcopy(cache)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import PAPER, generator_state, lookahead, plain, prompt
+from comparing import PAPER, assert_near_ties, lookahead, plain, prompt
 from families import family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
@@ -17,9 +17,6 @@ from lade_lab import Settings, inflate, workloads
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
-FAMILIES = ["llama", "mistral-window", "qwen3", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "bloom"]
-CONFIGS = {"paper": PAPER, "budget": lade.LookaheadConfig(budget=24), "adaptive": lade.LookaheadConfig()}
-EACH_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 @pytest.fixture(params=DEVICES)
@@ -32,57 +29,11 @@ def built(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -
     return model.to(device)
 
 
-@pytest.mark.one_in(16)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_plain_decodings(name: str, device: torch.device) -> None:
-    model, ids, stats = built(name, device), prompt(20).to(device), lade.Stats()
-    expected = plain(model, ids)
-    for config in CONFIGS.values():
-        ours = lookahead(model, ids, config, stats=stats)
-        assert ours.device == expected.device and torch.equal(ours, expected), config
-    assert stats.tokens_per_step > 1, "no guess was ever accepted"
-
-
-@pytest.mark.one_in(6)
-@EACH_CONFIG
-def test_samples_and_the_generator_afterwards_are_plain_decodings(
-    config: lade.LookaheadConfig, device: torch.device
-) -> None:
-    model, ids = built("llama", device), prompt(20).to(device)
-    seen = []
-    for seed in (0, 1):
-        ends = []
-        for way in (plain, lambda *given, **named: lookahead(*given, config, **named)):
-            torch.manual_seed(seed)
-            output = way(model, ids, do_sample=True, temperature=0.7, top_k=20, top_p=0.95)
-            ends.append((output, generator_state(device)))
-        (expected, state), (ours, our_state) = ends
-        assert torch.equal(ours, expected) and torch.equal(our_state, state), seed
-        seen.append(expected)
-    assert not torch.equal(*seen), "both seeds gave one text: nothing was drawn"
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_beams_are_plain_decodings(sampled: bool, device: torch.device) -> None:
-    model, ids = built("llama", device), prompt(20).to(device)
-    arguments = {"num_beams": 3, "num_return_sequences": 3, "do_sample": sampled, "max_new_tokens": 40}
-    arguments |= {"return_dict_in_generate": True, "output_scores": True}
-    stats, outputs = lade.Stats(), []
-    for way in (plain, lambda *given, **named: lookahead(*given, stats=stats, **named)):
-        torch.manual_seed(0)
-        outputs.append((way(model, ids, **arguments), generator_state(device)))
-    (expected, state), (ours, our_state) = outputs
-    assert torch.equal(ours.sequences, expected.sequences) and torch.equal(our_state, state)
-    assert torch.equal(ours.beam_indices, expected.beam_indices)
-    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores)
-    assert stats.steps < 40, "no guess was ever accepted"
-
-
-def test_a_stream_yields_the_same_tokens(device: torch.device) -> None:
+def test_a_stream_yields_the_same_tokens(device):
     model, ids = built("qwen3", device), prompt(20).to(device)
     expected = plain(model, ids)[0].tolist()
-    steps = list(lade.stream(model, input_ids=ids, max_new_tokens=70, do_sample=False))
-    assert [token for step in steps for token in step.tokens] == expected[20:] and len(steps) < 70
+    steps = list(lade.stream(model, input_ids=ids, max_new_tokens=40, do_sample=False))
+    assert [token for step in steps for token in step.tokens] == expected[20:] and len(steps) < 40
 
     class Listener(BaseStreamer):
         heard: list[int] = []  # noqa: RUF012
@@ -98,18 +49,12 @@ def test_a_stream_yields_the_same_tokens(device: torch.device) -> None:
     assert Listener.heard == [*expected, -1]
 
 
-def test_low_precision_decodes_as_plain_passes_do_but_for_near_ties(device: torch.device) -> None:
-    model, ids = built("llama", device, torch.bfloat16), prompt(20).to(device)
-    with pytest.warns(lade.PrecisionWarning, match="where two tokens score almost equally"):  # once
-        texts = [lookahead(model, ids, config) for config in CONFIGS.values()]
-    for text, config in zip(texts, CONFIGS.values(), strict=True):
-        with torch.no_grad():
-            scores = model(text).logits[0, 19:-1].float()
-        lost = scores.max(dim=-1).values - scores.gather(1, text[0, 20:, None])[:, 0]
-        assert (lost <= scores.abs().max() / 32).all(), config  # a few units in the last place of eight bits
+def test_low_precision_decodes_as_plain_passes_do_but_for_near_ties(device):
+    model = built("llama", device, torch.bfloat16)
+    assert_near_ties(model, prompt(20).to(device), (PAPER, lade.LookaheadConfig(budget=24), lade.LookaheadConfig()))
 
 
-def test_an_inflated_model_is_made_on_its_device_and_writes_the_same(device: torch.device) -> None:
+def test_an_inflated_model_is_made_on_its_device_and_writes_the_same(device):
     small = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     ids = tokenizer("def mean(values):\n", return_tensors="pt").input_ids.to(device)
@@ -119,7 +64,7 @@ def test_an_inflated_model_is_made_on_its_device_and_writes_the_same(device: tor
 
 
 @pytest.mark.slow
-def test_a_benchmark_of_all_methods_runs(device: torch.device) -> None:
+def test_a_benchmark_of_all_methods_runs(device):
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     results = lade.bench.run(

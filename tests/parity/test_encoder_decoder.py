@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, assert_same_beams, lookahead, plain
+from comparing import CONFIGS, PAPER, assert_refused, assert_same, assert_same_beams, lookahead, plain
 from encoder_decoders import CHECKED, END, FAILING, LISTED, PAD, START, USUAL, EncoderDecoder, article
 from peft import LoraConfig, get_peft_model
 from transformers import Florence2Config, Florence2ForConditionalGeneration, StoppingCriteriaList
@@ -28,7 +28,7 @@ BART, T5 = USUAL[:2]
 
 @pytest.mark.one_in(36)
 @pytest.mark.parametrize(("case", "backend"), CASES)
-def test_it_writes_what_plain_decoding_writes(case: EncoderDecoder, backend: str, watch: Watch) -> None:
+def test_it_writes_what_plain_decoding_writes(case, backend, watch):
     model = case.build(backend)
     assert lade.supports(model)
     expected = plain(model, article(20))
@@ -39,29 +39,14 @@ def test_it_writes_what_plain_decoding_writes(case: EncoderDecoder, backend: str
     assert_same(model, article(1, seed=2), [PAPER])
 
 
-@pytest.mark.one_in(20)
-@pytest.mark.parametrize("case", MODELS)
-def test_all_ways_to_call_it(case: EncoderDecoder) -> None:
-    model, ids = case.build(), article(20)
-    expected = plain(model, ids)
-    arguments = {"max_new_tokens": 70, "do_sample": False, "lookahead": PAPER}
-    assert torch.equal(model.generate(input_ids=ids, custom_generate=lade.decode, **arguments), expected)
-    assert torch.equal(lade.generate(model, ids, **{**arguments, "lookahead": "auto"}), expected)
-    steps = list(lade.stream(model, input_ids=ids, **arguments))
-    assert [token for step in steps for token in step.tokens] == expected[0, 1:].tolist()
-    assert any(len(step.tokens) > 1 for step in steps)
-    lade.enable(model, PAPER)
-    assert torch.equal(model.generate(ids, max_new_tokens=70, do_sample=False), expected)
-
-
 @pytest.mark.one_in(40)
 @pytest.mark.parametrize(("case", "backend"), CASES)
-def test_the_logits_at_every_node_are_those_of_plain_passes(case: EncoderDecoder, backend: str) -> None:
+def test_the_logits_at_every_node_are_those_of_plain_passes(case, backend):
     model = case.build(backend, seed=2)
     assert worst_error(model, lade.supports(model).require(), beyond=20) < 1e-10
 
 
-def test_every_listed_family_is_tested() -> None:
+def test_every_listed_family_is_tested():
     assert {case.model_type for case in LISTED} | {"whisper"} == ENCODER_DECODERS
 
 
@@ -89,7 +74,7 @@ PROCESSING = {
 @pytest.mark.one_in(60)
 @pytest.mark.parametrize("name", PROCESSING)
 @pytest.mark.parametrize("case", MODELS)
-def test_processors_see_the_decoders_text_alone(case: EncoderDecoder, name: str) -> None:
+def test_processors_see_the_decoders_text_alone(case, name):
     model, arguments = case.build(), PROCESSING[name]
     for seed in (1, 2):
         assert_same(model, article(20), [CONFIGS[seed % 2]], seed, **arguments)
@@ -97,7 +82,7 @@ def test_processors_see_the_decoders_text_alone(case: EncoderDecoder, name: str)
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
-def test_what_ends_a_text(case: EncoderDecoder) -> None:
+def test_what_ends_a_text(case):
     model = case.build()
     first, later = _words(model)
     assert_same(model, article(20), CONFIGS[:2], eos_token_id=later)
@@ -117,7 +102,7 @@ def test_what_ends_a_text(case: EncoderDecoder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
-def test_a_decoder_that_is_given_a_beginning(case: EncoderDecoder) -> None:
+def test_a_decoder_that_is_given_a_beginning(case):
     model, words = case.build(), article(9, seed=5)
     for beginning in (words, torch.cat([torch.tensor([[START]]), words], dim=1)):  # transformers puts the start before
         arguments = {"decoder_input_ids": beginning, "max_new_tokens": 40}
@@ -126,16 +111,13 @@ def test_a_decoder_that_is_given_a_beginning(case: EncoderDecoder) -> None:
         assert_same(model, article(20), CONFIGS[:2], **arguments)
         assert_same(model, article(20), decoder_attention_mask=torch.ones_like(beginning), **arguments)
     padding = {"decoder_input_ids": words, "decoder_attention_mask": (words != words[0, 0]).long()}
-    with pytest.raises(lade.UnsupportedArgumentError, match="decoder_attention_mask with padding"):
-        lookahead(model, article(20), **padding)
-    with pytest.warns(lade.FallbackWarning, match="decoder_attention_mask"):
-        assert_same(model, article(20), ["auto"], **padding)
+    assert_refused(model, article(20), "decoder_attention_mask with padding", lade.UnsupportedArgumentError, **padding)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in USUAL])
-def test_an_encoder_whose_input_is_padded(case: EncoderDecoder, side: str) -> None:
+def test_an_encoder_whose_input_is_padded(case, side):
     model, padding = case.build(), torch.full((1, 6), PAD)
     parts = [article(14), padding] if side == "right" else [padding, article(14)]
     ids = torch.cat(parts, dim=1)
@@ -148,7 +130,7 @@ def test_an_encoder_whose_input_is_padded(case: EncoderDecoder, side: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [BART, T5], ids=str)
-def test_an_encoder_that_has_run_before_or_was_fed_embeddings(case: EncoderDecoder) -> None:
+def test_an_encoder_that_has_run_before_or_was_fed_embeddings(case):
     model, ids = case.build(), article(20)
     with torch.no_grad():
         outputs = model.get_encoder()(input_ids=ids, return_dict=True)
@@ -157,7 +139,7 @@ def test_an_encoder_that_has_run_before_or_was_fed_embeddings(case: EncoderDecod
     assert_same(model, None, inputs_embeds=embeddings)
 
 
-def test_what_is_returned() -> None:
+def test_what_is_returned():
     model, ids = BART.build(), article(20)
     arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 30}
     expected, ours = plain(model, ids, **arguments), lookahead(model, ids, **arguments)
@@ -175,7 +157,7 @@ def test_what_is_returned() -> None:
         lookahead(model, ids, past_key_values=expected.past_key_values, decoder_input_ids=ours.sequences)
 
 
-def test_guesses_come_from_the_encoders_text() -> None:
+def test_guesses_come_from_the_encoders_text():
     """Of a text that copies it, the first words are guessed at once."""
     model, ids, sources = BART.build(), article(20), []
     text = plain(model, ids)[:, 1:41]
@@ -184,7 +166,7 @@ def test_guesses_come_from_the_encoders_text() -> None:
     assert "prompt" in sources
 
 
-def test_positions_end_where_plain_decoding_ends() -> None:
+def test_positions_end_where_plain_decoding_ends():
     model = BART.build(max_position_embeddings=40)
     assert_same(model, article(20), CONFIGS[:2], max_new_tokens=39)
     for decode in (plain, lookahead):
@@ -206,26 +188,26 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 def _end_of_some(model: Any, rows: dict[str, torch.Tensor]) -> int:
     """A token with which some rows end early, and at different steps."""
     texts = plain(model, **rows)[:, 1:].tolist()
-    ends = {token: [text.index(token) if token in text else 70 for text in texts] for text in texts for token in text}
+    ends = {token: [text.index(token) if token in text else 40 for text in texts] for text in texts for token in text}
     return max(ends, key=lambda token: (len(set(ends[token])), min(ends[token])))
 
 
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("case", MODELS)
-def test_rows_that_end_at_different_steps(case: EncoderDecoder) -> None:
+def test_rows_that_end_at_different_steps(case):
     model, rows = case.build(), padded(20, 7, 13, 2)
     end = _end_of_some(model, rows)
     expected = plain(model, **rows, eos_token_id=end)
     assert len({row.index(end) if end in row else -1 for row in expected.tolist()}) > 2
     assert_same(model, **rows, configs=CONFIGS[:3], eos_token_id=end)
-    arguments = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": end, "lookahead": PAPER}
+    arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": end, "lookahead": PAPER}
     ours = model.generate(rows["ids"], attention_mask=rows["attention_mask"], custom_generate=lade.decode, **arguments)
     assert torch.equal(ours, expected)
 
 
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("case", MODELS)
-def test_samples_of_several_rows(case: EncoderDecoder) -> None:
+def test_samples_of_several_rows(case):
     model, rows = case.build(), padded(9, 16)
     common = {"eos_token_id": _end_of_some(model, rows), "max_new_tokens": 40}
     for arguments in (
@@ -236,7 +218,7 @@ def test_samples_of_several_rows(case: EncoderDecoder) -> None:
         assert_same(model, **rows, **{**common, **arguments})
 
 
-def test_what_is_read_of_the_encoders_text() -> None:
+def test_what_is_read_of_the_encoders_text():
     """Each row's own, without padding, and nothing where the decoder's ids mean other words."""
     rows, beginning = padded(5, 3), {"max_new_tokens": 4, "do_sample": True, "num_return_sequences": 2}
 
@@ -256,7 +238,7 @@ def test_what_is_read_of_the_encoders_text() -> None:
 @pytest.mark.slow
 @pytest.mark.measured_cost
 @pytest.mark.parametrize("case", [BART, LISTED[-1]], ids=str)
-def test_what_its_passes_cost_is_measured(case: EncoderDecoder) -> None:
+def test_what_its_passes_cost_is_measured(case):
     model, rows = case.build(), padded(20, 7, 13)
     assert_same(model, rows["ids"][:1], [lade.LookaheadConfig()])
     assert_same(model, **rows, configs=[lade.LookaheadConfig()])
@@ -267,7 +249,7 @@ def test_what_its_passes_cost_is_measured(case: EncoderDecoder) -> None:
 
 @pytest.mark.one_in(40)
 @pytest.mark.parametrize(("case", "backend"), CASES[:-2])  # transformers 5.17 fails with a decoder's own vocabulary
-def test_its_beams_are_plains(case: EncoderDecoder, backend: str) -> None:
+def test_its_beams_are_plains(case, backend):
     model, common = case.build(backend), {"num_beams": 4, "max_new_tokens": 40}
     end = _words(model)[1]
     assert assert_same_beams(model, article(20), **common).tokens_per_step > 1, "no guess was ever taken"
@@ -279,13 +261,13 @@ def test_its_beams_are_plains(case: EncoderDecoder, backend: str) -> None:
 
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("case", MODELS[:-1])
-def test_beams_of_several_prompts(case: EncoderDecoder) -> None:
+def test_beams_of_several_prompts(case):
     model, rows = case.build(), padded(20, 7, 13)
     common = {"num_beams": 3, "max_new_tokens": 30, "attention_mask": rows["attention_mask"]}
     assert_same_beams(model, rows["ids"], **common, num_return_sequences=2, eos_token_id=_end_of_some(model, rows))
 
 
-def test_the_cache_of_beams_has_a_row_for_each() -> None:
+def test_the_cache_of_beams_has_a_row_for_each():
     model, common = BART.build(), {"num_beams": 3, "max_new_tokens": 12, "return_dict_in_generate": True}
     expected, ours = (decode(model, article(9), **common).past_key_values for decode in (plain, lookahead))
     assert ours.get_seq_length() == expected.get_seq_length() == 12
@@ -295,7 +277,7 @@ def test_the_cache_of_beams_has_a_row_for_each() -> None:
 
 
 @pytest.mark.slow
-def test_beams_copy_from_the_encoders_text() -> None:
+def test_beams_copy_from_the_encoders_text():
     model, config = BART.build(), lade.LookaheadConfig(0, 5, 5)
     copied = plain(model, article(20), num_beams=3, max_new_tokens=40)[:, 1:]
     steps = [
@@ -329,7 +311,7 @@ def _lowered(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("case", MODELS)
-def test_rows_that_have_to_be_shown_together(case: EncoderDecoder, sampled: bool) -> None:
+def test_rows_that_have_to_be_shown_together(case, sampled):
     model, rows = case.build(), padded(20, 9, 14)
     first = plain(model, **rows)
     given = {"do_sample": sampled, "max_new_tokens": 40, "eos_token_id": [END, int(first[1, 12])], "pad_token_id": PAD}
@@ -350,7 +332,7 @@ def test_rows_that_have_to_be_shown_together(case: EncoderDecoder, sampled: bool
         assert torch.equal(ours, expected)
 
 
-def test_a_batch_gives_a_streamer_the_tokens_of_all_rows() -> None:
+def test_a_batch_gives_a_streamer_the_tokens_of_all_rows():
     """And takes fewer passes, as the rows' encoders have read what they write."""
     model, rows, stats = T5.build(), padded(20, 9), lade.Stats()
     ours, theirs = Seen(), Seen()
@@ -362,7 +344,7 @@ def test_a_batch_gives_a_streamer_the_tokens_of_all_rows() -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_says_what_serves_it() -> None:
+def test_an_engine_says_what_serves_it():
     with pytest.raises(lade.UnsupportedModelError, match=r"BartForConditionalGeneration: .* encoders' .*lade.generate"):
         lade.Engine(BART.build())
 
@@ -376,16 +358,9 @@ def test_an_engine_says_what_serves_it() -> None:
         ({"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "decoder_inputs_embeds cannot be used"),
     ],
 )
-def test_arguments_that_are_refused(arguments: dict[str, Any], reason: str) -> None:
+def test_arguments_that_are_refused(arguments, reason):
     with pytest.raises(lade.UnsupportedArgumentError, match=reason):
         lookahead(BART.build(), article(9), **arguments)
-
-
-def test_a_model_in_training_mode_is_refused() -> None:
-    model = BART.build().train()
-    assert "training mode" in lade.supports(model).reason
-    with pytest.warns(lade.FallbackWarning, match="training mode"):
-        assert_same(model, article(9), ["auto"])
 
 
 # --- architectures that are not listed -------------------------------------------------------------------------------
@@ -393,7 +368,7 @@ def test_a_model_in_training_mode_is_refused() -> None:
 
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CHECKED])
-def test_an_architecture_that_passes_the_check(case: EncoderDecoder, checks: list[str]) -> None:
+def test_an_architecture_that_passes_the_check(case, checks):
     model = case.build("eager")
     assert lade.supports(model) and lade.supports(model) and len(checks) == 1
     assert_same(model, article(20), CONFIGS[:2], max_new_tokens=40)
@@ -401,14 +376,14 @@ def test_an_architecture_that_passes_the_check(case: EncoderDecoder, checks: lis
     assert_same_beams(model, article(20), num_beams=3, max_new_tokens=20)
 
 
-def test_an_architecture_that_fails_the_check() -> None:
+def test_an_architecture_that_fails_the_check():
     model = FAILING.build("eager")
     assert "a tree pass does not equal plain passes on it" in lade.supports(model).reason
     with pytest.warns(lade.FallbackWarning, match="does not equal plain passes"):
         assert_same(model, article(9), ["auto"])
 
 
-def test_positions_that_nobody_asks_for_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_nobody_asks_for_are_noticed(monkeypatch):
     """A decoder that reads its table in another way would see slots."""
     model = BART.build()
     monkeypatch.setattr(type(model.model.decoder), "forward", _forward_of_a_twin(model))
@@ -422,7 +397,7 @@ def _forward_of_a_twin(model: Any) -> Any:
     return lambda decoder, *args, **kwargs: forward(twin, *args, **kwargs)
 
 
-def test_a_class_around_a_listed_one_is_checked(checks: list[str]) -> None:
+def test_a_class_around_a_listed_one_is_checked(checks):
     """What is known of Bart holds for its own class; another one may call it in its own way."""
     config = Florence2Config(
         text_config={**BART.build().config.to_dict(), "model_type": "bart"},
@@ -439,7 +414,7 @@ def test_a_class_around_a_listed_one_is_checked(checks: list[str]) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [BART, T5], ids=str)
-def test_an_adapter_for_encoder_decoders(case: EncoderDecoder) -> None:
+def test_an_adapter_for_encoder_decoders(case):
     """PEFT wraps these in a class of its own, whose `generate` prepares the encoder's input."""
     bare = plain(case.build(), article(20))
     targets = ["q_proj", "v_proj"] if case is BART else ["q", "v"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, in_turn, prompt
-from families import FAMILIES, WINDOW, Family, family
+from comparing import CONFIGS, PAPER, assert_same, in_turn, prompt
+from families import FAMILIES, WINDOW, family
 
 import lade
 from lade.backends.trials.tree_check import worst_error
@@ -24,7 +24,7 @@ def windowed(name: str, window: int) -> dict[str, int]:
 
 @pytest.mark.one_in(32)
 @pytest.mark.parametrize(("case", "backend"), CASES)
-def test_it_writes_what_plain_decoding_writes(case: Family, backend: str, watch: Watch) -> None:
+def test_it_writes_what_plain_decoding_writes(case, backend, watch):
     model = case.build(backend)
     assert lade.supports(model)
     configs = CONFIGS[:3] if backend == case.backends[0] else CONFIGS[:2]  # the others are in the cross product
@@ -36,7 +36,7 @@ def test_it_writes_what_plain_decoding_writes(case: Family, backend: str, watch:
 
 @pytest.mark.one_in(26)
 @pytest.mark.parametrize(("case", "backend"), CASES)
-def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, backend: str) -> None:
+def test_the_logits_at_every_node_are_those_of_plain_passes(case, backend):
     model = case.build(backend, seed=2)
     plan = lade.supports(model).require()
     bound = 1e-5 if case.dtype == torch.float64 else 1e-4  # some softmaxes and norms are float32 in any case
@@ -45,14 +45,14 @@ def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family, backen
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3_text", "llama4_text"])
-def test_a_window_shorter_than_a_tree_is_deep(name: str) -> None:
+def test_a_window_shorter_than_a_tree_is_deep(name):
     assert_same(family(name).build(**windowed(name, 3)), prompt(20), CONFIGS, max_new_tokens=40)
 
 
 @pytest.mark.one_in(22)
 @pytest.mark.parametrize("window", [2, 19, 20, 21])
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "cohere2", "llama4_text"])
-def test_the_shortest_window_and_one_as_long_as_the_prompt(name: str, window: int) -> None:
+def test_the_shortest_window_and_one_as_long_as_the_prompt(name, window):
     model = family(name).build(**windowed(name, window))
     assert_same(model, prompt(20), CONFIGS[:2], max_new_tokens=30)
     assert_same(model, prompt(20), do_sample=True, max_new_tokens=20)
@@ -60,19 +60,19 @@ def test_the_shortest_window_and_one_as_long_as_the_prompt(name: str, window: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
-def test_a_window_that_the_cache_of_plain_decoding_heeds_and_the_model_does_not(field: str) -> None:
+def test_a_window_that_the_cache_of_plain_decoding_heeds_and_the_model_does_not(field):
     model = family("llama").build(**{field: WINDOW})
     assert_same(model, prompt(20), CONFIGS)
 
 
-def test_every_listed_family_is_tested() -> None:
+def test_every_listed_family_is_tested():
     assert {case.model_type for case in FAMILIES} == MASK_PER_LAYER_TYPE | ONE_MASK
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize(("case", "backend"), CASES)
-def test_the_cross_product_of_sizes(case: Family, backend: str, dtype: torch.dtype) -> None:
+def test_the_cross_product_of_sizes(case, backend, dtype):
     """Of the configurations, each family has others."""
     if case.dtype != torch.float64 and dtype == torch.float64:
         pytest.skip(f"{case} itself fails in float64")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from comparing import PAPER, assert_same, batch, build, lookahead, plain, prompt
+from comparing import PAPER, assert_refused, assert_same, batch, build, lookahead, plain, prompt
 from families import family
 from inside import force_attention
 from torch.nn import functional
@@ -75,20 +75,26 @@ def under_a_hook_of_accelerate(model: Any) -> None:
     add_hook_to_module(model, ModelHook())
 
 
+def an_unknown_one_under_a_known_one(model: Any) -> None:
+    taking_anything(model)
+    under_a_hook_of_accelerate(model)
+
+
 TRANSPARENT = [
     taking_anything,
     bound_to_the_model,
     with_the_name_of_the_other,
     of_a_class_made_for_it,
     around_every_layer,
+    an_unknown_one_under_a_known_one,
 ]
 NAMES = ["llama", "gpt2", "mistral-window", "gemma3_text", "bloom"]
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("change", TRANSPARENT)
 @pytest.mark.parametrize("name", NAMES)
-def test_positions_arrive_through_a_wrapper(name: str, change: Change, checks: list[str]) -> None:
+def test_positions_arrive_through_a_wrapper(name, change, checks):
     model = family(name).build()
     change(model)
     assert assert_same(model, prompt(20), max_new_tokens=40).tokens_per_step > 1
@@ -97,29 +103,21 @@ def test_positions_arrive_through_a_wrapper(name: str, change: Change, checks: l
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("change", [with_an_argument_set, compiled, under_a_hook_of_accelerate])
-def test_wrappers_that_are_known_to_hand_everything_on_need_no_check(change: Change, checks: list[str]) -> None:
+def test_wrappers_that_are_known_to_hand_everything_on_need_no_check(change, checks):
     model = family("gpt2").build()
     change(model)
     assert_same(model, prompt(20), max_new_tokens=20)
     assert not checks
 
 
-def test_a_known_wrapper_around_an_unknown_one_is_checked(checks: list[str]) -> None:
-    model = family("gpt2").build()
-    taking_anything(model)
-    under_a_hook_of_accelerate(model)
-    assert_same(model, prompt(20), max_new_tokens=20)
-    assert len(checks) == 1
-
-
-def test_a_class_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch, checks: list[str]) -> None:
+def test_a_class_whose_forward_was_replaced(monkeypatch, checks):
     forward = GPT2LMHeadModel.forward
     monkeypatch.setattr(GPT2LMHeadModel, "forward", handing_on(forward))
     assert_same(family("gpt2").build(), prompt(20), max_new_tokens=40)
     assert len(checks) == 1
 
 
-def test_a_class_of_a_layer_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_a_layer_whose_forward_was_replaced(monkeypatch):
     forward = LlamaAttention.forward
 
     def deaf_to_masks(
@@ -167,18 +165,15 @@ def doubling_positions_of_plain_steps(model: Any) -> None:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("change", [without_positions, not_naming_positions, doubling_positions_of_plain_steps])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_wrapper_that_changes_positions_is_refused(name: str, change: Change) -> None:
+def test_a_wrapper_that_changes_positions_is_refused(name, change):
     model = family(name).build()
     assert lade.supports(model)
     change(model)
     assert "a tree pass does not equal plain passes on it (logits differ by " in lade.supports(model).reason
-    with pytest.raises(lade.UnsupportedModelError, match="logits differ by"):
-        lookahead(model, prompt(20), PAPER)
-    with pytest.warns(lade.FallbackWarning, match="logits differ by"):
-        assert_same(model, prompt(20), ["auto"])
+    assert_refused(model, prompt(20), "logits differ by")
 
 
-def test_another_wrapper_is_another_check(checks: list[str]) -> None:
+def test_another_wrapper_is_another_check(checks):
     model = family("gpt2").build()
     without_positions(model)
     assert not lade.supports(model) and len(checks) == 1
@@ -188,7 +183,7 @@ def test_another_wrapper_is_another_check(checks: list[str]) -> None:
     assert lade.supports(model) and lade.supports(model) and len(checks) == 2
 
 
-def test_padding_that_a_wrapper_makes_transformers_count_is_refused() -> None:
+def test_padding_that_a_wrapper_makes_transformers_count_is_refused():
     model = build(family("gpt2"))
     rows = batch(5, 11)
     arguments = {"attention_mask": rows["attention_mask"], "pad_token_id": 0, "max_new_tokens": 30}
@@ -207,7 +202,7 @@ class LlamaOfKeywords(LlamaForCausalLM):
         return super().forward(**kwargs)
 
 
-def test_code_from_elsewhere_that_takes_keywords_only_is_served() -> None:
+def test_code_from_elsewhere_that_takes_keywords_only_is_served():
     model = family("llama").build()
     model.__class__ = LlamaOfKeywords
     assert assert_same(model, prompt(20)).tokens_per_step > 1
@@ -238,7 +233,7 @@ def adding_noise(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [looking_on, steering_every_token])
-def test_hooks_that_treat_all_tokens_alike_are_served(change: Change, checks: list[str]) -> None:
+def test_hooks_that_treat_all_tokens_alike_are_served(change, checks):
     model = family("llama").build()
     change(model)
     assert assert_same(model, prompt(20)).tokens_per_step > 1
@@ -249,7 +244,7 @@ def test_hooks_that_treat_all_tokens_alike_are_served(change: Change, checks: li
     ("change", "reason"),
     [(steering_the_last_token, "logits differ by"), (adding_noise, "its passes draw random numbers")],
 )
-def test_hooks_that_do_not_are_refused(change: Change, reason: str) -> None:
+def test_hooks_that_do_not_are_refused(change, reason):
     model = family("llama").build()
     change(model)
     with pytest.warns(lade.FallbackWarning, match=reason):
@@ -271,14 +266,14 @@ class Blurred(torch.nn.Module):
         return output
 
 
-def test_a_module_of_another_make_is_checked(checks: list[str]) -> None:
+def test_a_module_of_another_make_is_checked(checks):
     model: Any = family("llama").build()
     model.model.layers[1].mlp = Blurred(model.model.layers[1].mlp).eval()
     assert "logits differ by" in lade.supports(model).reason
     assert checks == ["LlamaForCausalLM"]
 
 
-def test_an_attention_function_of_another_make_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_function_of_another_make_is_checked(monkeypatch):
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def deaf_to_masks(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -288,7 +283,7 @@ def test_an_attention_function_of_another_make_is_checked(monkeypatch: pytest.Mo
     assert "logits differ by" in lade.supports(family("llama").build()).reason
 
 
-def test_a_kernel_that_was_put_into_torch_is_checked(monkeypatch: pytest.MonkeyPatch, checks: list[str]) -> None:
+def test_a_kernel_that_was_put_into_torch_is_checked(monkeypatch, checks):
     kernel = functional.scaled_dot_product_attention
 
     def another(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -298,7 +293,7 @@ def test_a_kernel_that_was_put_into_torch_is_checked(monkeypatch: pytest.MonkeyP
     assert lade.supports(family("llama").build()) and len(checks) == 1
 
 
-def test_layers_with_a_configuration_of_their_own_are_checked(checks: list[str]) -> None:
+def test_layers_with_a_configuration_of_their_own_are_checked(checks):
     """The model's may say later on what they do not hear of."""
     model: Any = family("llama").build("eager")
     model.config = copy.deepcopy(model.config)
@@ -314,7 +309,7 @@ class WithItsOwnLoop(LlamaForCausalLM):
         return super()._sample(*args, **kwargs)
 
 
-def test_a_class_with_a_loop_of_its_own_is_refused() -> None:
+def test_a_class_with_a_loop_of_its_own_is_refused():
     model = family("llama").build()
     model.__class__ = WithItsOwnLoop
     assert "overrides the choice of tokens" in lade.supports(model).reason
@@ -327,7 +322,7 @@ class WithoutPositions(GPT2LMHeadModel):
         return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
 
 
-def test_padding_that_a_class_from_elsewhere_counts_is_refused() -> None:
+def test_padding_that_a_class_from_elsewhere_counts_is_refused():
     model = build(family("gpt2"))
     model.__class__ = WithoutPositions
     assert_same(model, prompt(20), max_new_tokens=20)

@@ -62,9 +62,7 @@ def tree_of(tokens: int) -> TokenTree:
 
 
 @pytest.mark.parametrize(("name", "biased"), [*((name, False) for name in NAMES), *((name, True) for name in BIASED)])
-def test_logits_of_trees_are_those_of_the_model(
-    name: str, biased: bool, device: torch.device, graphs: Graphs, passes: list[StepShape]
-) -> None:
+def test_logits_of_trees_are_those_of_the_model(name, biased, device, graphs, passes):
     model = built(name, device, **(BIASED[name] if biased else {}))
     runner, found = graphs.runner(model), []
     own = GraphRunner(model, runner.plan, model.generation_config, graphs.pool(model), fuses=False)
@@ -88,9 +86,7 @@ def test_logits_of_trees_are_those_of_the_model(
 
 
 @pytest.mark.parametrize(("name", "config"), list(zip(NAMES, CONFIGS, strict=False)))
-def test_it_writes_what_plain_decoding_writes(
-    name: str, config: Any, device: torch.device, graphs: Graphs, passes: list[StepShape]
-) -> None:
+def test_it_writes_what_plain_decoding_writes(name, config, device, graphs, passes):
     model, tokens = built(name, device), 16 if device.type == "cpu" else 60
     ids = prompt(20).to(device)
     expected = plain(model, ids, max_new_tokens=tokens)  # before its weights are laid out
@@ -105,7 +101,7 @@ def test_it_writes_what_plain_decoding_writes(
     assert {shape.reads for shape in passes} == {True, False}
 
 
-def test_rows_of_a_batch(device: torch.device, graphs: Graphs, passes: list[StepShape]) -> None:
+def test_rows_of_a_batch(device, graphs, passes):
     model, rows = built("llama", device), torch.cat([prompt(9, seed) for seed in range(3)]).to(device)
     padding = torch.ones_like(rows)
     padding[1, :4] = rows[1, :4] = 0
@@ -113,7 +109,7 @@ def test_rows_of_a_batch(device: torch.device, graphs: Graphs, passes: list[Step
     assert {shape.rows for shape in passes} >= {4}
 
 
-def test_weights_take_no_more_memory_and_are_saved_as_before(device: torch.device, tmp_path: Any) -> None:
+def test_weights_take_no_more_memory_and_are_saved_as_before(device, tmp_path):
     model = built("qwen2", device)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     facts = ModelFacts.of(model)
@@ -132,7 +128,7 @@ def test_weights_take_no_more_memory_and_are_saved_as_before(device: torch.devic
     assert decoder._layers[0].qkv[0][width].eq(3.0).all()
 
 
-def test_weights_stay_where_they_are_while_passes_may_run(device: torch.device) -> None:
+def test_weights_stay_where_they_are_while_passes_may_run(device):
     model = built("llama", device)
     facts, plan = ModelFacts.of(model), lade.supports(model).require()
     places = [weight.data_ptr() for weight in model.parameters()]
@@ -142,9 +138,7 @@ def test_weights_stay_where_they_are_while_passes_may_run(device: torch.device) 
     assert fused.decoder_of(facts, plan, in_use=True) is not None, "they have been laid out already"
 
 
-def test_a_pass_that_differs_is_not_used(
-    device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, passes: list[StepShape]
-) -> None:
+def test_a_pass_that_differs_is_not_used(device, graphs, monkeypatch, passes):
     model, ids = built("llama", device), prompt(20).to(device)
     monkeypatch.setattr(FusedDecoder, "logits", lambda self, states: self._head(states).roll(1, dims=-1))
     expected = plain(model, ids, max_new_tokens=12)
@@ -154,7 +148,7 @@ def test_a_pass_that_differs_is_not_used(
 
 
 @pytest.mark.parametrize("scale", [1.0, torch.nan])
-def test_differences_beyond_rounding_are_seen(scale: float) -> None:
+def test_differences_beyond_rounding_are_seen(scale):
     expected = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
     assert not difference(expected + 1e-4, expected)
     assert difference(expected + 0.3 * scale, expected)
@@ -178,7 +172,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_models_that_are_not_fused(why: str) -> None:
+def test_models_that_are_not_fused(why):
     model: Any = family("gpt2" if why == "family" else "llama").build("sdpa", dtype=torch.float32)
     plan = lade.supports(model).require()
     REFUSED[why](model)
@@ -187,7 +181,7 @@ def test_models_that_are_not_fused(why: str) -> None:
     assert why in fusion_refusal(ModelFacts.of(model), plan)
 
 
-def test_support_says_why_not(device: torch.device) -> None:
+def test_support_says_why_not(device):
     model = built("llama", device)
     assert lade.supports(model).fused == ("" if device.type == "cuda" else "passes are fused on CUDA devices only")
     eager: Any = family("llama").build("eager", dtype=torch.float32)

@@ -78,7 +78,7 @@ HIDDEN: dict[str, Any] = {
 
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("where", HIDDEN)
-def test_a_model_that_is_wrong_beyond_a_length_is_refused(where: str) -> None:
+def test_a_model_that_is_wrong_beyond_a_length_is_refused(where):
     model = own_llama(**HIDDEN[where])
     assert worst_error(model, plan_for(model.config, by_layer_type=False)) < 1e-9, "a short check finds it as well"
     assert LENGTH in named_lengths(model).values()
@@ -87,24 +87,24 @@ def test_a_model_that_is_wrong_beyond_a_length_is_refused(where: str) -> None:
         assert_same(model, prompt(10), ["auto"])
 
 
-def test_it_would_have_written_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_would_have_written_another_text(monkeypatch):
     model = own_llama(foo=LENGTH)
     monkeypatch.setattr(trials, "named_lengths", lambda model: {})
     assert lade.supports(model) and not torch.equal(lookahead(model, prompt(10)), plain(model, prompt(10)))
 
 
-def test_a_length_that_changes_nothing_is_put_to_the_test_and_served() -> None:
+def test_a_length_that_changes_nothing_is_put_to_the_test_and_served():
     model = own_llama(LlamaAttention, foo=LENGTH)
     assert_same(model, prompt(10))
 
 
 @pytest.mark.parametrize("name", ["foo", "keep_window_size", "index_topk"])
-def test_a_length_too_long_to_be_checked_is_refused(name: str) -> None:
+def test_a_length_too_long_to_be_checked_is_refused(name):
     reason = lade.supports(own_llama(LlamaAttention, **{name: 2048})).reason
     assert f"its {name} of 2048 tokens is too long to be checked" in reason
 
 
-def test_what_is_no_length_makes_the_check_no_longer() -> None:
+def test_what_is_no_length_makes_the_check_no_longer():
     """Sizes, counts and ids of ordinary configurations, and the length of the context, beyond which no tree grows."""
     fields = {
         "moe_intermediate_size": 1408,

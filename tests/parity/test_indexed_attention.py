@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, assert_same, batch, lookahead, plain, prompt
+from comparing import CONFIGS, assert_same, batch, lookahead, plain, prompt
 from families import family
 from inside import force_attention
 from transformers import DynamicCache
@@ -20,7 +20,7 @@ from lade.model import cache_layers
 NAMES = ["deepseek_v32", "glm_moe_dsa"]
 
 
-def test_a_node_that_picks_among_slots_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_picks_among_slots_is_found_out(monkeypatch):
     """Half of the scores are 0: what `topk` takes of them in a tree is not what it takes of the text alone."""
     model = family("deepseek_v32").build(seed=2)
     plan = lade.supports(model).require()
@@ -29,7 +29,7 @@ def test_a_node_that_picks_among_slots_is_found_out(monkeypatch: pytest.MonkeyPa
     assert worst_error(model, plan, beyond=12) > 0.1
 
 
-def test_keys_that_do_not_follow_their_path_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_do_not_follow_their_path_are_found_out(monkeypatch):
     model = family("deepseek_v32").build(seed=2)
     plan = lade.supports(model).require()
     monkeypatch.setattr(cache_layers, "_NAMES", ("keys", "values"))
@@ -40,7 +40,7 @@ def test_keys_that_do_not_follow_their_path_are_found_out(monkeypatch: pytest.Mo
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("make", [lade.TreeCache, DynamicCache])
-def test_a_cache_of_ones_own_goes_on(name: str, make: Any) -> None:
+def test_a_cache_of_ones_own_goes_on(name, make):
     model = family(name).build()
 
     def new() -> Any:
@@ -54,7 +54,7 @@ def test_a_cache_of_ones_own_goes_on(name: str, make: Any) -> None:
     assert torch.equal(lookahead(model, longer, max_new_tokens=20, past_key_values=ours), expected)
 
 
-def test_what_it_cannot_be_served_with() -> None:
+def test_what_it_cannot_be_served_with():
     model = family("deepseek_v32").build()
     with pytest.raises(lade.UnsupportedArgumentError, match="from 11 tokens on this model counts the padding"):
         lookahead(model, **batch(9, 5), pad_token_id=0)
@@ -76,28 +76,16 @@ def test_what_it_cannot_be_served_with() -> None:
     [{"do_sample": True, "temperature": 0.7}, {"num_beams": 3}, {"prefill_chunk_size": 7}],
     ids=lambda arguments: next(iter(arguments)),
 )
-def test_sampling_beams_and_chunks(arguments: dict[str, Any]) -> None:
+def test_sampling_beams_and_chunks(arguments):
     model = family("glm_moe_dsa").build()
     assert_same(model, prompt(30), max_new_tokens=30, **arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_of_one_length(name: str) -> None:
+def test_rows_of_one_length(name):
     model = family(name).build()
     rows = batch(20, 20, 20)
     first = plain(model, **rows, max_new_tokens=30)[:, 20:]
     eos = {"eos_token_id": [int(first[0, 9]), int(first[2, 17])], "pad_token_id": 0}
     assert_same(model, rows["ids"], CONFIGS[:2], max_new_tokens=30, **eos)
-
-
-@pytest.mark.slow
-def test_requests_of_several_lengths() -> None:
-    """The engine feeds their prompts whole, since an indexer picks among all that is fed at once."""
-    model = family("glm_moe_dsa").build()
-    asked = [{"input_ids": prompt(length, length), "max_new_tokens": 25} for length in (7, 30, 18)]
-    expected = [model.generate(**each, do_sample=False) for each in asked]
-    with lade.Engine(model, max_rows=2, prefill_tokens=5) as engine:
-        handles = [engine.add(**each, do_sample=False, lookahead=PAPER) for each in asked]
-        for handle, ids in zip(handles, expected, strict=True):
-            assert torch.equal(handle.result(60.0), ids)

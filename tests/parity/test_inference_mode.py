@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -60,7 +61,7 @@ def note_modes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_nothing_of_a_pass_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_pass_is_left(name, monkeypatch):
     model: Any = family(name).build()
     cache, modes = TreeCache(), note_modes(monkeypatch)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "past_key_values": cache}
@@ -70,7 +71,7 @@ def test_nothing_of_a_pass_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert sum(modes) > 2, "or else this shows nothing"
 
 
-def test_the_numbers_are_those_of_other_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_are_those_of_other_passes(monkeypatch):
     model = toy_model()
 
     def written() -> Any:
@@ -84,7 +85,7 @@ def test_the_numbers_are_those_of_other_passes(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(torch.stack(unrecorded.logits), torch.stack(recorded.logits))
 
 
-def test_a_cache_that_grows_in_a_pass_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_grows_in_a_pass_can_be_written_to(monkeypatch):
     monkeypatch.setattr("lade.model.cache_layers.SPARE_TOKENS", 4)
     model, text = toy_model(), IDS[0].tolist()
     runner = EagerRunner(model, lade.supports(model).require(), model.generation_config)
@@ -101,7 +102,7 @@ def test_a_cache_that_grows_in_a_pass_can_be_written_to(monkeypatch: pytest.Monk
         layer.values.zero_()
 
 
-def test_processors_may_write_into_scores() -> None:
+def test_processors_may_write_into_scores():
     class NotThree(LogitsProcessor):
         def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
             scores[:, 3] = -torch.inf
@@ -116,7 +117,7 @@ def test_processors_may_write_into_scores() -> None:
     assert torch.equal(texts(), texts(custom_generate=lade.decode))
 
 
-def test_the_logits_of_a_pass_are_ordinary() -> None:
+def test_the_logits_of_a_pass_are_ordinary():
     model = toy_model()
     runner = EagerRunner(model, lade.supports(model).require(), model.generation_config)
     cache, text = runner.tree_cache(), IDS[0].tolist()
@@ -128,16 +129,7 @@ def test_the_logits_of_a_pass_are_ordinary() -> None:
     assert not runner.extend([tree], [2], cache).is_inference()
 
 
-@pytest.mark.parametrize("attention", [TREE_ATTENTION, INVARIANT_ATTENTION])
-def test_masks_of_our_own_are_fed_to_recorded_passes(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
-    model: Any = family("llama").build(dtype=torch.float32)
-    model.set_attn_implementation(attention)
-    modes = note_modes(monkeypatch)
-    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
-    assert len(modes) > 2 and not any(modes)
-
-
-def test_a_model_can_be_trained_after_it() -> None:
+def test_a_model_can_be_trained_after_it():
     model: Any = family("llama").build(dtype=torch.float32)
     lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
     model(IDS, labels=IDS).loss.backward()
@@ -168,14 +160,14 @@ class Weight(nn.Parameter):
 
 
 @pytest.mark.parametrize(("reason", "change"), CHANGES, ids=[reason for reason, _ in CHANGES])
-def test_whose_passes_are_recorded(reason: str, change: Callable[[Any], Any]) -> None:
+def test_whose_passes_are_recorded(reason, change):
     model: Any = family("llama").build(dtype=torch.float32)
     assert inference_mode_blocker(ModelFacts.of(model)) == ""
     change(model)
     assert reason in inference_mode_blocker(ModelFacts.of(model))
 
 
-def test_frequencies_that_a_pass_replaces_are_recorded() -> None:
+def test_frequencies_that_a_pass_replaces_are_recorded():
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model in (family("phi3").build(**longrope()), family("llama").build(rope_parameters=dynamic)):
         assert "frequencies" in inference_mode_blocker(ModelFacts.of(model))
@@ -184,11 +176,15 @@ def test_frequencies_that_a_pass_replaces_are_recorded() -> None:
 PATCHED = [family("bloom"), *USUAL, *(case for case in RECURRENT_FAMILIES if str(case) == "lfm2")]
 
 
-@pytest.mark.parametrize("case", PATCHED, ids=str)
-def test_states_and_patched_passes_are_recorded(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    model: Any = case.build()
+@pytest.mark.parametrize("case", [*PATCHED, TREE_ATTENTION, INVARIANT_ATTENTION, "autocast"], ids=str)
+def test_states_patched_passes_masks_of_our_own_and_autocast_are_recorded(monkeypatch, case):
+    model: Any = family("llama").build(dtype=torch.float32) if isinstance(case, str) else case.build()
+    if case in (TREE_ATTENTION, INVARIANT_ATTENTION):
+        model.set_attn_implementation(case)
     modes = note_modes(monkeypatch)
-    lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PrecisionWarning)
+        lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
     assert len(modes) > 2 and not any(modes)
 
 
@@ -198,7 +194,7 @@ def keep_logits(seen: list[torch.Tensor], module: nn.Module, given: Any, output:
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_what_a_hook_is_given_is_ordinary(everywhere: bool) -> None:
+def test_what_a_hook_is_given_is_ordinary(everywhere):
     model, seen = toy_model(), list[torch.Tensor]()
     register = register_module_forward_hook if everywhere else model.register_forward_hook
     hook = register(partial(keep_logits, seen))
@@ -209,7 +205,7 @@ def test_what_a_hook_is_given_is_ordinary(everywhere: bool) -> None:
     assert len(seen) > 3 and not any(logits.is_inference() for logits in seen)
 
 
-def test_an_engine_sees_a_hook_that_came_between_two_requests() -> None:
+def test_an_engine_sees_a_hook_that_came_between_two_requests():
     model, seen = toy_model(), list[torch.Tensor]()
     arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     with Engine(model) as engine:
@@ -219,7 +215,7 @@ def test_an_engine_sees_a_hook_that_came_between_two_requests() -> None:
     assert len(seen) > 3 and not any(logits.is_inference() for logits in seen)
 
 
-def test_what_an_attention_of_ones_own_is_given_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_attention_of_ones_own_is_given_is_ordinary(monkeypatch):
     sdpa, seen = ALL_ATTENTION_FUNCTIONS["sdpa"], list[torch.Tensor]()
 
     def keeping(module: nn.Module, query: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -231,7 +227,7 @@ def test_what_an_attention_of_ones_own_is_given_is_ordinary(monkeypatch: pytest.
     assert len(seen) > 10 and not any(query.is_inference() for query in seen)
 
 
-def test_a_table_of_positions_that_grows_in_a_pass_is_ordinary() -> None:
+def test_a_table_of_positions_that_grows_in_a_pass_is_ordinary():
     sizes = {"vocab_size": 64, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
     xglm = AutoConfig.for_model("xglm", **sizes, max_position_embeddings=64)
     decoder = randomize(AutoModelForCausalLM.from_config(xglm), seed=1).eval()
@@ -246,16 +242,8 @@ def test_a_table_of_positions_that_grows_in_a_pass_is_ordinary() -> None:
         assert [table.shape for table in tables] != before and not any(table.is_inference() for table in tables)
 
 
-def test_under_autocast_passes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = family("llama").build(dtype=torch.float32)
-    modes = note_modes(monkeypatch)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(lade.PrecisionWarning):
-        lade.generate(model, IDS, max_new_tokens=10, do_sample=False)
-    assert len(modes) > 2 and not any(modes)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_is_made_ordinary_shares_its_memory(dtype: torch.dtype) -> None:
+def test_what_is_made_ordinary_shares_its_memory(dtype):
     with torch.inference_mode():
         given = torch.arange(6).to(dtype).view(1, 2, 3)
     shared = ordinary(given)

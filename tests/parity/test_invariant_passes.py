@@ -18,7 +18,7 @@ from test_attention_families import DEVICES
 from test_fused_passes import built, passes
 
 import lade
-from lade.backends.cuda_graphs.buffers import EagerReplay, StepShape
+from lade.backends.cuda_graphs.buffers import EagerReplay
 from lade.backends.cuda_graphs.invariant import make_invariant as making
 from lade.errors import PrecisionWarning
 from lade.model.facts import CACHE, as_cache, is_invariant
@@ -60,9 +60,7 @@ def same(found: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_are_those_of_plain_decoding(
-    name: str, dtype: torch.dtype, device: torch.device, graphs: Graphs, passes: list[StepShape]
-) -> None:
+def test_scores_are_those_of_plain_decoding(name, dtype, device, graphs, passes):
     model, ids = invariant(name, device, dtype=dtype), prompt(60).to(device)
     expected = plain(model, ids, max_new_tokens=12, **SCORES)
     assert same(lookahead(model, ids, SMALL, max_new_tokens=12, **SCORES), expected)
@@ -71,9 +69,7 @@ def test_scores_are_those_of_plain_decoding(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_scores_are_those_of_plain_decoding_with_all_kernels(
-    device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, passes: list[StepShape]
-) -> None:
+def test_scores_are_those_of_plain_decoding_with_all_kernels(device, graphs, monkeypatch, passes):
     monkeypatch.undo()
     graphs.serve(monkeypatch)
     if device.type == "cpu":
@@ -85,7 +81,7 @@ def test_scores_are_those_of_plain_decoding_with_all_kernels(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_rows_of_a_batch_have_the_bits_of_each_row_alone(name: str, device: torch.device, graphs: Graphs) -> None:
+def test_rows_of_a_batch_have_the_bits_of_each_row_alone(name, device, graphs):
     model, rows = invariant(name, device, dtype=torch.float16), batch(9, 30, 21)
     rows = {each: tensor.to(device) for each, tensor in rows.items()}
     expected = plain(model, **rows, max_new_tokens=8, **SCORES)
@@ -94,7 +90,7 @@ def test_rows_of_a_batch_have_the_bits_of_each_row_alone(name: str, device: torc
     assert all(torch.equal(one[0], many[1]) for one, many in zip(alone.logits, expected.logits, strict=True))
 
 
-def test_prompts_in_pieces_have_the_bits_of_the_whole(device: torch.device, graphs: Graphs) -> None:
+def test_prompts_in_pieces_have_the_bits_of_the_whole(device, graphs):
     model, ids = invariant("qwen3", device, dtype=torch.float16), prompt(90).to(device)
     with torch.no_grad():
         whole = model(ids).logits
@@ -104,9 +100,7 @@ def test_prompts_in_pieces_have_the_bits_of_the_whole(device: torch.device, grap
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2", "gemma3_text"])
-def test_a_trial_decides(
-    name: str, device: torch.device, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, passes: list[StepShape]
-) -> None:
+def test_a_trial_decides(name, device, graphs, monkeypatch, passes):
     monkeypatch.setattr(making, "TEXTS", (5, 61))
     monkeypatch.setattr(making, "TREES", (1, 9))
     model = built(name, device, dtype=torch.float16)
@@ -136,14 +130,14 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("why", CHANGES)
-def test_changes_of_an_invariant_model_are_noticed(why: str, device: torch.device, graphs: Graphs) -> None:
+def test_changes_of_an_invariant_model_are_noticed(why, device, graphs):
     model = invariant("llama", device, dtype=torch.float16)
     assert not lade.supports(model).reason
     CHANGES[why](model)
     assert why in str(lade.supports(model).reason)
 
 
-def test_models_of_other_families_are_refused(device: torch.device) -> None:
+def test_models_of_other_families_are_refused(device):
     from families import family
 
     model: Any = family("gpt2").build("sdpa", dtype=torch.float32).to(device)
@@ -153,7 +147,7 @@ def test_models_of_other_families_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 70])
-def test_products_are_made_of_64_rows(rows: int, device: torch.device, graphs: Graphs) -> None:
+def test_products_are_made_of_64_rows(rows, device, graphs):
     from lade.backends.cuda_graphs.fused_kernels import roomy
     from lade.backends.cuda_graphs.invariant.layers import product
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from comparing import assert_same
 from families import (
     _DELTA_RULE,
     _EXPERTS,
@@ -19,50 +20,31 @@ from families import (
     family,
     randomize,
 )
-from mtp_toys import load, write_checkpoint
+from mtp_toys import heard, load, write_checkpoint
 from multimodal import OTHERS, Multimodal
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import MtpCache
 
 import lade
-from lade import LookaheadConfig, Stats, UnsupportedArgumentError
+from lade import LookaheadConfig, UnsupportedArgumentError
 from lade.backends.mtp.load import layer_of
 from lade.backends.mtp.runner import MtpRunner
-from lade.decoding.mtp import MtpHabits
 from lade.model.runner import EagerRunner
 
 _ONE_MORE = {"num_hidden_layers": 5}
 _HYBRID = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
+_GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+_OF_TWO_KINDS = ["sliding_attention", "full_attention"] * 2 + ["full_attention"]
 CASES = {
     "llama": (Family("llama", {**_GROUPED, **_ONE_MORE}), {}),
     "deepseek_v3": (Family("deepseek_v3", {"num_key_value_heads": 4, **_LATENT, **_ONE_MORE}), {"prefix": None}),
     "glm4_moe": (
-        Family(
-            "glm4_moe",
-            {
-                **_GROUPED,
-                **_EXPERTS,
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                **_ONE_MORE,
-            },
-        ),
+        Family("glm4_moe", {**_GROUPED, **_EXPERTS, **_GROUPS, "first_k_dense_replace": 1, **_ONE_MORE}),
         {"prefix": None},
     ),
     "mellum": (
-        Family(
-            "mellum",
-            {
-                **_GROUPED,
-                **_EXPERTS,
-                **_WINDOWED,
-                "num_experts": 4,
-                **_ONE_MORE,
-                "layer_types": ["full_attention"] * 4 + ["sliding_attention"],
-            },
-        ),
+        Family("mellum", {**_GROUPED, **_EXPERTS, **_WINDOWED, "num_experts": 4, **_ONE_MORE,
+            "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}),
         {},
     ),
     "bailing_hybrid": (
@@ -70,58 +52,31 @@ CASES = {
         {"prefix": None},
     ),
     "mimo_v2_flash": (
-        Family(
-            "mimo_v2_flash",
-            {
-                **_GROUPED,
-                **_EXPERTS,
-                **_WINDOWED,
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                **_ONE_MORE,
-                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-            },
-            ("eager",),
-        ),
+        Family("mimo_v2_flash", {**_GROUPED, **_EXPERTS, **_WINDOWED, **_GROUPS, **_ONE_MORE,
+            "layer_types": _OF_TWO_KINDS}, ("eager",)),
         {"prefix": "model.mtp", "count": None},
     ),
     "qwen3_5_text": (
-        Family("qwen3_5_text", {**_DELTA_RULE, **_ONE_MORE, **_HYBRID}),
-        {"count": "mtp_num_hidden_layers"},
+        Family("qwen3_5_text", {**_DELTA_RULE, **_ONE_MORE, **_HYBRID}), {"count": "mtp_num_hidden_layers"},
     ),
     "qwen3_next": (
-        Family(
-            "qwen3_next",
-            {**_DELTA_RULE, **_SHARED_EXPERT, "decoder_sparse_step": 1, "mlp_only_layers": [], **_ONE_MORE, **_HYBRID},
-        ),
+        Family("qwen3_next", {**_DELTA_RULE, **_SHARED_EXPERT, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            **_ONE_MORE, **_HYBRID}),
         {"count": None},
     ),
-}
-
-
+}  # fmt: skip
 _STEP = {
-    **_SIZES,
-    **_GROUPED,
-    **_EXPERTS,
-    **_WINDOWED,
-    **_ONE_MORE,
-    "n_routed_experts": 4,
-    "share_expert_dim": 16,
+    **_SIZES, **_GROUPED, **_EXPERTS, **_WINDOWED, **_ONE_MORE, "n_routed_experts": 4, "share_expert_dim": 16,
     "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
     "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2 + ["dense"],
     "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
     },
-}
+}  # fmt: skip
 _EYES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 16,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
     "patch_size": 4,
-}
+}  # fmt: skip
 _QWEN = next(case for case in OTHERS if case.kind == "Qwen3_5")
 WITH_IMAGES = {
     "qwen3_5": (replace(_QWEN, text={**_QWEN.text, **_ONE_MORE, **_HYBRID}), {"count": "mtp_num_hidden_layers"}),
@@ -129,16 +84,16 @@ WITH_IMAGES = {
 }
 
 
-@pytest.fixture(params=sorted(CASES | WITH_IMAGES))
-def made(request, tmp_path):
+@pytest.fixture(params=sorted(CASES | WITH_IMAGES), scope="module")
+def made(request, tmp_path_factory):
     case, layout = (CASES | WITH_IMAGES)[request.param]
-    larger = case.build()
-    named = write_checkpoint(larger, tmp_path, **layout)
+    larger, folder = case.build(), tmp_path_factory.mktemp("mtp")
+    named = write_checkpoint(larger, folder, **layout)
     chosen = {} if request.param in WITH_IMAGES else {"attn_implementation": case.backends[0]}
     if hasattr(larger.config.get_text_config(), "num_experts_per_tok"):
         chosen["experts_implementation"] = "eager"
     loader = AutoModelForImageTextToText if request.param in WITH_IMAGES else transformers.AutoModelForCausalLM
-    return SimpleNamespace(model=load(tmp_path, case.dtype, loader=loader, **chosen), named=named)
+    return SimpleNamespace(model=load(folder, case.dtype, loader=loader, **chosen), named=named)
 
 
 def text(length, seed=1):
@@ -167,7 +122,7 @@ def test_the_first_draft_is_transformers_own(made):
         cache = MtpCache(config=loaded.mtp.config)
         places = torch.arange(1, 20)[None]
         theirs, logits, _ = loaded.mtp(ids[:, 1:], states, None, places, cache)
-    row = SimpleNamespaceRow(ids[0].tolist())
+    row = Text(ids[0].tolist())
     passes = EagerRunner(model, lade.supports(model).plan, model.generation_config)
     runner = MtpRunner(passes, loaded, gathers=False)
     with torch.no_grad(), runner.reading([row]):
@@ -180,7 +135,7 @@ def test_the_first_draft_is_transformers_own(made):
     torch.testing.assert_close(torch.from_numpy(ours.odds[0]).float(), expected, atol=1e-3, rtol=1e-3)
 
 
-class SimpleNamespaceRow:
+class Text:
     """A row as a layer knows it."""
 
     def __init__(self, tokens):
@@ -189,21 +144,10 @@ class SimpleNamespaceRow:
 
 @pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.5}], ids=["greedy", "sampled"])
 def test_texts_are_plains(made, arguments):
-    ids, stats = text(12), Stats()
-    torch.manual_seed(4)
-    expected = made.model.generate(ids, max_new_tokens=40, **arguments)
-    torch.manual_seed(4)
-    config = LookaheadConfig(budget=12, mtp=True)
-    assert torch.equal(
-        lade.generate(made.model, ids, max_new_tokens=40, lookahead=config, stats=stats, **arguments), expected
-    )
+    layer_of(made.model).habits.clear()
+    assert_same(made.model, text(12), [LookaheadConfig(budget=12, mtp=True)], max_new_tokens=16, **arguments)
     assert lade.supports(made.model).mtp
-    assert moved(made.model), "no prediction was heard"
-
-
-def moved(model):
-    """Return whether predictions of a model's layer were weighed: verification has taught their weights."""
-    return any(each.weights.trust[0] != MtpHabits().weights.trust[0] for each in layer_of(model).habits.values())
+    assert heard(made.model), "no prediction was weighed"
 
 
 def test_engines(made):
@@ -211,12 +155,12 @@ def test_engines(made):
     asked = [(text(6 + 3 * number, number), {"do_sample": True} if number == 1 else {}) for number in range(3)]
     with lade.Engine(made.model) as engine:
         handles = [
-            engine.add(ids, lookahead=LookaheadConfig(budget=8), seed=number, max_new_tokens=20 + 5 * number, **own)
+            engine.add(ids, lookahead=LookaheadConfig(budget=8), seed=number, max_new_tokens=10 + 3 * number, **own)
             for number, (ids, own) in enumerate(asked)
         ]
         for number, (handle, (ids, own)) in enumerate(zip(handles, asked, strict=True)):
             torch.manual_seed(number)
-            plain = made.model.generate(ids, max_new_tokens=20 + 5 * number, **own)
+            plain = made.model.generate(ids, max_new_tokens=10 + 3 * number, **own)
             assert torch.equal(handle.result(120), plain), number
 
 

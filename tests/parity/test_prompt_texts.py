@@ -48,7 +48,7 @@ def with_gaps() -> dict[str, Any]:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
-def test_masked_tokens_amid_the_text(name: str, way: str) -> None:
+def test_masked_tokens_amid_the_text(name, way):
     model = family(name).build(dtype=torch.float32 if name == "bloom" else None)  # its eager masks of padding
     mask = torch.ones(1, 24, dtype=torch.long)
     mask[0, [0, 5, 6, 11]] = 0
@@ -61,7 +61,7 @@ def test_masked_tokens_amid_the_text(name: str, way: str) -> None:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
-def test_embeddings_in_place_of_ids(name: str, way: str) -> None:
+def test_embeddings_in_place_of_ids(name, way):
     """Embeddings that are those of no tokens, with ids beside them or not, and in batches."""
     model = family(name).build()
     others = embedded(model, prompt(24)) * 1.1
@@ -74,7 +74,7 @@ def test_embeddings_in_place_of_ids(name: str, way: str) -> None:
     assert_same_text(model, inputs_embeds=embedded(model, rows["ids"]), attention_mask=mask, **WAYS[way])
 
 
-def test_what_comes_with_embeddings() -> None:
+def test_what_comes_with_embeddings():
     """Streams, and a cache that holds as many tokens as plain decoding leaves."""
     model = family("llama").build()
     given = {"inputs_embeds": embedded(model, prompt(9)), "max_new_tokens": 20, "do_sample": False}
@@ -85,7 +85,7 @@ def test_what_comes_with_embeddings() -> None:
     assert ours.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() == 28
 
 
-def test_an_engine_takes_embeddings_beside_ids() -> None:
+def test_an_engine_takes_embeddings_beside_ids():
     model = family("llama").build()
     given = {"input_ids": prompt(9), "inputs_embeds": embedded(model, prompt(9)) * 1.1, "max_new_tokens": 20}
     expected = model.generate(**given, do_sample=False)
@@ -97,10 +97,7 @@ REFUSED = {
     "counts masked tokens in the windows": ("mistral-window", {"input_ids": prompt(20)}),
     "may count masked tokens": ("ministral", {"input_ids": prompt(20)}),
     "that ends with 0": ("llama", {"input_ids": prompt(20), "attention_mask": torch.tensor([[1] * 19 + [0]])}),
-    f"masked tokens or padding with {CACHE}": (
-        "llama",
-        {"input_ids": prompt(20), "past_key_values": lade.TreeCache()},
-    ),
+    f"masked tokens or padding with {CACHE}": ("llama", {"input_ids": prompt(20), "past_key_values": lade.TreeCache()}),
     "input_ids have 5 columns, which do not match": (
         "llama",
         {"input_ids": prompt(5), "inputs_embeds": torch.zeros(1, 20, 32, dtype=torch.float64)},
@@ -109,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_told_apart_is_refused(said: str) -> None:
+def test_what_cannot_be_told_apart_is_refused(said):
     name, arguments = REFUSED[said]
     mask = torch.tensor([[1, 1, 0] + [1] * 17])
     with pytest.raises(lade.UnsupportedArgumentError, match=said):

@@ -49,14 +49,9 @@ ROUNDS = (
     r"rounds its inputs \(by 0\.\d+ of their size\), which magnifies other rounding errors: quantise the weights only"
 )
 REFUSED = {
-    PerTensor: OTHERS,
-    OutlierColumns: OTHERS,
-    PerToken: ROUNDS,
-    PerTokenFloat8: ROUNDS,
-    Static: ROUNDS,
-    StaticFloat8: ROUNDS,
-    Smoothed: ROUNDS,
-}
+    PerTensor: OTHERS, OutlierColumns: OTHERS, PerToken: ROUNDS, PerTokenFloat8: ROUNDS, Static: ROUNDS,
+    StaticFloat8: ROUNDS, Smoothed: ROUNDS,
+}  # fmt: skip
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EXACT = [torch.float64, torch.float32]
@@ -74,7 +69,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("make", [functools.partial(toy, WeightsOnly), coded_toy], ids=["layers", "tensors"])
-def test_quantised_weights_are_served_token_for_token(make: Any, dtype: torch.dtype) -> None:
+def test_quantised_weights_are_served_token_for_token(make, dtype):
     model = make(dtype=dtype)
     assert assert_same(model, prompt(20), CONFIGS[:3]).tokens_per_step > 1
     rows = batch(5, 20, 9)
@@ -87,23 +82,23 @@ def test_quantised_weights_are_served_token_for_token(make: Any, dtype: torch.dt
 @pytest.mark.one_in(4)
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", [WeightsOnly, Unsteady])
-def test_what_rounds_its_weights_only_is_supported(kind: type[nn.Linear], dtype: torch.dtype) -> None:
+def test_what_rounds_its_weights_only_is_supported(kind, dtype):
     for seed in range(5):
         assert lade.supports(toy(kind, dtype, seed=seed)), seed
 
 
-def test_layers_of_torch_and_packed_ones_are_not_tried(trials: list[nn.Module]) -> None:
+def test_layers_of_torch_and_packed_ones_are_not_tried(trials):
     assert lade.supports(toy()) and lade.supports(lade.pack(toy(), min_weights=1)) and not trials
 
 
-def test_a_layer_under_the_hooks_of_accelerate_is_torchs_own(trials: list[nn.Module]) -> None:
+def test_a_layer_under_the_hooks_of_accelerate_is_torchs_own(trials):
     model = accelerate.cpu_offload(toy(), execution_device=torch.device("cpu"))
     assert hasattr(model.lm_head, "_hf_hook") and lade.supports(model) and not trials
     model = accelerate.cpu_offload(toy(WeightsOnly), execution_device=torch.device("cpu"))
     assert lade.supports(model) and len(trials) == len(linears(model))
 
 
-def test_the_architectures_own_layers_are_not_tried_unless_their_weights_are_quantised(trials: list[nn.Module]) -> None:
+def test_the_architectures_own_layers_are_not_tried_unless_their_weights_are_quantised(trials):
     class Router(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x).relu(), x
@@ -120,13 +115,13 @@ def test_the_architectures_own_layers_are_not_tried_unless_their_weights_are_qua
     assert not lade.supports(model) and trials == [model.model.router]
 
 
-def test_a_layer_of_zeros_is_served() -> None:
+def test_a_layer_of_zeros_is_served():
     model = toy(WeightsOnly)
     model.model.layers[1].self_attn.o_proj.weight.data.zero_()
     assert lade.supports(model)
 
 
-def test_a_layer_is_tried_once_and_again_with_another_weight_or_dtype(trials: list[nn.Module]) -> None:
+def test_a_layer_is_tried_once_and_again_with_another_weight_or_dtype(trials):
     model = toy(WeightsOnly)
     assert lade.supports(model) and lade.supports(model) and trials == linears(model)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight + 1)
@@ -135,7 +130,7 @@ def test_a_layer_is_tried_once_and_again_with_another_weight_or_dtype(trials: li
     assert lade.supports(model.bfloat16()) and trials == linears(model)
 
 
-def test_a_trial_leaves_the_random_state_alone() -> None:
+def test_a_trial_leaves_the_random_state_alone():
     state = torch.random.get_rng_state()
     assert lade.supports(toy(WeightsOnly, seed=3)) and not lade.supports(toy(PerToken, seed=3))
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -147,7 +142,7 @@ def test_a_trial_leaves_the_random_state_alone() -> None:
 @pytest.mark.one_in(22)
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", REFUSED)
-def test_quantised_inputs_are_refused(kind: type[nn.Linear], dtype: torch.dtype) -> None:
+def test_quantised_inputs_are_refused(kind, dtype):
     for seed in range(5):
         found = lade.supports(toy(kind, dtype, seed=seed))
         assert not found and found.model == "LlamaForCausalLM"
@@ -162,14 +157,14 @@ def test_quantised_inputs_are_refused(kind: type[nn.Linear], dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("kind", [PerTensor, OutlierColumns])
-def test_what_sees_other_tokens_would_make_other_texts(kind: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sees_other_tokens_would_make_other_texts(kind, monkeypatch):
     monkeypatch.setattr(TRIALS, "linear_refusal", lambda model: "")
     texts = [(toy(kind, seed=seed), prompt(20, seed=seed)) for seed in range(4)]
     assert not all(torch.equal(lookahead(model, ids), plain(model, ids)) for model, ids in texts)
 
 
 @pytest.mark.slow
-def test_what_rounds_each_token_for_itself_would_make_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_rounds_each_token_for_itself_would_make_other_texts(monkeypatch):
     """In float32, and with trained weights: the last places decide on which step an input lands."""
     monkeypatch.setattr(TRIALS, "linear_refusal", lambda model: "")
     tokenizer = AutoTokenizer.from_pretrained(model_path())
@@ -186,7 +181,7 @@ def test_what_rounds_each_token_for_itself_would_make_other_texts(monkeypatch: p
     assert parted(WeightsOnly) == 0 < parted(PerTokenFloat8)
 
 
-def test_torchs_own_dynamic_quantisation_is_refused() -> None:
+def test_torchs_own_dynamic_quantisation_is_refused():
     model: Any = toy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -199,9 +194,7 @@ def test_torchs_own_dynamic_quantisation_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "said"), [(OneTokenOtherwise, ROUNDS), (InBfloat16, r"computes in 16 bits.*bfloat16")]
 )
-def test_a_layer_that_is_less_exact_than_its_model_is_refused(
-    kind: type[nn.Linear], said: str, dtype: torch.dtype
-) -> None:
+def test_a_layer_that_is_less_exact_than_its_model_is_refused(kind, said, dtype):
     with pytest.raises(lade.UnsupportedModelError, match=said):
         lookahead(toy(kind, dtype), prompt(10), PAPER)
     assert lade.supports(toy(InBfloat16, torch.bfloat16))
@@ -209,7 +202,7 @@ def test_a_layer_that_is_less_exact_than_its_model_is_refused(
 
 @pytest.mark.parametrize("place", ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj", "lm_head"])
 @pytest.mark.parametrize("around", [nn.Linear, WeightsOnly])
-def test_one_layer_among_many_is_found(place: str, around: type[nn.Linear]) -> None:
+def test_one_layer_among_many_is_found(place, around):
     model = toy(around)
     model.get_submodule(place).__class__ = PerToken
     assert f"its layer {place!r} (PerToken) rounds" in lade.supports(model).reason
@@ -220,7 +213,7 @@ def test_one_layer_among_many_is_found(place: str, around: type[nn.Linear]) -> N
 
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("bound", [False, True])
-def test_a_forward_of_ones_own_is_tried(bound: bool, hooked: bool) -> None:
+def test_a_forward_of_ones_own_is_tried(bound, hooked):
     """As compressed-tensors puts it onto torch's own layers; accelerate's hooks may come on top."""
 
     def rounding(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +227,7 @@ def test_a_forward_of_ones_own_is_tried(bound: bool, hooked: bool) -> None:
     assert "up_proj' (Linear) rounds" in lade.supports(model).reason
 
 
-def test_a_wrapped_weight_is_named() -> None:
+def test_a_wrapped_weight_is_named():
     class Rounding(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(PerToken.fed(self, x))  # type: ignore[arg-type]
@@ -245,7 +238,7 @@ def test_a_wrapped_weight_is_named() -> None:
 
 
 @pytest.mark.parametrize(("kind", "served"), [(WeightsOnly, True), (PerToken, False)])
-def test_adapters_on_quantised_layers_are_looked_into(kind: type[nn.Linear], served: bool) -> None:
+def test_adapters_on_quantised_layers_are_looked_into(kind, served):
     model = peft.get_peft_model(toy(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.Linear):
@@ -257,7 +250,7 @@ def test_adapters_on_quantised_layers_are_looked_into(kind: type[nn.Linear], ser
         assert "q_proj.base_layer' (PerToken) rounds" in lade.supports(model).reason
 
 
-def test_quantised_experts_that_are_no_linear_layers_are_refused() -> None:
+def test_quantised_experts_that_are_no_linear_layers_are_refused():
     class Experts(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
@@ -273,7 +266,7 @@ def test_quantised_experts_that_are_no_linear_layers_are_refused() -> None:
     assert lade.supports(model)
 
 
-def test_quantised_embeddings_only_look_up(trials: list[nn.Module]) -> None:
+def test_quantised_embeddings_only_look_up(trials):
     class Embedding(nn.Module):
         num_embeddings = 48
 
@@ -316,7 +309,7 @@ def _raises(layer: Any, x: torch.Tensor) -> Any:
     ],
     ids=["raises", "tuple", "not a number", "not linear", "not a number for zeros"],
 )
-def test_what_is_no_linear_layer_after_all_is_refused(forward: Any, said: str) -> None:
+def test_what_is_no_linear_layer_after_all_is_refused(forward, said):
     model = toy()
     model.lm_head.__class__ = type("Odd", (nn.Linear,), {"forward": forward})
     with pytest.raises(lade.UnsupportedModelError, match=r"its layer 'lm_head' \(Odd\) " + said) as caught:
@@ -327,7 +320,7 @@ def test_what_is_no_linear_layer_after_all_is_refused(forward: Any, said: str) -
 # --- what else looks at weights --------------------------------------------------------------------------------------
 
 
-def test_a_captured_pass_is_dropped_when_codes_lie_elsewhere() -> None:
+def test_a_captured_pass_is_dropped_when_codes_lie_elsewhere():
     model = coded_toy()
     before = capture_setup(model)
     assert capture_setup(model) == before
@@ -336,7 +329,7 @@ def test_a_captured_pass_is_dropped_when_codes_lie_elsewhere() -> None:
     assert capture_setup(model) != before
 
 
-def test_a_quantised_model_has_a_step_cost_of_its_own() -> None:
+def test_a_quantised_model_has_a_step_cost_of_its_own():
     def key(model: Any) -> dict[str, object]:
         return key_of(model, EagerRunner(model, lade.supports(model).require(), model.generation_config))
 
@@ -352,7 +345,7 @@ def test_a_quantised_model_has_a_step_cost_of_its_own() -> None:
     assert counted["Coded float32"] == sum(layer.weight.numel() + 4 * layer.out_features for layer in linears(toy()))
 
 
-def test_a_quantised_model_is_neither_packed_nor_inflated() -> None:
+def test_a_quantised_model_is_neither_packed_nor_inflated():
     model = coded_toy()
     with pytest.raises(lade.UnsupportedModelError, match=r"the weight of layer .* is a Coded; leave it unpacked"):
         lade.pack(model, min_weights=1)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, batch, lookahead, only_fallback, plain, prompt
-from families import RECURRENT_FAMILIES, Family, family
+from comparing import CONFIGS, PAPER, assert_requests, assert_same, batch, lookahead, only_fallback, plain, prompt
+from families import RECURRENT_FAMILIES, family
 from test_batch_families import LENGTHS, assert_same_batch
-from test_serving_families import assert_served
 from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -33,7 +32,7 @@ CASES = [pytest.param(case, id=str(case)) for case in RECURRENT_FAMILIES if case
 
 @pytest.mark.one_in(32)
 @pytest.mark.parametrize("case", CASES)
-def test_it_writes_what_plain_decoding_writes(case: Family, watch: Watch) -> None:
+def test_it_writes_what_plain_decoding_writes(case, watch):
     model = case.build()
     assert lade.supports(model)
     stats = assert_same(model, prompt(20), CONFIGS[:3], max_new_tokens=60)
@@ -43,30 +42,23 @@ def test_it_writes_what_plain_decoding_writes(case: Family, watch: Watch) -> Non
 
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("case", CASES)
-def test_the_logits_at_every_node_are_those_of_plain_passes(case: Family) -> None:
+def test_the_logits_at_every_node_are_those_of_plain_passes(case):
     model = case.build(seed=2)
     assert worst_error(model, lade.supports(model).require()) < 1e-3  # transformers' functions compute in float32
 
 
-def test_every_listed_family_is_tested() -> None:
+def test_every_listed_family_is_tested():
     assert {case.model_type for case in RECURRENT_FAMILIES} == RECURRENT
 
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2", "mamba2", "falcon_mamba"])
-def test_batches_greedy_and_sampled(name: str) -> None:
+def test_batches_greedy_and_sampled(name):
     model = family(name).build()
     first = plain(model, **batch(*LENGTHS), max_new_tokens=30)[:, 20:]
     eos = [int(first[1, 5]), int(first[3, 15])]
     assert_same_batch(model, CONFIGS[:2], max_new_tokens=30, eos_token_id=eos)
     assert_same_batch(model, CONFIGS[:1], max_new_tokens=20, do_sample=True, temperature=0.6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "jamba", "mamba", "mamba2"])
-def test_requests_that_come_and_go(name: str) -> None:
-    model = family(name).build()
-    assert_served(model, [PAPER, None, CONFIGS[1]], pad_token_id=0, do_sample=False)
 
 
 PIECES = {
@@ -88,20 +80,17 @@ def limits_tell_pieces_apart(model: Any, ids: torch.Tensor) -> bool:
 @pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", [*PIECES, "mamba2"])
 @pytest.mark.parametrize("prefill_tokens", [5, 1])
-def test_prompts_that_an_engine_feeds_in_pieces(name: str, prefill_tokens: int) -> None:
+def test_prompts_that_an_engine_feeds_in_pieces(name, prefill_tokens):
     model, lengths = family(name).build(**PIECES.get(name, LIMITED_MAMBA_2)), (6, 11, 1, 2, 16)
     assert name not in ("nemotron_h", "zamba2") or limits_tell_pieces_apart(model, prompt(6))
-    with lade.Engine(model, max_rows=3, prefill_tokens=prefill_tokens) as engine:
-        arguments: dict[str, Any] = {"lookahead": PAPER, "max_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
-        handles = [engine.add(prompt(length, seed), **arguments) for seed, length in enumerate(lengths)]
-        results = [handle.result(60.0) for handle in handles]
-    for seed, (length, result) in enumerate(zip(lengths, results, strict=True)):
-        assert torch.equal(result, plain(model, prompt(length, seed), max_new_tokens=15)), length
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    asked = [{"input_ids": ids, "max_new_tokens": 15, "pad_token_id": 0} for ids in prompts]
+    assert_requests(model, asked, max_rows=3, prefill_tokens=prefill_tokens)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIECES)
-def test_short_prompts_and_prompts_in_chunks(name: str) -> None:
+def test_short_prompts_and_prompts_in_chunks(name):
     model = family(name).build(**PIECES[name])
     for length in (1, 2, 3):
         assert_same(model, prompt(length), CONFIGS[:2], max_new_tokens=30)
@@ -112,7 +101,7 @@ def test_short_prompts_and_prompts_in_chunks(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIECES)
-def test_a_cache_goes_on_as_transformers_own_does(name: str) -> None:
+def test_a_cache_goes_on_as_transformers_own_does(name):
     model = family(name).build(**PIECES[name])
     for more in (1, 2, 5):
         ours, theirs = lade.TreeCache(), DynamicCache(config=model.config)
@@ -124,7 +113,7 @@ def test_a_cache_goes_on_as_transformers_own_does(name: str) -> None:
         assert torch.equal(lookahead(model, longer, past_key_values=ours), expected)
 
 
-def test_chunks_are_refused_where_they_depend_on_padding_or_on_other_requests() -> None:
+def test_chunks_are_refused_where_they_depend_on_padding_or_on_other_requests():
     model = family("qwen3_5_text").build()
     with pytest.raises(lade.UnsupportedArgumentError, match="prefill_chunk_size=5 with left padding"):
         lookahead(model, **batch(20, 7), prefill_chunk_size=5, pad_token_id=0)
@@ -135,29 +124,14 @@ def test_chunks_are_refused_where_they_depend_on_padding_or_on_other_requests() 
         engine.add(prompt(20), prefill_chunk_size=5, max_new_tokens=5)
 
 
-def test_sampling_draws_what_plain_decoding_draws() -> None:
-    model = family("qwen3_5_text").build()
-    assert_same(model, prompt(20), do_sample=True, max_new_tokens=40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_text", "jamba"])
-def test_a_cache_of_the_users_own_goes_on_where_it_ended(name: str) -> None:
-    model, cache = family(name).build(), lade.TreeCache()
-    text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
-    assert cache.get_seq_length() == text.shape[1] - 1
-    longer = torch.cat([text, prompt(5, seed=1)], dim=1)
-    assert torch.equal(lookahead(model, longer, past_key_values=cache), plain(model, longer))
-
-
-def test_caches_that_do_not_tell_what_they_hold_are_refused() -> None:
+def test_caches_that_do_not_tell_what_they_hold_are_refused():
     model = family("mamba2").build()
     for cache in (DynamicCache(config=model.config), lade.TreeCache()):
         with pytest.raises(lade.UnsupportedArgumentError, match="a model whose layers are all recurrent"):
             lookahead(model, prompt(20), cache_params=cache)
 
 
-def test_plain_decoding_begins_a_cache_under_its_other_name() -> None:
+def test_plain_decoding_begins_a_cache_under_its_other_name():
     model = family("mamba2").build()
     expected, cache = plain(model, prompt(20), max_new_tokens=9), lade.TreeCache()
     assert torch.equal(lookahead(model, prompt(20), None, max_new_tokens=9, cache_params=cache), expected)
@@ -167,13 +141,13 @@ def test_plain_decoding_begins_a_cache_under_its_other_name() -> None:
     assert [token for step in steps for token in step.tokens] == expected[0, 20:].tolist()
 
 
-def test_a_cache_under_a_name_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_under_a_name_that_is_not_known_is_refused(monkeypatch):
     model = family("mamba2").build()
     monkeypatch.setattr(facts, "CACHE_NAMES", ("keys",))
     assert "its forward takes no cache under a known name" in lade.supports(model).reason
 
 
-def test_beams_are_refused() -> None:
+def test_beams_are_refused():
     model = family("qwen3_5_text").build()
     with pytest.raises(lade.UnsupportedArgumentError, match="recurrent layers"):
         lookahead(model, prompt(20), num_beams=2)
@@ -189,7 +163,7 @@ class Mixing(LogitsProcessor):
 @pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "jamba", "mamba2", "nemotron_h", "qwen3_5_text"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_rows_that_are_shown_together(name: str, sampled: bool) -> None:
+def test_rows_that_are_shown_together(name, sampled):
     model, stats, rows = family(name).build(**PIECES.get(name, {})), lade.Stats(), batch(9, 5, 12)
     arguments: dict[str, Any] = {**rows, "do_sample": sampled, "max_new_tokens": 40, "logits_processor": [Mixing()]}
     arguments |= {"eos_token_id": int(plain(model, **rows)[1, 20]), "pad_token_id": 0}
@@ -205,7 +179,7 @@ def test_rows_that_are_shown_together(name: str, sampled: bool) -> None:
     assert stats.tokens_per_step > 1, "no guess was ever accepted"
 
 
-def test_states_count_as_memory_of_their_rows() -> None:
+def test_states_count_as_memory_of_their_rows():
     model = family("qwen3_5_text").build()
     cache = lade.TreeCache()
     lookahead(model, prompt(20), max_new_tokens=5, past_key_values=cache)
@@ -219,7 +193,7 @@ def test_states_count_as_memory_of_their_rows() -> None:
         assert rows == min(8, 2000 // (120 + capacity.state_slots))
 
 
-def test_where_all_layers_are_recurrent_a_slot_is_a_byte_of_the_states() -> None:
+def test_where_all_layers_are_recurrent_a_slot_is_a_byte_of_the_states():
     states = 4 * (8 * 8 * 8 * 4 + 96 * 4 * 8)  # float32 [8, 8, 8], and float64 inputs of 96 channels
     with lade.Engine(family("mamba2").build(), max_rows=8, max_tokens=3 * states) as engine:
         capacity, need = engine._scheduler._capacity, Need(tokens=100, tree=20)
@@ -228,7 +202,7 @@ def test_where_all_layers_are_recurrent_a_slot_is_a_byte_of_the_states() -> None
 
 
 @pytest.mark.slow
-def test_padding_that_reaches_a_convolution_is_refused() -> None:
+def test_padding_that_reaches_a_convolution_is_refused():
     model = family("lfm2").build(conv_bias=True)
     assert_same(model, prompt(20), CONFIGS[:1])
     with pytest.raises(lade.UnsupportedArgumentError, match="left padding"):
@@ -237,7 +211,7 @@ def test_padding_that_reaches_a_convolution_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zamba2", "qwen3_5_text", "jamba", "lfm2", "mamba2"])
-def test_training_mode(name: str) -> None:
+def test_training_mode(name):
     model = family(name).build(**PIECES.get(name, {})).train()
     assert_same(model, prompt(20), CONFIGS[:1])
     with warnings.catch_warnings():
@@ -250,7 +224,7 @@ def test_training_mode(name: str) -> None:
             assert "training mode" in support.reason
 
 
-def test_a_cache_that_keeps_no_paths_is_refused() -> None:
+def test_a_cache_that_keeps_no_paths_is_refused():
     model = family("qwen3_5_text").build()
     for cache in (DynamicCache(config=model.config), DynamicCache()):
         with pytest.raises(
@@ -267,7 +241,7 @@ def test_a_cache_that_keeps_no_paths_is_refused() -> None:
     assert "recurrent layers" in only_fallback(caught)
 
 
-def test_an_empty_cache_that_nobody_has_begun_is_refused() -> None:
+def test_an_empty_cache_that_nobody_has_begun_is_refused():
     model, cache = family("qwen3_5_text").build(), lade.TreeCache()
     with pytest.raises(lade.UnsupportedArgumentError, match=r"an empty lade\.TreeCache has no layers for the states"):
         plain(model, prompt(20), past_key_values=cache)
@@ -277,20 +251,20 @@ def test_an_empty_cache_that_nobody_has_begun_is_refused() -> None:
     )
 
 
-def test_a_family_with_recurrent_layers_built_without_any() -> None:
+def test_a_family_with_recurrent_layers_built_without_any():
     model = family("lfm2").build(layer_types=["full_attention"] * 4)
     assert not ModelFacts.of(model).recurrent
     assert_same(model, prompt(20), CONFIGS[:1], max_new_tokens=30)
 
 
-def test_kernels_that_replace_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_replace_layers_are_refused(monkeypatch):
     model = family("qwen3_5_text").build()
     monkeypatch.setattr(model, "_use_kernels", True, raising=False)
     with pytest.raises(lade.UnsupportedModelError, match="load it without use_kernels"):
         lookahead(model, prompt(20))
 
 
-def test_passes_over_trees_leave_the_functions_of_transformers_in_place() -> None:
+def test_passes_over_trees_leave_the_functions_of_transformers_in_place():
     model = family("qwen3_next").build()
     module = sys.modules[type(model).__module__]
     before = {name: getattr(module, name) for name in CORES if hasattr(module, name)}
@@ -302,7 +276,7 @@ def test_passes_over_trees_leave_the_functions_of_transformers_in_place() -> Non
     assert before and all(getattr(module, name) is function for name, function in before.items())
 
 
-def test_functions_that_mixers_do_not_call_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_mixers_do_not_call_are_noticed(monkeypatch):
     model = family("qwen3_next").build()
     monkeypatch.setattr(sys.modules[type(model).__module__], "mamba2_chunk_scan", print, raising=False)
     with pytest.raises(lade.UnsupportedModelError, match="do not call the functions that are patched"):
@@ -318,7 +292,7 @@ def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.one_in(70)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", CASES)
-def test_families_that_no_test_knows_pass_the_check(case: Family, backend: str, unlisted: None) -> None:
+def test_families_that_no_test_knows_pass_the_check(case, backend, unlisted):
     model = case.build(backend if backend in case.backends else None, **PIECES.get(str(case), {}))
     assert lade.supports(model)
     assert_same(model, prompt(20), CONFIGS[:1], max_new_tokens=20)
@@ -381,9 +355,7 @@ WRONG: dict[str, tuple[str, Any, Any]] = {
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_check_refuses_what_is_wrong(
-    name: str, dtype: torch.dtype, unlisted: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_refuses_what_is_wrong(name, dtype, unlisted, monkeypatch):
     of, (owner, attribute), wrong = WRONG[name]
     model = family(of).build(**(LIMITED_MAMBA_2 if of == "mamba2" else {})).to(dtype)
     if wrong is None:
@@ -398,20 +370,7 @@ def test_the_check_refuses_what_is_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_cache_of_a_stream_that_was_left_goes_on(steps: int) -> None:
-    model, cache, ids = family("qwen3_5_text").build(), lade.TreeCache(), prompt(20)
-    arguments: dict[str, Any] = {"lookahead": PAPER, "past_key_values": cache, "do_sample": False}
-    stream = lade.stream(model, ids, max_new_tokens=40, **arguments)
-    tokens = [token for step in itertools.islice(stream, steps) for token in step.tokens]
-    stream.close()
-    text = torch.cat([ids, torch.tensor([tokens])], dim=1)
-    assert cache.get_seq_length() in (0, text.shape[1] - 1)
-    assert torch.equal(lookahead(model, text, past_key_values=cache), plain(model, text))
-
-
-@pytest.mark.slow
-def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch):
     model, cache, ids = family("qwen3_5_text").build(), lade.TreeCache(), prompt(20)
     passes = itertools.count()
 
@@ -434,7 +393,7 @@ def test_a_failed_pass_leaves_a_cache_that_goes_on(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "name", ["falcon_h1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5_text", "jamba"))]
 )
-def test_plain_decoding_and_ours_take_turns_on_one_cache(name: str) -> None:
+def test_plain_decoding_and_ours_take_turns_on_one_cache(name):
     model, cache, text = family(name).build(), lade.TreeCache(), prompt(20)
     for turn, config in enumerate((None, PAPER, None, "auto")):
         expected = plain(model, text, max_new_tokens=15)
@@ -456,7 +415,7 @@ def test_plain_decoding_and_ours_take_turns_on_one_cache(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.slow) for n in ("jamba", "lfm2"))]
 )
-def test_the_cost_of_passes_is_measured(name: str) -> None:
+def test_the_cost_of_passes_is_measured(name):
     model = family(name).build()
     runner = runner_for(ModelFacts.of(model), lade.supports(model).require(), model.generation_config)
     cost = measure_step_cost(runner, vocabulary=64, cached=40, budget_s=0.1)
@@ -464,7 +423,7 @@ def test_the_cost_of_passes_is_measured(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_memory_that_is_kept_and_a_prompt_read_twice() -> None:
+def test_a_memory_that_is_kept_and_a_prompt_read_twice():
     model, stats, again = family("qwen3_5_text").build(), lade.Stats(), lade.Stats()
     config = lade.LookaheadConfig(memory=lade.Memory(), budget=16)
     expected = plain(model, prompt(20))
@@ -474,7 +433,7 @@ def test_a_memory_that_is_kept_and_a_prompt_read_twice() -> None:
 
 
 @pytest.mark.slow
-def test_a_cropped_cache_forgets_everything() -> None:
+def test_a_cropped_cache_forgets_everything():
     model, cache = family("lfm2").build(), lade.TreeCache()
     text = lookahead(model, prompt(20), max_new_tokens=30, past_key_values=cache)
     cache.crop(0)

@@ -62,7 +62,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
     st.lists(st.lists(parents, min_size=3, max_size=3), min_size=2, max_size=3),
     st.integers(0, 10**6),
 )
-def test_trees_of_several_rows(name: str, lengths: list[int], rounds: list[list[list[int]]], seed: int) -> None:
+def test_trees_of_several_rows(name, lengths, rounds, seed):
     model, generator = model_of(name), torch.Generator().manual_seed(seed)
     runner, cache = EagerRunner(model, lade.supports(model).require(), model.generation_config), TreeCache()
     with float32_lifted(), torch.no_grad():
@@ -88,7 +88,7 @@ def test_trees_of_several_rows(name: str, lengths: list[int], rounds: list[list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "jamba"])
-def test_another_thread_decodes_plainly_in_the_middle_of_passes_over_trees(name: str) -> None:
+def test_another_thread_decodes_plainly_in_the_middle_of_passes_over_trees(name):
     model, one, other = model_of(name), prompt(10), prompt(13, seed=1)
     arguments: dict[str, Any] = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
     text, before = plain(model, one, max_new_tokens=12), plain(model, other, **arguments)

@@ -119,7 +119,7 @@ def interrupted(model: Any, interruption: Callable[[], Any]) -> Iterator[list[An
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("config", [None, lade.LookaheadConfig(budget=16), PAPER], ids=["plain", "adaptive", "paper"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_another_thread_calls_the_model_in_the_middle_of_a_pass(name: str, config: Any) -> None:
+def test_another_thread_calls_the_model_in_the_middle_of_a_pass(name, config):
     model = model_and_rows(name)[0]
     one, other, stats = prompt(10), prompt(13, seed=1), lade.Stats()
     expected = plain(model, one, max_new_tokens=12), plain(model, other, max_new_tokens=8)
@@ -134,20 +134,20 @@ def test_another_thread_calls_the_model_in_the_middle_of_a_pass(name: str, confi
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_thread_gets_its_text_and_the_model_stays_as_it_was(name: str) -> None:
+def test_each_thread_gets_its_text_and_the_model_stays_as_it_was(name):
     check_threads(name, new=14, rounds=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_also_beside_a_beam_search_and_again_and_again(name: str) -> None:
+def test_also_beside_a_beam_search_and_again_and_again(name):
     beams = {"ids": prompt(11, seed=2), "config": PAPER, "num_beams": 2}
     again = {"ids": prompt(40, seed=3), "config": lade.LookaheadConfig(budget=9), "prefill_chunk_size": 7}
     check_threads(name, new=24, rounds=3, beams=beams, again=again)
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama4_text"])
-def test_a_model_can_be_copied_while_and_after_others_use_it(name: str) -> None:
+def test_a_model_can_be_copied_while_and_after_others_use_it(name):
     """A copy made in the middle of a pass knows nothing of that pass."""
     model, ids = family(name).build(), prompt(10)
     expected = plain(model, ids, max_new_tokens=12)
@@ -166,7 +166,7 @@ def test_a_model_can_be_copied_while_and_after_others_use_it(name: str) -> None:
         assert torch.equal(lookahead(twin, ids, PAPER, max_new_tokens=12), expected)
 
 
-def test_only_passes_of_the_own_thread_are_counted() -> None:
+def test_only_passes_of_the_own_thread_are_counted():
     model, ids, stats = family("llama").build(), prompt(10), lade.Stats()
     with interrupted(model, functools.partial(plain, model, ids, max_new_tokens=9)), metered(model, stats):
         plain(model, ids, max_new_tokens=20)
@@ -174,7 +174,7 @@ def test_only_passes_of_the_own_thread_are_counted() -> None:
 
 
 @pytest.mark.foreign_code
-def test_a_model_that_counts_slots_in_a_thread_of_its_own_is_refused() -> None:
+def test_a_model_that_counts_slots_in_a_thread_of_its_own_is_refused():
     """What holds for the thread that decodes does not reach it: its texts would be wrong."""
     model, ids = family("llama4_text").build(), prompt(10)
     expected, forward = plain(model, ids, max_new_tokens=9), model.forward
@@ -190,7 +190,7 @@ def test_a_model_that_counts_slots_in_a_thread_of_its_own_is_refused() -> None:
         assert torch.equal(lookahead(model, ids, "auto", max_new_tokens=9), expected)
 
 
-def test_a_pass_over_a_tree_inside_another_one_is_refused() -> None:
+def test_a_pass_over_a_tree_inside_another_one_is_refused():
     model, inside = family("bloom").build(), []
 
     def nested(module: Any, args: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_pass_over_a_tree_inside_another_one_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama4_text"])
-def test_threads_replay_passes_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_replay_passes_of_their_own(name, monkeypatch):
     model, graphs = family(name).build(), Graphs(torch.device("cpu"))
     pool = graphs.pool(model)
     graphs.serve(monkeypatch)
@@ -218,7 +218,7 @@ def test_threads_replay_passes_of_their_own(name: str, monkeypatch: pytest.Monke
     assert len(buffers_in(pool)) == 1, "idle buffers are kept"
 
 
-def test_threads_may_check_an_unknown_model_at_once() -> None:
+def test_threads_may_check_an_unknown_model_at_once():
     class Own(BloomForCausalLM):
         """Of nobody's list, so a tree is tried on it."""
 
@@ -228,7 +228,7 @@ def test_threads_may_check_an_unknown_model_at_once() -> None:
     assert all(found), found
 
 
-def test_a_model_has_one_pool_whichever_thread_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_has_one_pool_whichever_thread_is_first(monkeypatch):
     class Slow(model_pools.BufferPool):
         def __init__(self, *args: Any) -> None:
             time.sleep(0.02)
@@ -240,7 +240,7 @@ def test_a_model_has_one_pool_whichever_thread_is_first(monkeypatch: pytest.Monk
     assert len({id(each) for (each,) in found}) == 1
 
 
-def test_hooks_of_other_threads_keep_no_pass_from_being_captured() -> None:
+def test_hooks_of_other_threads_keep_no_pass_from_being_captured():
     model = family("llama").build()
     with hooked(model.get_decoder(), after=lambda output: None):
         assert capture_refusal(model) == ""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CONFIGS, PAPER, Watch, assert_same, lookahead, only_fallback, plain, prompt
-from families import UNLISTED, WINDOW, Family, family
+from comparing import CONFIGS, PAPER, assert_same, lookahead, only_fallback, plain, prompt
+from families import UNLISTED, WINDOW, family
 from inside import force_attention
 from transformers import LlamaForCausalLM, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
@@ -22,7 +22,7 @@ from lade.model.facts import CACHE
 @pytest.mark.parametrize(
     ("case", "backend"), [pytest.param(case, it, id=f"{case}-{it}") for case in UNLISTED for it in case.backends]
 )
-def test_an_unlisted_family_passes_and_is_served(case: Family, backend: str, checks: list[str], watch: Watch) -> None:
+def test_an_unlisted_family_passes_and_is_served(case, backend, checks, watch):
     model = case.build(backend)
     assert case.model_type not in support.MASK_PER_LAYER_TYPE | support.ONE_MASK
     assert_same(model, prompt(20), CONFIGS[:3])
@@ -31,11 +31,11 @@ def test_an_unlisted_family_passes_and_is_served(case: Family, backend: str, che
     assert len(checks) == 1, "one comparison serves all calls on a model"
 
 
-def test_a_listed_family_is_not_probed(checks: list[str]) -> None:
+def test_a_listed_family_is_not_probed(checks):
     assert lade.supports(family("llama").build()) and not checks
 
 
-def test_a_model_is_probed_again_with_another_backend_or_dtype(checks: list[str]) -> None:
+def test_a_model_is_probed_again_with_another_backend_or_dtype(checks):
     model = UNLISTED[0].build("sdpa")
     assert lade.supports(model) and lade.supports(model) and len(checks) == 1
     model.set_attn_implementation("eager")
@@ -43,7 +43,7 @@ def test_a_model_is_probed_again_with_another_backend_or_dtype(checks: list[str]
     assert lade.supports(model.float()) and len(checks) == 3
 
 
-def test_a_probe_costs_a_handful_of_small_passes() -> None:
+def test_a_probe_costs_a_handful_of_small_passes():
     model = UNLISTED[0].build()
     fed: list[int] = []
 
@@ -58,7 +58,7 @@ def test_a_probe_costs_a_handful_of_small_passes() -> None:
     assert not fed
 
 
-def test_a_probe_leaves_the_random_state_and_the_weights_alone() -> None:
+def test_a_probe_leaves_the_random_state_and_the_weights_alone():
     model = UNLISTED[0].build()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
@@ -126,7 +126,7 @@ def _own_llama(backend: str = "sdpa") -> OwnLlama:
     return model
 
 
-def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(checks: list[str]) -> None:
+def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(checks):
     model = _own_llama()
     assert_same(model, prompt(20))
     assert checks == ["OwnLlama"]
@@ -144,7 +144,7 @@ def test_a_class_from_elsewhere_is_probed_although_its_model_type_is_listed(chec
     ids=["deaf to masks", "deaf to positions", "convolving", "counting slots"],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_wrong_architecture_is_refused(change: Callable[[Any], None], dtype: torch.dtype) -> None:
+def test_a_wrong_architecture_is_refused(change, dtype):
     model = _own_llama().to(dtype)
     change(model)
     reason = lade.supports(model).reason
@@ -163,14 +163,14 @@ class OwnMistral(MistralForCausalLM):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("window", [4, WINDOW, 40])
-def test_an_unknown_sliding_window_is_found_out_and_served(window: int) -> None:
+def test_an_unknown_sliding_window_is_found_out_and_served(window):
     model = family("mistral-window").build(sliding_window=window)
     model.__class__ = OwnMistral
     assert lade.supports(model)
     assert_same(model, prompt(20), max_new_tokens=60)
 
 
-def test_a_wrong_window_is_refused() -> None:
+def test_a_wrong_window_is_refused():
     model = family("mistral-window").build()
     model.__class__ = OwnMistral
     for layer in (model.model,):  # the model masks by a config of its own, narrower than the one we can read
@@ -179,13 +179,13 @@ def test_a_wrong_window_is_refused() -> None:
     assert "logits differ by" in lade.supports(model).reason
 
 
-def test_a_window_too_long_to_be_checked_is_refused() -> None:
+def test_a_window_too_long_to_be_checked_is_refused():
     model = family("mistral-window").build(sliding_window=4096)
     model.__class__ = OwnMistral
     assert "window of 4096 tokens is too long to be checked" in lade.supports(model).reason
 
 
-def test_an_error_of_an_unknown_architecture_is_the_reason() -> None:
+def test_an_error_of_an_unknown_architecture_is_the_reason():
     model = _own_llama()
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -195,7 +195,7 @@ def test_an_error_of_an_unknown_architecture_is_the_reason() -> None:
     assert "RuntimeError: four-dimensional masks are not for me)" in lade.supports(model).reason
 
 
-def test_not_a_number_is_refused() -> None:
+def test_not_a_number_is_refused():
     model = _own_llama()
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan

@@ -42,7 +42,7 @@ def both(model: Any, name: str, **more: Any) -> tuple[Any, Any]:
 @pytest.mark.one_in(24)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CALLS)
-def test_it_writes_what_plain_decoding_writes(name: str, backend: str) -> None:
+def test_it_writes_what_plain_decoding_writes(name, backend):
     model, stats = whisper(2, backend), lade.Stats()
     assert lade.supports(model)
     expected, ours = both(model, name, stats=stats)
@@ -53,7 +53,7 @@ def test_it_writes_what_plain_decoding_writes(name: str, backend: str) -> None:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["a segment", "several segments"])
 @pytest.mark.parametrize("config", [PAPER, ADAPTIVE[0]], ids=["paper", "adaptive"])
-def test_all_ways_to_call_it(name: str, config: Any) -> None:
+def test_all_ways_to_call_it(name, config):
     model = whisper(2)
     expected = model.generate(**arguments_of(name))
     assert torch.equal(lade.generate(model, **arguments_of(name), lookahead=config), expected)
@@ -63,7 +63,7 @@ def test_all_ways_to_call_it(name: str, config: Any) -> None:
     assert torch.equal(model.generate(features, **arguments), expected)
 
 
-def test_what_is_returned() -> None:
+def test_what_is_returned():
     model, arguments = whisper(2), {**arguments_of("a segment"), "return_dict_in_generate": True}
     expected = model.generate(**arguments, output_scores=True)
     ours = lade.generate(model, **arguments, output_scores=True, lookahead=PAPER)
@@ -73,7 +73,7 @@ def test_what_is_returned() -> None:
             torch.testing.assert_close(states, plain)
 
 
-def test_several_sounds() -> None:
+def test_several_sounds():
     model, features = whisper(1), sound(SHORT, rows=3)
     mask = torch.ones(3, SHORT, dtype=torch.long)
     expected = model.generate(features, attention_mask=mask, **ONCE)
@@ -92,7 +92,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("frames", [SHORT, LONG], ids=["a segment", "segments"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_batch_of_sounds_is_written_segment_by_segment(name: str, frames: int) -> None:
+def test_a_batch_of_sounds_is_written_segment_by_segment(name, frames):
     mask = torch.ones(3, frames, dtype=torch.long)
     mask[1, 30:] = 0  # a sound that ends before the others do
     arguments = {"attention_mask": mask, **BATCHES[name]}
@@ -110,6 +110,6 @@ def test_a_batch_of_sounds_is_written_segment_by_segment(name: str, frames: int)
     assert torch.equal(ours, expected)
 
 
-def test_it_cannot_be_streamed() -> None:
+def test_it_cannot_be_streamed():
     with pytest.raises(lade.UnsupportedArgumentError, match="WhisperForConditionalGeneration decodes segment by seg"):
         lade.stream(whisper(), **arguments_of("a segment"), lookahead=PAPER)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, disk_offload
 from comparing import CONFIGS, PAPER, assert_same, lookahead, plain, prompt
-from families import Family, family
+from families import family
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from pretend import short_trials
 
@@ -34,7 +33,7 @@ LORA = {"r": 4, "lora_alpha": 32, "init_lora_weights": False, "lora_dropout": 0.
         ("llama4_text", ["q_proj"]),
     ],
 )
-def test_a_model_with_a_lora_adapter(name: str, targets: list[str]) -> None:
+def test_a_model_with_a_lora_adapter(name, targets):
     base = family(name).build()
     bare = plain(base, prompt(10))
     torch.manual_seed(1)
@@ -43,20 +42,13 @@ def test_a_model_with_a_lora_adapter(name: str, targets: list[str]) -> None:
     )
     assert lade.supports(model)
     stats = assert_same(model, prompt(10), CONFIGS[:2])
-    expected = plain(model, prompt(10))
-    assert stats.tokens_per_step > 1 and not torch.equal(expected, bare), "the adapter does nothing"
-    streamed = lade.stream(model, input_ids=prompt(10), max_new_tokens=70, do_sample=False, lookahead=PAPER)
-    assert [token for step in streamed for token in step.tokens] == expected[0, 10:].tolist()
-    ours = model.generate(
-        input_ids=prompt(10), max_new_tokens=70, do_sample=False, custom_generate=lade.decode, lookahead=PAPER
-    )
-    assert torch.equal(ours, expected)
+    assert stats.tokens_per_step > 1 and not torch.equal(plain(model, prompt(10)), bare), "the adapter does nothing"
     with model.disable_adapter():
         assert torch.equal(lookahead(model, prompt(10)), bare)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["the base, then wrapped", "the wrapped one"])
-def test_an_enabled_model_with_a_lora_adapter(before: bool) -> None:
+def test_an_enabled_model_with_a_lora_adapter(before):
     base = family("llama").build()
     bare = plain(base, prompt(10), max_new_tokens=30)
     stats = lade.Stats()
@@ -64,11 +56,7 @@ def test_an_enabled_model_with_a_lora_adapter(before: bool) -> None:
         lade.enable(base, PAPER, stats=stats)
     torch.manual_seed(1)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)).double().eval()
-    expected = (
-        plain(model, prompt(10), max_new_tokens=30)
-        if not before
-        else lookahead(model, prompt(10), None, max_new_tokens=30)
-    )
+    expected = lookahead(model, prompt(10), None, max_new_tokens=30)
     assert stats.generations == 0
     if not before:
         lade.enable(model, PAPER, stats=stats)
@@ -82,7 +70,7 @@ def test_an_enabled_model_with_a_lora_adapter(before: bool) -> None:
     assert "generate" not in {**vars(model), **vars(base)}
 
 
-def test_a_wrapper_and_its_base_both_enabled() -> None:
+def test_a_wrapper_and_its_base_both_enabled():
     base, inner, outer = family("llama").build(), lade.Stats(), lade.Stats()
     lade.enable(base, PAPER, stats=inner)
     torch.manual_seed(1)
@@ -96,14 +84,14 @@ def test_a_wrapper_and_its_base_both_enabled() -> None:
     assert (inner.generations, outer.generations) == (0, 2), "what the wrapper leaves to plain decoding is decoded so"
 
 
-def test_lora_dropout_counts_in_training_mode() -> None:
+def test_lora_dropout_counts_in_training_mode():
     model = get_peft_model(family("llama").build(), LoraConfig(target_modules=["q_proj"], **LORA)).train()
     assert "training mode" in lade.supports(model).reason
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
 @pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache`:FutureWarning")  # of the adapter's own pass
-def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused() -> None:
+def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused():
     model: PeftModel = get_peft_model(
         family("llama").build(dtype=torch.float32), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     ).eval()
@@ -129,31 +117,11 @@ def test_an_adapter_that_puts_tokens_before_the_prompt_is_refused() -> None:
         lade.disable(model)
 
 
-def _dispatched(case: Family, folder: Path) -> Any:
-    model = case.build()
-    names = {f"model.layers.{i}": "disk" if i == 2 else "cpu" for i in range(4)}
-    device_map = {
-        "model.embed_tokens": "cpu",
-        **names,
-        "model.norm": "cpu",
-        "model.rotary_emb": "cpu",
-        "lm_head": "cpu",
-    }
-    return dispatch_model(model, device_map, main_device="cpu", offload_dir=str(folder))
-
-
-def test_a_model_with_a_layer_on_disk(tmp_path: Path) -> None:
-    expected = plain(family("llama").build(), prompt(10))
-    model = _dispatched(family("llama"), tmp_path)
-    assert any(parameter.is_meta for parameter in model.parameters()), "nothing lies on disk"
-    assert torch.equal(lookahead(model, prompt(10)), expected)
-
-
 @pytest.mark.filterwarnings(
     "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
 )
 @pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
-def test_a_wholly_offloaded_model(offload: Any, tmp_path: Path) -> None:
+def test_a_wholly_offloaded_model(offload, tmp_path):
     expected = plain(family("llama").build(), prompt(10))
     folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
     model = offload(family("llama").build(), execution_device=torch.device("cpu"), **folder)
@@ -165,36 +133,27 @@ def test_a_wholly_offloaded_model(offload: Any, tmp_path: Path) -> None:
 )
 @pytest.mark.by_processor
 @pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
-def test_an_invariant_model_that_is_offloaded(offload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invariant_model_that_is_offloaded(offload, tmp_path, monkeypatch):
     short_trials(monkeypatch)
     model = lade.invariant(family("llama").build(dtype=torch.float32))
-    expected = plain(model, prompt(10))
+    expected = plain(model, prompt(10), max_new_tokens=16)
     folder = {"offload_dir": str(tmp_path)} if offload is disk_offload else {}
     offload(model, execution_device=torch.device("cpu"), **folder)
-    assert torch.equal(plain(model, prompt(10)), expected)
-    assert torch.equal(lookahead(model, prompt(10), PAPER), expected)
+    assert torch.equal(lookahead(model, prompt(10), PAPER, max_new_tokens=16), expected)
     with pytest.raises(lade.UnsupportedModelError, match="has hooks, of accelerate"):
         lade.variant(model)
     with pytest.raises(lade.UnsupportedModelError, match="it is on meta"):
         lade.invariant(model)
-    assert torch.equal(plain(model, prompt(10)), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_compiled_model(name: str) -> None:
-    model = family(name).build()
-    expected = plain(model, prompt(10), max_new_tokens=30)
-    compiled = torch.compile(model, backend="eager")
-    assert lade.supports(compiled)
-    assert torch.equal(lookahead(compiled, prompt(10), PAPER, max_new_tokens=30), expected)
+    assert torch.equal(plain(model, prompt(10), max_new_tokens=16), expected)
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["the compiled one", "the one inside"])
-def test_an_enabled_compiled_model(wrapped: bool) -> None:
+def test_an_enabled_compiled_model(wrapped):
     model = family("llama").build()
     expected = plain(model, prompt(10), max_new_tokens=30)
     compiled = torch.compile(model, backend="eager")
     stats = lade.Stats()
+    assert torch.equal(lookahead(compiled, prompt(10), PAPER, max_new_tokens=30), expected)
     lade.enable(compiled if wrapped else model, PAPER, stats=stats)
     for each in (compiled, model):
         assert torch.equal(plain(each, prompt(10), max_new_tokens=30), expected)
@@ -224,7 +183,7 @@ COMPILED = pytest.mark.parametrize("compiled", [_with_compiled_forward, _compile
 @pytest.mark.slow
 @COMPILED
 @pytest.mark.parametrize("options", [{"backend": "eager", "dynamic": True}, {"backend": "aot_eager"}], ids=str)
-def test_a_model_compiled_in_place(compiled: Any, options: dict[str, Any]) -> None:
+def test_a_model_compiled_in_place(compiled, options):
     model = family("llama").build()
     expected = plain(model, prompt(10), max_new_tokens=30)
     compiled(model, **options)
@@ -234,7 +193,7 @@ def test_a_model_compiled_in_place(compiled: Any, options: dict[str, Any]) -> No
 
 @pytest.mark.usefixtures("uncompiled")
 @COMPILED
-def test_a_model_that_has_to_be_one_graph_is_decoded_plainly(compiled: Any) -> None:
+def test_a_model_that_has_to_be_one_graph_is_decoded_plainly(compiled):
     model = family("llama").build()
     compiled(model, fullgraph=True)
     with pytest.warns(lade.FallbackWarning, match="fullgraph=True"):
@@ -246,7 +205,7 @@ def test_a_model_that_has_to_be_one_graph_is_decoded_plainly(compiled: Any) -> N
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.by_processor
 @COMPILED
-def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled, monkeypatch):
     short_trials(monkeypatch)
     model = lade.invariant(family("llama").build(dtype=torch.float32))
     compiled(model)
@@ -257,7 +216,7 @@ def test_an_invariant_model_that_is_compiled_is_decoded_plainly(compiled: Any, m
 
 
 @pytest.mark.by_processor
-def test_an_invariant_model_under_autocast_is_decoded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invariant_model_under_autocast_is_decoded_plainly(monkeypatch):
     """Its products were tried in the dtype that they have."""
     short_trials(monkeypatch)
     model = lade.invariant(family("llama").build(dtype=torch.float32))
@@ -280,7 +239,7 @@ def test_an_invariant_model_under_autocast_is_decoded_plainly(monkeypatch: pytes
     ],
     ids=["generate", "plainly", "stream", "enable", "Engine", "pack", "invariant", "supports"],
 )
-def test_a_wrapper_without_generate_names_the_model_inside(door: Any) -> None:
+def test_a_wrapper_without_generate_names_the_model_inside(door):
     model = family("llama").build()
     before = list(model.modules())
     with pytest.raises(lade.UnsupportedModelError, match=r"DataParallel.*pass the wrapped model, its \.module"):

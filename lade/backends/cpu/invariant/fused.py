@@ -427,13 +427,14 @@ def _is_same(module: Any) -> bool:
     given, caches = dict[str, Any](), (_Cache(), _Cache())
     if not isinstance(module, GatedBlock):
         size = getattr(module, "self_attn", module).head_dim
-        given = {
-            "position_embeddings": seeded(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind(),
-            "attention_mask": None,
-        }
+        turns = seeded(2, 1, _TRIAL[1], size, dtype=first.dtype).unbind()
+        given = {"position_embeddings": turns, "attention_mask": None}
     x, seen = seeded(*_TRIAL, first.in_features, dtype=first.dtype), list[Any]()
     for forward, cache in zip((module.original.forward.__get__(module), module), caches, strict=True):
-        found = forward(x, **given, **({CACHE: cache} if given else {}))
+        try:
+            found = forward(x, **given, **({CACHE: cache} if given else {}))
+        except RuntimeError:
+            return False  # it turns a part of each head, and takes cosines and sines of that size alone
         seen.append([found[0] if isinstance(found, tuple) else found, type(found), *cache.given])
     return len(seen[0]) == len(seen[1]) and all(map(_are_equal, *seen))
 
