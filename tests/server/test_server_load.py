@@ -12,8 +12,7 @@ import httpx2 as httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import plain, running, slow_served, templated, text_of, until
-from test_server_chat import joined, stopped_plainly
+from served import plain, running, slow_served, templated, until
 
 
 def requests(count):
@@ -41,31 +40,6 @@ def test_each_of_many_at_once_is_answered_as_if_alone(server, count):
             bodies = [body for body, _ in wanted]
             answers = list(pool.map(lambda body: server.http.post("/v1/chat/completions", json=body).json(), bodies))
         assert [answer["choices"][0]["token_ids"] for answer in answers] == [tokens for _, tokens in wanted]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
-def test_stops_and_lengths_are_those_of_plain_decoding(server, part):
-    rng = random.Random(part)
-    for _ in range(10):
-        messages = [{"role": "user", "content": "".join(rng.choices("abc def", k=rng.randint(1, 12)))}]
-        ids, most = templated(messages), rng.randint(1, 60)
-        text = text_of(plain(ids, max_new_tokens=60))
-        spots = [rng.randint(0, len(text) - 1) for _ in range(rng.randint(0, 4))]
-        stops = [text[at : at + rng.randint(1, 5)] for at in spots] + ["zq", "never"][: rng.randint(0, 2)]
-        expected = stopped_plainly(ids, stops, most)
-        body = {"messages": messages, "temperature": 0, "max_tokens": most, "stop": stops, "logprobs": True}
-        body |= {"lookahead": {"budget": 32}, "return_token_ids": True}
-        answer = server.http.post("/v1/chat/completions", json=body).json()
-        (choice,) = answer["choices"]
-        assert (choice["message"]["content"], answer["usage"]["completion_tokens"], choice["finish_reason"]) == expected
-        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == expected[1]
-        events = server.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
-        assert joined(events) == expected[0] and events[-2]["usage"] == answer["usage"]
-        shown = ""
-        for event in events[:-2]:
-            shown += event["choices"][0]["delta"].get("content") or ""
-            assert expected[0].startswith(shown), "what is not kept is never shown"
 
 
 NUMBERS = st.one_of(st.integers(), st.floats(), st.integers(-3, 3), st.just(10**400))

@@ -215,10 +215,9 @@ def test_the_images_of_one_request_at_a_time_are_decoded(monkeypatch):
 
 
 def test_bodies_may_be_larger_where_the_model_takes_images():
-    body = {"messages": [said("user", "a" * 5 * 2**20)]}
     for encode, status in ((None, 413), (lambda *_: ([1], {}), 400)):
         with running(ServedModel(MODEL, byte_tokenizer(SIMPLE), context=512, encode_images=encode)) as server:
-            assert server.http.post("/v1/chat/completions", json=body).status_code == status
+            assert server.chat(temperature=-1, user="a" * 5 * 2**20).status_code == status
 
 
 def test_images_go_where_the_model_takes_them():
