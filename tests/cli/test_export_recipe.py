@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,10 +76,3 @@ def test_a_path_that_is_no_folder_is_one_line(lade: Callable[..., Any], tmp_path
     result = lade("export-recipe", file, *force)
     assert result.exit_code == 2 and file.read_text() == "mine\n"
     assert re.match(rf"error: cannot write {re.escape(str(file))}.*: \w[\w ]+\n$", result.stderr), result.stderr
-
-
-def test_it_does_not_wait_for_torch(tmp_path: Path) -> None:
-    code = "from lade.cli.main import app; import sys\n"
-    code += f"app(['export-recipe', {str(tmp_path)!r}], standalone_mode=False)\nprint('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "False" and sorted(files(tmp_path)) == FILES

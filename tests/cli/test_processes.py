@@ -22,19 +22,20 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1"}
 
 
-def test_help_and_version_come_without_torch():
+def test_help_version_and_recipe_come_without_torch(tmp_path):
     code = (
         "import sys, runpy\n"
-        "sys.argv = ['lade', *sys.argv[1:]]\n"
-        "try:\n    runpy.run_module('lade', run_name='__main__')\n"
-        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        f"for words in '--help', 'generate --help', 'bench --help', '--version', 'export-recipe {tmp_path}':\n"
+        "    sys.argv = ['lade', *words.split()]\n"
+        "    try:\n        runpy.run_module('lade', run_name='__main__')\n"
+        "    except SystemExit as end:\n        assert not end.code, end.code\n"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    for arguments in (["--help"], ["generate", "--help"], ["bench", "--help"], ["--version"]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage:") == 3 and f"lade {lade.version.__version__}" in done.stdout
+    assert list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "info", "doctor", "warm", "bench", "demo"])

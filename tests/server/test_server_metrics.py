@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from served import running, until
 
@@ -86,11 +85,6 @@ def test_the_dashboard_asks_for_series_that_are_there(server):
     assert len(asked) > 10
     missing = [name for name in sorted(asked) if not re.search(rf"^{name}\b", text, re.MULTILINE)]
     assert not missing
-
-
-@pytest.mark.parametrize("member", ["state", "rows_limit", "waiting_limit", "kv_slots", "rows"])
-def test_the_status_has_no_texts(server, member):
-    assert member in server.http.get("/v1/lade/status").json()
 
 
 def test_no_series_only_says_when_another_one_began(server):

@@ -117,4 +117,6 @@ def test_a_key_sees_its_own_requests_in_the_status():
         passes.let_all()
         assert answer.result(60).status_code == 200
     with running() as server:
-        assert server.http.get("/v1/lade/status").json()["kv_slots"].keys() == {"used", "reserved", "limit"}
+        status = server.http.get("/v1/lade/status").json()
+        assert {"state", "rows_limit", "waiting_limit", "rows"} < status.keys()
+        assert status["kv_slots"].keys() == {"used", "reserved", "limit"}
