@@ -43,14 +43,6 @@ def test_json_has_the_tokens_of_plain_generate(lade, folder, plain, tokenizer, a
         }
 
 
-@pytest.mark.parametrize("method", ["plain", "lookahead"])
-def test_a_pipe_gets_the_text_and_a_newline(lade, folder, plain, tokenizer, method):
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--method", method)
-    text = tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], 40))
-    assert result.stdout == text + "\n"
-    assert "40 tokens in 1 + " in result.stderr and method in result.stderr
-
-
 def test_one_token_has_no_speed(lade, folder):
     report = json.loads(lade("generate", "-m", folder, "-p", PROMPT, "-n", 1, "--json").stdout)
     assert (report["new_tokens"], report["steps"]) == (1, 0)
@@ -95,11 +87,6 @@ def test_other_files_are_one_prompt_as_they_are(lade, folder, plain, tokenizer, 
     file.write_text("two\nlines\n")
     report = json.loads(lade("generate", "-m", folder, "--prompts", file, "-n", 12, "--json").stdout)
     assert report["token_ids"] == plain(tokenizer("two\nlines\n")["input_ids"], 12)
-
-
-def test_a_dash_reads_standard_input_without_its_last_newline(lade, folder, plain, tokenizer):
-    report = json.loads(lade("generate", "-", "-m", folder, "-n", 12, "--json", stdin="two\nlines\n").stdout)
-    assert report["token_ids"] == plain(tokenizer("two\nlines")["input_ids"], 12)
 
 
 def test_auto_decodes_plainly_what_it_cannot_serve_and_says_so_in_one_line(lade, unsupported, tmp_path):

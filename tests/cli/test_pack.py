@@ -55,7 +55,7 @@ def test_what_cannot_be_packed_is_an_error_only_where_it_was_asked_for(lade, fol
 def test_what_would_be_slower_is_packed_only_if_one_says_so(lade, folder, small_layers_count, it_pays):
     arguments = ["generate", "-m", folder, *GENERATE]
     assert [json.loads(lade(*arguments, *more).stdout)["packed"] for more in ([], ["--pack"])] == [False, True]
-    model = json.loads(lade("doctor", "-m", folder, "--seconds", 1, "--json").stdout)["model"]
+    model = json.loads(lade("doctor", "-m", folder, "--seconds", 0.1, "--json").stdout)["model"]
     assert model["not_packed"].startswith("its steps would be slower: 1 tokens")
 
 
