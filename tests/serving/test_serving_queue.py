@@ -232,10 +232,3 @@ def test_scopes_are_served_in_turn_and_clients_however_many_scopes_they_have(of,
         for handle in handles:
             handle.result(SOON)
     assert told == order
-
-
-def test_a_scope_is_a_text():
-    with Engine(LLAMA) as engine, pytest.raises(ConfigError, match="scope=3 is not valid: give a text"):
-        engine.add(random_ids(3), scope=3, max_new_tokens=1)
-    with Engine(LLAMA) as engine, pytest.raises(ConfigError, match="client=3 is not valid: give a text"):
-        engine.add(random_ids(3), client=3, max_new_tokens=1)
