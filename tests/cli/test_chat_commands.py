@@ -86,12 +86,6 @@ def test_a_checkpoint_that_asks_for_nothing_is_greedy(chat, templated):
     assert lines[1] == "greedy, as the checkpoint asks for no sampling · sampling with --temperature T"
 
 
-def test_greedy_and_sampling_options_contradict_each_other(lade, sampling):
-    fails(lade("chat", "-m", sampling, "--temperature", 0, "--do-sample"), "--temperature 0", "--do-sample")
-    for option, value in (("--top-k", 3), ("--seed", 3), ("--min-p", 0.1)):
-        fails(lade("chat", "-m", sampling, "--temperature", 0, option, value), f"{option} {value}", "--temperature")
-
-
 def test_a_system_prompt_holds_from_the_next_turn_on_and_can_be_taken_back(chat, plainly):
     result = chat("/system be brief", *TURNS[:2], "/reset", TURNS[0], "/system", "/reset", TURNS[0], "/system")
     with_it = plainly(TURNS[:2], before=WITH_SYSTEM)

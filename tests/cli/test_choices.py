@@ -73,14 +73,11 @@ def test_a_temperature_above_0_samples_and_0_does_not(generate, expected):
     assert report["token_ids"] == expected(do_sample=False) and report["do_sample"] is False
 
 
-def test_a_seed_that_is_not_given_is_drawn_and_reported(generate):
+def test_a_seed_that_is_not_given_is_drawn_and_reported(lade, folder, generate):
     first, second = (generate("--do-sample", "--temperature", 3) for _ in range(2))
     assert first["seed"] != second["seed"]
     assert first["token_ids"] != second["token_ids"]
     assert generate("--do-sample", "--temperature", 3, "--seed", first["seed"])["token_ids"] == first["token_ids"]
-
-
-def test_the_seed_is_in_the_statistics_line(lade, folder):
     assert "· seed 77\n" in lade("generate", "-m", folder, "-p", PROMPT, "-n", 5, "--do-sample", "--seed", 77).stderr
     assert "seed" not in lade("generate", "-m", folder, "-p", PROMPT, "-n", 5).stderr
 
@@ -103,13 +100,10 @@ def test_what_is_not_given_comes_from_the_checkpoint(generate, expected, folder,
     wanted = {**CHECKPOINT, "do_sample": True, "temperature": 0.8, "top_k": 0}
     assert report["token_ids"] == expected(seed=1, **wanted)
     assert generate(path=copy)["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], NEW)
-
-
-def test_a_temperature_of_zero_in_a_checkpoint_is_one_where_sampled(generate, expected, folder, tmp_path, edited):
-    copy = edited(folder, tmp_path / "m", generation_config={"temperature": 0.0, "do_sample": True})
-    report = generate("--do-sample", "--seed", 1, path=copy)
-    assert report["token_ids"] == expected(seed=1, do_sample=True, temperature=1.0, top_k=50)
-    assert generate(path=copy)["token_ids"] == expected(do_sample=False)
+    zero = edited(folder, tmp_path / "zero", generation_config={"temperature": 0.0, "do_sample": True})
+    report = generate("--do-sample", "--seed", 1, path=zero)
+    assert report["token_ids"] == expected(seed=1, do_sample=True, temperature=1.0, top_k=50), "which is none"
+    assert generate(path=zero)["token_ids"] == expected(do_sample=False)
 
 
 def test_a_penalty_works_for_greedy_and_overrides_the_checkpoint(generate, expected, folder, tmp_path, edited):

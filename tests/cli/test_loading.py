@@ -105,15 +105,12 @@ def test_auto_takes_apples_gpu_where_there_is_one(generate, monkeypatch):
     fails(generate(), "--device mps", "give cpu")  # there is none here in truth
 
 
-def test_a_device_map_instead_of_a_device(generate, plain, tokenizer):
+def test_a_device_map_instead_of_a_device(generate, plain, tokenizer, monkeypatch):
     expected = plain(tokenizer(PROMPT)["input_ids"], NEW)
     assert ids_of(generate("--device-map", "cpu")) == ids_of(generate("--device-map", '{"": "cpu"}')) == expected
     fails(generate("--device-map", "auto", "--device", "cpu"), "--device-map auto", "--device cpu")
     fails(generate("--device-map", '{"": '), "--device-map", "JSON")
     fails(generate("--device-map", '{"": "abacus"}'), "--device-map", "abacus")
-
-
-def test_a_device_map_takes_accelerate(generate, monkeypatch):
     not_found(monkeypatch, module)
     fails(generate("--device-map", "auto"), "--device-map auto", "pip install accelerate")
 
@@ -129,11 +126,8 @@ def test_the_attention_can_be_chosen(lade, generate, folder, plain, tokenizer):
     fails(generate("--attn-implementation", "magic"), "--attn-implementation magic", "sdpa or eager")
 
 
-def test_the_help_names_every_scheme():
-    assert tuple(SCHEMES) == QUANTIZATIONS
-
-
 def test_schemes_are_named_and_their_libraries_too(generate, monkeypatch):
+    assert tuple(SCHEMES) == QUANTIZATIONS, "the help has them"
     fails(generate("--quantization", "int3"), "--quantization int3", ", ".join(SCHEMES), "installed here: ")
     monkeypatch.setitem(SCHEMES, "bnb-4bit", Scheme("no-such", "no_such.module", dict))
     fails(generate("--quantization", "bnb-4bit"), "--quantization bnb-4bit", "pip install accelerate no-such")

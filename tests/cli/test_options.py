@@ -1,7 +1,5 @@
 """What `--method`, the sizes, `--budget` and `--memory` mean together."""
 
-import json
-
 import pytest
 from test_cli_errors import fails
 
@@ -66,17 +64,6 @@ def test_contradictions_are_one_line(lade, folder, memory, command, arguments, w
     fails(lade(command, "-m", folder, *prompt, *arguments), *words)
 
 
-@pytest.mark.parametrize("arguments", [["--method", "adaptive"], ["--budget", 6]])
-def test_the_adaptive_method_has_the_tokens_of_plain_decoding(lade, folder, plain, tokenizer, arguments):
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--json", *arguments)
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
-    assert report["config"]["adaptive"] is True
-    if "--budget" in arguments:
-        assert report["config"]["budget"] == 6 and 1 < report["step_tokens_mean"] <= 6
-
-
 @pytest.mark.parametrize(
     ("arguments", "ending"),
     [
@@ -90,8 +77,3 @@ def test_the_adaptive_method_has_the_tokens_of_plain_decoding(lade, folder, plai
 def test_the_statistics_line_names_the_method(lade, folder, arguments, ending):
     said = lade("generate", "-m", folder, "-p", PROMPT, "-n", 8, *arguments).stderr
     assert any(line.endswith(ending) for line in said.splitlines())
-
-
-def test_an_explicit_adaptive_method_is_not_replaced(lade, unsupported):
-    for arguments in (["--method", "adaptive"], ["--budget", 6]):
-        fails(lade("generate", "-m", unsupported, "-p", PROMPT, *arguments), "GPTNeoForCausalLM", "plain")

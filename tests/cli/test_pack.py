@@ -64,14 +64,10 @@ def test_chat_says_so(lade, folder, small_layers_count, it_pays):
     assert "packed" not in lade("chat", "-m", folder, "--no-pack", stdin="/quit\n").stderr
 
 
-def test_small_models_have_nothing_to_pack(lade, folder):
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 8, "--json", "--pack")
-    assert result.exit_code == 0 and json.loads(result.stdout)["packed"] is False
-
-
-def test_the_embedded_model_is_packed_only_if_one_says_so():
+def test_the_embedded_model_is_packed_only_if_one_says_so_and_small_ones_never(folder):
     assert [loaded(None, pack=pack).packed for pack in (None, False, True)] == [False, False, True]
+    assert not loaded(str(folder), pack=True).packed
 
 
-def test_the_library_packs_nothing_unasked(folder, small_layers_count):
+def test_loading_alone_packs_nothing(folder, small_layers_count):
     assert not loaded(str(folder)).packed

@@ -2,7 +2,6 @@
 
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -43,10 +42,6 @@ def test_every_command_has_an_example(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert f"Example:  lade {command} " in result.stdout
-
-
-def test_version():
-    assert CliRunner().invoke(app, ["--version"]).stdout == f"lade {lade.version.__version__}\n"
 
 
 @pytest.mark.slow
@@ -162,14 +157,3 @@ def test_a_chat_on_a_terminal(environment, templated, tmp_path):
     assert "/quit or Ctrl-D ends the chat" in output
     assert "1 turn, " in output and "Traceback" not in output
     assert not (tmp_path / "state").exists()
-
-
-@pytest.mark.slow
-def test_a_demo_on_a_terminal(environment, folder):
-    arguments = ["demo", "-m", folder, "-p", "say it again, say it", "-n", 30]
-    output, code = on_a_terminal(arguments, environment)
-    assert code == 0, output
-    assert "model.generate" in output and "prompt lookup" in output and "lade" in output
-    words = " ".join(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", output).split())
-    assert "times as fast as model.generate" in words and "all 30 tokens equal" in words
-    assert "\x1b[36m" in output or "\x1b[32m" in output, "passes of several tokens are coloured"

@@ -196,12 +196,6 @@ def test_what_cannot_be_is_one_line(lade, arguments, words):
     assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_model_that_is_not_there_is_one_line(lade, tmp_path):
-    result = lade("serve", "--port", 0, "--model", tmp_path)
-    (error,) = [line for line in result.stderr.splitlines() if " info " not in line]
-    assert result.exit_code == 2 and error.startswith("error: ") and str(tmp_path.name) in error
-
-
 def test_a_model_that_cannot_be_served_is_one_line_with_what_can_be_typed(lade, unsupported, tmp_path):
     asked = tmp_path / "requests.jsonl"
     request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
@@ -275,7 +269,11 @@ def test_requests_of_a_crash_dump_are_sent_again(lade, folder, tmp_path, monkeyp
     assert "the engine failed" in result.stderr
 
 
-def test_what_is_no_dump_ends_the_command(lade, folder):
-    result = lade("serve", "--port", 0, "--model", folder, "--replay", "nowhere")
-    assert result.exit_code == 2 and "dump 'nowhere': [Errno 2] No such file" in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_a_model_or_a_dump_that_is_not_there_is_one_line(lade, folder, tmp_path):
+    for model, more, words in (
+        (folder, ["--replay", "nowhere"], "dump 'nowhere': [Errno 2] No such"),
+        (tmp_path, [], tmp_path.name),
+    ):
+        result = lade("serve", "--port", 0, "--model", model, *more)
+        (error,) = [line for line in result.stderr.splitlines() if " info " not in line]
+        assert result.exit_code == 2 and error.startswith("error: ") and words in error

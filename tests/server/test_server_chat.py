@@ -159,18 +159,6 @@ def test_a_character_is_never_split(server):
     assert "é" in "".join(texts) and "\ufffd" in "".join(texts)
 
 
-def test_a_trace_tells_where_tokens_came_from(server):
-    events = server.events(
-        "/v1/chat/completions", messages=MESSAGES, temperature=0, max_tokens=30, lade={"trace": True}
-    )
-    traces = [event["lade"] for event in events[:-1] if "tokens" in event.get("lade", {})]
-    assert sum(len(trace["tokens"]) for trace in traces) == 30
-    assert all(len(trace["tokens"]) == len(trace["sources"]) for trace in traces)
-    sources = [source for trace in traces for source in trace["sources"]]
-    assert sources[0] == "prefill"
-    assert set(sources[1:]) <= {"bonus", "memory", "pool", "window", "text"}
-
-
 # --- stops ------------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 from huggingface_hub import InferenceClient
-from served import plain, running, slow_served, templated, text_of, until
+from served import plain, templated, text_of
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -41,29 +41,6 @@ def test_openai_raises_what_it_should(client):
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as raised:
         client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "x" * 600}])
     assert raised.value.code == "context_length_exceeded"
-
-
-@pytest.mark.slow
-def test_openai_retries_when_the_server_is_full():
-    with running(slow_served(0.005), max_rows=1, max_waiting=1) as server:
-        arguments = {"model": "toy", "prompt": "x", "max_tokens": 60, "extra_body": {"ignore_eos": True}}
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as hasty:
-            streams = [hasty.completions.create(stream=True, **arguments) for _ in range(2)]
-            with pytest.raises(openai.InternalServerError):
-                hasty.completions.create(**arguments)
-            patient = hasty.with_options(max_retries=6)
-            assert patient.completions.create(**arguments).usage.completion_tokens == 60
-            assert [sum(bool(chunk.choices[0].text) for chunk in stream) > 0 for stream in streams] == [True, True]
-
-
-def test_closing_a_stream_of_openai_frees_the_row():
-    with running(slow_served()) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        stream = client.completions.create(
-            model="toy", prompt="x", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        stream.close()
-        until(server.at_rest, 1.0)
 
 
 def test_huggingface_hub_answers(server):

@@ -143,12 +143,6 @@ def test_too_many_connections_are_closed(monkeypatch):
             other.close()
 
 
-def test_connections_outlive_the_minute_that_proxies_keep_theirs(server):
-    assert server.server.config.timeout_keep_alive == 75
-    for each in server.server.server_state.connections:
-        assert each.timeout_keep_alive == 75
-
-
 def test_what_is_written_is_sent_at_once(server):
     """Not when the client has acknowledged what came before."""
     with connected(server):

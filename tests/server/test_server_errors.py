@@ -140,10 +140,13 @@ def test_a_prompt_as_long_as_the_context_is_refused_in_the_words_that_clients_lo
     assert found.groups() == (str(CONTEXT), str(tokens + 1), str(tokens), field, field)
 
 
-def test_a_text_for_which_there_is_never_room_is_refused():
-    with running(max_tokens=200, max_rows=1) as server:
+def test_a_text_for_which_there_is_never_room_and_more_answers_than_places_are_refused():
+    with running(max_tokens=200, max_rows=2, max_waiting=3) as server:
         check(server.complete([65] * 300, max_tokens=5), 400, INVALID, "too_large_for_server")
         assert server.complete([65] * 30, max_tokens=5).status_code == 200
+        message = check(server.complete(["a", "b"], n=3), 400, INVALID, "too_large_for_server")
+        assert "6 choices" in message and "at most 5" in message
+        assert server.complete(["a"], n=5, max_tokens=1).status_code == 200
 
 
 NO_JSON = [b"{", b"", b"[1", b"\xff\xfe", b'{"a":' * 5000, b'{"messages": ' + b"1" * 10**6 + b"}", b'"\x00"']
@@ -156,12 +159,9 @@ def test_what_is_no_object_in_json_is_refused(server, body):
     check(response, 400, INVALID, "invalid_json" if body in NO_JSON else "invalid_value")
 
 
-def test_a_form_is_told_which_header_is_missing(server):
+def test_forms_and_compressed_bodies_are_refused_as_that(server):
     response = server.http.post("/v1/chat/completions", content='{"messages": []}')
     assert "content-type: application/json" in check(response, 415, INVALID, "unsupported_media_type")
-
-
-def test_a_compressed_body_is_refused_as_that(server):
     headers = {"content-type": "application/json", "content-encoding": "zstd"}
     response = server.http.post("/v1/chat/completions", content=b"(\xb5/\xfd", headers=headers)
     assert "zstd" in check(response, 415, INVALID, "unsupported_media_type")
@@ -251,13 +251,6 @@ def test_half_a_character_is_no_text(server):
     body = b'{"messages": [{"role": "user", "content": "x", "name": "\\ud800"}], "max_tokens": 2}'
     response = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 200
-
-
-def test_more_answers_than_there_can_ever_be_places_for():
-    with running(max_rows=2, max_waiting=3) as server:
-        message = check(server.complete(["a", "b"], n=3), 400, INVALID, "too_large_for_server")
-        assert "6 choices" in message and "at most 5" in message
-        assert server.complete(["a"], n=5, max_tokens=1).status_code == 200
 
 
 def test_methods_that_a_path_does_not_take(server):

@@ -44,15 +44,6 @@ def test_thoughts_are_no_answer(size, text, given, reasoning, content):
     assert (parts.reasoning, parts.content) == (reasoning, content)
 
 
-@pytest.mark.parametrize("size", [1, 5, 1000])
-def test_calls_of_tools_are_told_apart(size):
-    parts = parsed(f"<think>hm</think>I call.\n{CALL}\n{CALL}", size=size, tools=TOOLS)
-    assert (parts.reasoning, parts.content.strip()) == ("hm", "I call.")
-    assert [call.name for call in parts.tool_calls] == ["add", "add"]
-    assert json.loads(parts.tool_calls[0].arguments) == {"a": 1}
-    assert len({call.id for call in parts.tool_calls}) == 2
-
-
 @pytest.mark.parametrize(("before", "after"), [("", "x"), ("", "<think>so</think>x"), ("<think>", "so</think>x")])
 def test_many_spaces_cost_as_much_as_other_text(before, after):
     """By CPU time: a search that begins anew at each of them would take some 20 s."""

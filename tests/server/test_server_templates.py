@@ -79,9 +79,6 @@ def test_what_a_template_raises_is_told():
     with pytest.raises(ApiError, match="rejects this conversation") as raised:
         shown("{{ messages[0].content.nothing.at.all }}", said("user", "hi"))
     assert raised.value.code == "chat_template_error"
-
-
-def test_a_model_without_a_template_is_told_apart():
     with pytest.raises(ApiError, match="--chat-template") as raised:
         shown(None, said("user", "hi"))
     assert raised.value.code == "no_chat_template"

@@ -65,11 +65,8 @@ def test_a_prompt_that_cannot_fit_is_refused_with_its_length(server, path, body)
     assert int(re.search(r"\d{4,}(?= tokens )", message)[0]) >= 2 * CONTEXT
 
 
-def test_what_is_counted_need_not_fit(server):
+def test_what_is_counted_need_not_fit_and_of_a_prediction_no_more_is_kept_than_fits(server):
     assert server.http.post("/tokenize", json={"prompt": LONG}).json()["count"] == 2 * CONTEXT
-
-
-def test_no_more_of_a_prediction_is_kept_than_an_answer_may_have(server):
     body = {"prompt": "a", "prediction": {"type": "content", "content": LONG}, "max_tokens": 4}
     details = server.http.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == CONTEXT

@@ -58,22 +58,17 @@ def engine():
 
 
 def test_the_seed_is_reported_and_gives_the_text_again(engine):
+    state = torch.get_rng_state()
     first = engine.add(random_ids(5), do_sample=True, max_new_tokens=30)
     second = engine.add(random_ids(5), do_sample=True, max_new_tokens=30)
     assert first.seed != second.seed and new_tokens(first, random_ids(5)) != new_tokens(second, random_ids(5))
+    assert torch.equal(torch.get_rng_state(), state), "torch's generator is left alone"
     assert first.tokens == alone(LLAMA, random_ids(5), first.seed, do_sample=True, max_new_tokens=30)
     assert engine.add(random_ids(5), seed=7, max_new_tokens=3).seed is None, "nothing is drawn"
     largest = engine.add(random_ids(5), seed=2**64 - 1, do_sample=True, max_new_tokens=9)
     assert new_tokens(largest, random_ids(5)) == alone(
         LLAMA, random_ids(5), 2**64 - 1, do_sample=True, max_new_tokens=9
     )
-
-
-def test_torchs_generator_is_left_alone(engine):
-    state = torch.get_rng_state()
-    engine.add(random_ids(5), do_sample=True, max_new_tokens=20, seed=3).result(SOON)
-    engine.add(random_ids(5), do_sample=True, max_new_tokens=20).result(SOON)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_stats_that_are_given_are_added_to(engine):

@@ -104,14 +104,6 @@ def test_a_prompt_is_kept_as_soon_as_it_is_fed():
 # --- scopes and limits -----------------------------------------------------------------------------------------------
 
 
-def test_texts_are_shared_within_a_scope():
-    with Engine(LLAMA, prefix_cache=MEGABYTE) as engine:
-        cached = [
-            [handle.cached_tokens for handle, _ in turns(engine, 2, scope=scope)] for scope in ("a", "b", None, "a")
-        ]
-    assert cached == [[0, 63], [0, 63], [0, 63], [39, 66]], "the last conversation was held before"
-
-
 def test_no_more_is_kept_than_there_may_be():
     most = 100_000
     with Engine(LLAMA, prefix_cache=most) as engine:
