@@ -239,19 +239,6 @@ def test_logprobs_are_those_of_the_raw_logits(server):
     assert [entry for each in streamed if each for entry in each["content"]] == entries
 
 
-def test_completions_have_logprobs_of_the_old_form(server):
-    body = {"prompt": "abc", "temperature": 0, "max_tokens": 10, "logprobs": 2}
-    choice = server.http.post("/v1/completions", json=body).json()["choices"][0]
-    found = choice["logprobs"]
-    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) == 10
-    assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
-    for own, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
-        assert own == pytest.approx(max(top.values()))
-    streamed = [event["choices"][0]["logprobs"] for event in server.events("/v1/completions", **body)[:-1]]
-    for name in found:
-        assert [value for each in streamed if each for value in each[name]] == found[name]
-
-
 def test_a_token_of_a_stream_costs_as_much_as_those_before_it(server, monkeypatch):
     """Where it begins is not found by spelling all of the text again."""
     spelled = watched(monkeypatch, TokenText, "bytes")

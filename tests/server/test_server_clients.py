@@ -16,11 +16,6 @@ def client(server):
         yield client
 
 
-def test_openai_lists_models(client):
-    assert [model.id for model in client.models.list()] == ["toy", "other-name"]
-    assert client.models.retrieve("toy").id == "toy"
-
-
 def test_openais_helper_for_streams_takes_several_choices(client):
     arguments = {"model": "toy", "messages": MESSAGES, "seed": 3, "n": 3, "max_tokens": 12, "logprobs": True}
     with client.chat.completions.stream(**arguments) as stream:
@@ -32,7 +27,7 @@ def test_openais_helper_for_streams_takes_several_choices(client):
         assert [entry.logprob for entry in mine.logprobs.content] == [entry.logprob for entry in other.logprobs.content]
 
 
-def test_openai_raises_what_it_should(client):
+def test_openai_raises_what_it_should_and_lists_models(client):
     with pytest.raises(openai.NotFoundError, match="toy, other-name"):
         client.chat.completions.create(model="nobody", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as raised:
@@ -41,6 +36,8 @@ def test_openai_raises_what_it_should(client):
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as raised:
         client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "x" * 600}])
     assert raised.value.code == "context_length_exceeded"
+    assert [model.id for model in client.models.list()] == ["toy", "other-name"]
+    assert client.models.retrieve("toy").id == "toy"
 
 
 def test_huggingface_hub_answers(server):

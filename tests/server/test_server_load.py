@@ -12,35 +12,7 @@ import httpx2 as httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import plain, running, slow_served, templated, until
-
-
-def requests(count):
-    """Bodies of all kinds, with what they are to come to."""
-    rng = random.Random(5)
-    for number in range(count):
-        messages = [{"role": "user", "content": f"{number} " + "ab " * rng.randint(0, 20)}]
-        most, ids = rng.randint(1, 60), templated(messages)
-        body = {"messages": messages, "max_tokens": most, "return_token_ids": True}
-        if rng.random() < 0.5:
-            yield body | {"temperature": 0}, plain(ids, max_new_tokens=most)
-        else:
-            arguments = {"temperature": rng.choice([0.5, 1.3]), "top_p": rng.choice([0.7, 1.0])}
-            tokens = plain(ids, seed=number, do_sample=True, top_k=0, max_new_tokens=most, **arguments)
-            yield body | {"seed": number, **arguments}, tokens
-
-
-@pytest.mark.parametrize("count", [5, pytest.param(32, marks=pytest.mark.slow)])
-def test_each_of_many_at_once_is_answered_as_if_alone(server, count):
-    wanted = list(requests(count))
-    rng = random.Random(1)
-    for _ in range(2):
-        rng.shuffle(wanted)
-        with ThreadPoolExecutor(count) as pool:
-            bodies = [body for body, _ in wanted]
-            answers = list(pool.map(lambda body: server.http.post("/v1/chat/completions", json=body).json(), bodies))
-        assert [answer["choices"][0]["token_ids"] for answer in answers] == [tokens for _, tokens in wanted]
-
+from served import running, slow_served, until
 
 NUMBERS = st.one_of(st.integers(), st.floats(), st.integers(-3, 3), st.just(10**400))
 VALUES = st.recursive(

@@ -72,11 +72,6 @@ def test_paths_that_clients_make_up_are_one_label(server):
     assert {"other", "/v1/models/{name:path}"} <= paths and not any("made" in path for path in paths)
 
 
-def test_metrics_can_be_left_out():
-    with running(metrics=False) as server:
-        assert server.http.get("/metrics").status_code == 404
-
-
 def test_the_dashboard_asks_for_series_that_are_there(server):
     server.chat(max_tokens=2)
     text = server.http.get("/metrics").text

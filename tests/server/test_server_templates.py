@@ -217,23 +217,6 @@ def test_bodies_may_be_larger_where_the_model_takes_images():
             assert server.chat(temperature=-1, user="a" * 5 * 2**20).status_code == status
 
 
-def test_images_go_where_the_model_takes_them():
-    seen = []
-
-    def encode(messages, arguments):
-        seen.append(messages)
-        return [1, 2, 3], {"pixel_values": "x"}
-
-    served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=encode)
-    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture()}"}}
-    body = ChatRequest.model_validate({"messages": [said("user", [{"type": "text", "text": "what?"}, part])]})
-    assert template_of(served).encode(body) == ([1, 2, 3], {"pixel_values": "x"})
-    (message,) = seen[0]
-    assert [each["type"] for each in message["content"]] == ["text", "image"]
-    with pytest.raises(ApiError, match="takes no images"):
-        template_of(ServedModel(MODEL, byte_tokenizer(SIMPLE))).encode(body)
-
-
 EACH = "{% for m in messages %}<{{ m.role }}>BODY|{% endfor %}"
 CALLS = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
 IDS = "{% if (m.tool_call_id or c.id) | length != 9 %}{{ raise_exception('ids of nine letters') }}{% endif %}"

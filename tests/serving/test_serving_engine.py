@@ -1,6 +1,5 @@
 """`lade.Engine` itself: threads, arguments, closing, and what it leaves behind."""
 
-import functools
 import gc
 import threading
 import time
@@ -11,7 +10,6 @@ import pytest
 import torch
 from families import SWITCH, family, longrope
 from inside import batch_of, cache_of, force_attention
-from peft import LoraConfig, get_peft_model
 from serving_toys import (
     METHODS,
     PAD,
@@ -31,16 +29,13 @@ from lade import (
     ConfigError,
     Engine,
     EngineClosedError,
-    EngineFullError,
     InputError,
     Stats,
     TreeCache,
     UnsupportedArgumentError,
 )
-from lade.embedded import model_path
 from lade.hf import job
 from lade.model.facts import CACHE
-from lade.model.runner import EagerRunner
 from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
 from lade_lab.fakes import nearly_flat_cost
@@ -123,43 +118,6 @@ def test_on_step_may_close_the_engine(index):
     engine.close()
     assert not engine_threads(), "close waits for the end, though it was on_step that began it"
     assert handle.stats.steps <= index + 1, "the step that was being made when all prompts were fed"
-
-
-# --- waiting ---------------------------------------------------------------------------------------------------------
-
-
-def test_so_many_requests_wait_and_no_more():
-    with Engine(LLAMA, max_rows=1, max_waiting=2) as engine:
-        held = Gate()
-        running = engine.add(random_ids(3), on_step=held, max_new_tokens=4)
-        assert held.reached.wait(SOON)
-        waiting = [engine.add(random_ids(3, seed), max_new_tokens=4) for seed in (1, 2)]
-        with pytest.raises(EngineFullError, match=r"^the queue is full \(2 waiting\): .*larger max_waiting"):
-            engine.add(random_ids(3), max_new_tokens=4)
-        assert waiting[0].cancel() and waiting[0].done() and not waiting[0].cancel()
-        later = engine.add(random_ids(3, 5), max_new_tokens=4)
-        with pytest.raises(TimeoutError):
-            running.result(0.01)
-        held.opened.set()
-        for handle, seed in ((running, 0), (waiting[1], 2), (later, 5)):
-            assert new_tokens(handle, random_ids(3, seed)) == alone(LLAMA, random_ids(3, seed), max_new_tokens=4)
-        with pytest.raises(CancelledError):
-            waiting[0].result(SOON)
-
-
-@pytest.mark.parametrize("limits", [{"max_rows": 1}, {"max_tokens": 25}])
-def test_those_who_wait_longest_are_served_next_when_there_is_room(limits):
-    told = []
-    with Engine(LLAMA, **limits) as engine:
-        held = Gate()
-        handles = [engine.add(random_ids(3), on_step=held, lookahead=None, max_new_tokens=1)]
-        assert held.reached.wait(SOON)
-        for number in range(3):
-            on_step = functools.partial(lambda number, step: told.append(number), number)
-            handles.append(engine.add(random_ids(3), on_step=on_step, lookahead=None, max_new_tokens=12))
-        held.opened.set()
-        assert all(handle.result(SOON) is not None for handle in handles)
-    assert told == [0] * 12 + [1] * 12 + [2] * 12
 
 
 def test_the_limits_are_found_and_told():
@@ -282,36 +240,6 @@ def test_time_is_up(engine):
     held.opened.set()
     assert len(new_tokens(late, random_ids(5))) == 1, "the clock runs while a request waits"
     assert len(new_tokens(engine.add(random_ids(5), max_time=1e6, max_new_tokens=50), random_ids(5))) == 50
-
-
-def test_stop_strings():
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
-    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
-    arguments = {"max_new_tokens": 40, "do_sample": False}
-    text = tokenizer.decode(model.generate(ids, **arguments)[0, ids.shape[1] :])
-    stop = text[len(text) // 2 :][:6]
-    arguments |= {"stop_strings": [stop], "tokenizer": tokenizer}
-    plain = model.generate(ids, **arguments)
-    assert plain.shape[1] < ids.shape[1] + 40
-    with Engine(model) as engine:
-        other = engine.add(ids, max_new_tokens=40, do_sample=False)
-        assert torch.equal(engine.add(ids, **arguments).result(SOON), plain)
-        assert other.result(SOON).shape[1] > plain.shape[1]
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_model_with_an_adapter():
-    torch.manual_seed(1)
-    lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=32, init_lora_weights=False)
-    model = get_peft_model(toy_model("llama"), lora).double().eval()
-    expected = alone(model, random_ids(7), max_new_tokens=30)
-    assert expected != alone(LLAMA, random_ids(7), max_new_tokens=30)
-    with Engine(model) as engine:
-        handles = [engine.add(random_ids(7), lookahead=method, max_new_tokens=30) for method in METHODS]
-        assert all(new_tokens(handle, random_ids(7)) == expected for handle in handles)
 
 
 DYNAMIC = {
@@ -452,15 +380,6 @@ def test_an_unforeseen_error_reaches_every_request(monkeypatch):
     assert told.requests == {"error": 2} and told.waiting == 0
     with pytest.raises(EngineClosedError, match=r"this engine broke down \(SystemError: a bug\): make a new one"):
         engine.add(random_ids(3), max_new_tokens=5)
-    engine.close()
-
-
-def test_a_batch_that_failed_does_not_end_the_engine(monkeypatch):
-    engine, held, handles = running_engine()
-    failed = failing(monkeypatch, EagerRunner, "forward", MemoryError("no more"), calls={1})
-    held.opened.set()
-    handles[0].result(SOON)
-    assert failed and new_tokens(handles[1], random_ids(4)) == alone(LLAMA, random_ids(4), max_new_tokens=9)
     engine.close()
 
 

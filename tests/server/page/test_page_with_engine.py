@@ -60,11 +60,12 @@ def test_the_page_needs_no_key_and_all_else_does():
         assert server.http.post("/page/app.js").status_code == 401
 
 
-def test_without_a_page_there_is_none():
-    with running(page=False, ready=False) as server:
-        for path in ("/", "/page/app.js"):
+def test_page_and_metrics_can_be_left_out():
+    with running(page=False, metrics=False, ready=False) as server:
+        for path in ("/", "/page/app.js", "/metrics"):
             answer = server.http.get(path)
-            assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+            code = "metrics_disabled" if path == "/metrics" else "unknown_url"
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == code
 
 
 def test_the_page_shows_the_tokens_of_generate_with_their_sources(real):
