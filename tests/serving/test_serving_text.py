@@ -173,7 +173,10 @@ def test_a_stop_text_among_other_criteria():
         more = {"do_sample": True, "max_new_tokens": 48, "pad_token_id": 0, "seed": 0, "tokenizer": tokenizer}
         alone_ = engine.add(ids, stop_texts=[stop], **more)
         among = engine.add(ids, stop_texts=[stop], max_time=1e6, stop_strings=["~~~never~~~"], **more)
-        assert torch.equal(alone_.result(SOON), among.result(SOON))
+        strung = engine.add(ids, stop_strings=[stop], **more)
+        assert torch.equal(alone_.result(SOON), among.result(SOON)) and torch.equal(
+            strung.result(SOON), among.result(0)
+        )
         assert (alone_.text, alone_.stop_text, alone_.reason) == (among.text, stop, "stop_text")
         assert among.reason == "stop_text"
 
