@@ -1,7 +1,6 @@
 """One server for most tests, one thread for its tiny model."""
 
 import asyncio
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pretend
@@ -29,11 +28,8 @@ def no_time_is_lost():
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Running:
-    """For all tests that leave it as it was."""
-    with ExitStack() as ends:
-        with pytest.MonkeyPatch.context() as patch:
-            pretend.no_warm_up(patch)
-            made = ends.enter_context(running())
+    """For all tests of a file that leave it as it was."""
+    with running() as made:
         yield made
