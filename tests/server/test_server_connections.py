@@ -145,8 +145,9 @@ def test_too_many_connections_are_closed(monkeypatch):
 
 def test_what_is_written_is_sent_at_once(server):
     """Not when the client has acknowledged what came before."""
-    with connected(server):
-        until(lambda: server.server.server_state.connections)
+    with connected(server) as client:
+        client.sendall(HEAD + b"\r\n")
+        assert client.recv(1)
         for each in list(server.server.server_state.connections):
             accepted = each.transport.get_extra_info("socket")
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
