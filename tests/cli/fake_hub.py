@@ -42,7 +42,7 @@ class FakeHub:
 
     @contextmanager
     def running(self) -> Iterator[FakeHub]:
-        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        thread = threading.Thread(target=self._server.serve_forever, args=[0.02], daemon=True)
         thread.start()
         try:
             yield self

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer.main
 from fake_hub import FakeHub
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -81,6 +82,14 @@ def saved(model: Any, factory: pytest.TempPathFactory, name: str, template: str 
     model.save_pretrained(path)
     byte_tokenizer(template).save_pretrained(path)
     return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def commands_made_once() -> Iterator[None]:
+    """Typer makes all of them anew for each line that is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(scope="session")

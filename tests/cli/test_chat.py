@@ -55,15 +55,6 @@ def test_answers_are_those_of_a_fresh_generation_from_the_whole_conversation(sub
         assert answer.token_ids == fresh(chatting, prompt)
 
 
-def test_a_template_makes_the_prompt(subject, templated):
-    chatting = subject(templated)
-    conversation = Conversation(chatting)
-    _, answer, _ = turn(conversation, chatting, "one")
-    prompt, _, _ = turn(conversation, chatting, "two")
-    said = chatting.tokenizer.decode(answer.token_ids).strip()
-    assert chatting.tokenizer.decode(prompt) == f"<user>one|<assistant>{said}|<user>two|<assistant>"
-
-
 @pytest.mark.parametrize("kind", ["folder", "templated"])
 def test_the_second_turn_feeds_only_what_is_new(subject, request, kind):
     chatting = subject(request.getfixturevalue(kind))

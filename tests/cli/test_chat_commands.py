@@ -70,7 +70,7 @@ def test_a_chat_says_what_plain_generate_says_to_the_whole_conversation(chat, pl
     assert chat(*TURNS, path=sampling, arguments=[*arguments, "--temperature", 0]).answers == plainly(TURNS)
 
 
-def test_how_tokens_are_chosen_is_said_first(chat, sampling):
+def test_how_tokens_are_chosen_is_said_first(chat, sampling, templated):
     def said(path, *arguments):
         return chat(path=path, arguments=arguments).stderr.splitlines()[1]
 
@@ -79,17 +79,7 @@ def test_how_tokens_are_chosen_is_said_first(chat, sampling):
     assert said(sampling, "--temperature", 1, "--top-k", 0) == "sampling: temperature 1, top_k 0, top_p 0.9"
     assert said(sampling, "--do-sample") == f"sampling: {limits}"
     assert said(sampling, "--temperature", 0) == "greedy; the checkpoint asks for sampling"
-
-
-def test_a_checkpoint_that_asks_for_nothing_is_greedy(chat, templated):
-    lines = chat(path=templated).stderr.splitlines()
-    assert lines[1] == "greedy, as the checkpoint asks for no sampling · sampling with --temperature T"
-
-
-def test_greedy_and_sampling_options_contradict_each_other(lade, sampling):
-    fails(lade("chat", "-m", sampling, "--temperature", 0, "--do-sample"), "--temperature 0", "--do-sample")
-    for option, value in (("--top-k", 3), ("--seed", 3), ("--min-p", 0.1)):
-        fails(lade("chat", "-m", sampling, "--temperature", 0, option, value), f"{option} {value}", "--temperature")
+    assert said(templated) == "greedy, as the checkpoint asks for no sampling · sampling with --temperature T"
 
 
 def test_a_system_prompt_holds_from_the_next_turn_on_and_can_be_taken_back(chat, plainly):

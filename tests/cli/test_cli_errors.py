@@ -140,7 +140,7 @@ def test_a_hub_out_of_reach_is_said_at_once(generate, monkeypatch):
 
 
 def test_an_explicit_method_is_not_replaced(generate, lade, unsupported):
-    for arguments in (["--method", "lookahead"], ["--window", 3]):
+    for arguments in (["--method", "lookahead"], ["--window", 3], ["--method", "adaptive"], ["--budget", 6]):
         fails(generate(*arguments, model=unsupported), "GPTNeoForCausalLM", "plain")
     fails(lade("demo", "-m", unsupported, "-p", "x"), "GPTNeoForCausalLM")
     fails(lade("chat", "-m", unsupported, "--method", "lookahead"), "GPTNeoForCausalLM")

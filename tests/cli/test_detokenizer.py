@@ -84,17 +84,6 @@ def test_a_character_is_held_back_until_it_is_complete_and_what_stands_before_it
     assert (detokenizer.push(ids[:4]), detokenizer.flush(), detokenizer.flush()) == ("ab", "\ufffd", "")
 
 
-def test_special_tokens_are_not_shown(tokenizer):
-    ids = [*tokenizer("ab")["input_ids"], 0, 0, *tokenizer("c")["input_ids"]]
-    assert "".join(streamed(tokenizer, ids, 0)) == "abc"
-
-
-def test_a_context_gives_the_first_word_its_space(sentencepiece):
-    ids = [1, 2]
-    assert "".join(streamed(sentencepiece, ids, 0)) == "the cat"
-    assert "".join(streamed(sentencepiece, ids, 0, context=[3, 4])) == " the cat"
-
-
 def test_the_cost_of_a_step_is_bounded(tokenizer):
     class Counting:
         longest = 0

@@ -1,21 +1,17 @@
 """Images in the shell: a tiny multimodal checkpoint with its processor, asked with `--image` and `/image`."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import json
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from pretend import no_warm_up, not_found
 from starlette.testclient import TestClient
+from test_cli_errors import fails
 from transformers import AutoProcessor, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -38,7 +34,7 @@ TEMPLATE = (
 )
 
 
-def tiny_llava(tokenizer: Any) -> tuple[Any, Any]:
+def tiny_llava(tokenizer):
     """A model, which writes letters only, and its processor."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
@@ -73,7 +69,7 @@ def tiny_llava(tokenizer: Any) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="session")
-def seeing(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeing(tokenizer, tmp_path_factory):
     torch.manual_seed(3)
     path = tmp_path_factory.mktemp("models") / "llava"
     for part in tiny_llava(tokenizer):
@@ -82,7 +78,7 @@ def seeing(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     paths = [folder / f"{colour}.png" for colour in ("red", "blue")]
     for path in paths:
@@ -90,7 +86,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def answer(folder: Path, messages: list[dict[str, Any]], new: int = 20) -> tuple[list[int], str]:
+def answer(folder, messages, new=20):
     """What plain `model.generate` makes of a conversation, as the processor's own documentation has it done."""
     model, processor = LlavaForConditionalGeneration.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     inputs = processor.apply_chat_template(
@@ -101,16 +97,14 @@ def answer(folder: Path, messages: list[dict[str, Any]], new: int = 20) -> tuple
     return ids, processor.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def user(text: str, *pictures: Path) -> dict[str, Any]:
+def user(text, *pictures):
     parts = [{"type": "image", "path": str(path)} for path in pictures]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [[], ["--method", "plain"], ["--window", 7, "--ngram", 4, "--guesses", 7]])
-def test_generate_answers_about_images(
-    lade: Callable[..., Any], seeing: Path, pictures: list[Path], options: list[object]
-) -> None:
+def test_generate_answers_about_images(lade, seeing, pictures, options):
     shown = [it for path in pictures for it in ("--image", path)]
     said = lade("generate", "What is it?", *shown, "--model", seeing, "-n", 20, "--json", *options)
     assert said.exit_code == 0, said.output
@@ -119,7 +113,7 @@ def test_generate_answers_about_images(
     assert ids != answer(seeing, [user("What is it?", *pictures[::-1])])[0], "the images do nothing"
 
 
-def test_a_server_answers_about_images(seeing: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_answers_about_images(seeing, pictures, monkeypatch):
     no_warm_up(monkeypatch)
     with terminal() as term:
         service = Service(Settings(max_rows=2), partial(load, Loading(model=str(seeing)), Speed(), None, term))
@@ -134,26 +128,12 @@ def test_a_server_answers_about_images(seeing: Path, pictures: list[Path], monke
                 assert said["choices"][0]["token_ids"] == answer(seeing, [user("What is it?", *order)])[0], said
 
 
-def data_url(path: Path) -> str:
+def data_url(path):
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 @pytest.mark.slow
-def test_generate_without_images_is_as_it_was(lade: Callable[..., Any], seeing: Path) -> None:
-    said = lade("generate", "What is it?", "--model", seeing, "-n", 12, "--json")
-    assert said.exit_code == 0, said.output
-    assert json.loads(said.stdout)["token_ids"] == answer(seeing, [user("What is it?")], 12)[0]
-
-
-def fails(run: Any, *words: str) -> None:
-    assert run.exit_code == 2 and len(run.stderr.splitlines()) == 1, run.output
-    assert all(word in run.stderr for word in words), run.stderr
-
-
-@pytest.mark.slow
-def test_what_images_do_not_go_with(
-    lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path], tmp_path: Path
-) -> None:
+def test_what_images_do_not_go_with(lade, seeing, templated, pictures, tmp_path):
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     fails(lade(*ask, templated), "takes no images")
     fails(lade(*ask, seeing, "--raw"), "--image", "leave out --raw")
@@ -168,13 +148,8 @@ def test_what_images_do_not_go_with(
 
 @pytest.mark.slow
 def test_what_is_missing_is_named_with_the_line_that_installs_it(
-    lade: Callable[..., Any],
-    seeing: Path,
-    tokenizer: Any,
-    pictures: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    lade, seeing, tokenizer, pictures, monkeypatch, tmp_path
+):
     ask = ("generate", "hi", "--image", pictures[0], "--model")
     with monkeypatch.context() as patch:
         for module in (encoder, from_pretrained):
@@ -187,28 +162,17 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
     fails(lade(*ask, bare), "processor")
 
 
-def chat(lade: Callable[..., Any], folder: Path, *lines: object, new: int = 12) -> Any:
+def chat(lade, folder, *lines, new=12):
     return lade("chat", "--model", folder, "--no-history", "-n", new, stdin="".join(f"{line}\n" for line in lines))
 
 
 @pytest.mark.slow
-def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: Path, pictures: list[Path]) -> None:
+def test_chat_shows_images_and_remembers_them(lade, seeing, pictures):
     red, blue = pictures
-    said = chat(
-        lade,
-        seeing,
-        "hello",
-        f"/image {red}",
-        "What is it?",
-        "and now?",
-        "/stats",
-        f"/image {blue}",
-        "compare",
-        "/retry",
-    )
+    lines = "hello", f"/image {red}", "What is it?", "and now?", "/stats", f"/image {blue}", "compare", "/retry"
+    said = chat(lade, seeing, *lines)
     assert said.exit_code == 0, said.output
-    turns: list[dict[str, Any]] = []
-    replies = []
+    turns, replies = [], []
     for turn in (user("hello"), user("What is it?", red), user("and now?"), user("compare", blue)):
         turns.append(turn)
         replies.append(answer(seeing, turns, 12)[1])
@@ -221,9 +185,7 @@ def test_chat_shows_images_and_remembers_them(lade: Callable[..., Any], seeing: 
 
 
 @pytest.mark.slow
-def test_chat_says_what_it_cannot_do_with_images(
-    lade: Callable[..., Any], seeing: Path, templated: Path, pictures: list[Path]
-) -> None:
+def test_chat_says_what_it_cannot_do_with_images(lade, seeing, templated, pictures):
     red = pictures[0]
     said = chat(lade, seeing, "/image", "/image none.png", f"/image {red}", "look", "/reset", "hi")
     assert said.exit_code == 0

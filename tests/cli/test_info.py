@@ -22,14 +22,11 @@ def test_info_takes_the_model_as_an_argument_too(lade, folder, unsupported):
     assert lade("info", folder, "--json").stdout == lade("info", "-m", folder, "--json").stdout
     facts = json.loads(lade("info", unsupported, "-m", folder, "--json").stdout)
     assert facts["model"] == str(unsupported)
+    facts = json.loads(lade("info", "--json").stdout)
+    assert (facts["model"], facts["supported"], facts["dtype"]) == ("embedded", True, "float32")
 
 
 def test_info_says_why_not(lade, unsupported):
     facts = json.loads(lade("info", "-m", unsupported, "--json").stdout)
     assert facts["supported"] is False and "mask" in facts["reason"]
     assert "no" in lade("info", "-m", unsupported).stdout
-
-
-def test_info_without_a_model_shows_the_embedded_one(lade):
-    facts = json.loads(lade("info", "--json").stdout)
-    assert (facts["model"], facts["supported"], facts["dtype"]) == ("embedded", True, "float32")

@@ -79,19 +79,13 @@ def test_lines_that_belong_together(entries, text, expected):
     assert entries(text) == expected
 
 
-def test_a_terminal_edits_and_remembers(typed):
+def test_a_terminal_edits_and_remembers_keeps_pasted_lines_together_and_drops_what_ctrl_c_is_typed_behind(typed):
     up, home = b"\x1b[A", b"\x01"
-    assert typed(b"helo\x02l\n", up + home + b"oh \n", up + up + b"!\n") == [
-        "ready", "got ['hello']", "got ['oh hello']", "got ['hello!']",
+    edited = b"helo\x02l\n", up + home + b"oh \n", up + up + b"!\n"
+    assert typed(*edited, b"\x1b[200~one\ntwo\x1b[201~\n", b"one\\\n", b"tw\x03", b"three\n") == [
+        "ready", "got ['hello']", "got ['oh hello']", "got ['hello!']", "got ['one', 'two']", "stopped",
+        "got ['three']",
     ]  # fmt: skip
-
-
-def test_ctrl_c_drops_what_was_typed_so_far(typed):
-    assert typed(b"one\\\n", b"tw\x03", b"three\n") == ["ready", "stopped", "got ['three']"]
-
-
-def test_pasted_lines_stay_together(typed):
-    assert typed(b"\x1b[200~one\ntwo\x1b[201~\n") == ["ready", "got ['one', 'two']"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Which model is loaded, from where, and how: the options that all commands with a model share."""
 
 import json
-import os
 import shutil
 import sys
 from dataclasses import fields
@@ -106,15 +105,12 @@ def test_auto_takes_apples_gpu_where_there_is_one(generate, monkeypatch):
     fails(generate(), "--device mps", "give cpu")  # there is none here in truth
 
 
-def test_a_device_map_instead_of_a_device(generate, plain, tokenizer):
+def test_a_device_map_instead_of_a_device(generate, plain, tokenizer, monkeypatch):
     expected = plain(tokenizer(PROMPT)["input_ids"], NEW)
     assert ids_of(generate("--device-map", "cpu")) == ids_of(generate("--device-map", '{"": "cpu"}')) == expected
     fails(generate("--device-map", "auto", "--device", "cpu"), "--device-map auto", "--device cpu")
     fails(generate("--device-map", '{"": '), "--device-map", "JSON")
     fails(generate("--device-map", '{"": "abacus"}'), "--device-map", "abacus")
-
-
-def test_a_device_map_takes_accelerate(generate, monkeypatch):
     not_found(monkeypatch, module)
     fails(generate("--device-map", "auto"), "--device-map auto", "pip install accelerate")
 
@@ -130,11 +126,8 @@ def test_the_attention_can_be_chosen(lade, generate, folder, plain, tokenizer):
     fails(generate("--attn-implementation", "magic"), "--attn-implementation magic", "sdpa or eager")
 
 
-def test_the_help_names_every_scheme():
-    assert tuple(SCHEMES) == QUANTIZATIONS
-
-
 def test_schemes_are_named_and_their_libraries_too(generate, monkeypatch):
+    assert tuple(SCHEMES) == QUANTIZATIONS, "the help has them"
     fails(generate("--quantization", "int3"), "--quantization int3", ", ".join(SCHEMES), "installed here: ")
     monkeypatch.setitem(SCHEMES, "bnb-4bit", Scheme("no-such", "no_such.module", dict))
     fails(generate("--quantization", "bnb-4bit"), "--quantization bnb-4bit", "pip install accelerate no-such")
@@ -263,20 +256,6 @@ def test_code_is_run_only_if_one_says_so(generate, with_code, plain, tokenizer):
     assert not ran.exists()
     assert ids_of(generate("--trust-remote-code", model=copy)) == plain(tokenizer(PROMPT)["input_ids"], NEW)
     assert ran.exists()
-
-
-def test_no_pickle_is_opened(generate, folder, model, tmp_path, edited):
-    """A checkpoint of pickled weights is read by torch's own safe loader, which refuses to call what it finds."""
-    copy, ran = edited(folder, tmp_path / "pickled"), tmp_path / "ran"
-    (copy / "model.safetensors").unlink()
-
-    class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(ran),)
-
-    torch.save({**model.state_dict(), "bomb": Bomb()}, copy / "pytorch_model.bin")
-    fails(generate(model=copy), "pickled")
-    assert not ran.exists()
 
 
 # Records

@@ -1,6 +1,6 @@
 """What `--method`, the sizes, `--budget` and `--memory` mean together."""
 
-import json
+from pathlib import Path
 
 import pytest
 from test_cli_errors import fails
@@ -18,28 +18,28 @@ def memory(tmp_path):
     return path
 
 
-def test_methods():
-    assert Speed(None).lookahead() == Speed("auto").lookahead() == "auto"
-    assert Speed("plain").lookahead() is None
-    assert Speed("adaptive").lookahead() == LookaheadConfig() and Speed("adaptive").lookahead().adaptive
-    assert Speed("lookahead").lookahead() == LookaheadConfig(adaptive=False)
-    assert not Speed("lookahead").lookahead().adaptive
+PAPER, SIZES = (None, "auto", "lookahead"), {"window": 7, "ngram": 5, "guesses": 7}
+ADAPTIVE, MEMORY = (None, "auto", "adaptive"), Path(__file__)
 
 
-@pytest.mark.parametrize("method", [None, "auto", "lookahead"])
-def test_sizes_imply_lookahead(method):
-    assert Speed(method, window=3, guesses=0).lookahead() == LookaheadConfig(window=3, guesses=0)
-    assert Speed(method, window=7, ngram=5, guesses=7).lookahead() == LookaheadConfig(7, 5, 7), (
-        "the defaults are sizes too"
-    )
-    assert not Speed(method, window=7, ngram=5, guesses=7).lookahead().adaptive
-
-
-@pytest.mark.parametrize("method", [None, "auto", "adaptive"])
-def test_a_budget_and_a_memory_imply_adaptive(method, memory):
-    assert Speed(method, budget=9).lookahead() == LookaheadConfig(budget=9)
-    assert Speed(method, memory=memory).lookahead() == LookaheadConfig()
-    assert Speed(method, budget=1, memory=memory).lookahead() == LookaheadConfig(budget=1)
+@pytest.mark.parametrize(
+    ("methods", "given", "meant"),
+    [
+        ((None, "auto"), {}, "auto"),
+        (("plain",), {}, None),
+        (("lookahead",), {}, LookaheadConfig(adaptive=False)),
+        (PAPER, {"window": 3, "guesses": 0}, LookaheadConfig(window=3, guesses=0)),
+        (PAPER, SIZES, LookaheadConfig(7, 5, 7)),  # the defaults are sizes too
+        (("adaptive",), {}, LookaheadConfig()),
+        (ADAPTIVE, {"budget": 9}, LookaheadConfig(budget=9)),
+        (ADAPTIVE, {"memory": MEMORY}, LookaheadConfig()),
+        (ADAPTIVE, {"budget": 1, "memory": MEMORY}, LookaheadConfig(budget=1)),
+    ],
+)
+def test_sizes_imply_lookahead_and_a_budget_or_a_memory_the_adaptive_method(methods, given, meant):
+    for method in methods:
+        found = Speed(method, **given).lookahead()
+        assert found == meant and getattr(found, "adaptive", None) == getattr(meant, "adaptive", None)
 
 
 @pytest.mark.one_in(2)
@@ -66,17 +66,6 @@ def test_contradictions_are_one_line(lade, folder, memory, command, arguments, w
     fails(lade(command, "-m", folder, *prompt, *arguments), *words)
 
 
-@pytest.mark.parametrize("arguments", [["--method", "adaptive"], ["--budget", 6]])
-def test_the_adaptive_method_has_the_tokens_of_plain_decoding(lade, folder, plain, tokenizer, arguments):
-    result = lade("generate", "-m", folder, "-p", PROMPT, "-n", 40, "--json", *arguments)
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["token_ids"] == plain(tokenizer(PROMPT)["input_ids"], 40)
-    assert report["config"]["adaptive"] is True
-    if "--budget" in arguments:
-        assert report["config"]["budget"] == 6 and 1 < report["step_tokens_mean"] <= 6
-
-
 @pytest.mark.parametrize(
     ("arguments", "ending"),
     [
@@ -90,8 +79,3 @@ def test_the_adaptive_method_has_the_tokens_of_plain_decoding(lade, folder, plai
 def test_the_statistics_line_names_the_method(lade, folder, arguments, ending):
     said = lade("generate", "-m", folder, "-p", PROMPT, "-n", 8, *arguments).stderr
     assert any(line.endswith(ending) for line in said.splitlines())
-
-
-def test_an_explicit_adaptive_method_is_not_replaced(lade, unsupported):
-    for arguments in (["--method", "adaptive"], ["--budget", 6]):
-        fails(lade("generate", "-m", unsupported, "-p", PROMPT, *arguments), "GPTNeoForCausalLM", "plain")

@@ -51,13 +51,9 @@ def report(result):
 def test_an_argument_a_pipe_and_an_option_are_the_same(generate):
     expected = generate("--prompt", PROMPT).stdout
     assert generate(PROMPT).stdout == expected
+    assert generate(PROMPT, stdin="something else").stdout == expected, "which whatever starts this may have"
     assert generate(stdin=PROMPT + "\n").stdout == generate("-", stdin=PROMPT + "\n").stdout == expected
     assert generate("--", "--prompt").stdout == generate("--prompt=--prompt").stdout != expected
-
-
-def test_what_is_piped_in_is_left_alone_where_a_prompt_is_given(generate):
-    """Whatever starts this may have a standard input of its own."""
-    assert generate(PROMPT, stdin="something else").stdout == generate(PROMPT).stdout
 
 
 # The text of an answer
@@ -152,13 +148,10 @@ def moody(templated, tmp_path, edited):
     return copy
 
 
-def test_a_template_gets_its_arguments(generate, moody):
+def test_a_template_gets_its_arguments_and_may_refuse(generate, moody, lines):
     spoken = generate("hello", "--chat-template-kwargs", '{"mood": "sad"}', model=moody).stdout
     assert spoken == generate("hello(sad)", "--raw", model=moody).stdout
     assert spoken != generate("hello", model=moody).stdout
-
-
-def test_a_template_that_refuses_is_one_line(generate, moody, lines):
     file = lines({"messages": [{"role": "pirate", "content": "ahoy"}]})
     fails(generate("--prompts", file, model=moody), "no pirates", "--raw")
 
@@ -253,14 +246,11 @@ def on_a_terminal(model, prompt, *arguments):
     return CliRunner().invoke(app, words, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"})
 
 
-def test_a_terminal_shows_where_an_answer_was_cut_off(folder, generate, plain, tokenizer):
+def test_a_terminal_shows_where_an_answer_begins_and_was_cut_off(folder, templated, generate, plain, tokenizer):
     text = tokenizer.decode(plain(tokenizer(PROMPT)["input_ids"], NEW))
     shown = on_a_terminal(folder, PROMPT).stdout
     assert f"[cut off: --max-new-tokens {NEW}]" in shown
     assert "cut off" not in on_a_terminal(folder, PROMPT, "--stop", text[3:5]).stdout
     assert generate(PROMPT).stdout == text + "\n", "a pipe gets nothing but the text"
-
-
-def test_a_terminal_shows_question_and_answer_on_lines_of_their_own(templated, folder):
-    assert "hello\n\x1b[0m" in on_a_terminal(templated, "hello").stdout
+    assert "hello\n\x1b[0m" in on_a_terminal(templated, "hello").stdout, "an answer is on a line of its own"
     assert "hello\n\x1b[0m" not in on_a_terminal(folder, "hello").stdout

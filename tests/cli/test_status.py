@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+from pretend import no_warm_up
 from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
@@ -51,7 +52,7 @@ def on_a_terminal(monkeypatch):
 def tempo(monkeypatch):
     """Sets the seconds until work off a terminal is named by a line, and until it is named again."""
 
-    def use(line=0.2, every=60.0):
+    def use(line=0.08, every=60.0):
         monkeypatch.setattr(module, "LINE_S", line)
         monkeypatch.setattr(module, "LINE_EVERY_S", every)
 
@@ -119,7 +120,8 @@ def test_an_error_takes_its_place(generate, tmp_path):
     assert texts(result.stderr.split("error:")[1]) == []
 
 
-def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path):
+def test_a_chat_a_demo_and_a_run_of_many_prompts_begin_with_it(folder, tmp_path, monkeypatch):
+    no_warm_up(monkeypatch)
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n")
     for words, stdin in (
@@ -249,44 +251,35 @@ def test_off_a_terminal_what_takes_long_is_a_line_once(tempo, capsys):
         for text in ("loading a model", "soon over", "loading a model"):
             term.show_status(text)
             if text != "soon over":
-                time.sleep(0.6)
+                time.sleep(0.25)
         logging.getLogger("lade.tuning.cost_cache").info("measuring the cost of a step")
-        time.sleep(0.6)
+        time.sleep(0.25)
     assert capsys.readouterr() == ("", "loading a model\nmeasuring the cost of a step\n")
 
 
 def test_work_that_goes_on_gives_signs_of_life(tempo, capsys):
-    tempo(every=0.5)
+    tempo(every=0.1)
     with terminal() as term:
         term.show_status("loading a model")
-        time.sleep(1.1)
+        time.sleep(0.4)
     assert re.match(r"loading a model\n(loading a model: [01] s so far\n)+$", capsys.readouterr().err)
 
 
-def test_what_is_written_ends_the_work(tempo, capsys):
-    with terminal() as term:
-        term.show_status("decoding")
-        term.write("a text\n")
-        time.sleep(0.5)
-    assert capsys.readouterr() == ("a text\n", "")
-
-
-@pytest.mark.parametrize("output", [Output(quiet=True), Output(debug=True)])
-def test_quiet_and_debug_have_no_such_lines(tempo, capsys, output):
+@pytest.mark.parametrize(
+    ("output", "ends"),
+    [
+        (Output(), lambda term: term.write("a text\n")),
+        (Output(), lambda term: (term.end_status(), term.show_status("more"))),
+        (Output(quiet=True), lambda term: term.tell_progress("1 of 2 prompts")),
+        (Output(debug=True), lambda term: term.tell_progress("1 of 2 prompts")),
+    ],
+    ids=["a text", "the end", "quiet", "debug"],
+)
+def test_what_ends_the_work_and_quiet_and_debug_have_no_such_lines(tempo, capsys, output, ends):
     with terminal(output) as term:
         term.show_status("loading a model")
-        term.tell_progress("1 of 2 prompts")
-        time.sleep(0.5)
-    assert capsys.readouterr().err == ""
-
-
-def test_nothing_is_said_after_the_end(tempo, capsys):
-    with terminal() as term:
-        term.show_status("loading a model")
-        term.end_status()
-        time.sleep(0.5)
-        term.show_status("more")
-        time.sleep(0.5)
+        ends(term)
+        time.sleep(0.25)
     assert capsys.readouterr().err == ""
 
 
@@ -299,7 +292,8 @@ def test_progress_is_told_now_and_then(tempo, capsys):
     assert capsys.readouterr().err == "1 of 3 prompts\n"
 
 
-def test_many_prompts_tell_their_progress(tempo, folder, tmp_path):
+def test_many_prompts_tell_their_progress(tempo, folder, tmp_path, monkeypatch):
+    no_warm_up(monkeypatch)
     tempo(line=600.0, every=0.0)
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n")

@@ -1,10 +1,12 @@
 """One server for most tests, one thread for its tiny model."""
 
-import gc
+import asyncio
+from types import SimpleNamespace
 
 import pretend
 import pytest
 import torch
+import uvicorn.server
 from served import Running, running
 
 
@@ -16,16 +18,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_warm_up():
-    """Nothing is compiled or measured in these tests, and there are many servers."""
+@pytest.fixture(autouse=True, scope="module")
+def no_time_is_lost():
+    """Nothing is compiled or measured in these tests, and servers look ten times as often whether they are to end."""
+    sleeps = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)})
     with pytest.MonkeyPatch.context() as patch:
         pretend.no_warm_up(patch)
+        patch.setattr(uvicorn.server, "asyncio", sleeps)
         yield
 
 
 @pytest.fixture(scope="module")
 def server() -> Running:
+    """For all tests of a file that leave it as it was."""
     with running() as made:
         yield made
-    gc.collect()

@@ -30,6 +30,13 @@ def scripted(monkeypatch, said):
     monkeypatch.setattr(ChatPreprocessor, "parser", parser)
 
 
+AGENTS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{# <think> <tool_call> #}"
+)
+"""A chat template that shows all that an agent sends."""
 PLAIN = {"extra_body": {"lookahead": None, "ignore_eos": True}}
 SAID = ["let me", " see</think>", "I add.", '<tool_call>{"name": "add", ', '"arguments": {"a": 1}}</tool_call>']
 

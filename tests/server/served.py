@@ -88,6 +88,11 @@ class Running:
         if self.thread.is_alive() and self.server.ends_at is None:
             self.service.abort()
             self.server.handle_exit(15, None)
+        self.end_now()
+
+    def end_now(self) -> None:
+        """Of the time that a server leaves for its last answers nothing is left."""
+        self.server.ends_at = 0.0
         self.thread.join(SOON)
         assert not self.thread.is_alive()
 
@@ -144,6 +149,7 @@ def running(served: Any = SERVED, log: Any = None, ready: bool = True, **changes
         if ready:
             until(lambda: made.service.phase == "ready" or made.service.problem)
             assert made.service.problem is None, made.service.problem
+            known.undo()  # from now on that is the business of each test
             if isinstance(served, ServedModel) and hasattr(served.model, "paused"):
                 served.model.paused.set()
         yield made

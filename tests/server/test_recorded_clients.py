@@ -13,9 +13,8 @@ import openai.types.chat
 import openai.types.responses
 import pytest
 from pydantic import TypeAdapter
-from scripted import scripted
+from scripted import AGENTS, scripted
 from served import SERVED, byte_tokenizer, plain, running, text_of
-from test_server_agents import TEMPLATE
 
 FILES = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 CASES = [
@@ -23,21 +22,21 @@ CASES = [
     for path in FILES
     for each in json.loads(path.read_text(encoding="utf-8"))["requests"]
 ]
-TOKENIZER = byte_tokenizer(TEMPLATE.replace("<think> ", ""))  # it calls tools, and does not reason
+TOKENIZER = byte_tokenizer(AGENTS.replace("<think> ", ""))  # it calls tools, and does not reason
 CALLING = ["I look.", '<tool_call>{"name": "weather", "argu', 'ments": {"city": "Oslo"}}</tool_call>']
 SCHEMA = ['{"city": "Oslo"', ', "celsius": 7}']
 TOOL = "[weather]"
 RENDERED = "<system>Be brief.|<user>What is the weather in Oslo?|"
 RESULT = '<assistant>!weather{"city": "Oslo"}|<tool>{"celsius": 7}|'
 WHOLE = {
-    "/v1/chat/completions": openai.types.chat.ChatCompletion,
-    "/v1/responses": openai.types.responses.Response,
-    "/v1/messages": anthropic.types.Message,
+    "/v1/chat/completions": TypeAdapter(openai.types.chat.ChatCompletion),
+    "/v1/responses": TypeAdapter(openai.types.responses.Response),
+    "/v1/messages": TypeAdapter(anthropic.types.Message),
 }
 EVENTS = {
-    "/v1/chat/completions": openai.types.chat.ChatCompletionChunk,
-    "/v1/responses": openai.types.responses.ResponseStreamEvent,
-    "/v1/messages": anthropic.types.RawMessageStreamEvent,
+    "/v1/chat/completions": TypeAdapter(openai.types.chat.ChatCompletionChunk),
+    "/v1/responses": TypeAdapter(openai.types.responses.ResponseStreamEvent),
+    "/v1/messages": TypeAdapter(anthropic.types.RawMessageStreamEvent),
 }
 
 
@@ -54,10 +53,10 @@ def answer(server, request, **more):
     assert response.status_code == 200, response.text
     kind = path.partition("?")[0]
     if not body.get("stream"):
-        return parts_of_whole(TypeAdapter(WHOLE[kind]).validate_json(response.text, strict=True))
+        return parts_of_whole(WHOLE[kind].validate_json(response.text, strict=True))
     frames = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
     assert (frames[-1] == "[DONE]") == (kind == "/v1/chat/completions")
-    return parts_of_events([TypeAdapter(EVENTS[kind]).validate_json(each) for each in frames if each != "[DONE]"])
+    return parts_of_events([EVENTS[kind].validate_json(each) for each in frames if each != "[DONE]"])
 
 
 def parts_of_whole(whole):

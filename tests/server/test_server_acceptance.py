@@ -35,17 +35,10 @@ def test_the_shape_is_that_of_vllm():
         "num_spec_tokens": 4,
         "accepted_by_source": {"pool": 2, "text": 2},
     }
-
-
-def test_nothing_drafted_is_all_zero():
     found = speculative_decoding([step(0, ["prefill"], 9), step(1, ["bonus"], 1)])
     assert found["acceptance_histogram"] == [0] and found["mean_acceptance_length"] == 1.0
     assert found["num_spec_steps"] == found["num_draft_tokens"] == found["draft_acceptance_rate"] == 0
-
-
-def test_positions_count_steps_that_accepted_further():
-    assert accepted_by_position({0: 5, 1: 2, 3: 1}) == [3, 1, 1]
-    assert accepted_by_position({}) == []
+    assert accepted_by_position({0: 5, 1: 2, 3: 1}) == [3, 1, 1] and accepted_by_position({}) == []
 
 
 def metrics_of(answer):

@@ -93,7 +93,7 @@ def test_a_file_that_everybody_can_read_is_warned_of(tmp_path, caplog):
     for mode, warned in ((0o600, False), (0o640, False), (0o644, True)):
         file.chmod(mode)
         caplog.clear()
-        Keys.read(file)
+        assert SECRET not in repr(Keys.read(file))
         assert [SECRET not in text and "chmod o-r" in text for text in caplog.messages] == [True] * warned
 
 
@@ -149,11 +149,6 @@ def test_no_answer_is_taken_for_something_else(guarded):
     body = {"prompt": "a", "max_tokens": 1, "stream": True}
     streamed = guarded.http.post("/v1/completions", json=body, headers={"x-api-key": SECRET})
     assert streamed.headers["x-content-type-options"] == "nosniff"
-
-
-def test_a_repr_shows_no_secret(tmp_path):
-    (tmp_path / "keys").write_text(SECRET)
-    assert SECRET not in repr(Keys.read(tmp_path / "keys"))
 
 
 def test_only_known_hosts_are_served(server):

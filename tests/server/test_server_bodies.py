@@ -4,16 +4,16 @@ What a model sees of them is told by a chat template that shows all of it; the a
 """
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import anthropic
 import pytest
-from scripted import frames, scripted
+from scripted import AGENTS, frames, scripted
 from served import SERVED, Passes, byte_tokenizer, plain, running, slow_served, text_of
-from test_server_agents import TEMPLATE, THEN_ENDS, blocks_of
 
-TOKENIZER = byte_tokenizer(TEMPLATE)
+TOKENIZER = byte_tokenizer(AGENTS)
 BODIES = Path(__file__).parent / "bodies"
 PATHS = {"codex": "/v1/responses", "claude_code": "/v1/messages?beta=true"}
 GREEDY = {"temperature": 0, "lookahead": None}
@@ -67,10 +67,13 @@ def sent(server, client, number, **more):
     return server.http.post(PATHS[client], json={**found["bodies"][number], **more}, headers=found["headers"])
 
 
+def prompt_of(client, number):
+    return f"{OFFERED[client].format('' if number else NEWEST[client])}{SEEN[client, number]}<assistant>"
+
+
 @pytest.mark.parametrize(("client", "number"), list(SEEN))
 def test_all_of_a_body_is_taken_and_the_model_sees_what_it_says(agents, client, number):
-    prompt = f"{OFFERED[client].format('' if number else NEWEST[client])}{SEEN[client, number]}<assistant>"
-    ids = TOKENIZER(prompt)["input_ids"]
+    ids = TOKENIZER(prompt_of(client, number))["input_ids"]
     streamed = sent(agents, client, number, **GREEDY, max_tokens=20)
     assert streamed.status_code == 200, streamed.text
     assert streamed.headers["x-lade-ignored"] == ", ".join(sorted(IGNORED[client, number].split()))
@@ -138,13 +141,19 @@ SAID = [
     'ments": {"query": "x"}}</tool_call>', '<tool_call>{"name": "exec_command", "argu',
     'ments": {"cmd": "ls"}}</tool_call>',
 ]  # fmt: skip
+CALLED = '(which?)I look.!mcp__tickets__find{"query": "x"}!exec_command{"cmd": "ls"}|'
+THEN_ENDS = {"min_tokens": len(SAID), "logit_bias": {"0": 100}, "max_tokens": 20, "lookahead": None}
+"""Behind a token for each of the texts above the end is what the model says."""
 
 
-def test_codex_is_told_of_calls_by_namespace(agents, monkeypatch):
-    scripted(monkeypatch, SAID)
-    ends = {**THEN_ENDS, "min_tokens": len(SAID)}
-    events = frames(agents, "/v1/responses", **{**recorded("codex")["bodies"][0], **ends})
+def test_codex_is_told_of_calls_by_namespace_and_goes_on_with_their_results(agents, monkeypatch):
+    asked = recorded("codex")["bodies"][0]
+    with monkeypatch.context() as patch:
+        scripted(patch, SAID)
+        events = frames(agents, "/v1/responses", **{**asked, **THEN_ENDS})
     items, text = as_codex_reads(events)
+    stages = [data["response"] for _, data in events if "response" in data]
+    assert len({stage["created_at"] for stage in stages}) == 1 and abs(stages[0]["created_at"] - time.time()) < 60
     assert text == "I look." and [item["type"] for item in items[:2]] == ["reasoning", "message"]
     calls = [(call.get("namespace"), call["name"], json.loads(call["arguments"])) for call in items[2:]]
     assert calls == [("mcp__tickets", "find", {"query": "x"}), (None, "exec_command", {"cmd": "ls"})]
@@ -152,22 +161,72 @@ def test_codex_is_told_of_calls_by_namespace(agents, monkeypatch):
     assert done == ["find", "exec_command"]
     offered = events[-1][1]["response"]["tools"]
     assert [tool["type"] for tool in offered] == ["function"] * 7 + ["namespace"] * 2
-    assert offered[-1] == recorded("codex")["bodies"][0]["tools"][-1]
+    assert offered[-1] == asked["tools"][-1]
+    # what is sent back is what came, without ids, as stateless clients do
+    history = [{name: value for name, value in item.items() if name != "id"} for item in items]
+    results = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": output}
+        for call, output in zip(items[2:], ('{"open": 2}', "a b"), strict=True)
+    ]
+    prompt = f'{prompt_of("codex", 0)}{CALLED}<tool>{{"open": 2}}|<tool>a b|<assistant>'
+    body = {**asked, **GREEDY, "input": [*asked["input"], *history, *results], "max_output_tokens": 20}
+    last = frames(agents, "/v1/responses", **body)[-1][1]["response"]
+    ids, used = TOKENIZER(prompt)["input_ids"], last["usage"]
+    assert last["output"][-1]["content"][0]["text"] == text_of(plain(ids, max_new_tokens=20))
+    assert (used["input_tokens"], used["output_tokens"]) == (len(ids), 20)
+    assert used["input_tokens_details"]["cached_tokens"] > 30, "the first turn is not read again"
 
 
-def test_claude_code_is_told_of_calls_by_blocks(agents, monkeypatch):
-    scripted(monkeypatch, SAID)
-    ends = {**THEN_ENDS, "min_tokens": len(SAID)}
-    found = recorded("claude_code")
-    events = frames(agents, PATHS["claude_code"], **{**found["bodies"][0], **ends})
+def blocks_of(events):
+    """The blocks that a stream tells piece by piece, as its client has them in the end."""
+    blocks, inputs = [], {}
+    for name, data in events:
+        if name == "content_block_start":
+            assert data["index"] == len(blocks)
+            blocks.append(dict(data["content_block"]))
+        elif name == "content_block_delta":
+            delta = data["delta"]
+            if delta["type"] == "input_json_delta":
+                inputs[data["index"]] = inputs.get(data["index"], "") + delta["partial_json"]
+            else:
+                field = delta["type"].removesuffix("_delta")
+                blocks[data["index"]][field] += delta[field]
+    for index, text in inputs.items():
+        blocks[index]["input"] = json.loads(text)
+    return blocks
+
+
+def test_claude_code_is_told_of_calls_by_blocks_and_goes_on_with_their_results(agents, monkeypatch):
+    found, path = recorded("claude_code"), PATHS["claude_code"]
+    asked = {name: value for name, value in found["bodies"][0].items() if name != "stream"}
+    client = anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0, default_headers=found["headers"])
+    with monkeypatch.context() as patch:
+        scripted(patch, SAID)
+        events = frames(agents, path, **{**asked, **THEN_ENDS})
+        with client, client.beta.messages.stream(**asked, extra_body=THEN_ENDS) as stream:
+            final = stream.get_final_message()
+    members = {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}
+    assert events[0][1]["message"].keys() == members
     blocks = blocks_of(events)
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
-    body = {name: value for name, value in found["bodies"][0].items() if name != "stream"}
-    client = anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0, default_headers=found["headers"])
-    with client, client.beta.messages.stream(**body, extra_body=ends) as stream:
-        final = stream.get_final_message()
     assert [block.name for block in final.content[2:]] == ["mcp__tickets__find", "exec_command"]
     assert final.stop_reason == "tool_use" and final.content[2].input == {"query": "x"}
+    listed, ephemeral = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}], {"type": "ephemeral"}
+    results = [
+        {"type": "tool_result", "tool_use_id": blocks[2]["id"], "content": listed, "is_error": False},
+        {"type": "tool_result", "tool_use_id": blocks[3]["id"], "content": "no a", "is_error": True},
+        {"type": "text", "text": "Go on.", "cache_control": ephemeral},
+    ]
+    talk = [*asked["messages"], {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    prompt = f"{prompt_of('claude_code', 0)}{CALLED}<tool>a b|<tool>no a|<user>Go on.|<assistant>"
+    ids, body = TOKENIZER(prompt)["input_ids"], {**asked, **GREEDY, "messages": talk, "max_tokens": 20}
+    events = frames(agents, path, **body)
+    used = events[0][1]["message"]["usage"]
+    assert blocks_of(events) == [{"type": "text", "text": text_of(plain(ids, max_new_tokens=20))}]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == len(ids)
+    assert used["cache_read_input_tokens"] > 30, "the first turn is not read again"
+    counted = agents.http.post("/v1/messages/count_tokens?beta=true", json={**asked, "messages": talk})
+    assert counted.json() == {"input_tokens": len(ids)}
 
 
 @pytest.mark.parametrize(

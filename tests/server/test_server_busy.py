@@ -82,6 +82,7 @@ def test_refusals_come_at_once_while_others_are_decoded(busy, status, path, aske
         response = busy.http.post(path, **{"headers": KEY, **asked})
         passes.append(busy.service.snapshot().passes - before)
         assert response.status_code == status and response.json()["error"]["message"], response.text
+        assert status not in (503, 529) or response.json()["error"]["type"] == "overloaded_error"
     now = busy.service.snapshot()
     assert (now.rows, now.waiting) == (2, 1), "it was busy all the time"
     assert statistics.median(passes) <= SOON and max(passes) <= LATEST, passes

@@ -35,23 +35,12 @@ def test_a_greedy_answer_is_that_of_generate(server, content):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("seed", [2**64 - 1, 0, 7])
+@pytest.mark.parametrize("seed", [2**64 - 1, 0, 7, -3])
 def test_a_drawn_answer_is_that_of_generate_with_the_seed(server, seed):
     arguments = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}
     tokens = plain(templated(MESSAGES), seed=seed, do_sample=True, max_new_tokens=25, **arguments)
     answer = server.chat(seed=seed, max_tokens=25, return_token_ids=True, **arguments).json()
-    assert answer["choices"][0]["token_ids"] == tokens and answer["lade"]["seed"] == seed
-
-
-def test_by_default_all_of_the_distribution_is_drawn_from(server):
-    tokens = plain(templated(MESSAGES), seed=5, do_sample=True, top_k=0, max_new_tokens=40)
-    assert server.chat(seed=5, return_token_ids=True).json()["choices"][0]["token_ids"] == tokens
-    assert tokens != plain(templated(MESSAGES), seed=5, do_sample=True, top_k=5, max_new_tokens=40)
-
-
-def test_a_negative_seed_is_what_torch_makes_of_it(server):
-    tokens = plain(templated(MESSAGES), seed=-3, do_sample=True, top_k=0, max_new_tokens=20)
-    assert server.chat(seed=-3, max_tokens=20, return_token_ids=True).json()["choices"][0]["token_ids"] == tokens
+    assert answer["choices"][0]["token_ids"] == tokens and answer["lade"]["seed"] == seed % 2**64
 
 
 def test_choice_k_has_the_seed_plus_k(server):
@@ -134,11 +123,6 @@ def test_a_stream_is_the_whole_answer_in_pieces(server):
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
-def test_without_being_asked_a_stream_has_no_usage(server):
-    events = server.events("/v1/chat/completions", messages=MESSAGES, max_tokens=3)
-    assert all("usage" not in event for event in events[:-1])
-
-
 def test_a_stream_may_hide_how_long_its_events_are(server):
     body = {"messages": MESSAGES, "seed": 5, "max_tokens": 30, "stream_options": {"include_obfuscation": True}}
     *events, done = server.events("/v1/chat/completions", **body)
@@ -158,6 +142,7 @@ def test_choices_of_a_stream_begin_in_their_order(server):
     for k, choice in enumerate(whole["choices"]):
         own = [event for event in events if event["choices"][0]["index"] == k]
         assert joined([*own, None]) == choice["message"]["content"]
+    assert all("usage" not in event for event in events), "which nobody has asked for"
 
 
 def test_a_character_is_never_split(server):
@@ -172,18 +157,6 @@ def test_a_character_is_never_split(server):
         assert "".join(pieces) == whole == text_of(tokens)
         texts.append(whole)
     assert "é" in "".join(texts) and "\ufffd" in "".join(texts)
-
-
-def test_a_trace_tells_where_tokens_came_from(server):
-    events = server.events(
-        "/v1/chat/completions", messages=MESSAGES, temperature=0, max_tokens=30, lade={"trace": True}
-    )
-    traces = [event["lade"] for event in events[:-1] if "tokens" in event.get("lade", {})]
-    assert sum(len(trace["tokens"]) for trace in traces) == 30
-    assert all(len(trace["tokens"]) == len(trace["sources"]) for trace in traces)
-    sources = [source for trace in traces for source in trace["sources"]]
-    assert sources[0] == "prefill"
-    assert set(sources[1:]) <= {"bonus", "memory", "pool", "window", "text"}
 
 
 # --- stops ------------------------------------------------------------------------------------------------------------
@@ -236,13 +209,6 @@ def test_prompts_may_be_texts_or_ids_one_or_several(server, prompt):
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
-def test_echo_puts_the_prompt_first(server):
-    alone = server.complete("abc", temperature=0, max_tokens=5).json()["choices"][0]["text"]
-    assert server.complete("abc", temperature=0, max_tokens=5, echo=True).json()["choices"][0]["text"] == "abc" + alone
-    events = server.events("/v1/completions", prompt="abc", temperature=0, max_tokens=5, echo=True)
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "abc" + alone
-
-
 def test_an_answer_is_cut_to_the_context_and_never_refused_for_its_length(server):
     answer = server.complete([65] * 500, temperature=0, max_tokens=10**9).json()
     assert answer["usage"]["completion_tokens"] == 12 and answer["choices"][0]["finish_reason"] == "length"
@@ -273,19 +239,6 @@ def test_logprobs_are_those_of_the_raw_logits(server):
     assert [entry for each in streamed if each for entry in each["content"]] == entries
 
 
-def test_completions_have_logprobs_of_the_old_form(server):
-    body = {"prompt": "abc", "temperature": 0, "max_tokens": 10, "logprobs": 2}
-    choice = server.http.post("/v1/completions", json=body).json()["choices"][0]
-    found = choice["logprobs"]
-    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) == 10
-    assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
-    for own, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
-        assert own == pytest.approx(max(top.values()))
-    streamed = [event["choices"][0]["logprobs"] for event in server.events("/v1/completions", **body)[:-1]]
-    for name in found:
-        assert [value for each in streamed if each for value in each[name]] == found[name]
-
-
 def test_a_token_of_a_stream_costs_as_much_as_those_before_it(server, monkeypatch):
     """Where it begins is not found by spelling all of the text again."""
     spelled = watched(monkeypatch, TokenText, "bytes")
@@ -309,12 +262,6 @@ def test_a_prediction_is_drafted_from_and_counted(server):
         assert accepted > 5  # a random model's text is not spelled with the tokens that it was written with
         assert accepted + rejected == len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
     assert "accepted_prediction_tokens" not in plainly["usage"]["completion_tokens_details"]
-
-
-@pytest.mark.parametrize("prediction", ["text", {"type": "content"}, {"type": "file", "content": "a"}])
-def test_what_is_no_prediction_is_refused(server, prediction):
-    answer = server.chat(prediction=prediction)
-    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prediction")
 
 
 def test_a_streamed_request_is_followed_in_few_files():

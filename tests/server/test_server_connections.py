@@ -12,7 +12,7 @@ from lade.server import listen
 
 HEAD = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-HEADERS_S = 0.4
+HEADERS_S = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def test_headers_that_come_slowly_are_not_waited_for(impatient):
                 client.sendall(bytes([letter]))
             except OSError:
                 break
-            time.sleep(0.05)
+            time.sleep(HEADERS_S / 8)
             if time.monotonic() - start > 2 * HEADERS_S:
                 break
         status, error = answer(rest_of(client))
     assert (status, error["type"], error["code"]) == (408, "invalid_request_error", "request_timeout")
-    assert "0.4 s" in error["message"]
+    assert f"{HEADERS_S} s" in error["message"]
 
 
 def test_a_connection_without_a_request_is_closed(impatient):
@@ -143,16 +143,11 @@ def test_too_many_connections_are_closed(monkeypatch):
             other.close()
 
 
-def test_connections_outlive_the_minute_that_proxies_keep_theirs(server):
-    assert server.server.config.timeout_keep_alive == 75
-    for each in server.server.server_state.connections:
-        assert each.timeout_keep_alive == 75
-
-
 def test_what_is_written_is_sent_at_once(server):
     """Not when the client has acknowledged what came before."""
-    with connected(server):
-        until(lambda: server.server.server_state.connections)
+    with connected(server) as client:
+        client.sendall(HEAD + b"\r\n")
+        assert client.recv(1)
         for each in list(server.server.server_state.connections):
             accepted = each.transport.get_extra_info("socket")
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

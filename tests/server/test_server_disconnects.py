@@ -49,16 +49,6 @@ def test_who_leaves_the_queue_frees_the_place(stream):
         until(server.at_rest)
 
 
-@pytest.mark.slow
-def test_who_leaves_during_prefill_frees_the_row():
-    served = slow_served(0.4)
-    with running(served, max_rows=1) as server:
-        leave(server, True, lambda: server.service.snapshot().rows == 1, prompt=[70] * 500, tokens=5)
-        until(server.at_rest)
-        until(lambda: cancelled(server) == 1)
-        assert cancelled_by_engine(server) == 1, "it was written to its end"
-
-
 def test_who_leaves_while_the_prompt_is_prepared_frees_the_place(monkeypatch):
     with running(max_rows=1) as server:
         inside, go_on = held_up(monkeypatch, server)

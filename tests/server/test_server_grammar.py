@@ -287,7 +287,6 @@ def test_a_choice_of_two_thousand_texts_is_followed(server):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "response_format.json_schema.schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
@@ -299,7 +298,6 @@ def test_a_choice_of_two_thousand_texts_is_followed(server):
         ({"guided_regex": "a"}, "guided_regex"),
         ({"guided_json": SCHEMA}, "guided_json"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(server, fields, param):

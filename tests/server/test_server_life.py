@@ -22,12 +22,12 @@ from lade.server.service import warm_up
 HI = [{"role": "user", "content": "hi"}]
 
 
-def stream(server, results, **body):
+def stream(server, results, path="chat/completions", **body):
     """Read a stream to its end, in a thread."""
 
     def read():
-        body_ = {"messages": HI, "stream": True, "ignore_eos": True, **body}
-        with server.http.stream("POST", "/v1/chat/completions", json=body_) as response:
+        body_ = {"messages": HI, "input": HI, "stream": True, "ignore_eos": True, **body}
+        with server.http.stream("POST", f"/v1/{path}", json=body_) as response:
             results.append(b"".join(response.iter_bytes()))
 
     thread = threading.Thread(target=read)
@@ -153,20 +153,29 @@ def test_answers_that_take_too_long_end_with_an_error():
         assert not server.thread.is_alive()
 
 
-def test_a_failed_pass_ends_its_requests_alone():
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("chat/completions", (None, "server_error", "internal_error")),
+        ("messages", ("error", "api_error", None)),
+        ("responses", ("response.failed", None, "server_error")),
+    ],
+)
+def test_a_failed_pass_ends_its_requests_alone_and_is_told_in_the_form_of_the_api(path, told):
     fails = threading.Event()
     with running(slow_served(failing=fails.is_set), log=functools.partial(AccessLog, as_json=True)) as server:
         results = []
-        thread = stream(server, results, max_tokens=300)
+        thread = stream(server, results, path, max_tokens=300)
         until(lambda: server.service.snapshot().new_tokens > 5)
         fails.set()
         thread.join()
         fails.clear()
-        last = json.loads(results[0].decode().split("\n\n")[-2].removeprefix("data: "))
-        assert last["error"]["type"] == "server_error" and last["error"]["code"] == "internal_error"
-        assert "device" not in last["error"]["message"]
+        last = json.loads(results[0].decode().rpartition("data: ")[2])
+        error = last.get("response", last)["error"]
+        assert (last.get("type"), error.get("type"), error.get("code")) == told
+        assert "device" not in error["message"]
         until(lambda: server.lines)
-        assert json.loads(server.lines[0])["id"] in last["error"]["message"]
+        assert json.loads(server.lines[0])["id"] in error["message"]
         assert server.chat(max_tokens=3).status_code == 200
         fails.set()
         assert server.chat(max_tokens=3).status_code == 500
@@ -182,7 +191,8 @@ def test_an_engine_that_breaks_down_ends_the_server(monkeypatch):
         assert live.status_code == 503 and live.json() == {"status": "dead", "reason": "MemoryError: nothing left"}
         assert server.http.get("/ready").status_code == 503
         assert server.chat(max_tokens=3).json()["error"]["code"] == "engine_dead"
-        server.thread.join(SOON)
+        until(lambda: server.server.ends_at)
+        server.end_now()
         assert not server.thread.is_alive()
 
 
@@ -200,12 +210,15 @@ def test_a_server_that_waits_for_its_answers_ends_when_the_engine_breaks_down(mo
         assert not server.thread.is_alive() and server.service.phase == "dead"
 
 
-@pytest.mark.slow
-def test_a_silent_stream_has_pings():
-    with running(slow_served(0.3), ping_s=0.1) as server:
-        results = []
-        stream(server, results, max_tokens=3).join()
-        assert re.search(rb"^: ping\n\n", results[0])
+@pytest.mark.parametrize(("path", "ping"), [("chat/completions", ": ping"), ("messages", "event: ping")])
+def test_a_silent_stream_has_pings_in_the_form_of_its_api(path, ping):
+    passes, body = Passes(), {"messages": HI, "max_tokens": 2, "stream": True}
+    with running(slow_served(wait=passes), ping_s=0.05) as server:  # noqa: SIM117 - the stream is the server's
+        with server.http.stream("POST", f"/v1/{path}", json=body) as response:
+            lines = response.iter_lines()
+            assert ping in lines
+            passes.let_all()
+            assert {"data: [DONE]", "event: message_stop"} & set(lines)
 
 
 def test_the_log_has_a_line_now_and_then():
@@ -244,9 +257,9 @@ def test_what_is_learned_is_saved_now_and_then():
             server.complete("ab", max_tokens=3)
             assert saved.acquire(timeout=SOON)
         until(server.at_rest)
-        while saved.acquire(timeout=0.3):
+        while saved.acquire(timeout=0.1):
             pass
-        assert not saved.acquire(timeout=0.3), "there was nothing new"
+        assert not saved.acquire(timeout=0.1), "there was nothing new"
 
 
 def test_what_is_learned_is_saved_at_the_end():

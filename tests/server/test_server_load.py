@@ -12,61 +12,7 @@ import httpx2 as httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import plain, running, slow_served, templated, text_of, until
-from test_server_chat import joined, stopped_plainly
-
-
-def requests(count):
-    """Bodies of all kinds, with what they are to come to."""
-    rng = random.Random(5)
-    for number in range(count):
-        messages = [{"role": "user", "content": f"{number} " + "ab " * rng.randint(0, 20)}]
-        most, ids = rng.randint(1, 60), templated(messages)
-        body = {"messages": messages, "max_tokens": most, "return_token_ids": True}
-        if rng.random() < 0.5:
-            yield body | {"temperature": 0}, plain(ids, max_new_tokens=most)
-        else:
-            arguments = {"temperature": rng.choice([0.5, 1.3]), "top_p": rng.choice([0.7, 1.0])}
-            tokens = plain(ids, seed=number, do_sample=True, top_k=0, max_new_tokens=most, **arguments)
-            yield body | {"seed": number, **arguments}, tokens
-
-
-@pytest.mark.parametrize("count", [5, pytest.param(32, marks=pytest.mark.slow)])
-def test_each_of_many_at_once_is_answered_as_if_alone(server, count):
-    wanted = list(requests(count))
-    rng = random.Random(1)
-    for _ in range(2):
-        rng.shuffle(wanted)
-        with ThreadPoolExecutor(count) as pool:
-            bodies = [body for body, _ in wanted]
-            answers = list(pool.map(lambda body: server.http.post("/v1/chat/completions", json=body).json(), bodies))
-        assert [answer["choices"][0]["token_ids"] for answer in answers] == [tokens for _, tokens in wanted]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
-def test_stops_and_lengths_are_those_of_plain_decoding(server, part):
-    rng = random.Random(part)
-    for _ in range(10):
-        messages = [{"role": "user", "content": "".join(rng.choices("abc def", k=rng.randint(1, 12)))}]
-        ids, most = templated(messages), rng.randint(1, 60)
-        text = text_of(plain(ids, max_new_tokens=60))
-        spots = [rng.randint(0, len(text) - 1) for _ in range(rng.randint(0, 4))]
-        stops = [text[at : at + rng.randint(1, 5)] for at in spots] + ["zq", "never"][: rng.randint(0, 2)]
-        expected = stopped_plainly(ids, stops, most)
-        body = {"messages": messages, "temperature": 0, "max_tokens": most, "stop": stops, "logprobs": True}
-        body |= {"lookahead": {"budget": 32}, "return_token_ids": True}
-        answer = server.http.post("/v1/chat/completions", json=body).json()
-        (choice,) = answer["choices"]
-        assert (choice["message"]["content"], answer["usage"]["completion_tokens"], choice["finish_reason"]) == expected
-        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == expected[1]
-        events = server.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
-        assert joined(events) == expected[0] and events[-2]["usage"] == answer["usage"]
-        shown = ""
-        for event in events[:-2]:
-            shown += event["choices"][0]["delta"].get("content") or ""
-            assert expected[0].startswith(shown), "what is not kept is never shown"
-
+from served import running, slow_served, until
 
 NUMBERS = st.one_of(st.integers(), st.floats(), st.integers(-3, 3), st.just(10**400))
 VALUES = st.recursive(

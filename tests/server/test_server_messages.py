@@ -1,14 +1,11 @@
 """`/v1/messages`: what the chat API answers, as blocks and events, for the `anthropic` package and as recorded."""
 
-import json
 import re
-from dataclasses import replace
-from functools import partial
 
 import anthropic
 import pytest
-from scripted import PLAIN, SAID, TALKS, frames, scripted
-from served import SERVED, plain, running, slow_served, templated, text_of
+from scripted import frames
+from served import plain, running, templated, text_of
 from spies import failing
 
 from lade.server import routes
@@ -78,12 +75,6 @@ def test_the_frames_of_a_stream(server):
     assert message["content"] == [] and message["usage"]["input_tokens"] > 0 == message["usage"]["output_tokens"]
     assert events[-2][1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert events[-2][1]["usage"]["output_tokens"] == 9 and events[-1][1] == {"type": "message_stop"}
-
-
-def test_a_silent_stream_has_pings_of_its_own_form():
-    with running(slow_served(0.3), ping_s=0.1) as server:
-        names = [name for name, _ in frames(server, "/v1/messages", messages=MESSAGES, max_tokens=1)]
-    assert "ping" in names and names[-1] == "message_stop"
 
 
 def test_blocks_become_messages():
@@ -217,35 +208,6 @@ def test_a_key_comes_as_anthropics_clients_send_it():
             assert client.messages.create(**asked).content
             assert [model.id for model in client.models.list()] == ["toy", "other-name"]
             client.with_options(api_key="sk-2").messages.create(**asked)
-
-
-def test_a_call_comes_as_a_block(monkeypatch):
-    scripted(monkeypatch, SAID)
-    asked = {"model": "toy", "messages": MESSAGES, "tools": [TOOL], "max_tokens": 8}
-    with running(replace(SERVED, tokenizer=TALKS)) as server:
-        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        with client, client.messages.stream(**asked, **PLAIN) as stream:
-            final = stream.get_final_message()
-            whole = client.messages.create(**asked, **PLAIN)
-    for answer in (final, whole):
-        thought, text, call = answer.content
-        assert (thought.thinking, text.text) == ("let me see", "I add.")
-        assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
-
-
-def test_overload_and_broken_streams_are_told_in_this_form():
-    broken, body = [], {"messages": MESSAGES, "max_tokens": 300, "stream": True, "ignore_eos": True}
-    with running(slow_served(0.005, lambda: bool(broken)), max_rows=1, max_waiting=1) as server:
-        begin = partial(server.http.stream, "POST", "/v1/messages", json=body)
-        with begin() as response, begin():
-            lines = response.iter_lines()
-            while "content_block_delta" not in next(lines):
-                pass
-            full = server.http.post("/v1/messages", json=body)
-            broken.append(True)
-            rest = [line for line in lines if line]
-    assert (full.status_code, full.json()["error"]["type"]) == (529, "overloaded_error")
-    assert rest[-2] == "event: error" and json.loads(rest[-1][6:])["error"]["type"] == "api_error"
 
 
 def test_texts_become_ids_and_ids_texts(server):

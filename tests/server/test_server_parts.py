@@ -28,28 +28,20 @@ def parsed(text, *, size=1, template="<think></think><tool_call>", prompt="", to
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_thoughts_are_no_answer(size):
-    parts = parsed("<think>\nlet me see\n</think>\n\nIt is 4.", size=size)
-    assert (parts.reasoning, parts.content) == ("let me see", "It is 4.")
-    assert parsed("plainly < this > that", size=size).content == "plainly < this > that"
-
-
-@pytest.mark.parametrize("size", [1, 4, 1000])
-def test_thoughts_may_begin_in_the_prompt(size):
-    parts = parsed("so\n</think>\nyes", size=size, prompt="<user>hi<assistant><think>\n")
-    assert (parts.reasoning, parts.content) == ("so", "yes")
-    cut = parsed("never ends", size=size, prompt="<think>")
-    assert (cut.reasoning, cut.content) == ("never ends", "")
-
-
-@pytest.mark.parametrize("size", [1, 5, 1000])
-def test_calls_of_tools_are_told_apart(size):
-    parts = parsed(f"<think>hm</think>I call.\n{CALL}\n{CALL}", size=size, tools=TOOLS)
-    assert (parts.reasoning, parts.content.strip()) == ("hm", "I call.")
-    assert [call.name for call in parts.tool_calls] == ["add", "add"]
-    assert json.loads(parts.tool_calls[0].arguments) == {"a": 1}
-    assert len({call.id for call in parts.tool_calls}) == 2
-    assert parsed(CALL, size=size).content == CALL, "without tools it is text"
+@pytest.mark.parametrize(
+    ("text", "given", "reasoning", "content"),
+    [
+        ("<think>\nlet me see\n</think>\n\nIt is 4.", {}, "let me see", "It is 4."),
+        ("plainly < this > that", {}, "", "plainly < this > that"),
+        ("so\n</think>\nyes", {"prompt": "<user>hi<assistant><think>\n"}, "so", "yes"),
+        ("never ends", {"prompt": "<think>"}, "never ends", ""),
+        (CALL, {}, "", CALL),  # without tools it is text
+        ("<think>a</think>b", {"template": "nothing"}, "", "<think>a</think>b"),
+    ],
+)
+def test_thoughts_are_no_answer(size, text, given, reasoning, content):
+    parts = parsed(text, size=size, **given)
+    assert (parts.reasoning, parts.content) == (reasoning, content)
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "x"), ("", "<think>so</think>x"), ("<think>", "so</think>x")])
@@ -59,12 +51,6 @@ def test_many_spaces_cost_as_much_as_other_text(before, after):
     parts = parsed(before + " " * 80_000 + after, size=1000, tools=TOOLS)
     assert time.thread_time() - start < 2.0
     assert parts.content.strip() == "x" and parts.reasoning.strip() == ("" if after == "x" else "so")
-
-
-@pytest.mark.parametrize("size", [1, 1000])
-def test_what_cannot_be_parsed_is_text(size):
-    parts = parsed("<tool_call>\n{no json}\n</tool_call> after", size=size, tools=TOOLS)
-    assert not parts.tool_calls and "{no json}" in parts.content and parts.content.endswith("after")
 
 
 def pieces(text, *, size=1, cut=False, parser=None):
@@ -157,10 +143,6 @@ def test_a_tokenizers_own_calls_are_told_while_they_are_written_where_they_are_j
         assert pieces(f"so [C]{said[:9]}", parser=markup.parser("<a>", TOOLS), cut=True) == ([], "so ")
 
 
-def test_models_without_marks_say_everything():
-    assert parsed("<think>a</think>b", template="nothing").content == "<think>a</think>b"
-
-
 def test_a_tokenizer_may_bring_a_template_of_its_own():
     tokenizer = byte_tokenizer("x")
     fields = {"thinking": {"open": "[T]", "close": "[/T]", "content": "text"}, "content": {"content": "text"}}
@@ -216,14 +198,6 @@ def test_memories_are_kept_apart():
     own = TenantMemories(LookaheadConfig(memory=of["a", None]), "key")
     assert own.lookahead("auto", "x\0").memory is of["a", None]
     assert own.lookahead(LookaheadConfig(budget=4), "y\0").memory is of["a", None]
-
-
-def test_memories_have_a_bound():
-    memories = TenantMemories("auto", "key")
-    first = memory_of(memories, "first")
-    for number in range(MAX_SCOPES):
-        memory_of(memories, str(number))
-    assert memory_of(memories, "first") is not first
 
 
 def memory_of(memories, key, salt=None):

@@ -1,12 +1,9 @@
 """`/v1/responses`: what the chat API answers, as items and events, for the `openai` package and as recorded."""
 
-import json
-from dataclasses import replace
-
 import openai
 import pytest
-from scripted import PLAIN, SAID, TALKS, frames, scripted
-from served import SERVED, plain, running, slow_served, templated, text_of
+from scripted import frames
+from served import plain, templated, text_of
 
 from lade.server.choice import ChoiceDelta, OutputItems
 from lade.server.errors import ApiError
@@ -179,24 +176,6 @@ def test_the_name_of_a_field_in_a_message_is_the_one_of_this_api(server):
     assert error["message"] == "ignore_eos: not available with text.format, which determines the end: leave it out"
 
 
-def test_a_call_comes_as_an_item(monkeypatch):
-    scripted(monkeypatch, SAID)
-    asked = {"input": "1+1?", "tools": [TOOL], "max_output_tokens": 8}
-    with running(replace(SERVED, tokenizer=TALKS)) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        with client, client.responses.stream(model="toy", **asked, **PLAIN) as stream:
-            final = list(stream)[-1].response
-            whole = client.responses.create(**asked, **PLAIN)
-        events = frames(server, "/v1/responses", **asked, **PLAIN["extra_body"])
-    for answer in (final, whole):
-        thought, text, call = answer.output
-        assert thought.content[0].text == "let me see" and text.content[0].text == "I add."
-        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1}) and call.call_id.startswith("call_")
-    names = [name.removeprefix("response.") for name, _ in events]
-    assert names[-4:-1] == ["function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
-    assert "reasoning_text.delta" in names and "reasoning_text.done" in names
-
-
 def test_tokens_of_an_input_are_counted(server, client):
     tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
     asked = {
@@ -211,35 +190,3 @@ def test_tokens_of_an_input_are_counted(server, client):
     refused = server.http.post("/v1/responses/input_tokens", json={"input": "x", "previous_response_id": "y"})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "previous_response_id"
     assert server.http.post("/v1/responses/input_tokens", json={**asked, "model": "nobody"}).status_code == 404
-
-
-def test_a_stream_that_fails_says_so():
-    broken, body = [], {"input": "x", "stream": True, "temperature": 0}
-    with running(slow_served(0.02, lambda: bool(broken))) as server:  # noqa: SIM117 - the stream is the server's
-        with server.http.stream("POST", "/v1/responses", json=body) as response:
-            lines = response.iter_lines()
-            while "output_text.delta" not in next(lines):
-                pass
-            broken.append(True)
-            rest = [line for line in lines if line.startswith("data: ")]
-    last = json.loads(rest[-1].removeprefix("data: "))
-    assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
-    assert "gone" not in last["response"]["error"]["message"]
-
-
-def test_an_answer_has_the_form_that_the_chat_api_gives_it(server, client):
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Rome", "Paris"]}, "ok": {"type": "boolean"}},
-        "required": ["city", "ok"],
-        "additionalProperties": False,
-    }
-    form = {"name": "place", "schema": schema, "strict": True}
-    answer = client.responses.create(
-        input="hello", temperature=0, max_output_tokens=60, text={"format": {"type": "json_schema", **form}}
-    )
-    said = server.chat(
-        temperature=0, max_tokens=60, response_format={"type": "json_schema", "json_schema": form}
-    ).json()
-    assert set(json.loads(answer.output_text)) == {"city", "ok"} and answer.status == "completed"
-    assert answer.output_text == said["choices"][0]["message"]["content"]

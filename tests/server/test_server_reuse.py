@@ -54,23 +54,6 @@ def test_it_can_be_switched_off(changes):
         assert [cached for _, cached in talk(server)] == [0] * 5
 
 
-@pytest.mark.slow
-def test_keys_may_share():
-    with running(keys=KEYS, prefix_cache=2**24, share="all") as server:
-        first = talk(server)
-        assert talk(server, "kb")[0][1] > 0.8 * first[0][0]
-        assert talk(server, "kb", cache_salt="s")[0][1] == 0
-
-
-@pytest.mark.slow
-def test_what_is_kept_has_a_bound():
-    with running(prefix_cache=2**18) as server:
-        for number in range(200):
-            assert server.complete(f"{number} " * 20, temperature=0, max_tokens=4).status_code == 200
-            assert server.service.snapshot().prefix_bytes <= 2**18
-        assert 0 < server.service.snapshot().prefix_texts < 200
-
-
 TWO, ONE = KEYS, Keys((Key("a", "ka"),))
 
 
@@ -117,4 +100,6 @@ def test_a_key_sees_its_own_requests_in_the_status():
         passes.let_all()
         assert answer.result(60).status_code == 200
     with running() as server:
-        assert server.http.get("/v1/lade/status").json()["kv_slots"].keys() == {"used", "reserved", "limit"}
+        status = server.http.get("/v1/lade/status").json()
+        assert {"state", "rows_limit", "waiting_limit", "rows"} < status.keys()
+        assert status["kv_slots"].keys() == {"used", "reserved", "limit"}

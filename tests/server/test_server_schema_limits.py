@@ -43,7 +43,7 @@ def free(calls):
     return [call.arguments == Grammar.json_object() for call in calls.tools]
 
 
-def test_notes_do_not_count():
+def test_a_schema_that_is_too_long_is_refused_and_notes_do_not_count():
     noted = {
         "$schema": "x", "title": "x", "$comment": "x", "description": "x", "type": "object",
         "properties": {"title": {"description": "x", "anyOf": [{"title": "x", "enum": ["b"]}]}},
@@ -51,14 +51,14 @@ def test_notes_do_not_count():
     }  # fmt: skip
     bare = {"type": "object", "properties": {"title": {"anyOf": [{"enum": ["b"]}]}}, "default": {"title": "c"}}
     assert length_of(noted) == len(json.dumps(bare)) and length_of("a text") == 6
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(100, notes=2 * LONGEST_SCHEMA)}}
-    assert requested_grammar(ChatRequest.model_validate({"messages": MESSAGES, "response_format": form})) is not None
 
+    def asked(schema):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return requested_grammar(ChatRequest.model_validate({"messages": MESSAGES, "response_format": form}))
 
-def test_a_schema_that_is_too_long_is_refused():
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(LONGEST_SCHEMA + 1)}}
+    assert asked(schema(100, notes=2 * LONGEST_SCHEMA)) is not None
     with pytest.raises(ApiError, match=str(LONGEST_SCHEMA)):
-        requested_grammar(ChatRequest.model_validate({"messages": MESSAGES, "response_format": form}))
+        asked(schema(LONGEST_SCHEMA + 1))
 
 
 def test_calls_follow_the_schemas_of_as_many_tools_as_agents_have():

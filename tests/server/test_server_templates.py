@@ -79,9 +79,6 @@ def test_what_a_template_raises_is_told():
     with pytest.raises(ApiError, match="rejects this conversation") as raised:
         shown("{{ messages[0].content.nothing.at.all }}", said("user", "hi"))
     assert raised.value.code == "chat_template_error"
-
-
-def test_a_model_without_a_template_is_told_apart():
     with pytest.raises(ApiError, match="--chat-template") as raised:
         shown(None, said("user", "hi"))
     assert raised.value.code == "no_chat_template"
@@ -215,27 +212,9 @@ def test_the_images_of_one_request_at_a_time_are_decoded(monkeypatch):
 
 
 def test_bodies_may_be_larger_where_the_model_takes_images():
-    body = {"messages": [said("user", "a" * 5 * 2**20)]}
     for encode, status in ((None, 413), (lambda *_: ([1], {}), 400)):
         with running(ServedModel(MODEL, byte_tokenizer(SIMPLE), context=512, encode_images=encode)) as server:
-            assert server.http.post("/v1/chat/completions", json=body).status_code == status
-
-
-def test_images_go_where_the_model_takes_them():
-    seen = []
-
-    def encode(messages, arguments):
-        seen.append(messages)
-        return [1, 2, 3], {"pixel_values": "x"}
-
-    served = ServedModel(MODEL, byte_tokenizer(SIMPLE), encode_images=encode)
-    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture()}"}}
-    body = ChatRequest.model_validate({"messages": [said("user", [{"type": "text", "text": "what?"}, part])]})
-    assert template_of(served).encode(body) == ([1, 2, 3], {"pixel_values": "x"})
-    (message,) = seen[0]
-    assert [each["type"] for each in message["content"]] == ["text", "image"]
-    with pytest.raises(ApiError, match="takes no images"):
-        template_of(ServedModel(MODEL, byte_tokenizer(SIMPLE))).encode(body)
+            assert server.chat(temperature=-1, user="a" * 5 * 2**20).status_code == status
 
 
 EACH = "{% for m in messages %}<{{ m.role }}>BODY|{% endfor %}"

@@ -59,19 +59,16 @@ def watched(limits):
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_LONG)
-def test_a_prompt_that_cannot_fit_is_refused_with_its_length(watched, path, body):
-    message = watched[0].http.post(path, json=body).json()["error"]["message"]
+def test_a_prompt_that_cannot_fit_is_refused_with_its_length(server, path, body):
+    message = server.http.post(path, json=body).json()["error"]["message"]
     assert "context" in message or "prompt is too long" in message
     assert int(re.search(r"\d{4,}(?= tokens )", message)[0]) >= 2 * CONTEXT
 
 
-def test_what_is_counted_need_not_fit(watched):
-    assert watched[0].http.post("/tokenize", json={"prompt": LONG}).json()["count"] == 2 * CONTEXT
-
-
-def test_no_more_of_a_prediction_is_kept_than_an_answer_may_have(watched):
+def test_what_is_counted_need_not_fit_and_of_a_prediction_no_more_is_kept_than_fits(server):
+    assert server.http.post("/tokenize", json={"prompt": LONG}).json()["count"] == 2 * CONTEXT
     body = {"prompt": "a", "prediction": {"type": "content", "content": LONG}, "max_tokens": 4}
-    details = watched[0].http.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
+    details = server.http.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == CONTEXT
 
 

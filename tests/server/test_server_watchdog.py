@@ -44,7 +44,7 @@ def test_a_pass_that_hangs_turns_the_probes_red_until_it_returns(caplog):
 
 def test_many_short_passes_are_no_hang(caplog):
     with running(slow_served(0.01), pass_timeout=0.15) as server:
-        assert server.complete(max_tokens=60, ignore_eos=True).status_code == 200
+        assert server.complete(max_tokens=25, ignore_eos=True, lookahead=None).status_code == 200
     assert not said(caplog, "makes no progress")
 
 
@@ -76,10 +76,6 @@ def test_what_is_done_once_does_not_count(module, name):
     assert not watched.looks(50, 100.0, frame_in(module, name))
     assert not watched.looks(1.8, 100.0), "1.8 s besides"
     assert watched.looks(0.4, 100.0)
-
-
-@pytest.mark.parametrize(("module", "name"), sorted(SET_UP))
-def test_what_is_done_once_has_these_names(module, name):
     if module.startswith("triton"):
         pytest.importorskip("triton", reason="triton is not installed")
     assert f"def {name}(" in Path(importlib.import_module(module).__file__).read_text()
@@ -92,7 +88,4 @@ def test_the_time_of_one_piece_of_work_counts():
     assert not watched.looks(60, None), "it waits for requests"
     assert watched.looks(2.2, watched.now) == "decode of 1 rows has taken more than 2 s"
     assert not watched.looks(0.1, None)
-
-
-def test_without_a_limit_nothing_hangs():
-    assert not Watched(0.0).looks(1000, 100.0)
+    assert not Watched(0.0).looks(1000, 100.0), "without a limit"

@@ -1,12 +1,13 @@
 """Helpers of these tests: what plain decoding gives for one prompt, and a batch that is driven by hand."""
 
+import functools
 import threading
 import time
 from collections import deque
 from dataclasses import replace
 
 import torch
-from inside import cache_of, rows_of
+from inside import cache_of, result_of, rows_of
 
 from lade import Stats, supports
 from lade.backends.cuda_graphs.fallback_cache import FallbackCache
@@ -59,7 +60,12 @@ def random_ids(length, seed=0):
 def alone(model, ids, seed=0, **arguments):
     """The new tokens of `model.generate` for this prompt alone."""
     torch.manual_seed(seed)
-    return model.generate(input_ids=ids, pad_token_id=PAD, **arguments)[0, ids.shape[1] :].tolist()
+    return model.generate(input_ids=ids, **{"pad_token_id": PAD, **arguments})[0, ids.shape[1] :].tolist()
+
+
+@functools.lru_cache(256)
+def _alone_once(model, ids, seed, arguments):
+    return alone(model, torch.tensor([ids]), seed, **dict(arguments))
 
 
 def new_tokens(handle, ids, timeout=60.0):
@@ -107,14 +113,15 @@ def check_zeros(cache):
 class Driven:
     """A batch without threads: requests wait in a queue, and each call of `advance` is one step.
 
-    After each step the limits are checked.
+    After each step the limits are checked, and at the end that each request has the tokens of plain decoding, or their
+    beginning where it was cancelled or has failed.
     """
 
     def __init__(self, model, prefill_tokens=512, max_rows=16, max_tokens=ENOUGH, **more):
         self.model = model
         limits = {"prefill_tokens": prefill_tokens, "max_rows": max_rows, "max_tokens": max_tokens, **more}
         self.batch = EngineBatch(model, supports(model).require(), **limits)
-        self.waiting = deque()
+        self.waiting, self.asked = deque(), []
         self.seats = {}
         self.most_rows = 0
 
@@ -124,6 +131,7 @@ class Driven:
         self.batch.capacity.check(request.need)
         handle = Handle(self.cancel, stats=Stats(), seed=request.seed, on_step=on_step)
         self.waiting.append((request, handle))
+        self.asked.append((handle, ids, handle.seed or 0 if seed is None else seed, arguments))
         return handle
 
     def cancel(self, handle):
@@ -164,12 +172,34 @@ class Driven:
             check_zeros(cache.current)
         self.most_rows = max(self.most_rows, len(rows_of(self.batch)))
 
-    def finish(self):
+    def finish(self, errors=0, expected=True):
+        """Go on until all have ended, so many of them so far with an error.
+
+        A test that expects other texts than those of plain decoding checks them itself.
+        """
         for _ in range(10_000):
             if self.batch.idle and not self.waiting:
-                return
+                break
             self.advance()
-        raise AssertionError("it never ends")
+        else:
+            raise AssertionError("it never ends")
+        if not expected:
+            return
+        assert sum(isinstance(result_of(handle), BaseException) for handle, *_ in self.asked) == errors
+        for handle, ids, seed, arguments in self.asked:
+            whole = isinstance(result_of(handle), torch.Tensor)
+            if whole or handle.tokens:
+                plain = self.alone(ids, seed, arguments)
+                assert handle.tokens == (plain if whole else plain[: len(handle.tokens)])
+
+    def alone(self, ids, seed, arguments):
+        """What plain decoding says, without what fails on purpose; once for each request of numbers alone."""
+        own = [each for name in ("logits_processor", "stopping_criteria") for each in arguments.get(name, ())]
+        if any(isinstance(each, FailsAt) for each in own):
+            arguments = {"max_new_tokens": arguments["max_new_tokens"], "do_sample": arguments.get("do_sample", False)}
+        if all(isinstance(value, int | float | None) for value in arguments.values()):
+            return _alone_once(self.model, tuple(ids[0].tolist()), seed, tuple(arguments.items()))
+        return alone(self.model, ids, seed, **arguments)
 
 
 def check_overflow(*, first):
@@ -185,6 +215,6 @@ def check_overflow(*, first):
     ids = torch.full((1, 30), last)
     broken = [driven.add(ids, None, max_new_tokens=new) for new in (8, 3)]
     handles += [driven.add(ids, None, **arguments) for ids in texts[len(handles) :]]
-    driven.finish()
+    driven.finish(expected=False)
     assert all(handle.done() for handle in broken)
     assert [handle.tokens for handle in handles] == expected

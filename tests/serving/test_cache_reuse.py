@@ -12,7 +12,7 @@ import torch
 from comparing import lookahead, plain, prompt
 from families import FAMILIES, RECURRENT_FAMILIES
 from inside import counters_of, prefix_cache_of
-from serving_toys import Driven, alone
+from serving_toys import Driven
 from transformers import DynamicCache
 
 import lade
@@ -133,23 +133,15 @@ def test_a_turn_after_one_that_was_interrupted(case, where, at):
     assert torch.equal(lookahead(model, text, max_new_tokens=12, past_key_values=cache), expected)
 
 
-def served(driven, asked):
-    driven.finish()
-    for handle, ids, arguments in asked:
-        assert handle.tokens == alone(driven.model, ids, **arguments)
-
-
 def check_displaced(case, prefill_tokens):
     """Rows make room for others, some while their prompts are fed, and go on."""
     model = case.build(**LIMITS.get(str(case), {}))
     driven = Driven(model, prefill_tokens, max_rows=3, headroom=3)
     capacity = driven.batch.capacity
     driven.batch.running.capacity = replace(capacity, max_tokens=115 + 3 * capacity.state_slots)
-    asked = []
     for seed in range(3):
-        ids, arguments = prompt(20, seed), {"max_new_tokens": 32, "do_sample": False}
-        asked.append((driven.add(ids, (SMALL, None)[seed % 2], **arguments), ids, arguments))
-    served(driven, asked)
+        driven.add(prompt(20, seed), (SMALL, None)[seed % 2], max_new_tokens=32, do_sample=False)
+    driven.finish()
     assert counters_of(driven.batch).displacements
 
 
@@ -179,10 +171,9 @@ def test_a_kept_prefix(case, max_tokens):
     stem, asked = prompt(70), []
     for seed in range(4):
         ids = torch.cat([stem, prompt(3 + 2 * seed, seed + 1)], dim=1)
-        arguments = {"max_new_tokens": 30, "do_sample": False}
-        asked.append((driven.add(ids, (SMALL, None)[seed % 2], **arguments), ids, arguments))
-    served(driven, asked)
-    cached = [handle.cached_tokens for handle, *_ in asked]
+        asked.append(driven.add(ids, (SMALL, None)[seed % 2], max_new_tokens=30, do_sample=False))
+    driven.finish()
+    cached = [handle.cached_tokens for handle in asked]
     assert cached == ([0, 40, 40, 40] if "index_topk" in case.extra else [0, 70, 70, 70])
     assert max_tokens > 280 or counters_of(driven.batch).displacements
 
@@ -191,6 +182,6 @@ def test_a_kept_prefix(case, max_tokens):
 def test_where_fewer_keys_are_picked_than_are_worth_a_copy_nothing_is_kept(name):
     model = next(case for case in FAMILIES if str(case) == name).build(index_topk=31)
     driven = Driven(model, prefix_cache=10**7)
-    asked = [(driven.add(prompt(60), SMALL, max_new_tokens=9), prompt(60), {"max_new_tokens": 9}) for _ in range(2)]
-    served(driven, asked)
-    assert [handle.cached_tokens for handle, *_ in asked] == [0, 0] and not len(prefix_cache_of(driven.batch))
+    asked = [driven.add(prompt(60), SMALL, max_new_tokens=9) for _ in range(2)]
+    driven.finish()
+    assert [handle.cached_tokens for handle in asked] == [0, 0] and not len(prefix_cache_of(driven.batch))

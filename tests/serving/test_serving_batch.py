@@ -15,7 +15,6 @@ from serving_toys import (
     Driven,
     FailingCriterion,
     FailsAt,
-    alone,
     check_overflow,
     new_tokens,
     random_ids,
@@ -54,13 +53,11 @@ def passes(monkeypatch):
 
 def test_rows_join_and_leave_between_steps(passes):
     driven = Driven(LLAMA)
-    first = driven.add(random_ids(5), None, max_new_tokens=6)
+    driven.add(random_ids(5), None, max_new_tokens=6)
     driven.advance(2)
-    second = driven.add(random_ids(5, seed=1), None, max_new_tokens=9)
+    driven.add(random_ids(5, seed=1), None, max_new_tokens=9)
     driven.finish()
     assert [rows for rows, _ in passes] == [1, 1, 2, 2, 2, 1, 1, 1, 1, 1]
-    assert new_tokens(first, random_ids(5)) == alone(LLAMA, random_ids(5), max_new_tokens=6)
-    assert new_tokens(second, random_ids(5, seed=1)) == alone(LLAMA, random_ids(5, seed=1), max_new_tokens=9)
 
 
 def test_one_pass_serves_rows_of_all_methods(passes):
@@ -69,8 +66,6 @@ def test_one_pass_serves_rows_of_all_methods(passes):
     driven.advance()
     assert passes == [(len(METHODS), max(size for _, size in passes))]
     driven.finish()
-    for seed, handle in enumerate(handles):
-        assert new_tokens(handle, random_ids(6, seed)) == alone(LLAMA, random_ids(6, seed), max_new_tokens=30)
     assert handles[0].stats.step_tokens == [1] * 29 and handles[0].stats.tokens_per_step == 1
     assert any(handle.stats.tokens_per_step > 1 for handle in handles[1:])
 
@@ -82,7 +77,6 @@ def test_requests_share_the_memory_that_is_given():
         handles.append(driven.add(random_ids(8), config, max_new_tokens=80))
         driven.finish()
     assert handles[1].stats.steps < 0.7 * handles[0].stats.steps
-    assert handles[1].tokens == handles[0].tokens == alone(LLAMA, random_ids(8), max_new_tokens=80)
 
 
 def test_a_text_of_one_token_never_takes_part_in_a_step(passes):
@@ -93,30 +87,7 @@ def test_a_text_of_one_token_never_takes_part_in_a_step(passes):
     assert cache_of(driven.batch).room == (0, 0)
 
 
-def test_the_first_token_may_be_the_end_of_sequence_while_others_go_on():
-    driven = Driven(LLAMA)
-    other = driven.add(random_ids(9), max_new_tokens=20)
-    driven.advance(2)
-    ids = random_ids(5)
-    first = alone(LLAMA, ids, max_new_tokens=1)
-    handle = driven.add(ids, max_new_tokens=20, eos_token_id=first)
-    driven.finish()
-    assert handle.tokens == first and other.tokens == alone(LLAMA, random_ids(9), max_new_tokens=20)
-
-
 # --- prefill ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("piece", [1, 3, 5, 7, 512])
-@pytest.mark.parametrize("method", [None, PAPER, "auto"])
-def test_a_prompt_in_pieces_gives_the_same_text(piece, method):
-    driven = Driven(LLAMA, prefill_tokens=piece)
-    ids = random_ids(14)
-    handle = driven.add(ids, method, max_new_tokens=25)
-    driven.finish()
-    assert new_tokens(handle, ids) == alone(LLAMA, ids, max_new_tokens=25)
-    assert steps_of(handle)[0].fed == 14
 
 
 def test_between_two_pieces_of_a_prompt_the_others_make_a_step(passes):
@@ -132,7 +103,6 @@ def test_between_two_pieces_of_a_prompt_the_others_make_a_step(passes):
         assert [len(handle.tokens) for handle in others] == [count + pieces for count in before]
     assert pieces == 6, "22 tokens, 4 at a time"
     driven.finish()
-    assert new_tokens(long, random_ids(22, seed=5)) == alone(LLAMA, random_ids(22, seed=5), max_new_tokens=3)
 
 
 def test_no_more_of_prompts_is_fed_between_two_steps_than_there_may_be(fed):
@@ -177,17 +147,7 @@ def test_requests_that_fit_later_wait_and_are_served_in_order():
         assert not small.tokens
         driven.advance()
     driven.finish()
-    for seed, (handle, new) in enumerate(((first, 20), (large, 93), (small, 2))):
-        assert handle.tokens == alone(LLAMA, random_ids(5, seed), max_new_tokens=new)
-
-
-def test_no_more_rows_than_there_may_be():
-    driven = Driven(LLAMA, max_rows=3)
-    handles = [driven.add(random_ids(4, seed), max_new_tokens=8 + seed) for seed in range(8)]
-    driven.finish()
-    assert driven.most_rows == 3
-    for seed, handle in enumerate(handles):
-        assert handle.tokens == alone(LLAMA, random_ids(4, seed), max_new_tokens=8 + seed)
+    assert small.done()
 
 
 @settings(max_examples=examples(8))
@@ -214,9 +174,8 @@ def test_the_cache_never_takes_more_than_it_may(max_tokens, prefill_tokens, requ
                 handles.append(driven.add(random_ids(length, seed), method, max_new_tokens=new))
             except InputError:
                 assert length + new + largest_tree(resolve(method)[0] or PLAIN) > max_tokens
-        driven.finish()
+        driven.finish(expected=False)
     assert all(slots <= max_tokens for slots in seen)
-    assert all(handle.result(0) is not None for handle in handles)
 
 
 @settings(max_examples=examples(12))
@@ -311,20 +270,16 @@ def test_an_error_in_one_request_ends_that_request_alone(kind, written, place):
             handles.append(driven.add(random_ids(6, seed=9), PAPER, max_new_tokens=20, **arguments))
         else:
             handles.append(driven.add(random_ids(6, seed=number), PAPER, max_new_tokens=20))
-    driven.finish()
+    driven.finish(errors=1)
     with pytest.raises(LookupError, match="a user's own") as caught:
         handles[place].result(0)
     assert caught.value is problem
-    expected = alone(LLAMA, random_ids(6, seed=9), max_new_tokens=20)
     said = handles[place].tokens
-    assert said == expected[: len(said)] and handles[place].stats.new_tokens == len(said)
+    assert handles[place].stats.new_tokens == len(said)
     if kind == "on_step":
         assert len(steps_of(handles[place])) == written + 1, "its last step was told"
     else:
         assert len(said) == max(0, written - (kind == "criterion")), "all that came before the error"
-    for number, handle in enumerate(handles):
-        if number != place:
-            assert handle.tokens == alone(LLAMA, random_ids(6, seed=number), max_new_tokens=20)
 
 
 def failing_passes(monkeypatch, fails):
@@ -341,34 +296,27 @@ def test_a_pass_that_fails_is_repeated_without_drafts_and_nothing_is_lost(monkey
     """As where a device has memory for passes over single tokens only."""
     driven, given = Driven(LLAMA, max_rows=3), {"max_new_tokens": 20, "do_sample": sampled}
     failed = failing_passes(monkeypatch, lambda trees, rows: max(map(len, trees)) > 1)
-    handles = [driven.add(random_ids(6, seed), seed=seed, **given) for seed in range(4)]
+    for seed in range(4):
+        driven.add(random_ids(6, seed), seed=seed, **given)
     driven.finish()
-    monkeypatch.undo()
     assert failed
-    for seed, handle in enumerate(handles):
-        assert handle.tokens == alone(LLAMA, random_ids(6, seed), seed, **given)
 
 
 def test_whoever_makes_every_pass_fail_is_found_alone_and_the_others_lose_nothing(monkeypatch):
     driven, culprit = Driven(LLAMA, max_rows=3), random_ids(6, 1)[0].tolist()
     failing_passes(monkeypatch, lambda trees, rows: any(row[:6] == culprit for row in rows))
     handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(5)]
-    driven.finish()
-    monkeypatch.undo()
+    driven.finish(errors=1)
     with pytest.raises(MemoryError, match="no more"):
         handles[1].result(0)
-    for seed in (0, 2, 3, 4):
-        assert handles[seed].tokens == alone(LLAMA, random_ids(6, seed), max_new_tokens=20)
 
 
 def test_where_no_pass_succeeds_all_end(monkeypatch):
     driven = Driven(LLAMA, max_rows=2)
     failing_passes(monkeypatch, lambda trees, rows: True)
-    handles = [driven.add(random_ids(6, seed), max_new_tokens=20) for seed in range(3)]
-    driven.finish()
-    for handle in handles:
-        with pytest.raises(MemoryError):
-            handle.result(0)
+    for seed in range(3):
+        driven.add(random_ids(6, seed), max_new_tokens=20)
+    driven.finish(errors=3)
 
 
 STEP_CALLS = ["candidates", "draft", "learn", "observe", "end", "close", "begin", "learn_prompt"]
@@ -379,23 +327,20 @@ STEP_CALLS = ["candidates", "draft", "learn", "observe", "end", "close", "begin"
 @pytest.mark.parametrize("lookahead", ["auto", PAPER], ids=["adaptive", "paper"])
 def test_a_drafter_that_fails_ends_its_row_alone(monkeypatch, method, lookahead):
     driven = Driven(LLAMA, max_rows=3)
-    asked = [(driven.add(random_ids(9, seed), lookahead, max_new_tokens=30), seed) for seed in range(3)]
+    asked = [driven.add(random_ids(9, seed), lookahead, max_new_tokens=30) for seed in range(3)]
     driven.advance(1)  # into the queue
-    drafter = next(row for row, active in driven.batch.running.decoding.items() if active.handle is asked[1][0]).drafter
+    drafter = next(row for row, active in driven.batch.running.decoding.items() if active.handle is asked[1]).drafter
+    ends = method in ("candidates", "learn", "observe") or (method == "draft" and lookahead is PAPER)
 
     def mine(each, *_, **__):
         return each is _innermost(drafter)
 
     kind, problem = type(_innermost(drafter)), OSError("its file is gone")
-    calls = failing(monkeypatch, kind, method, problem, where=mine)
-    driven.finish()
-    monkeypatch.undo()
-    for handle, seed in asked:
-        if seed == 1 and calls and method not in ("end", "close", "begin", "learn_prompt"):
-            with pytest.raises(OSError, match="its file is gone"):
-                handle.result(0)
-        else:
-            assert handle.tokens == alone(LLAMA, random_ids(9, seed), max_new_tokens=30)
+    failing(monkeypatch, kind, method, problem, where=mine)
+    driven.finish(errors=ends)
+    if ends:
+        with pytest.raises(OSError, match="its file is gone"):
+            asked[1].result(0)
 
 
 def _innermost(drafter):
@@ -406,20 +351,18 @@ def _innermost(drafter):
 
 def test_an_error_of_the_model_in_prefill_ends_that_request_alone(monkeypatch):
     driven = Driven(LLAMA, prefill_tokens=4)
-    other = driven.add(random_ids(4), max_new_tokens=20)
+    driven.add(random_ids(4), max_new_tokens=20)
     driven.advance(2)
-    ids = random_ids(10, seed=1)
-    handle = driven.add(ids, max_new_tokens=20)
+    handle = driven.add(random_ids(10, seed=1), max_new_tokens=20)
     driven.advance()
     with monkeypatch.context() as patch:
         failing(patch, EagerRunner, "prefill", MemoryError("no more"), after=True)
         driven.advance()
-    third = driven.add(ids, max_new_tokens=20)
-    driven.finish()
+    driven.add(random_ids(10, seed=1), max_new_tokens=20)
+    driven.finish(errors=1)
     with pytest.raises(MemoryError, match="no more"):
         handle.result(0)
-    assert handle.tokens == [] and third.tokens == alone(LLAMA, ids, max_new_tokens=20)
-    assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=20)
+    assert handle.tokens == []
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -441,10 +384,8 @@ def test_a_cache_that_cannot_grow_is_an_error_of_those_who_wanted_it(joins, monk
             driven.advance(300)
             with pytest.raises(MemoryError):
                 first.result(0)
-    third = driven.add(ids, max_new_tokens=20)
-    driven.finish()
-    assert third.tokens == alone(LLAMA, ids, max_new_tokens=20)
-    assert not joins or first.tokens == alone(LLAMA, random_ids(4), max_new_tokens=60)
+    driven.add(ids, max_new_tokens=20)
+    driven.finish(errors=1)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -456,17 +397,11 @@ def test_a_cost_that_cannot_be_measured_is_an_error_of_those_who_wanted_it(rows,
             return batch >= rows
 
         failing(patch, job, "step_cost_for", MemoryError("no more"), where=too_many)
-        handles = [driven.add(random_ids(4, seed), "auto", max_new_tokens=9) for seed in range(rows)]
-        driven.finish()
-        for seed, handle in enumerate(handles):
-            if rows == 1:
-                with pytest.raises(MemoryError):
-                    handle.result(0)
-            else:  # one after the other they do without
-                assert handle.tokens == alone(LLAMA, random_ids(4, seed), max_new_tokens=9)
-    handle = driven.add(random_ids(4), "auto", max_new_tokens=9)
-    driven.finish()
-    assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
+        for seed in range(rows):
+            driven.add(random_ids(4, seed), "auto", max_new_tokens=9)
+        driven.finish(errors=rows == 1)  # two do without, one after the other
+    driven.add(random_ids(4), "auto", max_new_tokens=9)
+    driven.finish(errors=rows == 1)
 
 
 # --- cancelling ------------------------------------------------------------------------------------------------------
@@ -475,7 +410,7 @@ def test_a_cost_that_cannot_be_measured_is_an_error_of_those_who_wanted_it(rows,
 @pytest.mark.parametrize("state", ["waiting", "opening", "running", "ended"])
 def test_cancelling(state):
     driven = Driven(LLAMA, prefill_tokens=4, max_rows=2)
-    other = driven.add(random_ids(4), max_new_tokens=30)
+    driven.add(random_ids(4), max_new_tokens=30)
     driven.advance()
     handle = driven.add(random_ids(10, seed=1), max_new_tokens=30)
     driven.advance({"waiting": 0, "opening": 1, "running": 4, "ended": 60}[state])
@@ -487,7 +422,6 @@ def test_cancelling(state):
     assert handle.done() and len(steps_of(handle)) == steps and len(driven.batch.running.active) == (state != "ended")
     driven.finish()
     assert (result_of(handle) is None) is (state != "ended")
-    assert other.tokens == alone(LLAMA, random_ids(4), max_new_tokens=30)
 
 
 def test_slots_of_a_row_that_has_left_are_seen_by_nobody(monkeypatch):
@@ -504,14 +438,11 @@ def test_slots_of_a_row_that_has_left_are_seen_by_nobody(monkeypatch):
         return used
 
     reused = watched(monkeypatch, EagerRunner, "forward", poison)
-    driven, handles = Driven(LLAMA, max_rows=3, prefill_tokens=6), []
+    driven = Driven(LLAMA, max_rows=3, prefill_tokens=6)
     for number in range(9):
-        handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4)))
+        driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4))
         driven.advance(2)
     driven.finish()
-    for number, handle in enumerate(handles):
-        expected = alone(LLAMA, random_ids(3 + number, number), max_new_tokens=5 + 7 * (number % 4))
-        assert handle.tokens == expected
     assert max(reused) == 3 and any(now > before for before, now in itertools.pairwise(reused))
 
 
@@ -571,10 +502,8 @@ def test_where_looks_are_rare_several_requests_do_not_read_their_prompts(rare, m
     read = watched(monkeypatch, AdaptiveDrafter, "learn_prompt", lambda drafter, *_: drafter)
     for requests, kept, expected in ((1, False, 1), (3, False, 0 if rare else 3), (3, True, 3)):
         read.clear()
-        driven, prompts = Driven(LLAMA), [random_ids(6 + seed, seed) for seed in range(requests)]
-        config = LookaheadConfig(memory=Memory() if kept else None)
-        answers = [driven.add(ids, config, max_new_tokens=8) for ids in prompts]
+        driven, config = Driven(LLAMA), LookaheadConfig(memory=Memory() if kept else None)
+        for seed in range(requests):
+            driven.add(random_ids(6 + seed, seed), config, max_new_tokens=8)
         driven.finish()
         assert len(set(read)) == expected
-        for ids, answer in zip(prompts, answers, strict=True):
-            assert new_tokens(answer, ids) == alone(LLAMA, ids, max_new_tokens=8)

@@ -103,9 +103,7 @@ def test_an_engine_can_be_closed(engine, going_on):
         return engine._finalizer.alive
 
     assert in_fork(close) is False
-
-
-def test_what_python_calls_when_an_engine_is_collected_or_at_its_end_does_nothing(engine, going_on):
+    # as does what Python calls when an engine is collected, or at its end
     assert in_fork(lambda: [engine._finalizer(), engine._finalizer.alive]) == [None, False]
 
 

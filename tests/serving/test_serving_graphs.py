@@ -14,15 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import batch_of, buffers_in, cache_of, rows_of, runner_of
 from serving_toys import (
-    METHODS,
     PAPER,
     VOCABULARY,
     Driven,
-    FailsAt,
     alone,
     check_overflow,
-    new_tokens,
-    oddly,
     random_ids,
 )
 from spies import answered, failing, watched
@@ -85,10 +81,6 @@ def memory(monkeypatch):
 move_to = StaticCache.move_to
 
 
-def text_of(number, new):
-    return alone(LLAMA, random_ids(3 + number, number), max_new_tokens=new)
-
-
 # --- rows that come and go --------------------------------------------------------------------------------------------
 
 
@@ -122,8 +114,6 @@ def test_rows_join_and_leave_static_buffers(graphs):
         handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=6 + 9 * (number % 3)))
         driven.advance(2)
     driven.finish()
-    for number, handle in enumerate(handles):
-        assert handle.tokens == text_of(number, 6 + 9 * (number % 3))
     rows = {rows for rows, _, _ in shapes_of(graphs.pool(LLAMA))}
     steps = sum(handle.stats.steps for handle in handles)
     assert {2, 4} <= rows <= {1, 2, 4, 8} and 0 < graphs.counted.replayed < steps
@@ -133,11 +123,9 @@ def test_rows_join_and_leave_static_buffers(graphs):
 def test_what_was_captured_serves_the_requests_that_come_later(graphs):
     driven, recorded = Driven(LLAMA, max_rows=2), []
     for _ in range(3):
-        handles = [driven.add(random_ids(5, seed), PAPER, max_new_tokens=20) for seed in range(2)]
+        for seed in range(2):
+            driven.add(random_ids(5, seed), PAPER, max_new_tokens=20)
         driven.finish()
-        assert [handle.tokens for handle in handles] == [
-            alone(LLAMA, random_ids(5, seed), max_new_tokens=20) for seed in range(2)
-        ]
         recorded.append(graphs.counted.recorded)
         assert cache_of(driven.batch).room == (0, 0)
         (entry,) = buffers_in(graphs.pool(LLAMA))
@@ -148,16 +136,16 @@ def test_what_was_captured_serves_the_requests_that_come_later(graphs):
 def test_a_row_that_joins_finds_its_place_where_it_is(graphs):
     """The others' keys and values stay where they are as long as there is room."""
     driven = Driven(LLAMA)
-    handles = [driven.add(random_ids(3 + number, number), None, max_new_tokens=40) for number in range(3)]
+    for number in range(3):
+        driven.add(random_ids(3 + number, number), None, max_new_tokens=40)
     driven.advance(2)
     buffers = cache_of(driven.batch).current.buffers
     assert buffers.rows == 8
     for number in (3, 4):
-        handles.append(driven.add(random_ids(3 + number, number), None, max_new_tokens=40))
+        driven.add(random_ids(3 + number, number), None, max_new_tokens=40)
         driven.advance()
     assert cache_of(driven.batch).current.buffers is buffers and len(rows_of(driven.batch)) == 5
     driven.finish()
-    assert [handle.tokens for handle in handles] == [text_of(number, 40) for number in range(5)]
 
 
 def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
@@ -175,12 +163,11 @@ def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
 
     answered(monkeypatch, GraphRunner, "_replay", clean)
     poisoned = watched(monkeypatch, GraphRunner, "_replay", poison)
-    driven, handles = Driven(LLAMA, max_rows=3), []
+    driven = Driven(LLAMA, max_rows=3)
     for number in range(6):
-        handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4)))
+        driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=5 + 7 * (number % 4))
         driven.advance(2)
     driven.finish()
-    assert [handle.tokens for handle in handles] == [text_of(number, 5 + 7 * (number % 4)) for number in range(6)]
     assert max(poisoned) > 0
 
 
@@ -188,25 +175,6 @@ def test_slots_that_no_query_sees_are_never_seen(graphs, monkeypatch):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_text_whose_numbers_overflow_does_not_touch_the_others(first, graphs):
     check_overflow(first=first)
-
-
-@pytest.mark.slow
-def test_an_engine_with_threads_gives_back_what_it_took(graphs):
-    with Engine(LLAMA, max_rows=3, prefill_tokens=5) as engine:
-        assert type(runner_of(batch_of(engine))) is GraphRunner
-        wanted = []
-        for number, method in enumerate(METHODS):
-            ids = random_ids(4 + number, number)
-            given = {"max_new_tokens": 12 + number, "do_sample": number % 2 == 1}
-            if number == 3:
-                given["logits_processor"] = [oddly]
-            wanted.append((engine.add(ids, lookahead=method, seed=number, **given), ids, number, given))
-        failing = engine.add(random_ids(6), logits_processor=[FailsAt(random_ids(6), 3)], max_new_tokens=9)
-        for handle, ids, seed, given in wanted:
-            assert new_tokens(handle, ids) == alone(LLAMA, ids, seed, **given)
-        with pytest.raises(RuntimeError, match="at 3"):
-            failing.result(30.0)
-        assert graphs.counted.replayed > 0
 
 
 def served_by(pool, monkeypatch):
@@ -232,7 +200,7 @@ def test_weights_that_have_moved_between_two_bursts_are_captured_again(monkeypat
     for number in range(3):
         expected = alone(model, random_ids(5), max_new_tokens=12)
         handle = driven.add(random_ids(5), PAPER, max_new_tokens=12)
-        driven.finish()
+        driven.finish(expected=False)
         assert handle.tokens == expected
         (entry,) = buffers_in(pool)
         assert entry.setup == capture_setup(model), number
@@ -260,11 +228,11 @@ def test_closing_an_engine_frees_its_buffers(pool):
 def test_between_two_bursts_an_engine_can_give_back_its_buffers(pool):
     driven = Driven(LLAMA)
     for _ in range(2):
-        handle = driven.add(random_ids(5), PAPER, max_new_tokens=9)
+        driven.add(random_ids(5), PAPER, max_new_tokens=9)
         driven.advance()
         lade.release(LLAMA)  # those in use stay
         driven.finish()
-        assert handle.tokens == alone(LLAMA, random_ids(5), max_new_tokens=9) and len(buffers_in(pool)) == 1
+        assert len(buffers_in(pool)) == 1
         lade.release(LLAMA)
         assert buffers_in(pool) == []
 
@@ -325,18 +293,16 @@ def test_no_buffers_take_more_than_they_may(max_tokens, requests):
         wanted = watched(patch, Buffers, "__init__", lambda buffers, layers, rows, slots: rows * slots)
         after = answered(patch, GraphRunner, "_prepare", lambda step, runner, fed, cache, **_: cache.buffers)
         before = watched(patch, GraphRunner, "_prepare", lambda runner, fed, cache, **_: cache.buffers)
-        driven, handles = Driven(LLAMA, max_tokens=max_tokens), []
+        driven = Driven(LLAMA, max_tokens=max_tokens)
         for seed, (length, new, method) in enumerate(requests):
             try:
-                handles.append((driven.add(random_ids(length, seed), method, max_new_tokens=new), seed, length, new))
+                driven.add(random_ids(length, seed), method, max_new_tokens=new)
             except InputError:
                 config = resolve(method)[0] or PLAIN
                 assert StaticCache.buffer_slots(length + new, largest_tree(config)) > max_tokens
         driven.finish()
     assert all(slots <= max_tokens for slots in wanted)
     assert all(now is then for now, then in zip(after, before, strict=True)), "a pass finds room"
-    for handle, seed, length, new in handles:
-        assert handle.tokens == alone(LLAMA, random_ids(length, seed), max_new_tokens=new)
 
 
 def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, monkeypatch):
@@ -349,12 +315,11 @@ def test_buffers_that_others_left_are_not_used_where_they_are_too_large(graphs, 
         others.reset()
         acquired.clear()
         driven = Driven(LLAMA, max_tokens=limit)
-        handle = driven.add(random_ids(4), PAPER, max_new_tokens=9)
+        driven.add(random_ids(4), PAPER, max_new_tokens=9)
         driven.advance(2)
         assert (cache_of(driven.batch).current.buffers is buffers) is (buffers in acquired) is used
         assert all(each.rows * each.slots <= limit for each in acquired)
         driven.finish()
-        assert handle.tokens == alone(LLAMA, random_ids(4), max_new_tokens=9)
 
 
 def test_what_is_free_on_a_device_is_shared_by_all_that_is_there_at_once(monkeypatch):
@@ -373,28 +338,26 @@ def test_what_is_free_on_a_device_is_shared_by_all_that_is_there_at_once(monkeyp
 def test_texts_go_on_where_buffers_cannot_be_made(slots, graphs, memory):
     """The first ones of all, those with more rows, or those with more slots; later on there is memory again."""
     memory.slots = slots
-    driven, handles = Driven(LLAMA), []
+    driven = Driven(LLAMA)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(5):
-            handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30 + number))
+            driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30 + number)
             driven.advance(2)
         assert isinstance(cache_of(driven.batch).current, TreeCache), "until all have ended"
         assert cache_of(driven.batch).room[1] < 200, "what it takes, and no bucket of it"
         assert buffers_in(graphs.pool(LLAMA)) == [], "what was there makes way"
         driven.finish()
-    assert [handle.tokens for handle in handles] == [text_of(number, 30 + number) for number in range(5)]
     (warning,) = caught
     assert warning.category is CaptureWarning
     message = str(warning.message)
     assert "no memory" in message and "CUDA out of memory. Tried to allocate" in message and "and more" not in message
     assert "lade.release" in message and "fewer rows or tokens" in message
     memory.slots = 10**9
-    again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
+    driven.add(random_ids(3), PAPER, max_new_tokens=20)
     driven.advance()
     assert isinstance(cache_of(driven.batch).current, StaticCache)
     driven.finish()
-    assert again.tokens == text_of(0, 20)
 
 
 def test_buffers_that_could_not_be_made_are_wanted_once(graphs, memory):
@@ -411,23 +374,20 @@ def test_buffers_that_could_not_be_made_are_wanted_once(graphs, memory):
 def test_a_row_that_joins_has_buffers_made_once(graphs, memory):
     """As large as all need, the tree after the new row included."""
     driven = Driven(LLAMA)
-    handles = [driven.add(random_ids(3), None, max_new_tokens=90)]
+    driven.add(random_ids(3), None, max_new_tokens=30)
     driven.advance(2)
     memory.wanted.clear()
-    handles.append(driven.add(random_ids(300, 1), PAPER, max_new_tokens=90))
+    driven.add(random_ids(300, 1), PAPER, max_new_tokens=30)
     driven.advance(2)
     assert memory.wanted == [(4, 512)]
     driven.finish()
-    assert [handle.tokens for handle in handles] == [
-        alone(LLAMA, random_ids(length, seed), max_new_tokens=90) for seed, length in enumerate((3, 300))
-    ]
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch):
     """Also where ending the capture fails, too, as it does on a device."""
-    driven, handles, captures = Driven(LLAMA), [], set()
+    driven, captures = Driven(LLAMA), set()
 
     def where(runner, shape, rows, *inputs):
         captures.add(shape)
@@ -442,11 +402,10 @@ def test_texts_go_on_where_a_capture_runs_out_of_memory(at, graphs, monkeypatch)
     failing(monkeypatch, GraphRunner, "_static_pass", problem, where=where)
     with pytest.warns(CaptureWarning, match=r"no memory .*CUDA out of memory") as caught:
         for number in range(4):
-            handles.append(driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30))
+            driven.add(random_ids(3 + number, number), PAPER, max_new_tokens=30)
             driven.advance(2)
         driven.finish()
     assert len(caught) == 1 and graphs.pool(LLAMA).capture_failed_in is None
-    assert [handle.tokens for handle in handles] == [text_of(number, 30) for number in range(4)]
 
 
 @pytest.mark.parametrize("joining", [True, False])
@@ -470,9 +429,8 @@ def test_rows_that_fit_nowhere_end_with_the_error(joining, graphs, memory, monke
             handle.result(0)
     assert driven.batch.idle and cache_of(driven.batch).room == (0, 0)
     memory.slots = 10**9
-    again = driven.add(random_ids(3), PAPER, max_new_tokens=20)
-    driven.finish()
-    assert again.tokens == text_of(0, 20)
+    driven.add(random_ids(3), PAPER, max_new_tokens=20)
+    driven.finish(errors=len(handles))
 
 
 def move_without_memory(self, cache):
@@ -490,10 +448,9 @@ def test_after_a_capture_that_failed_rows_lie_in_a_cache_that_grows(graphs):
     driven, arguments = Driven(model), {"max_new_tokens": 15, "do_sample": False}
     with pytest.warns(CaptureWarning, match="cannot be captured") as caught:
         for _ in range(2):
-            handles = [driven.add(random_ids(5, seed), PAPER, **arguments) for seed in range(3)]
+            for seed in range(3):
+                driven.add(random_ids(5, seed), PAPER, **arguments)
             driven.finish()
-            for seed, handle in enumerate(handles):
-                assert handle.tokens == alone(model, random_ids(5, seed), **arguments)
     assert len(caught) == 1 and graphs.counted.recorded == 0
     assert isinstance(cache_of(driven.batch).current, TreeCache) and buffers_in(graphs.pool(model)) == []
 

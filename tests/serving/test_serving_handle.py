@@ -47,16 +47,6 @@ def test_steps_are_there_as_soon_as_they_are_told(handle):
     assert (handle.stats.new_tokens, handle.stats.decode_s, handle.stats.forward_s) == (6, 1.0, 0.5)
 
 
-def test_several_threads_see_all_steps(handle):
-    with ThreadPoolExecutor(4) as pool:
-        seen = [pool.submit(list, handle) for _ in range(4)]
-        for index in range(50):
-            handle.add_step(step(index, index), 0.0)
-            time.sleep(0.0002)
-        handle.end("result")
-        assert all([each.index for each in future.result(SOON)] == list(range(50)) for future in seen)
-
-
 def test_whoever_waits_for_the_end_alone_is_woken_by_nothing_else(handle, monkeypatch):
     """Each time it is woken it would take a pass's time from the thread that decodes."""
     wakings = watched(monkeypatch, handle._changed, "notify_all", lambda: len(steps_of(handle)))
@@ -109,14 +99,6 @@ def test_only_the_first_end_counts(handle, first, then):
         assert handle.result(0) == first
 
 
-def test_on_step_is_told_when_the_step_can_be_seen():
-    seen = []
-    handle = Handle(lambda each: True, stats=Stats(), seed=None, on_step=lambda each: seen.append(handle.tokens))
-    handle.add_step(step(0, 4), 0.0)
-    handle.add_step(step(1, 5, 6), 0.0)
-    assert seen == [[4], [4, 5, 6]]
-
-
 def test_a_step_whose_on_step_fails_is_there_all_the_same():
     def fails(step):
         raise LookupError
@@ -129,10 +111,6 @@ def test_a_step_whose_on_step_fails_is_there_all_the_same():
             handle.add_step(step(0, 4), 0.0)
         assert seen.result(SOON).tokens == [4]
     assert handle.tokens == [4] and handle.stats.new_tokens == 1
-
-
-def test_cancelling_asks_the_engine(handle):
-    assert handle.cancel() and handle.cancelled == [handle]
 
 
 # --- coroutines ------------------------------------------------------------------------------------------------------
@@ -238,21 +216,16 @@ def test_threads_and_coroutines_read_one_engine():
         asyncio.run(main(engine))
 
 
-def test_its_repr_says_how_it_stands(handle):
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [("result", "finished"), (None, "cancelled"), (RuntimeError("no memory"), "failed: RuntimeError('no memory')")],
+)
+def test_its_repr_says_how_it_stands(handle, end, state):
     assert repr(handle) == "Handle(waiting, 0 tokens)"
     handle.add_step(step(0, 5, 6), 0.0)
     assert repr(handle) == "Handle(running, 2 tokens)"
-    handle.end("result")
-    assert repr(handle) == "Handle(finished, 2 tokens)"
-
-
-@pytest.mark.parametrize(
-    ("end", "state"), [(None, "cancelled"), (RuntimeError("no memory"), "failed: RuntimeError('no memory')")]
-)
-def test_its_repr_says_how_it_ended(handle, end, state):
-    handle.add_step(step(0, 5), 0.0)
     handle.end(end)
-    assert repr(handle) == f"Handle({state}, 1 token)"
+    assert repr(handle) == f"Handle({state}, 2 tokens)"
 
 
 def test_a_loop_is_woken_once_a_pass_for_all_requests_of_it(monkeypatch):

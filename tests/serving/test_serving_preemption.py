@@ -2,12 +2,10 @@
 
 import random
 from concurrent.futures import CancelledError
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from effort import examples
-from families import FAMILIES, RECURRENT_FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import counters_of, prefill_runner_of, runner_of
@@ -37,10 +35,9 @@ def sampled(number, **more):
     return {**kinds[number % len(kinds)], **more}
 
 
-def check(driven, asked):
-    """Every handle has the text of plain decoding, and what was told of it adds up."""
-    for handle, ids, seed, arguments in asked:
-        assert handle.tokens == alone(driven.model, ids, seed, **arguments)
+def check(handles):
+    """What was told of each adds up."""
+    for handle in handles:
         steps = list(handle)
         assert [step.index for step in steps] == list(range(len(steps)))
         assert handle.stats.generations == 1 and handle.stats.new_tokens == len(handle.tokens)
@@ -55,18 +52,20 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
     for number in range(4):
         ids = random_ids(5 + number, number)
         arguments = sampled(number, prompt_length=ids.shape[1], max_new_tokens=60)
-        asked.append((driven.add(ids, METHODS[number], seed=number, **arguments), ids, number, arguments))
+        asked.append(driven.add(ids, METHODS[number], seed=number, **arguments))
     while not driven.batch.idle or driven.waiting:
         driven.advance()
         assert 0 not in [each.number for each in driven.batch.running.preempted], "the oldest one stays"
     told = counters_of(driven.batch)
     assert told.displacements >= 2
-    check(driven, asked)
+    driven.finish()
+    check(asked)
 
 
 def test_nobody_is_seated_while_someone_waits_to_go_on():
     driven = Driven(LLAMA, max_rows=4, max_tokens=150, headroom=2)
-    handles = [driven.add(random_ids(4, seed), None, max_new_tokens=60) for seed in range(3)]
+    for seed in range(3):
+        driven.add(random_ids(4, seed), None, max_new_tokens=60)
     while not driven.batch.running.preempted:
         driven.advance()
     late = driven.add(random_ids(4, 9), None, max_new_tokens=2)
@@ -74,35 +73,35 @@ def test_nobody_is_seated_while_someone_waits_to_go_on():
         assert not late.tokens
         driven.advance()
     driven.finish()
-    assert [len(handle.tokens) for handle in [*handles, late]] == [60, 60, 60, 2]
 
 
 def test_texts_that_fit_whatever_they_become_are_never_displaced():
     driven = Driven(LLAMA, max_rows=4, max_tokens=4 * (64 + 11), headroom=4)
-    handles = [driven.add(random_ids(4, seed), METHODS[1], max_new_tokens=60) for seed in range(4)]
+    for seed in range(4):
+        driven.add(random_ids(4, seed), METHODS[1], max_new_tokens=60)
     while not driven.batch.idle or driven.waiting:
         driven.advance()
         assert not driven.batch.running.preempted
-    assert driven.most_rows == 4 and all(len(handle.tokens) == 60 for handle in handles)
+    driven.finish()
+    assert driven.most_rows == 4
 
 
-def displaced_one(**more):
+def displaced_one():
     driven = Driven(LLAMA, max_rows=2, max_tokens=100, headroom=2)
-    handles = [driven.add(random_ids(4, seed), None, max_new_tokens=70, **more) for seed in range(2)]
+    handles = [driven.add(random_ids(4, seed), None, max_new_tokens=70) for seed in range(2)]
     while not driven.batch.running.preempted:
         driven.advance()
     return driven, handles
 
 
 def test_a_displaced_request_can_be_cancelled():
-    driven, (first, second) = displaced_one()
+    driven, (_, second) = displaced_one()
     assert second.cancel() and not second.done()
     driven.advance()
     with pytest.raises(CancelledError):
         second.result(0)
     assert 0 < len(second.tokens) < 70 and not driven.batch.running.preempted
     driven.finish()
-    assert first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
 
 
 def test_closing_ends_a_displaced_request():
@@ -114,37 +113,18 @@ def test_closing_ends_a_displaced_request():
 
 
 def test_an_error_while_a_text_is_fed_again_ends_that_request_alone(monkeypatch):
-    driven, (first, second) = displaced_one()
+    driven, (_, second) = displaced_one()
     failing(monkeypatch, prefill_runner_of(driven.batch), "prefill", MemoryError("no more"))
-    driven.finish()
-    assert first.tokens == alone(LLAMA, random_ids(4, 0), max_new_tokens=70)
+    driven.finish(errors=1)
     with pytest.raises(MemoryError, match="no more"):
         second.result(0)
 
 
 def test_a_failed_pass_spares_who_was_displaced(monkeypatch):
-    driven, (first, second) = displaced_one()
+    driven, _ = displaced_one()
     failed = failing(monkeypatch, runner_of(driven.batch), "forward", MemoryError("no more"), calls={1})
     driven.finish()
-    assert failed and first.tokens == alone(LLAMA, random_ids(4), max_new_tokens=70)
-    assert second.tokens == alone(LLAMA, random_ids(4, 1), max_new_tokens=70)
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "gemma3_text", "bamba"))]
-)
-def test_families_with_states_and_windows(name):
-    model = next(each for each in [*FAMILIES, *RECURRENT_FAMILIES] if str(each) == name).build()
-    driven = Driven(model, 6, max_rows=3, headroom=3)
-    capacity = driven.batch.capacity
-    driven.batch.running.capacity = replace(capacity, max_tokens=100 + 3 * capacity.state_slots)
-    asked = []
-    for number in range(3):
-        ids, arguments = random_ids(6, number), {"max_new_tokens": 30}
-        asked.append((driven.add(ids, METHODS[number], **arguments), ids, 0, arguments))
-    driven.finish()
-    assert driven.most_rows > 1
-    check(driven, asked)
+    assert failed
 
 
 def test_who_cannot_make_room_is_seated_by_the_most_that_it_may_take():
@@ -182,13 +162,12 @@ def test_whatever_comes_whenever_gets_its_own_text(data):
         arguments = sampled(rng.randint(0, 3), prompt_length=ids.shape[1], max_new_tokens=most)
         if rng.random() < 0.15:
             failing.append(driven.add(ids, logits_processor=[FailsAt(ids, most // 2)], max_new_tokens=most))
-        asked.append((driven.add(ids, METHODS[number % 4], seed=seed, **arguments), ids, seed, arguments))
+        asked.append(driven.add(ids, METHODS[number % 4], seed=seed, **arguments))
         driven.advance(rng.randint(0, 4))
         if rng.random() < 0.1:
-            asked.pop()[0].cancel()
-    driven.finish()
-    assert all(handle.done() for handle in failing)
-    check(driven, asked)
+            asked.pop().cancel()
+    driven.finish(errors=len(failing))
+    check(asked)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from serving_toys import PAD, VOCABULARY, FailsAt, Gate, alone, random_ids
+from serving_toys import PAD, VOCABULARY, Gate, alone, random_ids
 from transformers import StoppingCriteria
 
 from lade import Engine
@@ -74,20 +74,6 @@ def test_a_stop_token_is_no_end_of_sequence():
         ended = engine.add(random_ids(5), **more)
         assert stopped.result(SOON).shape[1] == 5 + FIFTH + 1 < ended.result(SOON).shape[1]
         assert (stopped.reason, ended.reason) == ("stop_token", "eos")
-
-
-def test_a_request_that_did_not_end_by_itself():
-    with Engine(LLAMA) as engine:
-        failing = engine.add(random_ids(5), logits_processor=[FailsAt(random_ids(5), 3)], max_new_tokens=9)
-        steps = iter(failing)
-        assert next(steps) and list(failing.tokens)
-        with pytest.raises(RuntimeError):
-            failing.result(SOON)
-        assert failing.reason == "error"
-        cancelled = engine.add(random_ids(5), max_new_tokens=300)
-        assert cancelled.reason is None
-        cancelled.cancel()
-        assert list(cancelled) is not None and cancelled.reason == "cancelled"
 
 
 def test_where_its_time_went():

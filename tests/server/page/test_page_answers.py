@@ -112,17 +112,6 @@ def test_stop_frees_the_row_and_keeps_what_came(seen):
     seen.until(lambda: seen.script.left == 2)
 
 
-def test_closing_the_page_frees_the_row(seen):
-    seen.say("endless")
-    expect(seen.answer).to_contain_text("on on on")
-    seen.page.close()
-    for _ in range(100):
-        if seen.script.running == 0:
-            break
-        seen.page.context.new_page().wait_for_timeout(50)
-    assert seen.script.left == 1
-
-
 def test_a_conversation_is_there_after_a_reload_with_its_colours(seen):
     seen.say("merge them")
     painted = seen.answered().locator(".prose .token").count()

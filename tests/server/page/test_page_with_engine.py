@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 from scripted_server import Script
-from served import SERVED, TOKENIZER, byte_tokenizer, plain, running, slow_served, templated, text_of, until
+from served import SERVED, plain, running, templated, text_of
 
 from conftest import opened
 from lade.server.keys import Key, Keys
-from lade.server.served_model import ServedModel
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -25,7 +24,7 @@ def real(browser, server):
 def test_the_texts_of_a_trace_are_the_text_of_its_event(server, path):
     body = {"messages": MESSAGES} if "chat" in path else {"prompt": "hello"}
     events = server.events(path, **body, seed=3, max_tokens=30, stop=["zz"], lade={"trace": True})
-    texts, tokens = "", []
+    texts, tokens, sources = "", [], []
     for event in events[:-1]:
         (choice,) = event["choices"]
         shown = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -33,8 +32,9 @@ def test_the_texts_of_a_trace_are_the_text_of_its_event(server, path):
         if "texts" in trace:
             assert "".join(trace["texts"]) == shown
             assert len(trace["texts"]) == len(trace["tokens"]) == len(trace["sources"]) and trace["fed"] > 0
-            texts, tokens = texts + shown, tokens + trace["tokens"]
+            texts, tokens, sources = texts + shown, tokens + trace["tokens"], sources + trace["sources"]
     assert texts == text_of(tokens) and len(tokens) == 30
+    assert sources[0] == "prefill" and set(sources[1:]) <= {"bonus", "memory", "pool", "window", "text"}
 
 
 def test_the_page_is_told_what_the_model_takes_and_what_holds_where_nothing_is_asked(server):
@@ -60,11 +60,12 @@ def test_the_page_needs_no_key_and_all_else_does():
         assert server.http.post("/page/app.js").status_code == 401
 
 
-def test_without_a_page_there_is_none():
-    with running(page=False, ready=False) as server:
-        for path in ("/", "/page/app.js"):
+def test_page_and_metrics_can_be_left_out():
+    with running(page=False, metrics=False, ready=False) as server:
+        for path in ("/", "/page/app.js", "/metrics"):
             answer = server.http.get(path)
-            assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+            code = "metrics_disabled" if path == "/metrics" else "unknown_url"
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == code
 
 
 def test_the_page_shows_the_tokens_of_generate_with_their_sources(real):
@@ -82,39 +83,3 @@ def test_the_page_shows_the_tokens_of_generate_with_their_sources(real):
     assert "".join(painted.all_inner_texts()).split() == text.split()
     figures = real.answer.locator(".steps summary").inner_text()
     assert "60 tokens" in figures and float(figures.split(" tokens per pass")[0].split()[-1]) > 1.2
-
-
-def test_stop_frees_the_row_of_the_engine_within_a_second(browser):
-    with running(slow_served()) as server, opened(browser, f"{server.url}/", "toy", Script()) as seen:
-        seen.button("Settings").click()
-        seen.page.get_by_label("Longest answer").fill("450")
-        seen.page.get_by_label("Temperature").fill("0")
-        seen.page.get_by_label("Lookahead").select_option("off")  # several seconds, however it repeats itself
-        seen.say("hello")
-        seen.answer.locator(".token").first.wait_for()
-        assert not server.at_rest()
-        seen.button("Stop").click()
-        until(server.at_rest, 1.0)
-
-
-def test_the_key_is_asked_for_and_used(browser):
-    keys = Keys((Key("one", "sk-right"),))
-    with (
-        running(keys=keys) as server,
-        opened(browser, f"{server.url}/", "This server asks for a key", Script()) as seen,
-    ):
-        seen.allowed.append("401")
-        seen.page.get_by_label("Key", exact=True).fill("sk-right")
-        seen.page.keyboard.press("Enter")
-        seen.say("hello")
-        seen.answer.locator(".steps").wait_for()
-
-
-def test_a_model_without_chat_template_continues_text_with_the_engine(browser):
-    bare = ServedModel(SERVED.model, byte_tokenizer(None), context=SERVED.context)
-    with running(served=bare) as server, opened(browser, f"{server.url}/", "toy", Script()) as seen:
-        seen.button("Settings").click()
-        seen.page.get_by_label("Temperature").fill("0")
-        seen.say("hello")
-        text = text_of(plain(TOKENIZER("hello")["input_ids"], max_new_tokens=40))
-        seen.answered(text)
