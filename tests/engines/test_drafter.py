@@ -89,14 +89,6 @@ def test_a_shared_memory_serves_all_requests_and_one_of_a_tenant_only_that_tenan
     assert again.steps < first.steps == stranger.steps
 
 
-def test_a_memory_that_was_saved_serves_the_next_process(tmp_path):
-    mine = drafter()
-    first = replay(mine, logits, a_prompt(), COUNT)
-    mine.memory.save(tmp_path / "kept.memory")
-    later = drafter(memory=lade.Memory.load(tmp_path / "kept.memory"))
-    assert replay(later, logits, a_prompt(), COUNT).steps < first.steps
-
-
 def test_tokens_are_rows_that_are_sure_of_them_where_no_logits_come():
     mine = drafter()
     mine.begin("a", [1, 2, 3, 4, 5])

@@ -1,6 +1,7 @@
 """Prompts of several lengths, and beams through `lade.generate` compared with those of `model.generate`."""
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.backends.user_cache import UnreadCache
@@ -15,6 +16,19 @@ class Spelled:
 
     def decode(self, ids, **kwargs):
         return "".join(f"{int(i)} " for i in ids)
+
+
+class Listener(BaseStreamer):
+    """Notes the tokens of each call, and how often it was ended."""
+
+    def __init__(self):
+        self.received, self.ends = [], 0
+
+    def put(self, value):
+        self.received.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
 
 
 def random_texts(*lengths, seed=0):

@@ -247,16 +247,6 @@ def test_a_vocabulary_smaller_than_the_beams_need(prompts):
         assert_same(toy_model(vocabulary=5), prompts, num_beams=8, max_new_tokens=30, **sampling)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", [1, 5])
-def test_padding_on_the_left_is_taken_off(padding):
-    ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), IDS], dim=1)
-    mask = (torch.arange(ids.shape[1]) >= padding).long()[None]
-    for family in ("llama", "gpt2", "mistral"):
-        given = {"input_ids": ids, "attention_mask": mask, "no_repeat_ngram_size": 3}
-        assert assert_same(MODELS[family], num_beams=3, **given).past_key_values is None
-
-
 @pytest.mark.parametrize("lengths", [(5,), (20,), (31,), (20, 30), (31, 5), (31, 31), (1, 1, 28)])
 def test_up_to_the_last_position(lengths):
     prompts = [[n % 9 + 1 for n in range(length)] for length in lengths]

@@ -90,18 +90,6 @@ def test_drafts_of_an_oracle_are_accepted_and_named(claimed):
     assert sources.count("Oracle") > NEW // 2
 
 
-def test_an_engine_decodes_many_requests_with_one_drafter():
-    expected = plain(PROMPTS)
-    drafter = Oracle(expected)
-    with lade.Engine(MODEL, max_rows=2) as engine:
-        config = LookaheadConfig(sources=[drafter])
-        handles = [engine.add(row, max_new_tokens=NEW, lookahead=config) for row in PROMPTS]
-        for handle, row in zip(handles, expected, strict=True):
-            assert torch.equal(handle.result(60)[0], row)
-    assert not drafter.open
-    assert drafter.calls.count("begin") == 3
-
-
 class Broken(Drafter):
     def __init__(self, fails):
         self.fails, self.ended = fails, 0

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from effort import examples
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lade
@@ -52,32 +50,6 @@ def sampled(generate, model, seed, **arguments):
 
 def plain(model, **arguments):
     return model.generate(**arguments)
-
-
-@settings(max_examples=examples(60))
-@given(
-    family=st.sampled_from(sorted(MODELS)),
-    config=configs,
-    warped=warpers,
-    new_tokens=st.integers(1, 40),
-    eos=st.sampled_from([None, [5, 17]]),
-    seed=st.integers(0, 1000),
-)
-def test_the_same_seed_gives_the_same_tokens_and_generator(family, config, warped, new_tokens, eos, seed):
-    model = MODELS[family]
-    arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, **warped}
-    expected, expected_state = sampled(plain, model, seed, **arguments)
-    ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
-    assert torch.equal(ours, expected)
-    assert torch.equal(state, expected_state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=16)])
-def test_guesses_are_accepted_when_the_distribution_is_sharp(config):
-    stats = Stats()
-    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=300, temperature=0.1, stats=stats, lookahead=config)
-    assert stats.tokens_per_step > 1.2
 
 
 def test_a_streamed_sample_is_the_same_sample():
