@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from memories import (
-    downhill,
-    filled_memory,
-    is_undecided,
-    known,
-    likeliest,
-    mixed,
-    probability,
-    rows_of,
-    said_of,
-)
+from memories import downhill, filled_memory, is_undecided, known, likeliest, mixed, probability, rows_of, said_of
 from random_texts import VOCABULARY, depths, path_to, seeds, texts
 from reference.tree import NODE, Tree
 

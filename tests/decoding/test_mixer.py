@@ -6,30 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import (
-    NEGLIGIBLE,
-    CachedLogits,
-    Row,
-    downhill,
-    line_of,
-    memory_saying,
-    mixed,
-    probability,
-    rows_of,
-)
+from memories import NEGLIGIBLE, CachedLogits, Row, downhill, line_of, memory_saying, mixed, probability, rows_of
 from reference.tree import parts_of
 
 from lade.decoding.drafting.memory import RATE, ContextMemory, MtpWeights, prior_weights
-from lade.decoding.kernels.layout import (
-    END,
-    MTP_WIDTH,
-    ORDERS,
-    TEXT,
-    TEXT_ORDERS,
-    WEIGHT_SETS,
-    WIDTH,
-    Doubles,
-)
+from lade.decoding.kernels.layout import END, MTP_WIDTH, ORDERS, TEXT, TEXT_ORDERS, WEIGHT_SETS, WIDTH, Doubles
 from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.tree import TokenTree
 from lade.memory import Memory

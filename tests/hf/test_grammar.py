@@ -9,12 +9,7 @@ import torch
 from pretend import without
 from schemas import CITY, PERSON, SCHEMAS, closed
 from shell_fixtures import byte_tokenizer
-from transformers import (
-    AutoTokenizer,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
