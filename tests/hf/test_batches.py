@@ -8,7 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import hooks_of
-from same_as_plain import PAD, PAPER, VOCABULARY, padded, random_texts
+from same_as_plain import CONFIGS, PAD, PAPER, VOCABULARY, padded, random_texts
 from spies import failing, watched
 from transformers import GenerationConfig, WatermarkingConfig
 
@@ -28,16 +28,6 @@ MODELS = {
     "qwen3": toy_model("qwen3", dtype=torch.float32, attention="eager"),
     "gpt2": toy_model("gpt2"),
 }
-SHARED = Memory()  # of all models and texts
-configs = st.one_of(
-    st.builds(LookaheadConfig, window=st.integers(0, 6), ngram=st.integers(2, 5), guesses=st.integers(0, 6)),
-    st.builds(
-        LookaheadConfig,
-        budget=st.one_of(st.none(), st.integers(1, 40)),
-        memory=st.sampled_from([None, SHARED]),
-        prompt_ngrams=st.booleans(),
-    ),
-)
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12), min_size=2, max_size=5)
 
 
@@ -63,7 +53,7 @@ def lengths_of(ids, width, eos):
 @settings(max_examples=examples(36))
 @given(
     family=st.sampled_from(sorted(MODELS)),
-    config=configs,
+    config=CONFIGS,
     texts=prompts,
     new_tokens=st.integers(1, 40),
     eos=st.sampled_from([[5], [3, 17, 40]]),
@@ -131,7 +121,7 @@ options = st.fixed_dictionaries(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
 @settings(max_examples=examples(60))
-@given(texts=prompts, config=configs, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))
+@given(texts=prompts, config=CONFIGS, arguments=options, repeats=st.integers(1, 3), seed=st.integers(0, 50))
 def test_processors_are_asked_row_by_row(texts, config, arguments, repeats, seed):
     if "do_sample" in arguments:
         arguments["num_return_sequences"] = repeats

@@ -9,38 +9,22 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_as_plain import CONFIGS
 from transformers import BatchEncoding
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Memory, Stats
+from lade import LookaheadConfig, Stats
 from lade.testing import toy_model
 
 MODELS = {family: toy_model(family) for family in ("llama", "qwen3", "gpt2")}
-paper = st.builds(
-    LookaheadConfig,
-    window=st.integers(0, 8),
-    ngram=st.integers(2, 6),
-    guesses=st.integers(0, 8),
-    prompt_ngrams=st.booleans(),
-    seed=st.integers(0, 5),
-)
-SHARED = Memory()  # of all models and texts: what it says is mostly wrong, and must only cost time
-adaptive = st.builds(
-    LookaheadConfig,
-    budget=st.one_of(st.none(), st.integers(1, 40)),
-    memory=st.sampled_from([None, SHARED]),
-    prompt_ngrams=st.booleans(),
-    seed=st.integers(0, 3),
-)
-configs = st.one_of(paper, adaptive)
 prompts = st.lists(st.integers(0, 47), min_size=1, max_size=12)
 
 
 @settings(max_examples=examples(40))
 @given(
     family=st.sampled_from(sorted(MODELS)),
-    config=configs,
+    config=CONFIGS,
     prompt=prompts,
     new_tokens=st.integers(1, 60),
     eos=st.sampled_from([None, [5], [3, 17, 40]]),
