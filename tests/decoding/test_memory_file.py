@@ -14,7 +14,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memories import known, learn, random_rows, tails_of, unpacked
+from memories import known, learn, random_rows, rows_of, tails_of, unpacked
 from safetensors import numpy as container
 from spies import failing
 
@@ -429,15 +429,23 @@ def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_permissions(path, tmp
     assert link.is_symlink() and same(filled(2), Memory.load(path)), "a link leads to the same file afterwards"
 
 
-def test_saving_waits_until_what_is_being_learned_is_learned(path):
-    memory = filled()
-    saving = threading.Thread(target=memory.save, args=[path])
+ACTS = {
+    "saves": lambda memory, path: memory.save(path),
+    "learns": lambda memory, path: memory.learn(tails_of([[1]]), rows_of([{5: 9}])),
+    "learns a text": lambda memory, path: memory.learn_text(tails_of([[1]]), [5]),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_who_saves_or_learns_waits_until_what_is_being_learned_is_learned(act, path):
+    memory, done = filled(), []
+    acting = threading.Thread(target=lambda: done.append(ACTS[act](memory, path)))
     with memory._writing:
-        saving.start()
-        saving.join(0.2)
-        assert not path.exists()
-    saving.join()
-    assert same(memory, Memory.load(path))
+        acting.start()
+        acting.join(0.05)
+        assert not done and not path.exists()
+    acting.join()
+    assert done and (act != "saves" or same(memory, Memory.load(path)))
 
 
 def test_the_container_is_one_that_others_can_read(path):

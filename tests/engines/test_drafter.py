@@ -36,7 +36,7 @@ def a_prompt(number=0):
 def test_the_tokens_are_those_of_plain_decoding(trees, with_rows):
     result = replay(drafter(trees=trees), logits, a_prompt(), COUNT, with_rows=with_rows)
     assert result.tokens == plain(0)
-    assert result.per_step > (1.4 if with_rows else 1.2)
+    assert result.per_step > (1.6 if with_rows else 1.2)
 
 
 def test_rows_teach_more_than_tokens_and_trees_hold_more_than_chains():

@@ -162,12 +162,11 @@ def test_a_streamer_has_each_token_before_the_next_criterion_is_called(passes, s
     assert books[0] == books[1] and len(counted) < 200
 
 
-def test_the_log_is_bounded_and_its_sums_are_whole(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(compat, "LOGGED_GENERATIONS", 20)
+def test_the_log_is_bounded_and_its_sums_are_whole(capsys, tmp_path):
     config()
-    count = 22
-    for tokens in range(count):
-        compat._log(lade.Stats(new_tokens=tokens, generations=1))
+    count, stats = compat.LOGGED_GENERATIONS + 2, lade.Stats(generations=1)
+    for stats.new_tokens in range(count):
+        compat._log(stats)
     lade.save_log(tmp_path / "log.pt")
     assert torch.load(tmp_path / "log.pt") == [[tokens, 1] for tokens in range(2, count)]
     lade.log_history()
