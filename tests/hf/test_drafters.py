@@ -12,7 +12,7 @@ import lade
 from lade import ConfigError, Continuation, Drafter, DrafterError, LookaheadConfig, Stats, UnsupportedArgumentError
 from lade.testing import toy_model
 
-NEW = 40
+NEW = 32
 MODEL = toy_model("llama")
 PROMPT, PROMPTS = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 3]])
 SAMPLED = {"do_sample": True, "temperature": 0.8}
