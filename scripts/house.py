@@ -46,6 +46,11 @@ class Source:
         """The parsed file."""
         return ast.parse(self.text)
 
+    @cached_property
+    def _nodes(self) -> list[ast.AST]:
+        """All nodes of the tree: each figure looks for others among them."""
+        return list(ast.walk(self.tree))
+
     @property
     def lines(self) -> int:
         """Number of lines, blank ones and comments included."""
@@ -68,7 +73,7 @@ class Source:
 
     def nodes(self, kind: type) -> Iterator:
         """Yield the syntax nodes of one kind."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, kind))
+        return (node for node in self._nodes if isinstance(node, kind))
 
     @property
     def docstrings(self) -> list[str]:

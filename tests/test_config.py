@@ -85,11 +85,6 @@ def test_the_largest_sizes_are_served():
         assert torch.equal(lade.generate(model, input_ids=ids, max_new_tokens=6, lookahead=config), expected)
 
 
-def test_it_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        LookaheadConfig().window = 3
-
-
 class Lookalike:
     """Has all names of a memory, and nothing behind them."""
 

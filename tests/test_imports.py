@@ -196,31 +196,6 @@ def named(node: ast.AST) -> set[str]:
     return set()
 
 
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 50
-
-
-def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """From its name to its end, without the docstring."""
-    documented = ast.get_docstring(function) is not None
-    docstring = function.body[0].end_lineno - function.body[0].lineno + 1 if documented else 0
-    return function.end_lineno - function.lineno + 1 - docstring
-
-
-def test_files_and_functions_can_be_read_at_once():
-    files = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in MODULES}
-    assert not {name for name, lines in files.items() if lines > MOST_LINES}
-    for path in MODULES:
-        nodes = ast.walk(ast.parse(path.read_text()))
-        functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        long = {each.name: lines_of(each) for each in functions if lines_of(each) > MOST_LINES_OF_A_FUNCTION}
-        assert not long, f"{path.relative_to(PACKAGE)}: {long}"
-
-
-def test_nothing_is_compiled_at_run_time():
-    users = {path for path in MODULES if re.search(r"^\s*(import|from) (numba|llvmlite)\b", path.read_text(), re.M)}
-    assert not users
-
-
 def test_only_the_compatibility_module_reads_the_environment():
     readers = {path.name for path in MODULES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
     assert readers == {"legacy_api.py"}

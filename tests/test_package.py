@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import lade
-
 
 def imported_with(folder: Path) -> str:
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); import lade"
@@ -21,10 +19,6 @@ def test_the_old_library_beside_it_is_pointed_out(tmp_path):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lade\nVersion: 0.0.2\n")
     word = imported_with(tmp_path)
     assert "original library lade 0.0.2" in word and "pip uninstall lade && pip install" in word
-
-
-def test_the_package_is_typed():
-    assert (Path(lade.__file__).parent / "py.typed").is_file()
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,6 @@ TEXT = README.read_text(encoding="utf-8")
 MOST_WORDS = 700
 
 
-def test_the_commands_it_names_are_there():
-    console = "\n".join(re.findall(r"^```console\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
-    named = re.findall(r"^\$ make (\w+)", console, re.MULTILINE)
-    makefile = (README.parent / "Makefile").read_text()
-    assert set(named) == {"demo", "test"}
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
-
-
-def test_its_pictures_are_there():
-    found = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
-    assert found and all((README.parent / path).is_file() for path in found)
-
-
 def test_it_can_be_read_in_a_few_minutes():
     assert len(TEXT.split()) <= MOST_WORDS
 

@@ -140,7 +140,3 @@ def test_a_site_without_pages_is_no_success(tmp_path, capsys):
     assert check_site.main(tmp_path) == 0
     (tmp_path / "index.html").write_text("<p>&gt;&gt;&gt; x</p>")
     assert check_site.main(tmp_path) == 1 and "index.html: a prompt" in capsys.readouterr().out
-
-
-def test_the_lab_log_is_not_in_the_navigation():
-    assert "lab/log" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

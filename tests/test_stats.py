@@ -81,10 +81,6 @@ def test_merging_keeps_the_lists_short_too(monkeypatch):
     assert stats.tokens_per_step == pytest.approx(7 / 4) and sum(stats.histogram.values()) == 4
 
 
-def test_a_repr_has_no_list_of_all_steps():
-    assert len(repr(ran([(4, 2)] * 1000))) < 400
-
-
 def test_explain_says_what_drafts_brought_and_what_passes_cost():
     stats = ran([(8, 3), (1, 1), (8, 2), (8, 2)])
     assert stats.explain().startswith("Drafted in 3 of 4 steps: drafts brought 1.0 tokens a step.")
@@ -129,13 +125,13 @@ def test_an_announcement_is_one_line_where_nobody_sees_the_log(terminal, level, 
 
 
 @pytest.mark.parametrize(
-    ("takes_s", "level", "shown"), [(0.5, logging.WARNING, 1), (0.0, logging.WARNING, 0), (0.5, 20, 0)]
+    ("takes_s", "level", "shown"), [(0.3, logging.WARNING, 1), (0.0, logging.WARNING, 0), (0.3, 20, 0)]
 )
 def test_slow_work_is_announced_unless_it_is_logged(monkeypatch, capsys, takes_s, level, shown):
     logger = logger_at(level, monkeypatch)
     with announced_if_slow(logger, "packing", after_s=0.1):
         time.sleep(takes_s)
-    time.sleep(0.3)
+    time.sleep(0.15)
     assert capsys.readouterr().err.count("lade: packing\n") == shown
 
 

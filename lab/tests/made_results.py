@@ -6,17 +6,7 @@ import hashlib
 import random
 from dataclasses import replace
 
-from lade_lab.results import (
-    Environment,
-    Method,
-    Mismatch,
-    Model,
-    Results,
-    Sample,
-    Settings,
-    StepCurve,
-    Workload,
-)
+from lade_lab.results import Environment, Method, Mismatch, Model, Results, Sample, Settings, StepCurve, Workload
 
 METHODS = [
     Method("hf", "hf"),

@@ -7,27 +7,29 @@ from types import SimpleNamespace
 
 import pytest
 
+from lade.cli.options.model import ModelChoice
+from lade.cli.terminal import Terminal
+from lade.errors import InputError
 from lade_lab.acceptance import checks
 from lade_lab.acceptance.checks import CHECKS, FailedError, check_schema
-from lade_lab.acceptance.command import timed
+from lade_lab.acceptance.command import run, timed
 from lade_lab.live_server import Answer
 
 
 @pytest.mark.slow
 def test_the_embedded_model_passes(tmp_path):
     command = [sys.executable, "-m", "lade_lab", "acceptance", "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    told = json.loads(run.stdout)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    told = json.loads(ended.stdout)
     lines = told.pop("checks")
-    assert run.returncode == 0 and all(line["passed"] for line in lines), lines
+    assert ended.returncode == 0 and all(line["passed"] for line in lines), lines
     assert [line["check"] for line in lines] == [*CHECKS, "two models in turn", "log of the server"]
     assert told["context"] == 1024 and told["dtype"] == "float32"
 
 
-def test_an_argument_that_is_no_model_is_an_error_of_the_user():
-    command = [sys.executable, "-m", "lade_lab", "acceptance", "--model", "./none.gguf"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2 and run.stderr.splitlines()[-1].startswith("error: ")
+def test_an_argument_that_is_no_model_is_an_error_of_the_user(tmp_path):
+    with pytest.raises(InputError, match=r"none\.gguf"):
+        run(ModelChoice("./none.gguf"), 10**9, None, [""], tmp_path, Terminal())
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"name": "a"}', '{"name": 1, "count": 1}', '{"name": "a", "count": 100}'])

@@ -232,6 +232,6 @@ def test_a_copy_of_the_ledger_writes_the_text_of_its_model(ledger):
     own, other = dict(model.named_buffers()), dict(copied.named_buffers())
     assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
     assert all(own[name].dtype == other[name].dtype for name in own)
-    ids = torch.arange(3, 300)[None]
+    ids = torch.arange(3, 60)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, copied(ids).logits)

@@ -45,16 +45,6 @@ def test_drawn_twice_they_are_the_same(drawn, tmp_path):
         assert first.read_bytes() == second.read_bytes(), first.name
 
 
-@pytest.mark.slow
-def test_they_hold_no_date_and_no_version(drawn):
-    for path in drawn:
-        if path.suffix == ".svg":
-            assert "<dc:date>" not in path.read_text()
-            assert "Matplotlib v" not in path.read_text()
-        else:
-            assert b"Software" not in path.read_bytes()
-
-
 def test_one_file_has_the_colours_of_light_and_of_dark_pages_and_its_text_as_text(drawn):
     svg = next(path for path in drawn if path.name == "speedup.svg").read_text()
     style = svg[svg.index("<style") : svg.index("</style>")]

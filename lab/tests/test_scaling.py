@@ -77,25 +77,6 @@ def test_what_was_found_can_be_read_again(make, tmp_path):
     assert record["fits"]["expectation"]["points"] == 4
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_was(make, tmp_path):
-    whole = make(folder=None)
-    list(whole)
-    first = make()
-    steps = iter(first)
-    for _ in range(3 + 3 + 2):  # plain answers, a size, and two prompts of the next one
-        next(steps)
-    steps.close()
-    kept = Scaling.load(tmp_path / "out" / NAME)
-    assert sizes(kept) == [(1, 3)] and not kept.complete
-    second = make(resume=True)
-    assert second.kept == 1 and len(second.todo) == 3
-    list(second)
-    assert second.scaling.points == whole.scaling.points and second.scaling.complete
-    assert second.scaling.created == kept.created
-    assert Scaling.load(tmp_path / "out" / NAME) == second.scaling
-
-
 def test_more_sizes_can_be_added_and_none_are_measured_twice(make, monkeypatch):
     list(make([1], [3]))
     added = make([2, 1, 2], [3, 4], resume=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from lade.errors import InputError
-from lade_lab.terms import differences, require_same
+from lade_lab.terms import require_same
 
 TERMS = {"settings": {"max_new_tokens": 20, "seeds": [0, 1]}, "methods": [{"name": "hf"}, {"name": "plain"}]}
 
@@ -25,14 +25,6 @@ TERMS = {"settings": {"max_new_tokens": 20, "seeds": [0, 1]}, "methods": [{"name
 def test_other_terms_are_refused_by_their_first_difference(changed, message):
     with pytest.raises(InputError, match=message):
         require_same(TERMS, changed, "here")
-
-
-def test_differences():
-    assert list(differences({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3}, "d": [1, 2]})) == [
-        ("a.c", 2, 3),
-        ("d", [1], [1, 2]),
-    ]
-    assert list(differences({"a": [1, {"b": None}]}, {"a": [1, {"b": None}]})) == []
 
 
 def test_what_two_long_texts_have_in_common_is_not_shown():

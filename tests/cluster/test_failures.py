@@ -81,29 +81,19 @@ def test_the_others_hear_of_it(happens, rank, parts, llama, tmp_path):
     assert again[0] == "ClusterError" and "no longer connected" in again[1]
 
 
-def refused(places, versions, rank):
-    """What `lade.parallel` raises where this process has that model and that version."""
+def refused(places, versions, parts, rank):
+    """What is raised where this process has that model and that version."""
     team.__version__ = versions[rank]
-    return raised(lambda: lade.parallel(whole(places[rank])))
+    return raised(lambda: lade.generate(made(places[rank], parts), IDS))
 
 
+@pytest.mark.parametrize("parts", [False, True], ids=["split", "parallel"])
 @pytest.mark.parametrize("what", ["the model's files", "lade's version"])
-def test_parallel_processes_with_other_models_or_versions_are_refused(what, llama, tmp_path):
+def test_processes_with_other_models_or_versions_are_refused(what, parts, llama, tmp_path):
     model = whole(llama)
     with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight[3, 3] += 1.0
+        model.model.layers[1].self_attn.q_proj.weight[3, 3] += 1.0  # of which split processes have a part each
     model.save_pretrained(tmp_path)
     places, versions = ([llama, tmp_path], ["1", "1"]) if "files" in what else ([llama, llama], ["1", "2"])
-    first, second = in_processes(2, lambda rank: refused(places, versions, rank))
+    first, second = in_processes(2, lambda rank: refused(places, versions, parts, rank))
     assert first == second and first[0] == "ClusterError" and what in first[1]
-
-
-@pytest.mark.slow
-def test_a_parallel_process_that_comes_late_is_waited_for(llama):
-    def late(rank):
-        model = lade.parallel(whole(llama))
-        time.sleep(10 * rank)
-        return lade.generate(model, IDS, max_new_tokens=5, lookahead=SMALL).tolist()
-
-    first, second = in_processes(2, late)
-    assert first == second == whole(llama).generate(IDS, max_new_tokens=5).tolist()

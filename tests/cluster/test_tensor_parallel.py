@@ -223,27 +223,6 @@ def test_a_tree_that_is_not_the_first_process_s_is_found_out(llama):
 
 
 @pytest.mark.distributed
-def test_other_models_and_versions_are_refused(llama, folder):
-    other = folder / "other"
-    if not other.exists():
-        model = whole(llama)
-        with torch.no_grad():
-            model.model.layers[1].self_attn.q_proj.weight[3, 3] += 1.0  # of which each process has a part only
-        model.save_pretrained(other)
-    both = in_processes(2, lambda rank: raised(lambda: lade.generate(split([llama, other][rank], 2), IDS)))
-    assert both[0] == both[1] and both[0][0] == "ClusterError" and "the model's files" in both[0][1]
-
-    def with_version(rank):
-        from lade.backends.processes import team
-
-        team.__version__ = str(rank)
-        return raised(lambda: lade.generate(split(llama, 2), IDS))
-
-    both = in_processes(2, with_version)
-    assert both[0] == both[1] and both[0][0] == "ClusterError" and "lade's version" in both[0][1]
-
-
-@pytest.mark.distributed
 def test_a_process_that_comes_late_is_waited_for(llama):
     def late(rank):
         model = split(llama, 2)

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from effort import examples
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from memories import downhill, filled_memory, is_undecided, known, likeliest, mixed, said_of
 from random_texts import VOCABULARY, depths, path_to, seeds, texts
@@ -17,7 +16,7 @@ from reference.tree import parts_of
 import lade
 from lade import LookaheadConfig, Memory, Stats
 from lade.decoding.drafting.adaptive import LEAST_COLUMNS, NGRAM, AdaptiveDrafter
-from lade.decoding.drafting.controller import LARGEST, Controller, FixedBudget
+from lade.decoding.drafting.controller import FixedBudget
 from lade.decoding.drafting.drafter import Draft, Guess
 from lade.decoding.kernels import native_tree as growth_module
 from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
@@ -25,7 +24,6 @@ from lade.decoding.readout import read
 from lade.decoding.tree import TokenTree
 from lade.decoding.verify import Verdict, walk
 from lade.testing import toy_model
-from lade_lab.fakes import nearly_flat_cost
 
 Follow = Callable[[Sequence[int]], int]
 
@@ -106,22 +104,6 @@ def test_no_tree_is_larger_than_its_budget(seed, prompt, size, order, max_depth)
         assert max_depth is None or max(tree.depths) <= max_depth
         guesses = tree.sources.count("memory")
         assert cells(tree) <= max(0, size - 1 - guesses) // (NGRAM - 1) * (NGRAM - 1), "only what the memory leaves"
-
-
-class Lone(Controller):
-    """The controller of a lone row, whose drafts are made without a loop."""
-
-    def choose(self, scores: Sequence[float]) -> int:
-        self.decide([scores])
-        return super().choose(scores)
-
-
-@settings(max_examples=examples(30))
-@given(seeds, texts)
-def test_no_tree_is_larger_than_the_largest(seed, prompt):
-    drafter = drafter_of(filled_memory(seed, texts=200), Lone(nearly_flat_cost()), prompt)
-    text = list(prompt)
-    assert all(len(step(drafter, text, follow_of(2, seed))[0].tree) <= LARGEST for _ in range(12))
 
 
 def test_the_window_gets_what_the_memory_leaves():
@@ -260,18 +242,6 @@ def test_what_followed_in_the_prompt_is_kept_if_it_may_be_read(reads):
     for end, token in enumerate([1, 4, 1, 5, 9], start=1):
         assert known(memory, prompt[:end]) == ([], [{token: 255}] * len(TEXT_ORDERS) if reads else [])
     assert known(memory, [*prompt, 9]) == ([], [])
-
-
-def test_a_prompt_may_be_of_one_token():
-    memory, text = Memory(), [5]
-    drafter = AdaptiveDrafter(memory, FixedBudget(8))
-    drafter.learn_prompt(text, 0, read(torch.eye(VOCABULARY)[[2]]).entries)
-    drafter.begin([*text, 2], 1)
-    assert likeliest(memory.lookup(text)[0][-1]) == 2 == likeliest(memory.lookup(text)[1][-1])
-    text.append(2)
-    for _ in range(8):
-        step(drafter, text, follow_of(1, 0))
-    assert len(text) >= 10
 
 
 def test_threads_may_draft_from_one_memory():

@@ -9,23 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from memories import (
-    downhill,
-    filled_memory,
-    is_undecided,
-    known,
-    learn,
-    likeliest,
-    mixed,
-    probability,
-    rows_of,
-    said_of,
-)
+from memories import downhill, filled_memory, is_undecided, known, likeliest, mixed, probability, rows_of, said_of
 from random_texts import VOCABULARY, depths, path_to, seeds, texts
 from reference.tree import NODE, Tree
 
 from lade.decoding.kernels import native_tree as module
-from lade.decoding.kernels.layout import ORDERS, TEXT_ORDERS
+from lade.decoding.kernels.layout import ORDERS
 from lade.decoding.kernels.native_tree import OPTIMISM, NativeTree
 from lade.decoding.tree import ROOT, TokenTree
 from lade.memory import Memory
@@ -160,26 +149,11 @@ def test_trees_may_be_large():
     assert grown(large, [1, 2, 3], 100).ids == grown(small, [1, 2, 3], 100).ids
 
 
-def test_growth_in_stages_is_that_at_once():
-    """Whatever room that takes."""
-    memory, growth, at_once = filled_memory(3, texts=500), NativeTree(), NativeTree()
-    scores = growth.grow(memory.bound, [1, 2, 3], [(5, 0.0), (50, 0.0), (500, 0.0)])
-    assert len(scores) == 500
-    assert at_once.grow(memory.bound, [1, 2, 3], [(500, 0.0)]) == scores
-    assert grown(at_once, [3], 500).ids == grown(growth, [3], 500).ids
-
-
 def test_nothing_grows_where_nothing_is_known():
     growth = NativeTree()
     assert growth.grow(Memory().bound, [1, 2, 3], [(5, 0.0)]) == [1.0]
     assert growth.grow(Memory().bound, [1, 2, 3], [(1, 0.0), (9, 0.5)]) == [1.0]
     assert grown(growth, [3], 1).ids == [3]
-
-
-def test_one_token_is_a_text():
-    memory, growth = Memory(), NativeTree()
-    learn(memory, [[3]], [{4: 255}])
-    assert len(growth.grow(memory.bound, [3], [(9, 0.0)])) == 2 and grown(growth, [3], 2).ids == [3, 4]
 
 
 # ------------------------------------------------------------------------------------------------ hanging and following
@@ -218,17 +192,6 @@ def test_the_nodes_of_the_tree_are_known_after_cutting_and_planting_too(seed, te
         assert len(of_logits) == len(ORDERS) and of_text == []
         assert likeliest(rows_of([of_logits[-1]])[0]) - 100 in nodes
         assert of_logits[-1] == {100 + nodes[0]: 255} or len(nodes) > 1
-
-
-@given(seeds, texts, st.integers(1, 20))
-def test_what_was_chosen_is_what_followed(seed, text, size):
-    memory, growth = filled_memory(seed), NativeTree()
-    tree = grown(growth, text, len(growth.grow(memory.bound, text, [(size, 0.0)])))
-    growth.extend(tree, len(tree))
-    node = len(tree) - 1
-    fresh = Memory()
-    fresh.learn_tree(growth, rows_of([{}] * len(tree)), [node], [77])
-    assert known(fresh, text + path_to(tree, node))[1] == [{77: 255}] * len(TEXT_ORDERS)
 
 
 @pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, pickle.dumps))

@@ -117,13 +117,6 @@ def test_a_good_text_licenses_nothing():
     assert lost < ALLOWANCE + ALLOWED_SHARE * 400 + 3
 
 
-def test_many_bad_texts_lose_little_together():
-    cost, state = cost_of(USUAL), ControllerState()
-    run(begun(cost, state), cost, 500, none)
-    lost = sum(run(begun(cost, state), cost, 128, none)[1] for _ in range(8))
-    assert lost < 0.02 * 8 * 128
-
-
 @pytest.mark.parametrize("heights", [FLAT, USUAL])
 def test_what_is_done_once_for_a_shape_changes_nothing(heights):
     """The first pass of each shape takes 50 plain passes more."""
@@ -209,22 +202,6 @@ def test_stages_ascend_and_a_size_is_one_of_those_offered(scores, increments):
         assert 1 <= size <= len(found)
         assert controller.worth_verifying(found[1:]) in (True, False)
         controller.observe(size, 1, cost.table[size], cost.table[size])
-
-
-def test_a_machine_that_was_measured_as_steep_is_found_out():
-    cost = cost_of(STEEP)
-    controller, truth = Controller(cost), cost_of(FLAT).table
-    luck, sizes = random.Random(0), []
-    for _ in range(500):
-        size, accepted = 1, []
-        if not controller.skip_drafting():
-            found = grown(SCORES, controller.stages())
-            size = sized(controller, found)
-            accepted = chain(0.7)(size, luck)
-            controller.learn(found[:size], accepted)
-        controller.observe(size, 1 + len(accepted), truth[size], truth[size])
-        sizes.append(size)
-    assert sum(sizes[300:]) / 200 > 8
 
 
 def test_a_curve_learns_the_doublings_that_were_fed_alone():

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from memories import Reference, rows_of, tails_of, unpacked
 
 from lade import native
-from lade.decoding.drafting.memory import context_of, prior_weights
+from lade.decoding.drafting.memory import context_of
 from lade.decoding.kernels import tables
-from lade.decoding.kernels.layout import END, LENGTHS, LONGEST, ORDERS, TEXT, TEXT_ORDERS, WEIGHT_SETS, WIDTH, Ints
+from lade.decoding.kernels.layout import END, LONGEST, TEXT, WIDTH, Ints
 
 COLUMNS = 2 + WIDTH
 
@@ -48,21 +48,6 @@ def known(young: Ints, old: Ints, text: list[int]) -> tuple[list, list]:
 # --------------------------------------------------------------------------------------------------------------- keys
 
 
-def test_the_constants_fit_together():
-    assert END <= 7, "the lowest three bits of a key tell the kind, from 1 on"
-    assert list(ORDERS) == sorted(set(ORDERS)) and list(TEXT_ORDERS) == sorted(set(TEXT_ORDERS))
-    assert max(LENGTHS) == LONGEST and len(LENGTHS) == END
-    assert prior_weights().shape == (WEIGHT_SETS, END + 1)
-
-
-@given(st.lists(st.integers(0, 2**31 - 1), max_size=LONGEST))
-def test_the_lower_half_of_a_key_tells_the_kind_and_is_never_0(text):
-    young, old = table_of(64), table_of(1)
-    for first, end in ((0, TEXT), (TEXT, END)):
-        tables.learn(young, old, tails_of([text]), rows_of([{1: 2}]), first, end, 0, 0, 63)
-    assert sorted(low & 7 for low, _ in keys(young)) == list(range(1, END + 1))
-
-
 def test_contexts_that_differ_have_different_keys():
     """Neighbouring tokens, at any place; few and many."""
     texts = [[token] for token in range(5000)]
@@ -92,12 +77,6 @@ def test_keys_are_spread_over_the_table():
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
-halves = st.integers(-(2**31), 2**31 - 1)
-lows = halves.filter(bool)
-some_keys = st.lists(st.tuples(lows, halves), max_size=30, unique=True)
-few = st.tuples(st.integers(1, 3), st.integers(-3, 3))
-few_keys = st.lists(few, max_size=20, unique=True)
-
 
 @pytest.mark.parametrize("high", (-1, 0, 1, 2**31 - 1, -(2**31)))
 @pytest.mark.parametrize("sign", (1, -1))
@@ -113,26 +92,6 @@ def test_many_keys_may_want_the_same_slot_even_the_last_one(high, sign):
     home = (high % 2**32) * (count + 1) >> 32
     assert table[home, 0] == sign, "the first one is where it is looked for first"
     assert table[(home + count) % (count + 1), 0] == 0, "the others follow, from the beginning again after the end"
-
-
-@given(some_keys | few_keys, st.integers(1, 40))
-def test_rehashing_keeps_everything(keys, more):
-    wanted = slots_with(keys)
-    small = table_of(len(keys) + 1)
-    tables.rehash(wanted, small)
-    large = table_of(len(small) + more)
-    tables.rehash(small, large)
-    assert listed(small) == listed(large) == listed(wanted)
-    assert tables.count_missing(wanted, large) == tables.count_missing(large, small) == 0
-
-
-@given(some_keys | few_keys, some_keys | few_keys, st.integers(1, 9))
-def test_what_is_missing_is_counted(some, others, more):
-    table, other = table_of(len(some) + more), table_of(len(others) + more)
-    tables.rehash(slots_with(some), table)
-    tables.rehash(slots_with(others), other)
-    assert tables.count_missing(table, other) == len(set(some) - set(others))
-    assert tables.count_missing(other, table) == len(set(others) - set(some))
 
 
 token = st.integers(0, 2)
@@ -208,26 +167,6 @@ def test_tables_behave_as_two_dictionaries_do(batches, slots, data):
         assert tables.count_missing(old, young) == len(reference.old.keys() - reference.rows.keys())
     for text in [*seen, data.draw(st.lists(token, max_size=9))]:
         assert known(young, old, text) == reference.known(text)
-
-
-def test_learning_begins_where_it_is_told_to():
-    young, old = table_of(64), table_of(1)
-    tails, rows = tails_of([[1], [2], [3]]), rows_of([{1: 1}, {2: 2}, {3: 3}])
-    assert tables.learn(young, old, tails, rows, 0, TEXT, 2, 0, 63) == (3, TEXT)
-    assert known(young, old, [1]) == known(young, old, [2]) == ([], [])
-    assert known(young, old, [3]) == ([{3: 3}] * TEXT, [])
-    assert tables.learn(young, old, tails, rows, 0, TEXT, 3, TEXT, 0) == (3, TEXT), "nothing needs no room"
-
-
-def test_a_row_of_the_old_table_stays_as_it_is():
-    old, young = table_of(64), table_of(64)
-    tables.learn(old, table_of(1), tails_of([[1]]), rows_of([{5: 100}]), 0, TEXT, 0, 0, 63)
-    before = old.copy()
-    assert tables.learn(young, old, tails_of([[1]]), rows_of([{5: 50}]), 0, TEXT, 0, 0, 63) == (1, TEXT)
-    assert np.array_equal(old, before)
-    assert known(young, old, [1])[0] == [{5: 75}] * TEXT, "the young one comes first"
-    assert known(young, table_of(1), [1])[0] == [{5: 75}] * TEXT
-    assert known(table_of(1), old, [1])[0] == [{5: 100}] * TEXT
 
 
 # ----------------------------------------------------------------------------------------------------------- contexts

@@ -97,12 +97,6 @@ def test_rows_of_a_batch_accept_at_their_own_pace(config, prompts, order, salt, 
         assert row.tokens == plain(follow, prompt, new)
 
 
-def test_a_periodic_text_comes_several_tokens_a_step():
-    loop, _ = loop_for([[0, 1, 2, 3]], LookaheadConfig(5, 4, 5), lambda text: (text[-1] + 1) % 7, [80])
-    list(loop.run())
-    assert loop.stats.tokens_per_step > 3
-
-
 def test_plain_decoding_is_the_empty_tree():
     loop, _ = loop_for([[0, 1]], LookaheadConfig(0, 2, 0), follow_of(1, 1), [20])
     list(loop.run())

@@ -10,42 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import Reference, Row, known, learn, likeliest, random_rows, rows_of, tails_of, unpacked
+from memories import Reference, known, learn, likeliest, random_rows, tails_of
 from spies import failing
 
 from lade import native
 from lade.decoding.drafting import memory as module
 from lade.decoding.drafting.memory import LEAST_BYTES, SLOT_BYTES, context_of
 from lade.decoding.kernels import tables
-from lade.decoding.kernels.layout import BITS, END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
+from lade.decoding.kernels.layout import END, LONGEST, ORDERS, TEXT, TEXT_ORDERS, TOKEN, WIDTH
 from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.tree import TokenTree
 from lade.errors import ConfigError
 from lade.memory import Memory
 
 HUGE = TOKEN - 1  # the largest token that fits into a row
-
-
-def row(width: int) -> st.SearchStrategy[Row]:
-    tokens = st.integers(0, 9) | st.just(HUGE)
-    return st.dictionaries(tokens, st.integers(0, 255), min_size=width, max_size=width)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("width", (0, 2, WIDTH))
-@given(data=st.data())
-def test_a_row_is_averaged_with_what_was_there(width, data):
-    """Against plain Python: half and half, a token that one row lacks counts 0 there, and the best ones are kept."""
-    memory = Memory()
-    expected: Row = {}
-    for number, new in enumerate(data.draw(st.lists(row(width), min_size=1, max_size=5))):
-        learn(memory, [[3]], [new])
-        mean = {t: (expected.get(t, 0) + new.get(t, 0)) // 2 for t in expected | new} if number else new
-        found = known(memory, [3])[0]
-        assert all(row == found[0] for row in found) and len(found) == len(ORDERS)
-        assert list(found[0].values()) == sorted(mean.values(), reverse=True)[:WIDTH]
-        assert found[0].items() <= mean.items()
-        expected = found[0]
 
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
@@ -71,46 +49,6 @@ def test_it_says_what_a_dictionary_would_say(steps, other):
     assert len(memory) == len(reference.rows)
 
 
-def test_several_rows_of_one_step_do_not_mix():
-    memory, rng = Memory(), np.random.default_rng(0)
-    contexts = [[n] for n in range(8)]
-    first, second = random_rows(rng, 8), random_rows(rng, 8)
-    memory.learn(tails_of(contexts), first)
-    memory.learn(tails_of(contexts), second)
-    for number, context in enumerate(contexts):
-        alone = Memory()
-        alone.learn(tails_of([context]), first[number : number + 1])
-        alone.learn(tails_of([context]), second[number : number + 1])
-        assert known(memory, context) == known(alone, context)
-
-
-def test_each_end_has_a_row_of_its_own():
-    memory = Memory()
-    learn(memory, [[1, 3], [2, 3]], [{5: 100, 6: 50}, {5: 40, 7: 20}])
-    short, long, *_ = known(memory, [2, 3])[0]
-    assert short == {5: 70, 6: 25, 7: 10} and long == {5: 40, 7: 20}
-    assert known(memory, [1, 3])[0][1] == {5: 100, 6: 50}
-
-
-def test_what_followed_in_a_text_is_kept_apart_from_what_the_model_says():
-    memory = Memory()
-    text = [1, 2, 3, 4, 5]
-    learn(memory, [text], [{7: 9}])
-    assert known(memory, text) == ([{7: 9}] * len(ORDERS), [])
-    memory.learn_text(tails_of([text, text]), [8, 8])
-    assert known(memory, text) == ([{7: 9}] * len(ORDERS), [{8: 255}] * len(TEXT_ORDERS))
-    memory.learn_text(tails_of([text]), [6])
-    assert known(memory, text)[1] == [{8: 127, 6: 127}] * len(TEXT_ORDERS)
-
-
-def test_what_followed_is_known_where_the_model_has_said_nothing():
-    memory = Memory()
-    memory.learn_text(tails_of([[1, 2, 3, 4, 5]]), [6])
-    assert known(memory, [1, 2, 3, 4, 5]) == ([], [{6: 255}] * len(TEXT_ORDERS))
-    learn(memory, [[9, 5]], [{7: 9}])  # now one of its ends is known, and no longer one
-    assert known(memory, [1, 2, 3, 4, 5]) == ([{7: 9}], [{6: 255}] * len(TEXT_ORDERS))
-
-
 def test_tokens_that_do_not_fit_into_a_row_are_not_heard_of():
     """As contexts they serve like any others."""
     memory, most = Memory(), 2**31 - 1
@@ -120,13 +58,6 @@ def test_tokens_that_do_not_fit_into_a_row_are_not_heard_of():
         learn(memory, [[token]], [{number: 9}])
     for number, token in enumerate((HUGE, TOKEN, TOKEN + 1, 2**22, most)):
         assert known(memory, [token])[0] == [{number: 9}] * len(ORDERS)
-
-
-def test_no_rows_teach_nothing():
-    memory = Memory()
-    learn(memory, [], [])
-    memory.learn_text(tails_of([]), [])
-    assert len(memory) == 0 and known(memory, [1]) == ([], [])
 
 
 def test_a_text_may_be_empty():
@@ -230,22 +161,6 @@ def test_slots_lie_within_lines_of_the_processors_caches():
         assert all(table.ctypes.data % 64 == 0 for table in memory.tables)
 
 
-def test_what_is_about_to_be_forgotten_is_averaged_too():
-    memory = Memory(LEAST_BYTES)
-    learn(memory, [[3]], [{5: 100, 6: 50}])
-    number = 100
-    while known(memory, [3])[0] == [{5: 100, 6: 50}] * len(ORDERS) and taken(memory) >= len(ORDERS):
-        before = taken(memory)
-        learn(memory, [[number]], [{1: 1}])
-        number += 1
-        if taken(memory) < before:
-            break
-    else:
-        raise AssertionError("nothing is old yet")
-    learn(memory, [[3]], [{5: 40, 7: 20}])
-    assert known(memory, [3])[0] == [{5: 70, 6: 25, 7: 10}] * len(ORDERS)
-
-
 def traced(max_bytes: int, batches: int, batch: int) -> tuple[int, int, Memory]:
     """The most bytes that a memory has taken, those of its last moment, and the memory."""
     rng = np.random.default_rng(0)
@@ -316,11 +231,6 @@ def test_threads_may_share_a_memory(max_bytes):
 def test_a_size_that_is_none_is_refused(max_bytes):
     with pytest.raises(ConfigError, match="max_bytes"):
         Memory(max_bytes)
-
-
-def test_an_entry_has_room_for_value_and_token():
-    assert unpacked(rows_of([{HUGE: 255, 0: 0}])[0]) == {HUGE: 255, 0: 0}
-    assert 255 << BITS | TOKEN < 2**31
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,16 @@
 """The mixer: sums of weighted log-odds, learned until they say how often a guess is right."""
 
 import math
-import random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import (
-    NEGLIGIBLE,
-    CachedLogits,
-    Row,
-    downhill,
-    line_of,
-    log_odds_of,
-    memory_saying,
-    mixed,
-    probability,
-    rows_of,
-)
+from memories import NEGLIGIBLE, CachedLogits, Row, downhill, line_of, memory_saying, mixed, probability, rows_of
 from reference.tree import parts_of
 
 from lade.decoding.drafting.memory import RATE, ContextMemory, MtpWeights, prior_weights
-from lade.decoding.kernels.layout import (
-    CEILING,
-    END,
-    FLOOR,
-    MTP_WIDTH,
-    ORDERS,
-    SCALE,
-    TEXT,
-    TEXT_ORDERS,
-    WEIGHT_SETS,
-    WIDTH,
-    Doubles,
-)
+from lade.decoding.kernels.layout import END, MTP_WIDTH, ORDERS, TEXT, TEXT_ORDERS, WEIGHT_SETS, WIDTH, Doubles
 from lade.decoding.kernels.native_tree import NativeTree
 from lade.decoding.tree import TokenTree
 from lade.memory import Memory
@@ -135,65 +111,6 @@ def test_learning_is_a_step_down_the_coding_cost(of_logits, of_text, chosen, see
     step = taught(memory, chosen)
     assert step == pytest.approx(-RATE * gradient, abs=1e-6)
     assert step == pytest.approx(RATE * reference, abs=1e-12)
-
-
-def stream(length: int, seed: int) -> list[tuple[Row, Row, int]]:
-    """Rows of noise, rows that say the truth, and what follows, which is drawn from the truth."""
-    rng = random.Random(seed)
-    drawn = []
-    for _ in range(length):
-        tokens = rng.sample(range(100), WIDTH)
-        weights = [rng.expovariate(1.0) ** 2 for _ in tokens]
-        truth = [w / (sum(weights) + 0.2) for w in weights]
-        values = [round(min(max((math.log(p / (1 - p)) - FLOOR) / SCALE, 0), 255)) for p in truth]
-        chosen = rng.choices([*tokens, 1000], [*truth, 1 - sum(truth)])[0]
-        noise = {token: rng.randrange(256) for token in rng.sample(range(100), WIDTH)}
-        drawn.append((noise, dict(zip(tokens, values, strict=True)), chosen))
-    return drawn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("of_text", (False, True))
-def test_learning_lowers_the_coding_cost_and_calibrates(of_text):
-    """Whether the truth is in rows of logits or in rows of what followed."""
-    weights = prior_weights()
-
-    def said_of(noise: Row, truth: Row) -> CachedLogits:
-        return numbered([noise], [truth]) if of_text else numbered([noise, truth], [])
-
-    def coding_cost(samples: list[tuple[Row, Row, int]]) -> float:
-        cost = 0.0
-        for noise, truth, chosen in samples:
-            for token, odds in mixed(weights, said_of(noise, truth)).items():
-                cost -= math.log(probability(odds) if token == chosen else probability(-odds))
-        return cost / len(samples)
-
-    tests = stream(1500, seed=1)
-    before = coding_cost(tests)
-    for noise, truth, chosen in stream(4000, seed=0):
-        memory = memory_saying(CONTEXT, [noise], [truth]) if of_text else memory_saying(CONTEXT, [noise, truth])
-        memory.weights = weights
-        taught(memory, chosen)
-    assert coding_cost(tests) < 0.85 * before
-    line = weights[line_of(said_of({}, {}))]
-    noise, truth = line[0], line[TEXT if of_text else 1]
-    assert abs(noise) < 0.15 and 0.7 < truth < 1.3
-
-    said, right = np.array(
-        [
-            (probability(odds), token == chosen)
-            for noise, truth, chosen in tests
-            for token, odds in mixed(weights, said_of(noise, truth)).items()
-        ]
-    ).T
-    for low, high in ((0.02, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 1.0)):
-        among = (said >= low) & (said < high)
-        assert among.sum() > 100
-        assert right[among].mean() == pytest.approx(said[among].mean(), abs=0.06)
-
-
-def test_values_stand_for_log_odds_from_floor_to_ceiling():
-    assert log_odds_of(0) == FLOOR and log_odds_of(255) == pytest.approx(CEILING)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])

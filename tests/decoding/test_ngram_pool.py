@@ -61,13 +61,6 @@ def test_nothing_follows_an_excluded_id(learned):
             assert token not in (0, 5) and not {0, 5} & set(guess)
 
 
-def test_the_last_one_who_saw_a_continuation_is_its_source():
-    pool = NGramPool(2, 2)
-    pool.learn([(1, 2)], "prompt")
-    pool.learn([(1, 2)], "pool")
-    assert pool.lookup(1) == [((2,), "pool")]
-
-
 def test_a_key_that_was_not_extended_for_long_goes_first():
     pool = NGramPool(2, 2, max_keys=2)
     pool.learn([(1, 2), (3, 4), (1, 5), (6, 7)], "pool")

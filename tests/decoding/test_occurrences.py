@@ -91,13 +91,6 @@ def test_trees_know_the_text_after_it_has_outgrown_its_arrays():
         assert matches_of(growth, 0) == places_of(text[:end], []) != []
 
 
-def test_long_texts_have_room():
-    earlier, text = NativeTree(), random.Random(0).choices(range(9), k=5000)
-    for end in (1, 1000, 1025, 5000):
-        earlier.read(text[:end])
-    assert Tree(earlier).links == links_of(text)
-
-
 @settings(max_examples=examples(60))
 @given(texts, st.lists(st.integers(0, 3), max_size=5))
 def test_a_node_has_the_places_behind_the_longest_ends_of_its_text(text, path):
@@ -185,17 +178,6 @@ def test_places_of_the_prompt_and_texts_that_are_copied_have_weights_of_their_ow
     text += range(300, 362)
     assert told_set([*text, 130], 40, growth) == 2, "63 tokens further it is still likely"
     assert told_set([*text, 362, 130], 40, growth) == 0
-
-
-def test_before_the_first_copy_matches_are_trusted_and_taught_less():
-    before_prompt, before_answer, prompt, answer = Tree(NativeTree()).copy_weights.reshape(4, -1, COPY_KINDS + 2)
-    short = 4  # lines of one and two tokens
-    assert np.array_equal(before_prompt[short:, :-1], prompt[short:, :-1] / 2)
-    assert np.array_equal(before_prompt[:short], before_answer[:short])
-    for weights, factor in ((before_answer, 0.3), (before_prompt[short:], 1.0), (prompt, 1.0), (answer, 1.0)):
-        assert (weights[:, -1] == factor).all()
-    assert (np.abs(before_answer[:, :-1]).sum(axis=1) < np.abs(answer[:, :-1]).sum(axis=1)).all()
-    assert prompt[-1].tolist() == [0.56, 0.19, 0.08, 1.0]
 
 
 def test_the_prompt_is_known_where_an_encoder_has_read_another_text_before_it():

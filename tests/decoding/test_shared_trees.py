@@ -3,7 +3,7 @@
 import pytest
 from growing import sized
 
-from lade.decoding.drafting.controller import LARGEST, LARGEST_SHARED, Controller, max_tree_size
+from lade.decoding.drafting.controller import Controller, max_tree_size
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 
 FLAT, CORNER = {1: [1.0], 256: [1.001]}, {1: [1.0], 64: [1.001], 256: [100.0]}
@@ -24,16 +24,6 @@ def test_passes_beyond_the_last_knot_move_the_curve():
         curve.observe(1, 1.0)
         curve.observe(300, 2.0)
     assert curve.table[512] > 1.2 * before
-
-
-def test_the_limit_is_that_of_one_process_times_their_number():
-    assert [max_tree_size(processes) for processes in (1, 2, 3, 4, 8)] == [
-        LARGEST,
-        256,
-        384,
-        LARGEST_SHARED,
-        LARGEST_SHARED,
-    ]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])

@@ -103,13 +103,6 @@ def test_nodes_added_at_once_are_as_if_added_one_by_one(pairs, size, more):
     assert tree.sources[first:] == ["memory" if source == "pool" else source for source in whole.sources[first:]]
 
 
-def test_nothing_may_be_added():
-    tree = TokenTree(1)
-    tree.extend([], [], [], "memory")
-    assert column(tree) == ([1], [-1], [0], ["bonus"])
-    assert tree.closure().tolist() == [[True]]
-
-
 @pytest.mark.parametrize("columns", [([1, 2], [0]), ([1], [0, 1])])
 def test_columns_of_different_length_are_refused(columns):
     with pytest.raises(ValueError):

@@ -22,11 +22,6 @@ def test_it_follows_what_the_model_chooses_and_adds_the_bonus(tree):
     assert verdict.sources == ["pool", "prompt", "bonus"]
 
 
-def test_a_fully_matched_guess_yields_its_bonus_too(tree):
-    verdict = walk(tree, {0: 1, 1: 2, 2: 3, 3: 9}.__getitem__, lambda token: False)
-    assert verdict.tokens == [1, 2, 3, 9]
-
-
 def test_a_miss_still_yields_one_token(tree):
     verdict = walk(tree, lambda node: 7, lambda token: False)
     assert (verdict.path, verdict.tokens, verdict.sources) == ([0], [7], ["bonus"])

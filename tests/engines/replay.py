@@ -6,28 +6,26 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lade.embedded import model_path, prompts
 from lade.engines.drafter import EngineDrafter
+from lade.testing import toy_model
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
 """Logits `[V]` after a text, in float32."""
 
 
 @cache
-def embedded() -> tuple[Any, list[list[int]]]:
-    """The embedded model, and prompts for it."""
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    return model, [tokenizer(prompt).input_ids for prompt in prompts()[:3]]
+def toy() -> tuple[Any, list[list[int]]]:
+    """A tiny model whose texts repeat themselves somewhat, and prompts for it."""
+    drawn = torch.randint(24, (3, 24), generator=torch.Generator().manual_seed(0))
+    return toy_model(vocabulary=24, seed=1), drawn.tolist()
 
 
 @cache
 def _logits(text: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = embedded()[0](torch.tensor([text])).logits[0, -1]
-    return found
+        found: torch.Tensor = toy()[0](torch.tensor([text]), logits_to_keep=1).logits[0, -1]
+    return found.float()
 
 
 def logits(text: Sequence[int]) -> torch.Tensor:
@@ -37,8 +35,7 @@ def logits(text: Sequence[int]) -> torch.Tensor:
 
 def plainly(prompt: list[int], count: int) -> list[int]:
     """The tokens that plain decoding continues a prompt with."""
-    limits = {"max_new_tokens": count, "min_new_tokens": count}
-    out = embedded()[0].generate(torch.tensor([prompt]), do_sample=False, use_cache=True, **limits)
+    out = toy()[0].generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 

@@ -1,4 +1,4 @@
-"""Drafts for other engines, without one: logits of the embedded model are replayed."""
+"""Drafts for other engines, without one: logits of a model are replayed."""
 
 import runpy
 import subprocess
@@ -9,26 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from replay import embedded, logits, plainly, replay
+from replay import logits, plainly, replay, toy
 
 import lade
 from lade.decoding.kernels.layout import WIDTH
 from lade.decoding.tree import TokenTree
 
-COUNT = 100
+COUNT = 60
 
 
 @cache
 def plain(number, count=COUNT):
-    return plainly(embedded()[1][number], count)
+    return plainly(toy()[1][number], count)
 
 
 def drafter(**settings):
-    return lade.EngineDrafter(embedded()[0].config.vocab_size, **{"price": 0.0, **settings})
+    return lade.EngineDrafter(toy()[0].config.vocab_size, **{"price": 0.0, **settings})
 
 
 def a_prompt(number=0):
-    return embedded()[1][number]
+    return toy()[1][number]
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -36,15 +36,17 @@ def a_prompt(number=0):
 def test_the_tokens_are_those_of_plain_decoding(trees, with_rows):
     result = replay(drafter(trees=trees), logits, a_prompt(), COUNT, with_rows=with_rows)
     assert result.tokens == plain(0)
-    assert result.per_step > (1.4 if with_rows else 1.2)
+    assert result.per_step > (1.6 if with_rows else 1.2)
 
 
 def test_rows_teach_more_than_tokens_and_trees_hold_more_than_chains():
     steps = {
-        (trees, rows): replay(drafter(trees=trees), logits, a_prompt(), COUNT, with_rows=rows).steps
+        (trees, rows): sum(
+            replay(drafter(trees=trees), logits, a_prompt(number), COUNT, with_rows=rows).steps for number in range(3)
+        )
         for trees, rows in ((False, False), (False, True), (True, True))
     }
-    assert steps[True, True] <= steps[False, True] < steps[False, False]
+    assert steps[True, True] < steps[False, True] < steps[False, False]
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -85,14 +87,6 @@ def test_a_shared_memory_serves_all_requests_and_one_of_a_tenant_only_that_tenan
     stranger = replay(mine, logits, a_prompt(), COUNT)
     again = replay(mine, logits, a_prompt(), COUNT, begin={"memory": theirs})
     assert again.steps < first.steps == stranger.steps
-
-
-def test_a_memory_that_was_saved_serves_the_next_process(tmp_path):
-    mine = drafter()
-    first = replay(mine, logits, a_prompt(), COUNT)
-    mine.memory.save(tmp_path / "kept.memory")
-    later = drafter(memory=lade.Memory.load(tmp_path / "kept.memory"))
-    assert replay(later, logits, a_prompt(), COUNT).steps < first.steps
 
 
 def test_tokens_are_rows_that_are_sure_of_them_where_no_logits_come():

@@ -1,12 +1,31 @@
-"""Prompts of several lengths, and beams through `lade.generate` compared with those of `model.generate`."""
+"""Configs, prompts of several lengths, and beams through `lade.generate` compared with those of `model.generate`."""
 
 import torch
+from hypothesis import strategies as st
+from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.backends.user_cache import UnreadCache
 
 VOCABULARY, PAD = 48, 0
 PAPER = lade.LookaheadConfig(7, 5, 7)
+PAPERS = st.builds(
+    lade.LookaheadConfig,
+    window=st.integers(0, 8),
+    ngram=st.integers(2, 6),
+    guesses=st.integers(0, 8),
+    prompt_ngrams=st.booleans(),
+    seed=st.integers(0, 3),
+)
+SHARED = lade.Memory()  # of all models and texts: what it says is mostly wrong, and must only cost time
+CONFIGS = PAPERS | st.builds(
+    lade.LookaheadConfig,
+    budget=st.none() | st.integers(1, 40),
+    memory=st.sampled_from([None, SHARED]),
+    prompt_ngrams=st.booleans(),
+    seed=st.integers(0, 3),
+)
+"""Any that `lade.generate` takes: of the paper's method, and of the adaptive one."""
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -15,6 +34,19 @@ class Spelled:
 
     def decode(self, ids, **kwargs):
         return "".join(f"{int(i)} " for i in ids)
+
+
+class Listener(BaseStreamer):
+    """Notes the tokens of each call, and how often it was ended."""
+
+    def __init__(self):
+        self.received, self.ends = [], 0
+
+    def put(self, value):
+        self.received.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
 
 
 def random_texts(*lengths, seed=0):

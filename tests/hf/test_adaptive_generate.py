@@ -57,17 +57,6 @@ def test_requests_that_share_a_memory_get_plains_tokens(dtype, several, memory, 
         assert output_of(lade.generate, model, request, lookahead=config) == output_of(plain, model, request)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_text_that_the_memory_knows_takes_fewer_steps(dtype):
-    model, config = MODELS["llama", dtype], LookaheadConfig(memory=Memory(), budget=32)
-    steps = []
-    for _ in range(2):
-        stats = Stats()
-        lade.generate(model, input_ids=torch.tensor([[7, 8, 9]]), max_new_tokens=60, lookahead=config, stats=stats)
-        steps.append(stats.steps)
-    assert steps[1] < 0.7 * steps[0]
-
-
 @pytest.mark.measured_cost
 def test_the_cost_is_measured_once_and_saved(cache_folder, monkeypatch):
     """By the first generation of a kind of model; the next one uses it, and so does the next process."""

@@ -7,7 +7,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_as_plain import PAD, PAPER, VOCABULARY, assert_same_beams, assert_same_cache, both, padded
+from same_as_plain import PAD, PAPER, PAPERS, VOCABULARY, assert_same_beams, assert_same_cache, both, padded
 from spies import answered, failing, watched
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
@@ -36,13 +36,6 @@ def assert_same(model, prompts=ONE, lookahead=PAPER, **arguments):
     return assert_same_beams(model, lookahead, **{**padded(prompts), "pad_token_id": PAD, "seed": 11, **arguments})
 
 
-configs = st.builds(
-    LookaheadConfig,
-    window=st.integers(0, 8),
-    ngram=st.integers(2, 6),
-    guesses=st.integers(0, 6),
-    prompt_ngrams=st.booleans(),
-)
 prompts_of_any_length = st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12)
 
 
@@ -50,7 +43,7 @@ prompts_of_any_length = st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max
 @settings(max_examples=examples(32))
 @given(
     family=st.sampled_from(sorted(MODELS)),
-    config=configs,
+    config=PAPERS,
     prompts=st.lists(prompts_of_any_length, min_size=1, max_size=4),
     num_beams=st.integers(2, 6),
     new_tokens=st.integers(1, 40),
@@ -245,16 +238,6 @@ def test_beams_that_no_token_may_follow(prompts):
 def test_a_vocabulary_smaller_than_the_beams_need(prompts):
     for sampling in ({}, {"do_sample": True}):
         assert_same(toy_model(vocabulary=5), prompts, num_beams=8, max_new_tokens=30, **sampling)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", [1, 5])
-def test_padding_on_the_left_is_taken_off(padding):
-    ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), IDS], dim=1)
-    mask = (torch.arange(ids.shape[1]) >= padding).long()[None]
-    for family in ("llama", "gpt2", "mistral"):
-        given = {"input_ids": ids, "attention_mask": mask, "no_repeat_ngram_size": 3}
-        assert assert_same(MODELS[family], num_beams=3, **given).past_key_values is None
 
 
 @pytest.mark.parametrize("lengths", [(5,), (20,), (31,), (20, 30), (31, 5), (31, 31), (1, 1, 28)])

@@ -69,16 +69,6 @@ def test_the_output_carries_the_users_own_cache():
     assert output.past_key_values is cache and cache.get_seq_length() == 12
 
 
-def test_an_early_stop_gives_back_what_was_read():
-    model, cache = toy_model(), DynamicCache()
-    steps = lade.stream(model, input_ids=IDS, max_new_tokens=50, past_key_values=cache)
-    tokens = [token for _, step in zip(range(5), steps, strict=False) for token in step.tokens]
-    steps.close()
-    text = torch.cat([IDS, torch.tensor([tokens])], dim=1)
-    assert cache.get_seq_length() == text.shape[1] - 1
-    assert torch.equal(plain(model, text, 6, past_key_values=cache), plain(model, text, 6))
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -2,29 +2,17 @@
 
 import copy
 import functools
-import threading
 import warnings
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StopStringCriteria, TextIteratorStreamer
-from transformers.generation.streamers import BaseStreamer
+from same_as_plain import Listener
+from transformers import StoppingCriteria, StopStringCriteria
 
 import lade
 from lade.testing import toy_model
 
 IDS = torch.tensor([[1, 2, 1, 2, 1]])
-
-
-class Listener(BaseStreamer):
-    def __init__(self):
-        self.received, self.ended = [], False
-
-    def put(self, value):
-        self.received += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
 
 
 @pytest.fixture
@@ -59,43 +47,7 @@ def test_a_streamer_that_a_callable_is_not_passed_is_refused_before_any_pass(mod
         model.generate(
             IDS, max_new_tokens=9, streamer=listener, custom_generate=WAYS[way](listener), lookahead=lookahead
         )
-    assert passes.count == 0 and listener.ended and listener.received == IDS[0].tolist()
-
-
-def test_a_reader_does_not_wait_for_ever_and_each_remedy_is_one(model, letters):
-    """Each in a thread, as texts are read while they are written."""
-    arguments = {"max_new_tokens": 20, "do_sample": False}
-    expected = letters.decode(model.generate(IDS, **arguments)[0, IDS.shape[1] :])
-
-    def read(call):
-        streamer, problems = TextIteratorStreamer(letters, skip_prompt=True, timeout=20), []
-
-        def run():
-            try:
-                call(streamer)
-            except lade.UnsupportedArgumentError as problem:
-                problems.append(problem)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        text = "".join(streamer)
-        thread.join()
-        return text, len(problems)
-
-    generate = functools.partial(model.generate, IDS, **arguments)
-    assert read(lambda streamer: generate(streamer=streamer, custom_generate=lade.decode)) == ("", 1)
-    for remedy in (
-        lambda streamer: generate(custom_generate=lade.decoder(streamer=streamer)),
-        lambda streamer: lade.generate(model, IDS, streamer=streamer, **arguments),
-        lambda streamer: lade.enable(model).generate(IDS, streamer=streamer, **arguments),
-    ):
-        assert read(remedy) == (expected, 0)
-
-
-def test_a_decoder_that_knows_the_streamer_gives_it_the_prompt_every_token_and_its_end(model):
-    listener = Listener()
-    ids = model.generate(IDS, max_new_tokens=20, custom_generate=lade.decoder(streamer=listener))
-    assert listener.received == ids[0].tolist() and listener.ended
+    assert passes.count == 0 and listener.ends == 1 and listener.received == [IDS.tolist()]
 
 
 def test_a_streamer_of_another_generate_around_it_is_none_of_its_own(model):
@@ -108,7 +60,8 @@ def test_a_streamer_of_another_generate_around_it_is_none_of_its_own(model):
 
     inner, listener = [], Listener()
     outer = model.generate(IDS, max_new_tokens=2, streamer=listener, stopping_criteria=[Asking()])
-    assert [each.shape[1] for each in inner] == [9, 10] and listener.received == outer[0].tolist()
+    assert [each.shape[1] for each in inner] == [9, 10]
+    assert listener.received == [IDS.tolist(), *([token] for token in outer[0, IDS.shape[1] :].tolist())]
 
 
 def test_stop_strings_raise_and_their_criterion_is_served(model, letters):
@@ -155,7 +108,7 @@ def test_a_fallback_leaves_no_trace_but_one_warning_at_the_users_line(model, way
     assert [(each.category, each.filename) for each in caught] == [(lade.FallbackWarning, __file__)]
     assert "output_hidden_states" in stats.fallback and stats.new_tokens == passes.count == 9
     assert torch.equal(torch.get_rng_state(), state)
-    assert way == "stream" or (listener.received == expected.received and listener.ended)
+    assert way == "stream" or (listener.received == expected.received and listener.ends == 1)
 
 
 def test_what_only_model_generate_decodes_is_left_to_it_with_one_warning(model):

@@ -157,15 +157,6 @@ def test_at_the_size_of_real_vocabularies(rows, vocabulary):
     assert texts == expected and torch.equal(our_state, state)
 
 
-def test_a_single_row_is_drawn_by_torch_itself():
-    (probabilities,) = distributions(1, 1, 100, seed=3)
-    for seed in range(20):
-        torch.manual_seed(seed)
-        expected = int(torch.multinomial(probabilities, num_samples=1))
-        torch.manual_seed(seed)
-        assert LoneSampler().draw(probabilities) == expected
-
-
 def test_a_block_is_kept_until_the_last_row_has_passed_it():
     draws, (probabilities,) = Draws(3), distributions(1, 1, 10, seed=0)
     for _ in range(4):

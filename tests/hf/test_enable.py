@@ -13,7 +13,7 @@ from threading import Thread
 
 import pytest
 import torch
-from same_as_plain import Spelled
+from same_as_plain import Listener, Spelled
 from spies import failing
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +23,6 @@ from transformers import (
     TextIteratorStreamer,
     pipeline,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import LookaheadConfig, Stats
@@ -37,17 +36,6 @@ BATCH = torch.tensor([[1, 2, 1, 2, 1], [3, 4, 5, 6, 7], [9, 9, 9, 8, 8]])
 @pytest.fixture
 def model():
     return toy_model()
-
-
-class Listener(BaseStreamer):
-    def __init__(self):
-        self.received, self.ends = [], 0
-
-    def put(self, value):
-        self.received.append(value.tolist())
-
-    def end(self):
-        self.ends += 1
 
 
 def only_fallback(caught):
@@ -143,13 +131,6 @@ def read(generate, streamer, **arguments):
     text = "".join(streamer)
     thread.join()
     return text, problems
-
-
-def test_a_text_iterator_streamer_ends_and_has_the_whole_text(model):
-    expected = model.generate(IDS, max_new_tokens=30)[0].tolist()
-    lade.enable(model)
-    text, problems = read(model.generate, TextIteratorStreamer(Spelled(), timeout=60))
-    assert [int(word) for word in text.split()] == expected and not problems
 
 
 def fails(input_ids, scores):
@@ -305,12 +286,6 @@ def test_the_warning_is_shown_once_however_often_it_is_called(model):
     assert "use_cache=False" in only_fallback(caught)
 
 
-def test_what_a_users_way_of_decoding_returns_comes_back_as_it_is(model):
-    lade.enable(model, stats=Stats())
-    with pytest.warns(lade.FallbackWarning):
-        assert model.generate(IDS, max_new_tokens=3, custom_generate=lambda *args, **kwargs: 42) == 42
-
-
 def test_a_model_in_training_falls_back_and_an_explicit_config_is_refused_at_once():
     model = toy_model("gpt2").train()
     with pytest.raises(lade.UnsupportedModelError, match="training mode"):
@@ -321,24 +296,10 @@ def test_a_model_in_training_falls_back_and_an_explicit_config_is_refused_at_onc
         model.generate(IDS, max_new_tokens=3, pad_token_id=0)
 
 
-@pytest.mark.parametrize("thing", [object(), torch.nn.Linear(2, 2), "model"])
-def test_what_has_no_generate_is_refused(thing):
-    with pytest.raises(lade.UnsupportedModelError, match="has no generate"):
-        lade.enable(thing)
-
-
 def test_a_wrong_lookahead_is_refused_at_once(model):
     with pytest.raises(lade.ConfigError, match="lookahead='fast'"):
         lade.enable(model, "fast")
     assert "generate" not in vars(model)
-
-
-def test_a_text_in_place_of_ids_is_refused_in_words(model):
-    for call in (functools.partial(lade.generate, model), lade.enable(model).generate):
-        with pytest.raises(lade.InputError, match="inputs is a text"):
-            call("Once upon a time", max_new_tokens=3)
-        with pytest.raises(lade.InputError, match="input_ids is a list"):
-            call(input_ids=[1, 2, 3], max_new_tokens=3)
 
 
 # --- on and off ------------------------------------------------------------------------------------------------------
@@ -361,14 +322,6 @@ def test_disabling_what_is_not_enabled_changes_nothing(model):
     lade.disable(model)
     assert vars(model) == before
     assert lade.disable("model") == "model"
-
-
-def test_plain_decoding_of_an_enabled_model_is_plain(model):
-    stats, plainly = Stats(), Stats()
-    lade.enable(model, PAPER, stats=stats)
-    lade.generate(model, IDS, max_new_tokens=20, lookahead=None, stats=plainly)
-    steps = list(lade.stream(model, IDS, max_new_tokens=20, lookahead=None))
-    assert plainly.steps == 19 and all(step.fed == 1 for step in steps[1:]) and stats == Stats()
 
 
 def test_the_other_ways_of_an_enabled_model_are_what_they_were(model):

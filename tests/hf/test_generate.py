@@ -9,39 +9,22 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import hooks_of
-from transformers import BatchEncoding, GenerationConfig
+from same_as_plain import CONFIGS
+from transformers import BatchEncoding
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Memory, Stats
+from lade import LookaheadConfig, Stats
 from lade.testing import toy_model
 
 MODELS = {family: toy_model(family) for family in ("llama", "qwen3", "gpt2")}
-paper = st.builds(
-    LookaheadConfig,
-    window=st.integers(0, 8),
-    ngram=st.integers(2, 6),
-    guesses=st.integers(0, 8),
-    prompt_ngrams=st.booleans(),
-    seed=st.integers(0, 5),
-)
-SHARED = Memory()  # of all models and texts: what it says is mostly wrong, and must only cost time
-adaptive = st.builds(
-    LookaheadConfig,
-    budget=st.one_of(st.none(), st.integers(1, 40)),
-    memory=st.sampled_from([None, SHARED]),
-    prompt_ngrams=st.booleans(),
-    seed=st.integers(0, 3),
-)
-configs = st.one_of(paper, adaptive)
 prompts = st.lists(st.integers(0, 47), min_size=1, max_size=12)
 
 
 @settings(max_examples=examples(40))
 @given(
     family=st.sampled_from(sorted(MODELS)),
-    config=configs,
+    config=CONFIGS,
     prompt=prompts,
     new_tokens=st.integers(1, 60),
     eos=st.sampled_from([None, [5], [3, 17, 40]]),
@@ -85,16 +68,6 @@ def test_the_three_ways_and_plain_agree(model, ids):
         assert torch.equal(output, plain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=16)])
-def test_a_text_that_repeats_itself_takes_fewer_passes(model, ids, config):
-    """The toy's greedy text falls into a period sooner or later; pool and memory must know it then."""
-    stats = Stats()
-    lade.generate(model, input_ids=ids, max_new_tokens=300, stats=stats, lookahead=config)
-    assert stats.tokens_per_step > 1.5
-    assert stats.steps < 200
-
-
 @pytest.mark.parametrize(
     ("config", "sources"),
     [(LookaheadConfig(7, 5, 7), {"bonus", "text"}), (LookaheadConfig(budget=16), {"bonus", "memory"})],
@@ -117,15 +90,6 @@ def test_steps_name_their_sources_and_count_what_was_fed(model, ids, config, sou
     assert 0 < stats.forward_s < stats.decode_s
 
 
-def test_stats_add_up_and_reset(model, ids):
-    stats = Stats()
-    for _ in range(2):
-        lade.generate(model, input_ids=ids, max_new_tokens=10, stats=stats)
-    assert (stats.generations, stats.new_tokens, sum(stats.accepted)) == (2, 20, 18)
-    stats.reset()
-    assert stats == Stats()
-
-
 @pytest.mark.parametrize("lookahead", [None, "auto"])
 def test_plain_decoding_fills_stats_too(model, ids, lookahead):
     stats = Stats()
@@ -139,27 +103,9 @@ def test_plain_decoding_fills_stats_too(model, ids, lookahead):
     assert stats.prefill_s > 0 and 0 < stats.forward_s <= stats.decode_s
 
 
-@pytest.mark.parametrize("lookahead", ["auto", None])
-def test_stopping_early_leaves_nothing_broken(model, ids, lookahead):
-    plain = model.generate(ids, max_new_tokens=60)[0, ids.shape[1] :].tolist()
-    stream = lade.stream(model, input_ids=ids, max_new_tokens=60, lookahead=lookahead)
-    got = [token for _, step in zip(range(3), stream, strict=False) for token in step.tokens]
-    stream.close()
-    assert got == plain[: len(got)]
-    again = lade.stream(model, input_ids=ids, max_new_tokens=60, lookahead=lookahead)
-    assert [token for step in again for token in step.tokens] == plain
-    assert not hooks_of(model)
-
-
 def test_gradients_stay_switched_on_for_the_consumer_of_a_stream(model, ids):
     for _ in lade.stream(model, input_ids=ids, max_new_tokens=5):
         assert torch.is_grad_enabled()
-
-
-def test_the_global_generator_is_not_touched(model, ids):
-    before = torch.random.get_rng_state()
-    lade.generate(model, input_ids=ids, max_new_tokens=20, lookahead=LookaheadConfig(seed=3))
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 class Recorder(BaseStreamer):
@@ -215,14 +161,6 @@ def test_a_broken_streamer_raises_its_own_first_error(model, ids):
     with pytest.raises(BrokenPipeError, match="put") as caught:
         lade.generate(model, input_ids=ids, max_new_tokens=9, streamer=recorder)
     assert caught.value.__context__ is None and recorder.calls[-1] == "end" and len(recorder.calls) == 5
-
-
-def test_the_output_object_has_sequences_and_a_cache(model, ids):
-    plain = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True)
-    ours = lade.generate(model, input_ids=ids, max_new_tokens=20, return_dict_in_generate=True)
-    assert type(ours) is type(plain)
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
 
 @pytest.mark.parametrize(
@@ -284,21 +222,6 @@ def test_what_does_not_generate_is_refused_as_that(way, model):
     ):
         way(model, *given)
     lade.release(model)
-
-
-def test_a_generation_config_is_obeyed(model, ids):
-    config = GenerationConfig(max_new_tokens=17, eos_token_id=[9], pad_token_id=0, repetition_penalty=1.3)
-    ours = lade.generate(model, input_ids=ids, generation_config=config)
-    assert torch.equal(ours, model.generate(ids, generation_config=config))
-
-
-def test_errors_of_a_plain_stream_reach_its_reader(model, ids):
-    def fail(input_ids, scores):
-        raise RuntimeError("user's own")
-
-    stream = lade.stream(model, input_ids=ids, max_new_tokens=5, lookahead=None, logits_processor=[fail])
-    with pytest.raises(RuntimeError, match="user's own"):
-        list(stream)
 
 
 # --- prompts that are no tensors -------------------------------------------------------------------------------------

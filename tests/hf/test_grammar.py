@@ -8,14 +8,8 @@ import pytest
 import torch
 from pretend import without
 from schemas import CITY, PERSON, SCHEMAS, closed
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoTokenizer,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
-    StoppingCriteriaList,
-)
+from shell_fixtures import byte_tokenizer
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
@@ -90,14 +84,6 @@ def test_all_kinds_of_grammars_are_followed(grammar, sampling, lookahead):
         assert torch.equal(
             guided(grammar, PROMPT[:, cut:], lookahead=lookahead, **more), plainly(grammar, PROMPT[:, cut:], **more)
         )
-
-
-def test_a_choice_is_one_of_the_texts_whatever_is_in_them():
-    texts = ["yes", 'no, "never"', "peut-être\n", "yes, it is"]
-    assert {written(guided(CHOICE, seed=seed, **SAMPLED))[0] for seed in range(6)} <= set(texts)
-    pattern = "(ab|c)+-[0-9]{3}"
-    text, ended = written(guided(Grammar.regex(pattern), seed=1, **SAMPLED))
-    assert ended and re.fullmatch(pattern, text)
 
 
 def test_what_the_grammar_forces_is_fed_as_a_chain_and_never_in_vain():
@@ -292,18 +278,6 @@ def test_that_names_of_members_are_texts_need_not_be_said():
 FEW = PROMPT % 250
 
 
-def byte_tokenizer(added, eos="</s>"):
-    """Each byte is a token; so are `added` texts, such as a model's `<think>`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: number for number, text in enumerate([eos, *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos, clean_up_tokenization_spaces=False)
-    tokenizer.add_tokens(list(added))
-    return tokenizer
-
-
 OF_ADDED_TOKENS = {
     "regex": (Grammar.regex("<think>[a-z ]{2,8}</think>[0-9]{1,3}"), "<think>[a-z ]{2,8}</think>[0-9]{1,3}"),
     "lark": (Grammar.lark('start: "<think>" /[a-z]{2}/ "</think>"'), "<think>[a-z]{2}</think>"),
@@ -321,7 +295,8 @@ OF_ADDED_TOKENS = {
 def test_the_text_of_an_added_token_is_a_text_like_any_other(kind, special, more):
     """llguidance spells what it forces by the token, which it then refuses."""
     grammar, pattern = OF_ADDED_TOKENS[kind]
-    tokenizer = byte_tokenizer(["<think>", "</think>"])
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     model = toy_model("llama", vocabulary=len(tokenizer))
@@ -339,7 +314,7 @@ def test_the_text_of_an_added_token_is_a_text_like_any_other(kind, special, more
 
 @pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "seeded"])
 def test_ordinary_ends_do_not_cut_an_answer(more):
-    tokenizer = byte_tokenizer([])
+    tokenizer = byte_tokenizer()
     grammar = Grammar.json_schema(closed(k={"type": "string", "maxLength": 30}))
     model = toy_model("llama", vocabulary=len(tokenizer))
     for letters in "}", "abcdefghABCDEFGH01234567":

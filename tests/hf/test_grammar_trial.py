@@ -72,8 +72,10 @@ def test_several_threads_take_turns(trial):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals")
-@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("fate", "times"),
+    [("SIGKILL", 1), ("SIGKILL", 2), ("SIGSTOP", 1), pytest.param("SIGSTOP", 2, marks=pytest.mark.slow)],
+)
 def test_what_befalls_the_process_is_no_fault_of_the_grammar(monkeypatch, fate, times):
     monkeypatch.setattr(trials, "WALL_SECONDS", 2.0)
     made = GrammarTrial()

@@ -180,27 +180,6 @@ def test_a_reader_who_stops_finds_the_text_that_he_has_read(kind, lookahead):
         assert_good_for_another_turn(cache, read)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["processor", "criterion"])
-def test_a_stream_yields_all_that_came_before_an_error_as_a_plain_one_does(where):
-    for number, at in enumerate((1, 2, 8, 9, 10, 15)):
-        texts = []
-        for lookahead in (None, CONFIGS[number % 2]):
-            arguments = interrupting(where, Countdown(at, RuntimeError("the user's own")))
-            del arguments["streamer"]
-            steps, read, cache = None, [], DynamicCache()
-            steps = lade.stream(
-                MODEL, IDS, max_new_tokens=30, past_key_values=cache, lookahead=lookahead, do_sample=False, **arguments
-            )
-            with pytest.raises(RuntimeError, match="the user's own"):
-                for step in steps:
-                    assert step.tokens
-                    read += step.tokens
-            texts.append(read)
-            assert_good_for_another_turn(cache, read)
-        assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
 def test_an_interrupted_stream_leaves_no_text_that_its_reader_does_not_know(kind):
     """Ctrl-C amid a step: its tokens are never yielded, so the cache must not hold them."""
@@ -329,9 +308,8 @@ def interrupted(at, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
-@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_line_leaves_text(times, kind):
+def test_ctrl_c_at_any_line_leaves_text(kind):
     lines = interrupted(0, kind)
     assert lines > 500
-    for at in range(1, lines, lines // times):
+    for at in range(1, lines, lines // 200):
         interrupted(at, kind)

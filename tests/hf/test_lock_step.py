@@ -14,7 +14,7 @@ from transformers import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import LookaheadConfig, Memory, Stats, UnsupportedArgumentError
+from lade import LookaheadConfig, Memory, Stats
 from lade.clock import Duration, ThreadClock
 from lade.decoding import lock_step as lock_step_row
 from lade.decoding.drafting.controller import Controller
@@ -258,13 +258,6 @@ def test_a_streamer_of_a_single_row_complains_as_in_plain_decoding(letters):
     for way in (MODELS["llama"].generate, lambda **rest: lade.generate(MODELS["llama"], lookahead=PAPER, **rest)):
         with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
             way(**padded(random_texts(4, 9)), streamer=TextStreamer(letters), max_new_tokens=5)
-
-
-def test_what_runs_the_model_itself_is_refused():
-    with pytest.raises(UnsupportedArgumentError, match="guidance_scale"):
-        lade.generate(
-            MODELS["llama"], **padded(random_texts(4, 9)), guidance_scale=1.5, max_new_tokens=5, lookahead=PAPER
-        )
 
 
 def test_what_a_pass_yielded_is_learned_with_what_it_fed_and_took(monkeypatch):

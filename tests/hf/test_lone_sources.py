@@ -12,7 +12,7 @@ from lade.embedded import model_path
 from lade.peers import Jacobi, PromptLookup, Suffix, TokenRecycling
 from lade.testing import toy_model
 
-NEW = 32
+NEW = 24
 PEERS = {
     "suffix": lambda: Suffix(12),
     "suffix-kept": lambda: Suffix(12, keep_tokens=200),
@@ -53,7 +53,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.8}
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("peer", PEERS)
 def test_alone_the_tokens_are_plains(peer, sampling):
-    compare("llama", peer, "alone", range(1 + len(sampling)), PROMPTS, **sampling)
+    compare("llama", peer, "alone", range(1 + bool(sampling)), PROMPTS, **sampling)
 
 
 @pytest.mark.parametrize("peer", ["suffix", "recycling", "lookup", "jacobi"])
@@ -187,8 +187,8 @@ def predicted(tokens):
 def test_a_drafter_observes_the_models_predictions(more, sampled):
     drafter, stats = Observer(), Stats()
     config = LookaheadConfig(sources=[drafter], **more)
-    lade.generate(MODELS["llama"], PROMPTS[:1], max_new_tokens=16, do_sample=sampled, lookahead=config, stats=stats)
-    assert drafter.passes == stats.steps > 3
+    lade.generate(MODELS["llama"], PROMPTS[:1], max_new_tokens=8, do_sample=sampled, lookahead=config, stats=stats)
+    assert drafter.passes == stats.steps > 2
     assert drafter.prompt == PROMPTS.shape[1]
 
 

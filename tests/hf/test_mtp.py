@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from mtp_toys import heard, llama, llama_with_mtp, load
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LogitsProcessor
+from transformers import AutoTokenizer, LogitsProcessor
 
 import lade
 from lade import ConfigError, Grammar, LookaheadConfig, Memory, Stats, UnsupportedArgumentError
@@ -18,7 +18,7 @@ from lade.hf import generate
 from lade.testing import toy_model
 
 BUDGET = LookaheadConfig(budget=10, mtp=True)
-NEW = 60
+NEW = 40
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 PROMPTS = {
     "input_ids": torch.tensor([[0, 0, 0, 3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [0, 0, 0, 0, 0, 0, 7, 9]]),
@@ -215,9 +215,9 @@ MODEL = toy_model("llama", dtype=torch.float64)
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_layer_that_knows_the_text_yields_a_token_for_each_pass_and_one_more(drafted_by, depth):
-    plain = MODEL.generate(PROMPT, max_new_tokens=200)
+    plain = MODEL.generate(PROMPT, max_new_tokens=120)
     drafted_by(KnowsTexts(plain.tolist()), fixed=depth)
-    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=200, lookahead=LookaheadConfig(budget=depth + 1, mtp=True)))
+    steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=120, lookahead=LookaheadConfig(budget=depth + 1, mtp=True)))
     assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
     settled = steps[1 + len(steps) // 4 : -1]
     assert np.mean([len(step.tokens) == depth + 1 for step in settled]) > 0.9
@@ -298,22 +298,23 @@ def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(drafted_by, 
     assert MtpPasses(KnowsTexts([]), habits, Told(0.5)).rate == passes.rate > 0.0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [8, 4, 16])
 def test_a_layer_that_lies_costs_little_once_it_is_known(drafted_by, budget):
-    """After 500 tokens steps yield at least 0.97 of those of the memory alone."""
+    """After 250 tokens steps yield at least 0.97 of those of the memory alone."""
     prompts = [torch.tensor([ids]) for ids in ([7, 7, 2, 30], [1, 2, 3, 4], [11, 5], [40, 3, 3])]
-    known = [MODEL.generate(ids, max_new_tokens=480)[0].tolist() for ids in (PROMPT, *prompts)]
+    known = [MODEL.generate(ids, max_new_tokens=240)[0].tolist() for ids in (PROMPT, *prompts)]
 
     def yielded(mtp):
         stats = Stats()
         for ids in prompts:
             config = LookaheadConfig(budget=budget, mtp=mtp)
-            lade.generate(MODEL, ids, max_new_tokens=480, lookahead=config, stats=stats)
+            lade.generate(MODEL, ids, max_new_tokens=240, lookahead=config, stats=stats)
         return stats.tokens_per_step
 
     alone = yielded(mtp=False)
     passes = drafted_by(KnowsTexts(known, lies=True))
-    lade.generate(MODEL, PROMPT, max_new_tokens=480, lookahead=LookaheadConfig(budget=budget, mtp=True))
+    lade.generate(MODEL, PROMPT, max_new_tokens=240, lookahead=LookaheadConfig(budget=budget, mtp=True))
     assert passes.weights.trust[0] < MtpHabits().weights.trust[0]
     assert yielded(mtp=True) >= 0.97 * alone
 
@@ -321,7 +322,7 @@ def test_a_layer_that_lies_costs_little_once_it_is_known(drafted_by, budget):
 def test_promises_are_what_is_yielded(drafted_by, monkeypatch):
     """Once a layer is known, the scores of what is fed sum up to what steps yield, to within a tenth."""
     prompts = [PROMPT + shift for shift in range(4)]
-    layer = SometimesWrong([text for ids in prompts for text in MODEL.generate(ids, max_new_tokens=300).tolist()])
+    layer = SometimesWrong([text for ids in prompts for text in MODEL.generate(ids, max_new_tokens=200).tolist()])
     drafted_by(layer)
     promised = []
 
@@ -334,7 +335,7 @@ def test_promises_are_what_is_yielded(drafted_by, monkeypatch):
     for ids in prompts:
         stats.reset()
         promised.clear()
-        lade.generate(MODEL, ids, max_new_tokens=300, lookahead=LookaheadConfig(budget=8, mtp=True), stats=stats)
+        lade.generate(MODEL, ids, max_new_tokens=200, lookahead=LookaheadConfig(budget=8, mtp=True), stats=stats)
     assert stats.tokens_per_step > 1.8
     assert np.mean(promised) == pytest.approx(stats.tokens_per_step, rel=0.1)
 
@@ -413,8 +414,3 @@ def test_the_field_is_checked():
     with pytest.raises(ConfigError, match="belongs to the adaptive method"):
         LookaheadConfig(window=3, mtp=True)
     assert LookaheadConfig(window=3, mtp=False).mtp is False
-
-
-def test_models_of_other_kinds_are_told_apart():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64)).eval()
-    assert "configured without" in str(lade.supports(model).mtp)

@@ -196,15 +196,6 @@ def test_a_criterion_that_watches_the_streamer_stops_where_it_does_in_plain_deco
     assert max(stats.accepted) > 1
 
 
-def test_a_streamer_gets_its_tokens_one_by_one_in_order():
-    books = []
-    for generate, more in ((MODEL.generate, {}), (lade.generate, {"model": MODEL})):
-        recorder = Recorder()
-        generate(input_ids=torch.tensor([[1, 2, 1, 2]]), max_new_tokens=40, streamer=Listener(recorder), **more)
-        books.append(recorder.calls)
-    assert books[0] == books[1] and len(books[0]) == 42
-
-
 @pytest.mark.parametrize("way", ["lade.generate", "custom_generate"])
 def test_an_asynchronous_streamer_hears_everything(way):
     ids = torch.tensor([[1, 2, 1, 2]])

@@ -2,45 +2,13 @@
 
 import pytest
 import torch
-from effort import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import lade
-from lade import LookaheadConfig, Memory, Stats
+from lade import LookaheadConfig, Stats
 from lade.testing import toy_model
 
 MODELS = {family: toy_model(family, dtype=torch.float32) for family in ("llama", "qwen3", "gpt2")}
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
-paper = st.builds(
-    LookaheadConfig,
-    window=st.integers(0, 6),
-    ngram=st.integers(2, 5),
-    guesses=st.integers(0, 6),
-    seed=st.integers(0, 3),
-)
-SHARED = Memory()  # of all models and texts: what it says is mostly wrong, and must only cost time
-adaptive = st.builds(
-    LookaheadConfig,
-    budget=st.one_of(st.none(), st.integers(1, 40)),
-    memory=st.sampled_from([None, SHARED]),
-    prompt_ngrams=st.booleans(),
-    seed=st.integers(0, 3),
-)
-configs = st.one_of(paper, adaptive)
-warpers = st.fixed_dictionaries(
-    {},
-    optional={
-        "temperature": st.sampled_from([0.3, 0.7, 1.0, 1.6]),
-        "top_k": st.sampled_from([1, 3, 20, 100]),
-        "top_p": st.sampled_from([0.5, 0.9, 1.0]),
-        "min_p": st.sampled_from([0.05, 0.3]),
-        "typical_p": st.sampled_from([0.4, 0.95]),
-        "epsilon_cutoff": st.sampled_from([1e-3, 0.02]),
-        "eta_cutoff": st.sampled_from([1e-3, 0.02]),
-        "repetition_penalty": st.sampled_from([0.8, 1.2]),
-    },
-)
 
 
 def sampled(generate, model, seed, **arguments):
@@ -52,32 +20,6 @@ def sampled(generate, model, seed, **arguments):
 
 def plain(model, **arguments):
     return model.generate(**arguments)
-
-
-@settings(max_examples=examples(60))
-@given(
-    family=st.sampled_from(sorted(MODELS)),
-    config=configs,
-    warped=warpers,
-    new_tokens=st.integers(1, 40),
-    eos=st.sampled_from([None, [5, 17]]),
-    seed=st.integers(0, 1000),
-)
-def test_the_same_seed_gives_the_same_tokens_and_generator(family, config, warped, new_tokens, eos, seed):
-    model = MODELS[family]
-    arguments = {"max_new_tokens": new_tokens, "eos_token_id": eos, **warped}
-    expected, expected_state = sampled(plain, model, seed, **arguments)
-    ours, state = sampled(lade.generate, model, seed, lookahead=config, **arguments)
-    assert torch.equal(ours, expected)
-    assert torch.equal(state, expected_state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [LookaheadConfig(7, 5, 7), LookaheadConfig(budget=16)])
-def test_guesses_are_accepted_when_the_distribution_is_sharp(config):
-    stats = Stats()
-    sampled(lade.generate, MODELS["llama"], 0, max_new_tokens=300, temperature=0.1, stats=stats, lookahead=config)
-    assert stats.tokens_per_step > 1.2
 
 
 def test_a_streamed_sample_is_the_same_sample():

@@ -9,8 +9,9 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_as_plain import CONFIGS
 from spies import failing, watched
-from test_sampling import MODELS, configs, plain, sampled, warpers
+from test_sampling import MODELS, plain, sampled
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
@@ -41,6 +42,19 @@ MADE = {
     "TopPLogitsWarper": (0.8,),
     "TypicalLogitsWarper": (0.6,),
 }
+warpers = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.3, 0.7, 1.0, 1.6]),
+        "top_k": st.sampled_from([1, 3, 20, 100]),
+        "top_p": st.sampled_from([0.5, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.05, 0.3]),
+        "typical_p": st.sampled_from([0.4, 0.95]),
+        "epsilon_cutoff": st.sampled_from([1e-3, 0.02]),
+        "eta_cutoff": st.sampled_from([1e-3, 0.02]),
+        "repetition_penalty": st.sampled_from([0.8, 1.2]),
+    },
+)
 IDS = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3], [0, 0, 7, 4, 5, 9, 2, 3], [0, 1, 2, 3, 4, 5, 1, 2]])
 MASK = (IDS != 0).long()
 
@@ -102,7 +116,7 @@ def test_only_those_are_asked_at_once():
 @settings(max_examples=examples(40))
 @given(
     family=st.sampled_from(sorted(MODELS)),
-    config=configs,
+    config=CONFIGS,
     warped=warpers,
     suppressed=st.sampled_from([None, [2, 9]]),
     new_tokens=st.integers(1, 40),

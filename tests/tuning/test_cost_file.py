@@ -144,6 +144,6 @@ def test_a_curve_is_replaced_as_a_whole(folder, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder does not go by the environment")
 def test_processes_that_tests_start_leave_the_users_folder_alone_too(cache_folder):
-    code = "from lade.tuning.cost_cache import RECORDS; print(RECORDS.path_of({}).parent)"
+    code = "from lade.files import Records; print(Records('step-cost', 'step cost').path_of({}).parent)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert Path(found.strip()) == cache_folder

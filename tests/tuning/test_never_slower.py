@@ -53,6 +53,7 @@ LUCKS = 8
 """Seeds of hiccups, and of what comes true."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_is_never_slower_than_plain_decoding(machine, text):

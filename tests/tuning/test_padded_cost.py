@@ -148,9 +148,3 @@ def test_who_has_measured_gives_back_what_it_took():
     runner = runner_of(toy_model(vocabulary=300))
     measure_step_cost(runner, vocabulary=300, cached=50, budget_s=0.05)
     assert [entry.owner for entry in buffers_in(runner._pool)] == [None]
-
-
-def test_logits_of_the_measured_cache_are_finite():
-    model = toy_model(vocabulary=300)
-    assert measure_step_cost(runner_of(model), vocabulary=300, cached=50, budget_s=0.05).seconds(1) > 0
-    assert torch.isfinite(model.lm_head.weight).all()

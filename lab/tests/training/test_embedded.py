@@ -54,8 +54,3 @@ def test_the_greedy_continuation_of_a_prompt_does_not_loop(
     grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     assert len(ids) > 60
     assert len(set(grams)) / len(grams) > 0.7
-
-
-def test_there_are_four_to_six_prompts_and_each_begins_a_function() -> None:
-    assert 4 <= len(prompts()) <= 6
-    assert all("def " in prompt and prompt == prompt.rstrip() for prompt in prompts())
