@@ -27,9 +27,9 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 15,
     "entries of Args that are fragments, per cent": 2.3,
-    "lines of tests": 61_640,
-    "private attributes in tests": 164,
-    "patches in tests": 308,
+    "lines of tests": 58_390,
+    "private attributes in tests": 163,
+    "patches in tests": 310,
 }
 LEAST = {"median lines of a file": 246}
 

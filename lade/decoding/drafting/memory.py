@@ -225,8 +225,8 @@ class ContextMemory(BaseMemory):
             finally:
                 self._taken = int(bound.counts[0])
         if not has_room:
-            upwards = np.arange(len(entries))[::-1]  # as natively
-            self.learn(tree.contexts(upwards), entries[upwards])  # fills this table, then a new one
+            backwards = range(len(entries) - 1, -1, -1)  # as natively
+            self.learn(tree.contexts(backwards), entries[[*backwards]])  # fills this table, then a new one
             self.learn_text(tree.contexts(path), tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
