@@ -259,9 +259,8 @@ class Server(uvicorn.Server):
         if service.problem is not None:
             return True
         if service.phase == "dead" and not self._dying:
-            self._dying = True
-            fails_by = perf_counter() + _ABORT_GRACE_S  # nothing is decoded any more, so no answer is waited for
-            self.ends_at = fails_by if self.ends_at is None else min(self.ends_at, fails_by)
+            self._dying = True  # its answers fail, also those that a shutdown waits for
+            self.ends_at = min(self.ends_at or float("inf"), perf_counter() + _ABORT_GRACE_S)
         if self.ends_at is not None:
             return self._is_over(self.ends_at)
         return await super().on_tick(counter)

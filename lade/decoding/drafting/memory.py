@@ -225,8 +225,7 @@ class ContextMemory(BaseMemory):
             finally:
                 self._taken = int(bound.counts[0])
         if not has_room:
-            backwards = range(len(entries) - 1, -1, -1)  # as natively
-            self.learn(tree.contexts(backwards), entries[[*backwards]])  # fills this table, then a new one
+            self.learn(tree.contexts(range(len(entries) - 1, -1, -1)), entries[::-1].copy())  # also fills a new table
             self.learn_text(tree.contexts(path), tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
