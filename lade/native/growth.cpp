@@ -4,9 +4,10 @@
 namespace lade {
 namespace {
 
-constexpr int LOOKED_AT = 128;   // earlier occurrences of the last token that are examined
-constexpr int LONGEST_END = 32;  // longest match that is measured
-constexpr int COPIED = 16;       // length of a match that counts as a copy
+constexpr int LOOKED_AT = 128;     // earlier occurrences of the last token that are examined
+constexpr int LONGEST_END = 32;    // longest match that is measured
+constexpr int COPIED = 16;         // length of a match that counts as a copy
+constexpr int64_t LIKELIEST = 32;  // nodes of a tree whose logits are learned last, as all of a smaller tree are
 
 void push(std::vector<Offer>& heap, Offer offer) {
     heap.push_back(offer);
@@ -96,11 +97,13 @@ void fetch_notes(Tree& tree, const Node& node) {
     LADE_PREFETCH(&note_at(tree, tree.root + node.depth, node.id));
 }
 
-// Stores the rows of a tree, the likeliest last as the last row under a short context weighs most, and the tokens that
-// followed in the text; returns false, with nothing stored, without room.
+// Stores the rows of a tree and the tokens that followed in the text; returns false, with nothing stored, without room.
+// The last row under a short context weighs most, so those of nodes beyond the likeliest ones come first.
 bool learn_step(const Tree& tree, Tables& tables, const Ints& rows, const Longs& path, const Longs& chosen) {
     if (tables.taken + LOGIT_KINDS * rows.rows + room_for(path.rows) > tables.most) return false;
-    for (int64_t row = rows.rows - 1; row >= 0; --row) tables.taken += learn_logits(tables, tree.nodes[row].tail, rows.row(row));
+    auto learn = [&](int64_t row) { tables.taken += learn_logits(tables, tree.nodes[row].tail, rows.row(row)); };
+    for (int64_t row = LIKELIEST; row < rows.rows; ++row) learn(row);
+    for (int64_t row = 0; row < std::min(LIKELIEST, rows.rows); ++row) learn(row);
     for (int64_t at = 0; at < path.rows; ++at) tables.taken += learn_token(tables, tree.nodes[path[at]].tail, chosen[at]);
     return true;
 }

@@ -15,6 +15,9 @@ _WORD = (1 << 64) - 1
 SEED = 0x243F6A8885A308D3
 """Hash of the empty context."""
 
+LIKELIEST = 32
+"""Nodes of a tree whose rows are learned last."""
+
 Key = tuple[int, int]
 Row = Sequence[int]
 
@@ -112,7 +115,8 @@ def learn_step(tables: Tables, tails: Ints, rows: Ints, path: Sequence[int], cho
     young, old, taken = tables.young, tables.old, int(tables.counts[0])
     if taken + TEXT * len(rows) + max((END - TEXT) * len(path), END) > tables.counts[1]:
         return False
-    for tail, row in reversed([*zip(tails.tolist(), rows.tolist(), strict=False)]):
+    nodes = [*zip(tails.tolist(), rows.tolist(), strict=False)]
+    for tail, row in nodes[LIKELIEST:] + nodes[:LIKELIEST]:
         taken += _take_in(young, old, tail, row, LOGITS, TEXT)
     for node, token in zip(path, chosen, strict=True):
         taken += _take_in(young, old, tails[node].tolist(), _certain_row(token), TEXT, END)

@@ -225,7 +225,7 @@ class ContextMemory(BaseMemory):
             finally:
                 self._taken = int(bound.counts[0])
         if not has_room:
-            self.learn(tree.contexts(range(len(entries) - 1, -1, -1)), entries[::-1].copy())  # also fills a new table
+            self.learn(tree.contexts(range(len(entries))), entries)  # fills this table, then a new one
             self.learn_text(tree.contexts(path), tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
