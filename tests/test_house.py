@@ -27,7 +27,7 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 15,
     "entries of Args that are fragments, per cent": 2.3,
-    "lines of tests": 58_390,
+    "lines of tests": 58_392,
     "private attributes in tests": 163,
     "patches in tests": 310,
 }

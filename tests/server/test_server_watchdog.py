@@ -38,7 +38,7 @@ def test_a_pass_that_hangs_turns_the_probes_red_until_it_returns(caplog):
         until(lambda: live(server) == (200, {"status": "ok"}))
         assert server.http.get("/ready").status_code == 200 and "data: [DONE]" in texts
     (line,) = said(caplog, "makes no progress")
-    assert "phase decode" in line and "served.py" in line and "_allowed.acquire" in line and "8 + " in line
+    assert "phase decode" in line and "served.py" in line and "_changed.wait_for" in line and "8 + " in line
     assert "secret" not in line and len(said(caplog, "goes on after")) == 1
 
 
