@@ -269,13 +269,13 @@ class LockStepLogits(Generic[CacheT]):
         return self._answer()
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the logits after the texts, `[B, V]`, which end with these tokens, emitted before."""
+        """Return the logits `[B, V]` after the texts, which end with these tokens, already emitted."""
         if any(row.logits is None for row in self.rows):
             self._pass()
         return self._answer()
 
     def emit(self, tokens: Sequence[int]) -> None:
-        """Append to each row its token."""
+        """Append its token to each row."""
         for number, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
             source = row.emit(token)
             if not row.ended:

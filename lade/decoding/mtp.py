@@ -126,7 +126,7 @@ class MtpLayer(Protocol):
 
 
 def _unmeasured() -> StepCost:
-    return StepCost.unmeasured(1000.0)  # nearly the same whatever they feed, before it is seen
+    return StepCost.unmeasured(1000.0)  # until observed, nearly the same for any size
 
 
 @dataclass
@@ -165,7 +165,7 @@ class DraftedRow(RowText, Protocol):
 
 
 class BatchDrafter:
-    """Drafts for all rows of a batch together, before their own drafters do. This one drafts nothing.
+    """Drafts for all rows of a batch together, before their own drafters do. This base class drafts nothing.
 
     Attributes:
         fixed: number of passes per step, which may be changed; None for as many as pay.
@@ -220,7 +220,7 @@ class MtpPasses(BatchDrafter):
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
         self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
         self.weights = habits.weights
-        self._failed = False  # a pass has; predictions may be missed, texts may not
+        self._failed = False  # whether a pass has; texts go on without predictions
         self._cost, self._gathers = habits.cost, False  # of the passes of this step
 
     @property
@@ -313,7 +313,7 @@ class MtpPasses(BatchDrafter):
         pays = worth >= self.rate * self._cost.seconds(nodes)
         if number > 0:
             return pays
-        if not pays:  # nor will be, for many steps: by what is known of passes now
+        if not pays:  # it would not be tried for many steps: ask again with current costs
             self._cost.refresh()
             pays = worth >= self.rate * self._cost.seconds(nodes) or habits.refused >= _RETRIAL
         habits.refused = 0 if pays else habits.refused + 1

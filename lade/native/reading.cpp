@@ -1,4 +1,4 @@
-// Top-k of logits as entries: lade/decoding/kernels/reading.py, which documents it.
+// Top-k of logits as entries: lade/decoding/readout.py, which documents it.
 #include <algorithm>
 #include <cstring>
 #include <limits>

@@ -200,7 +200,7 @@ def run(service: Service, listening: socket.socket) -> int:
 
 @contextmanager
 def _rereading(service: Service) -> Iterator[None]:
-    """Handle SIGHUP within the block by reading the files of keys and limits again; without them it changes nothing."""
+    """Reread the files of keys and limits on SIGHUP within the block; ignore SIGHUP if there are no such files."""
     if not hasattr(signal, "SIGHUP"):
         yield
         return
@@ -251,7 +251,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
-        service = self._service
+        service, is_idle = self._service, not self._service.in_flight  # before it looks why the last ones failed
         try:
             await asyncio.to_thread(service.watch)
         except Exception as problem:  # noqa: BLE001 - a full disk or lack of memory must not end the answers
@@ -262,15 +262,15 @@ class Server(uvicorn.Server):
             self._dying = True  # its answers fail, also those that a shutdown waits for
             self.ends_at = min(self.ends_at or float("inf"), perf_counter() + _ABORT_GRACE_S)
         if self.ends_at is not None:
-            return self._is_over(self.ends_at)
+            return self._is_over(self.ends_at, is_idle)
         return await super().on_tick(counter)
 
-    def _is_over(self, ends_at: float) -> bool:
+    def _is_over(self, ends_at: float, is_idle: bool) -> bool:
         if not self._told:
             self._told = True
             left, limit = len(self._service.in_flight), max(0.0, ends_at - perf_counter())
             logger.info("shutting down: %s", f"{left} answers have {limit:.0f} s to end" if left else "nothing is left")
-        if not self._service.in_flight and not (self._service.phase == "dead" and perf_counter() < ends_at):
+        if is_idle and not (self._service.phase == "dead" and perf_counter() < ends_at):
             return True
         if perf_counter() < ends_at:
             return False

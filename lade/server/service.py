@@ -142,7 +142,7 @@ class FairExecutor:
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._thread = asyncio.Lock()  # those who wait have their turn in order
+        self._thread = asyncio.Lock()  # first come, first served
         self._of_client = WeakValueDictionary[str, asyncio.Lock]()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
@@ -285,7 +285,7 @@ class Service:
         return None if self._serving is None else self._serving.snapshot
 
     def rows(self, owner: str) -> list[tuple[str, float, Handle]]:
-        """Return request id, age in seconds and handle of each choice in flight of a key; with `share="all"` of all."""
+        """Return request id, age in seconds and handle of each in-flight choice of a key; of all with `share="all"`."""
         now, shared = perf_counter(), self.settings.share == "all"
         return [
             (context.id, now - request.began, each)
@@ -333,7 +333,7 @@ class Service:
             self._crash_dump.write(kind, reason, details, list(self.in_flight.values()))
 
     def _reload(self) -> None:
-        """Read the files of keys and limits again; what is wrong in one leaves all of it as it was."""
+        """Read the files of keys and limits again; an error in one leaves its settings as they were."""
         try:
             self.keys = self.keys if self.settings.read_keys is None else self.settings.read_keys()
         except InputError as problem:

@@ -13,7 +13,7 @@ measured.
 A curve is measured at one length of the cache. At other lengths passes cost more or less, by much the same factor for
 all sizes (`lade doctor --cached 1024` shows it), and `StepCost.observe` follows it.
 
-Nothing else is touched: no hook, no setting, no generator of torch's.
+Nothing else is touched: no hook, no setting, no torch generator.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StepTimer:
         return self._runner.pass_time.undisturbed_s
 
     def close(self) -> None:
-        """Give back what it has taken; it is of no use then."""
+        """Free the cache; the timer cannot be used afterwards."""
         self._cache.reset()
 
     def _tree(self, size: int) -> TokenTree:
@@ -115,7 +115,7 @@ class StepTimer:
         return tree
 
     def _filled(self) -> TreeCache:
-        """Run some tokens and multiply their keys and values: `cached` of them, and room for the largest pass."""
+        """Run some tokens and repeat their keys and values: `cached` of them, and room for the largest pass."""
         cache, prefix = self._runner.tree_cache(), self._text[:_PREFIX_TOKENS]
         self._runner.eager().prefill([prefix] * self._batch, cache)
         cache.repeat(self.cached + self.largest - len(prefix))
@@ -175,7 +175,7 @@ def measure_step_cost(
         vocabulary: V, number of token ids that the model knows.
         cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
         batch: B, rows that are all equal.
-        budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes take what they take.
+        budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes run regardless.
         clock: returns the time in seconds.
 
     >>> cost = measure_step_cost(runner, vocabulary=32000)
@@ -278,7 +278,7 @@ class CurveInUse:
         key: what it is valid for.
         cost: refreshed by every step.
         saved: its `table` as it is in the file.
-        saved_at: when it was saved because steps had moved it, by a clock that only goes on; none if it never was.
+        saved_at: when it was saved because steps had moved it, by a monotonic clock; -inf if it never was.
         shapes: of passes that have been made, see `EagerRunner.shapes`.
         is_kept: false if it was measured on a busy machine, where threads wait for each other and passes of all sizes
             take nearly as long: then it is not saved, and measured again once the machine is quiet.

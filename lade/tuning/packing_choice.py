@@ -18,7 +18,7 @@ from lade.tuning.cost_cache import step_cost_for
 FEW = 8
 """Tokens of a step with some guesses."""
 TOLERANCE = 1.02
-"""A pass may take so many times as long as before: curves are no more exact than that."""
+"""Factor by which a pass may get slower: curves are no more exact than that."""
 
 
 def pack_if_it_pays(model: PreTrainedModel) -> str | None:

@@ -50,7 +50,7 @@ def test_it_says_what_a_dictionary_would_say(steps, other):
     assert len(memory) == len(reference.rows)
 
 
-def test_tokens_that_do_not_fit_into_a_row_are_not_heard_of():
+def test_tokens_that_do_not_fit_into_a_row_are_ignored():
     """As contexts they serve like any others."""
     memory, most = Memory(), 2**31 - 1
     for number, token in enumerate((HUGE, TOKEN, TOKEN + 1, 2**22, most)):

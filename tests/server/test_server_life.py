@@ -201,7 +201,7 @@ def test_a_server_that_waits_for_its_answers_ends_when_the_engine_breaks_down(mo
     passes = Passes()
     with running(slow_served(wait=passes), shutdown_timeout=10 * SOON) as server:
         answer = stream(server, [], max_tokens=9)
-        until(lambda: server.service.in_flight)
+        until_placed(server, passes, rows=1, waiting=0)
         failing(monkeypatch, batch_of(server.service.serving.engine), "advance", MemoryError("nothing left"))
         server.server.handle_exit(15, None)
         passes.let(9)

@@ -33,9 +33,9 @@ _NUMBERED = re.compile(r"^(?:model\.(?:language_model\.)?)?layers\.(\d+)\.")
 _FIRST_PREFIXED = r"(?:^|\.)mtp\.(?!layers\.[1-9])"
 _ALL = -1
 _DTYPES = ("BF16", "F16", "F32", "F64")
-"""Of weights that mean what they say; others are quantised, and transformers reads a layer without their scales."""
+"""Dtypes of plain weights; others are quantised, and transformers reads a layer without their scales."""
 _SHARED = re.compile(r"(?:embed_tokens|shared_head\.head|lm_head)\.weight$")
-"""Copies of the model's own embedding and head, which some checkpoints have once more."""
+"""Copies of the model's own embedding and head, which some checkpoints duplicate."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def folder_of(model: PreTrainedModel) -> Path:
         cached = try_to_load_from_cache(name, file, revision=revision)
         if isinstance(cached, str):
             return Path(cached).parent
-    raise NoLayersError(f"was loaded from {name!r}, which is no folder of safetensors files here, nor a cached one")
+    raise NoLayersError(f"was loaded from {name!r}, which is neither a folder of safetensors files here nor cached")
 
 
 def copy_layer(found: Found, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 The head is often several times as large as the layer, so a pass costs mostly that. Where it is, the logits of some
 tokens are enough: those that the memory suggests, those of the text, and those that the layer predicted most often of
-late. Hardly a draft is lost by it, since a token that is none of these is seldom right.
+late. This loses hardly a draft, since a token that is none of these is seldom right.
 """
 
 from __future__ import annotations

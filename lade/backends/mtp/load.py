@@ -177,7 +177,7 @@ def load(model: PreTrainedModel, found: Found) -> Any:
     """Have transformers read the layer; the model itself is not changed.
 
     Raises:
-        NoLayersError: transformers cannot read it, or it is of a kind that no tree can go through.
+        NoLayersError: transformers cannot read it, or its kind cannot process token trees.
     """
     mtp: Any = _reader().from_pretrained(_stand_in(model, found), device_map={"": model.device})
     if not all(weight.isfinite().all() for weight in mtp.layers.parameters()):
@@ -225,7 +225,7 @@ def _stand_in(model: PreTrainedModel, found: Found) -> Any:
     """Return the same model with a configuration of its own, as `MtpModel.from_pretrained` expects it.
 
     Raises:
-        NoLayersError: the layer is of a kind that no tree can go through.
+        NoLayersError: the layer is of a kind that cannot process token trees.
     """
     stand_in: Any = copy.copy(model)
     stand_in.config = config = copy.deepcopy(model.config)

@@ -1,6 +1,6 @@
 """The model's states of texts, kept from the passes that feed them until the MTP layer takes them in.
 
-A pass says nothing about whose tokens it feeds: prompts of several rows may go together, padded behind, in pieces, or
+A pass says nothing about whose tokens it feeds: prompts of several rows may go together, right-padded, in chunks, or
 once for rows that share one. So the ids of each pass are noted with its states, and a row finds its own by its text.
 """
 

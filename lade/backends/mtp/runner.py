@@ -1,6 +1,6 @@
 """Runs a model's MTP layer for rows that come and go, with a cache of its own.
 
-Entry e of a row's cache is of the token at place `start + 1 + e`, fed with the model's state at the place before it.
+Entry e of a row's cache is for the token at position `start + 1 + e`, fed with the model's state one position before.
 What a tree's nodes append lies behind the text, and is dropped when the trees are: text is fed with true states alone.
 """
 

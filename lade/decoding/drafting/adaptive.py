@@ -104,7 +104,7 @@ def ranked(
 
 
 class _Begun(NamedTuple):
-    """A step that has begun: all that its tree grows from, as often as it does.
+    """A step that has begun: what its tree is grown from, each time it is grown.
 
     Attributes:
         context: the row's tokens so far.

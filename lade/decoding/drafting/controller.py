@@ -9,16 +9,16 @@ accepted nodes say what each would have yielded. The curve of a model is the mea
 A text has one factor of its own to it, which begins at 1. Two thirds of E(S) are the curve, the rest a step's own
 scores, by what such scores have brought in each doubling. And feeding teaches: logits of rejected nodes are learned.
 
-**The seconds.** t(S) is the curve of the model on this machine (`step_cost`) and the library's own time, a median of
-late. What one step took enters no decision by itself: a burst of another process or garbage collection can only move a
+**The seconds.** t(S) is the curve of the model on this machine (`step_cost`) plus the library's own time, a median of
+recent steps. One step's time alone decides nothing: a burst of another process or garbage collection can only move a
 median, and passes that were prepared do not even that.
 
-**Who keeps what.** A model, by kind of text: `ControllerState`, which the curve of its passes owns. A text: its factor,
+**State.** Per model and kind of text: `ControllerState`, owned by the model's cost curve. Per text: its factor,
 and its *loss* against plain decoding, in plain steps by t(S). `ALLOWANCE` steps and `ALLOWED_SHARE` of the text are the
 most that it may be. No tree costs more than half of what may still be lost, so that what is left buys smaller ones; and
 where two tokens cost more than that, drafting rests until the share has grown. All texts of a kind share a reserve,
 which grows by one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to
-pay is fed if its scores, taken at their word, say that it would; and with some reserve two tokens, to see what they
+pay is fed if its raw scores say that it would; and while some reserve is left, two tokens, to see what they
 cost. So a text that cannot be guessed silences none of the next ones, and gains license no losses.
 
 **Several rows.** All rows of a batch or an engine share one controller, since passes are padded to the largest tree:
@@ -47,7 +47,7 @@ LARGEST = 128
 LARGEST_SHARED = 512
 """The same by several processes, each of which feeds a part."""
 RECENT = 9
-"""Values of late that a median is taken of, of what passes and the library's own work take: it stands four outliers."""
+"""Recent times that a median is taken over, of passes and of the library's own work: it withstands four outliers."""
 PRIOR_GAIN = 0.3
 """Accepted nodes for each doubling of a tree, before anything is seen: cold texts of many models have 0.2 to 0.5. At
 0.1 the default has 0.002 less of the best fixed size (these figures: lab/log/tree-size.md, "Twelve answers a cell")."""
@@ -73,7 +73,7 @@ OVERHEAD_NODES = 100
 """Fixed overhead of a drafting step, in nodes: on a GPU some 1.2 ms and 10 us for each node; on a CPU some 0.4 ms and
 6 us. At 10 it has 0.065 less."""
 LAG_SCALE = 4.0
-"""Tokens by which a row is ahead of the slowest that make it weigh e times less where a call waits for all. With the
+"""A lead of this many tokens over the slowest row divides a row's weight by e where a call waits for all. With the
 mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
 alone nothing is learned from all others (lab/log/batches-and-engine.md)."""
 
@@ -170,7 +170,7 @@ def slowest_row_weights(emitted: Sequence[int]) -> Floats:
 
 
 def common_progress(emitted: Sequence[int]) -> float:
-    """Return how far a call is that waits for all of its rows: a soft minimum of the tokens that they have emitted.
+    """Return the progress of a call that waits for all its rows: a soft minimum of the tokens that they have emitted.
 
     It is no less than the minimum and exceeds it by `LAG_SCALE` log B at most; of rows that keep pace it is theirs.
     """
@@ -232,8 +232,8 @@ class Controller:
     made, and `observe` gets the pass as a whole.
 
     Args:
-        cost: what a forward pass over the whole batch costs, by the size of each row's tree; it learns from every step.
-        state: what earlier texts have taught, learned further; None to know nothing.
+        cost: what a forward pass over the whole batch costs, by the size of each row's tree; updated by every step.
+        state: what earlier texts have taught, updated; None to start from the priors.
         most: tokens that a row feeds per step at most; see `max_tree_size`.
     """
 
@@ -349,7 +349,7 @@ class Controller:
 
         Args:
             candidates: `[B]`, of each row the scores of all nodes that it could feed; empty where drafting is skipped.
-                A row without scores beside others with some drafts by another method, or not at all: it counts one
+                A row without scores, beside others with some, drafts by another method or not at all: it counts one
                 token.
             emitted: `[B]`, tokens that each row has emitted, if a call waits for all; None if rows are on their own.
         """
@@ -361,7 +361,7 @@ class Controller:
             size = self._best(self._mean(found, emitted, None))
         if size == 1 and self._state.reserve >= 1.0:
             size = min(2, max(map(len, found)))  # what passes over several tokens take is found out
-        forced = max(sum(map((1.0).__le__, scores)) for scores in found)  # nothing of them is lost
+        forced = max(sum(map((1.0).__le__, scores)) for scores in found)  # feeding these loses nothing
         self._size = min(size, max(self._affordable, forced))
 
     def choose(self, scores: Sequence[float]) -> int:
@@ -394,7 +394,7 @@ class Controller:
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
-        """See `FixedBudget`: as far as other rows, which costs nothing, and as nodes pay by what they teach alone."""
+        """See `FixedBudget`: up to the other rows' size, which is free, and on while nodes pay by what they teach."""
         size = max(size, self._size)
         table, filled = self._cost.table, size
         for end in self._sizes(size):

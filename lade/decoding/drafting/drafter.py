@@ -232,7 +232,7 @@ class ForwardingDrafter(Drafter):
 class IsolatedDrafter(ForwardingDrafter):
     """A drafter whose error ends its own row, as its `problem`, and not the step that the row shares with others.
 
-    Nothing is drafted after the first error, and none once it is silenced: the row then feeds its last token alone.
+    Nothing is drafted after the first error, nor once it is silenced: the row then feeds its last token alone.
 
     Args:
         drafter: drafter of the row.

@@ -37,7 +37,7 @@ def drafter_for(
         config: the paper's method, or the adaptive one.
         excluded: ids after which nothing is drafted (EOS, padding).
         vocabulary: V; ids below it can be fed. None for no limit.
-        budget: decides on the tree sizes of the adaptive method; that of the config goes before.
+        budget: decides on the tree sizes of the adaptive method; the config's own takes precedence.
         sources: sources of guesses besides the method's own.
         constraint: forced and forbidden tokens; None for none.
         read_logits: learn from the logits of the prompt, if the config enables prompt n-grams.

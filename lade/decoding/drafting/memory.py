@@ -72,7 +72,7 @@ def prior_weights() -> Doubles:
 class MtpWeights:
     """How far the predictions of one model's MTP layer are trusted; texts share this, on several threads, too.
 
-    They are weighed with what is known without them by a last mixing of log-odds, whose weights every node teaches that
+    They are weighed with what is known without them by a last mixing of log-odds; its weights are learned at nodes that
     verification reaches:
 
         odds = (1 - t) * memory + t * (a * memory + b * layer + c * max(memory, 0) + d)

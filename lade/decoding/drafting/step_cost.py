@@ -42,12 +42,12 @@ MEASURED = 3
 """Ratios that a measured knot counts for, of `RECENT`: as many contradict it before it moves. At 1 one hiccup does,
 at 7 a machine whose pace jumps is followed too late (tests/tuning/test_never_slower.py)."""
 BASELINE_INTERVAL, FIRST_INTERVAL = 128, 8
-"""Passes over several tokens after which one over a single token is due: the latter at first and after surprises, then
-twice as many each time, or the former at once where passes are padded to what was captured. If the first come late, a
+"""Passes over several tokens after which one over a single token is due: 8 at first and after surprises, then
+twice as many each time, or 128 at once where passes are padded to what was captured. If the first come late, a
 machine measured as steep takes longer than plain decoding; one in 128 passes costs less than 0.8 %, and without any the
 pace of one token is never known again."""
 SURPRISE = 0.2
-"""Logarithm of a factor that is no noise, if it shows in two ratios on end or in the pace. At 0.8 a machine that was
+"""Log of a factor too large for noise, if it shows in two ratios in a row or in the pace. At 0.8 a machine that was
 measured as steep, or gets slower, is not found out; at 0.05 noise of 6 % would be news."""
 REFRESH_S = 0.05
 """Seconds of passes observed between two refreshes of some 40 us: less than a thousandth of the time."""
@@ -80,7 +80,7 @@ class StepCost:
         wants_baseline: whether a pass over one token is due, to compare others with.
 
     Raises:
-        ValueError: the list has another length than `KNOTS`, or an entry that is no time.
+        ValueError: the list differs from `KNOTS` in length, or has an entry that is not a time.
     """
 
     def __init__(self, knots: Sequence[float], *, measured_at: float = 0.0) -> None:
@@ -125,7 +125,7 @@ class StepCost:
         """Return a curve for passes that are only observed: 0.0 seconds at first.
 
         Args:
-            free_tokens: tokens that are supposed to take as long as a pass takes beside them.
+            free_tokens: fixed cost of a pass, as the number of tokens assumed to take as long.
         """
         cost = cls([free_tokens + knot for knot in KNOTS])
         cost._pace.clear()
@@ -139,7 +139,7 @@ class StepCost:
             sizes: some of `KNOTS`, ascending, the first one 1; none where passes are not padded.
 
         Raises:
-            ValueError: others.
+            ValueError: other sizes.
         """
         if tuple(sizes) == self._padded_to:
             return
@@ -153,7 +153,7 @@ class StepCost:
         return self._states.setdefault(kind, ControllerState())
 
     def take_over_texts(self, other: StepCost) -> None:
-        """Know what texts have taught by another measurement of the same passes, from now on together with it."""
+        """Share, from now on, what texts have taught another measurement of the same passes."""
         self._states = other._states
 
     def forget_texts(self) -> None:
@@ -246,7 +246,7 @@ class StepCost:
         return [max(_SHORTEST_S, pace * height) for height in shape]
 
     def refresh(self) -> None:
-        """Compute what is read from what was observed; `observe` does it in time."""
+        """Compute what is read from what was observed; `observe` calls it when due."""
         self._unread_s = 0.0
         ends = list(self._padded_to) + [KNOTS[-1]] * (KNOTS[-1] not in self._padded_to) if self._padded_to else KNOTS
         knots = self._knots

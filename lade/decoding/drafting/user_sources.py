@@ -1,7 +1,7 @@
 """Drafts of `lade.Drafter`s: validation, calibration, and a stop where asking takes longer than it saves.
 
 A proposal is compared with the tokens that come, fed or not, so a drafter that is right is trusted within some twenty
-tokens, and one that is wrong costs nothing soon. Tokens with probabilities are calibrated by what became of tokens of
+tokens, and one that is wrong soon costs nothing. Tokens with probabilities are calibrated by what became of tokens of
 about the same probability; tokens without by the number of tokens in a row that the drafter has got right.
 
 Where drafters draft alone, `LookaheadConfig(only=True)`, their proposals are fed as they are: `LoneSources`.
@@ -290,7 +290,7 @@ class UserSource:
 
 
 def _overrides(drafter: UserDrafter, method: str) -> bool:
-    """Return whether a drafter has a method of its own that is optional."""
+    """Return whether a drafter overrides an optional method."""
     default = getattr(UserDrafter, method)
     return getattr(type(drafter), method, default) is not default
 
@@ -437,8 +437,8 @@ def sources_of(
 class DrawsApart:
     """Context in which random numbers come from generators of its own; those of the process are as before afterwards.
 
-    Plain decoding makes no drafts, so what a drafter of the user's own draws must not be missing when tokens are drawn.
-    The own generators begin where those of the process are, and go on from one use to the next. Draws of other threads
+    Plain decoding makes no drafts, so a user's drafter must not advance the generators that tokens are drawn from.
+    Its own generators start where those of the process are, and go on from one use to the next. Draws of other threads
     meanwhile are undone.
     """
 

@@ -189,7 +189,7 @@ class NativeTree:
         return tails
 
     def candidates(self, tables: Tables, nodes: Sequence[int]) -> list[int]:
-        """Return the tokens that may follow some nodes, in no order, those after several nodes as often."""
+        """Return the tokens that may follow these nodes, unordered; a token is repeated for each node it may follow."""
         tokens = np.empty(len(nodes) * MOST_CANDIDATES, np.int32)
         found: list[int] = tokens[: _candidates(self, tables, nodes, tokens)].tolist()
         return found
