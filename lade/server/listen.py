@@ -240,6 +240,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self.ends_at: float | None = None
+        self._left = 0  # answers in flight when the shutdown began: those refused since are none
         self._aborted = self._told = self._dying = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -247,7 +248,12 @@ class Server(uvicorn.Server):
         if self.ends_at is not None:
             os._exit(128 + sig)
         self._service.drain()
-        self.ends_at = perf_counter() + self._service.settings.shutdown_timeout
+        self._end_within(self._service.settings.shutdown_timeout)
+
+    def _end_within(self, seconds: float) -> None:
+        if self.ends_at is None:
+            self._left = len(self._service.in_flight)
+        self.ends_at = min(self.ends_at or float("inf"), perf_counter() + seconds)
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
@@ -260,7 +266,7 @@ class Server(uvicorn.Server):
             return True
         if service.phase == "dead" and not self._dying:
             self._dying = True  # its answers fail, also those that a shutdown waits for
-            self.ends_at = min(self.ends_at or float("inf"), perf_counter() + _ABORT_GRACE_S)
+            self._end_within(_ABORT_GRACE_S)
         if self.ends_at is not None:
             return self._is_over(self.ends_at, is_idle)
         return await super().on_tick(counter)
@@ -268,8 +274,9 @@ class Server(uvicorn.Server):
     def _is_over(self, ends_at: float, is_idle: bool) -> bool:
         if not self._told:
             self._told = True
-            left, limit = len(self._service.in_flight), max(0.0, ends_at - perf_counter())
-            logger.info("shutting down: %s", f"{left} answers have {limit:.0f} s to end" if left else "nothing is left")
+            limit = max(0.0, ends_at - perf_counter())
+            told = f"{self._left} answers have {limit:.0f} s to end" if self._left else "nothing is left"
+            logger.info("shutting down: %s", told)
         if is_idle and not (self._service.phase == "dead" and perf_counter() < ends_at):
             return True
         if perf_counter() < ends_at:
