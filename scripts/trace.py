@@ -18,11 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from lade import LookaheadConfig, Stats, Step
+from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
-from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.tree import ROOT, TokenTree
 from lade.embedded import model_path
-from lade.hf.generate import Session
+from lade.hf.session import Session
 from lade.model.prepared import custom_generate_for, special_ids
 from lade_lab.workloads import load
 

@@ -12,8 +12,8 @@ from scripts import house
 
 PACKAGE = Path(lade.__file__).parent
 MOST = {
-    "files": 216,
-    "lines": 49_040,
+    "files": 215,
+    "lines": 49_035,
     "files under 40 lines of code": 9,
     "lines of the largest file": 497,
     "imports, per cent of code": 10.2,
@@ -27,7 +27,7 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 15,
     "entries of Args that are fragments, per cent": 2.3,
-    "lines of tests": 58_392,
+    "lines of tests": 58_390,
     "private attributes in tests": 163,
     "patches in tests": 310,
 }

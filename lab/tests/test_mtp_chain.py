@@ -7,7 +7,7 @@ import torch
 from mtp_toys import llama_with_mtp
 
 from lade import LookaheadConfig, Stats
-from lade.hf.generate import Session
+from lade.hf.session import Session
 from lade.model.prepared import custom_generate_for
 from lade_lab.mtp_chain import MtpChainDrafter
 

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 from transformers.modeling_layers import MtpLayer
 
-from lade.backends.mtp.find import SUBFOLDER
+from lade.backends.mtp.load import SUBFOLDER
 
 LEVEL_WEIGHTS = (1.0, 0.7, 0.5)
 """Weights of the levels' losses."""

@@ -26,10 +26,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from lade.announcements import announce_once, contention_now
 from lade.config import LookaheadConfig
+from lade.decoding.drafting.adaptive import drafter_for, reads_logits
 from lade.decoding.drafting.controller import Controller, ControllerState, max_tree_size
 from lade.decoding.drafting.copy_drafting import OwnText, Prediction
 from lade.decoding.drafting.drafter import Constraint, Drafter, Source
-from lade.decoding.drafting.factory import drafter_for, reads_logits
 from lade.decoding.drafting.memory import ContextMemory
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.mtp import FIXED_PASSES, MOST_PASSES, BatchDrafter, MtpPasses

@@ -26,8 +26,8 @@ from transformers import GenerationMixin
 
 from lade.config import LookaheadConfig
 from lade.errors import ConfigError, UnsupportedError
-from lade.hf.generate import Session
 from lade.hf.refusals import fall_back
+from lade.hf.session import Session
 from lade.model.prepared import Prepared
 from lade.stats import Stats
 

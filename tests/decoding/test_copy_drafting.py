@@ -12,10 +12,9 @@ from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
 from lade.clock import Duration
-from lade.decoding.drafting.adaptive import ranked
+from lade.decoding.drafting.adaptive import drafter_for, ranked
 from lade.decoding.drafting.copy_drafting import ANCHOR, LONGEST_CHAIN, Agreement, DoubtedAgreement, OwnText, Prediction
 from lade.decoding.drafting.drafter import Guess
-from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.drafting.controller import common_progress
 from lade.decoding.drafting.drafter import Draft, Drafter
-from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.readout import Readout
 from lade.decoding.row import Row

@@ -13,7 +13,7 @@ from reference.tree import EACH, LATEST, MOST_MATCHES, Tree
 
 import lade
 from lade import LookaheadConfig, Stats
-from lade.decoding.drafting.factory import drafter_for
+from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.kernels import native_tree
 from lade.decoding.kernels.layout import CEILING, COPY_KINDS, FLOOR, SCALE, TOKEN, WIDTH
 from lade.decoding.kernels.native_tree import NativeTree

@@ -9,8 +9,8 @@ from made_clock import MadeClock
 
 from lade import Drafter, LookaheadConfig, Stats
 from lade.clock import Duration
+from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.drafting.drafter import Guess
-from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.drafting.user_sources import SourcedDrafter, UserSource
 from lade.decoding.loop import DecodeLoop

@@ -16,7 +16,7 @@ import lade
 from lade import LookaheadConfig, Memory, Stats, TreeCache, UnsupportedArgumentError
 from lade.decoding.drafting.adaptive import AdaptiveDrafter
 from lade.decoding.drafting.controller import Controller
-from lade.hf import generate, job
+from lade.hf import job, session
 from lade.hf.sampling import Draws
 from lade.model.facts import CACHE
 from lade.model.runner import EagerRunner
@@ -270,7 +270,7 @@ def test_noise_is_dropped_when_the_last_row_has_used_it(monkeypatch):
             most.append(len(self._noise))
             return token
 
-    monkeypatch.setattr(generate, "Draws", Watched)
+    monkeypatch.setattr(session, "Draws", Watched)
     texts = random_texts(6, 6, 6)
     torch.manual_seed(0)
     first = MODELS["llama"].generate(torch.tensor(texts), do_sample=True, max_new_tokens=60)[:, 6:].tolist()

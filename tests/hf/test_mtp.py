@@ -14,7 +14,7 @@ from lade.decoding.kernels.layout import MTP_WIDTH
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.mtp import MtpHabits, MtpPasses, Predictions
 from lade.embedded import model_path
-from lade.hf import generate
+from lade.hf import session
 from lade.testing import toy_model
 
 BUDGET = LookaheadConfig(budget=10, mtp=True)
@@ -291,7 +291,7 @@ def test_passes_are_no_price_of_nodes_and_their_rate_outlasts_texts(drafted_by, 
         def observe(self, fed, emitted, seconds, forward_s, *, rows, prepared):
             observed.append((passes.spent_s, seconds, forward_s))
 
-    monkeypatch.setattr(generate, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Observes(), **named))
+    monkeypatch.setattr(session, "DecodeLoop", lambda *args, **named: DecodeLoop(*args[:4], Observes(), **named))
     lade.generate(MODEL, PROMPT, max_new_tokens=80, lookahead=LookaheadConfig(budget=4, mtp=True))
     assert all(seconds == forward_s for spent_s, seconds, forward_s in observed if spent_s == 1.5)
     assert any(spent_s == 1.5 for spent_s, *_ in observed)

@@ -8,9 +8,8 @@ import torch
 from mtp_toys import llama_with_mtp
 from transformers.cache_utils import MtpCache
 
-from lade.backends.mtp.find import NoLayersError, find, layer_number
 from lade.backends.mtp.head import Head
-from lade.backends.mtp.load import check_room, examine, layer_of
+from lade.backends.mtp.load import NoLayersError, check_room, examine, find, layer_number, layer_of
 from lade.backends.mtp.prompts import KnownStates
 from lade.backends.mtp.runner import MtpRunner
 from lade.decoding.kernels.native_tree import Frontier

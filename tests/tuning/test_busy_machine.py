@@ -10,9 +10,9 @@ from growing import begun
 from made_clock import MadeClock
 
 from lade import LookaheadConfig, Stats
+from lade.decoding.drafting.adaptive import drafter_for
 from lade.decoding.drafting.controller import ControllerState
 from lade.decoding.drafting.drafter import Draft, Drafter
-from lade.decoding.drafting.factory import drafter_for
 from lade.decoding.drafting.step_cost import StepCost
 from lade.decoding.loop import DecodeLoop
 from lade.decoding.row import Row

@@ -21,7 +21,7 @@ from lade.config import LookaheadConfig
 from lade.drafter import Drafter
 from lade.errors import UnsupportedModelError
 from lade.hf.call import original_generate
-from lade.hf.generate import Session
+from lade.hf.session import Session
 from lade.memory import Memory
 from lade.model.facts import CACHE
 from lade.model.prepared import custom_generate_for
