@@ -13,14 +13,14 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 215,
-    "lines": 49_035,
+    "lines": 49_036,
     "files under 40 lines of code": 9,
     "lines of the largest file": 497,
     "imports, per cent of code": 10.2,
     "lines of a function, p90": 18,
     "lines of the longest function": 50,
     "files that generate imports": 50,
-    "lines that generate imports": 12_900,
+    "lines that generate imports": 12_899,
     "imports of backends by the core": 0,
     "results of backends without a type": 0,
     "files that import the lab": 0,

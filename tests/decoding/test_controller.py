@@ -209,7 +209,7 @@ def test_a_curve_learns_the_doublings_that_were_fed_alone():
     before = copy.deepcopy(curve)
     for _ in range(400):
         curve.learn([1.0, 1.0], [0.5, 0.4], [1.0, 0.25])
-    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.promised[:2] == pytest.approx(
+    assert curve.gains[:2] == pytest.approx([1.0, 0.25], abs=0.05) and curve.predicted[:2] == pytest.approx(
         [0.5, 0.4], abs=0.02
     )
     assert curve.gains[2:] == before.gains[2:]
@@ -234,7 +234,7 @@ def test_the_curve_is_straight_in_the_logarithm_of_the_size():
     sums = np.concatenate(([0.0], np.cumsum(state.curve.gains)))
     straight = np.interp(np.log2(sizes), np.arange(10), sums)
     found = Controller(cost_of(USUAL), state, 512).expected([1.0, *[0.0] * 511], 1.0)
-    assert found == pytest.approx(1.0 + (1.0 - module.SCORES) * straight + module._TAUGHT_TOKENS)
+    assert found == pytest.approx(1.0 + (1.0 - module.SCORES) * straight + module._LEARNING_TOKENS)
 
 
 def test_forced_tokens_count_as_they_are_whatever_the_curve_says():

@@ -1,29 +1,30 @@
-"""Tree-size controller: a learned yield curve against the seconds of passes, and a bounded loss in each text.
+"""Tree-size controller: how many tokens each step feeds, with a bounded loss per text.
 
-**The decision.** A step that feeds S tokens takes t(S) seconds and yields E(S) tokens. Most tokens per second in the
-long run come from the S that maximises E(S) - r t(S), where r is the rate in tokens per second that the text has at its
-best size: the yield of the step less what its time yields elsewhere (renewal reward theorem). S = 1 is plain decoding.
+**Decision.** A step that feeds S tokens takes t(S) seconds and emits E(S) tokens on average. Throughput over a long
+text is highest with the S that maximises E(S) - r t(S), where r is the text's throughput at its best size (renewal
+reward theorem). S = 1 is plain decoding.
 
-**The yield.** Trees grow best first, so a step that feeds many nodes tells about all smaller trees: the ranks of the
-accepted nodes say what each would have yielded. The curve of a model is the mean of that, by doublings of the tree.
-A text has one factor of its own to it, which begins at 1. Two thirds of E(S) are the curve, the rest a step's own
-scores, by what such scores have brought in each doubling. And feeding teaches: logits of rejected nodes are learned.
+**Expected tokens E(S).** Trees grow best first, so a step with a large tree is evidence about all smaller ones: the
+ranks of the accepted nodes show what each of them would have emitted. `YieldCurve` is the mean of that, for each
+doubling of the tree size. It belongs to a model; each text scales it by a ratio of its own, 1 at first. Two thirds of
+E(S) come from the curve, the rest from the scores of this step's nodes, calibrated for each doubling. Verified nodes
+also help later steps, accepted or not, since the memory learns their logits: `LEARNING_GAIN`.
 
-**The seconds.** t(S) is the curve of the model on this machine (`step_cost`) plus the library's own time, a median of
-recent steps. One step's time alone decides nothing: a burst of another process or garbage collection can only move a
-median, and passes that were prepared do not even that.
+**Seconds t(S).** Those of the pass are `StepCost`, to which the library's overhead is added, a median of recent steps.
+An outlier, such as a garbage collection or a burst of another process, cannot move a median, and passes that did
+one-time work are left out.
 
-**State.** Per model and kind of text: `ControllerState`, owned by the model's cost curve. Per text: its factor,
-and its *loss* against plain decoding, in plain steps by t(S). `ALLOWANCE` steps and `ALLOWED_SHARE` of the text are the
-most that it may be. No tree costs more than half of what may still be lost, so that what is left buys smaller ones; and
-where two tokens cost more than that, drafting rests until the share has grown. All texts of a kind share a reserve,
-which grows by one percent of the tokens: where nothing ever pays, less is lost than a text may lose. What seems not to
-pay is fed if its raw scores say that it would; and while some reserve is left, two tokens, to see what they
-cost. So a text that cannot be guessed silences none of the next ones, and gains license no losses.
+**Bounded loss.** A text's loss against plain decoding is counted in plain steps by t(S). It may be `ALLOWANCE` steps
+plus `ALLOWED_SHARE` of the text's tokens. No step risks more than half of what is left, so that the rest still affords
+smaller trees; once it affords no draft at all, drafting pauses until more tokens are emitted. All texts of a kind also
+draw on one reserve, to which each token adds one percent of a step: if drafting never pays, they lose less than each of
+them may. Exploration is paid from the same allowance: where drafting does not pay by the curve, a tree is fed if it
+does by its raw scores, and while there is reserve one drafted token is, to time the pass. So an unpredictable text does
+not stop drafting in the next one, and gains of one text do not excuse losses of another.
 
-**Several rows.** All rows of a batch or an engine share one controller, since passes are padded to the largest tree:
-the yield of the mean row decides. A call that waits for all of its rows takes as long as the slowest, so there rows
-weigh the less the further they are ahead.
+**Several rows.** All rows of a batch or an engine share one controller, since passes are padded to the largest tree. It
+goes by the mean row. A call that waits for all of its rows takes as long as the slowest one, so there rows that are
+ahead count less.
 """
 
 from __future__ import annotations
@@ -38,44 +39,45 @@ from statistics import median
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from lade.decoding.kernels.layout import Doubles
 
 LARGEST = 128
 """Tokens fed per step at most, by one process: what passes are measured for, and what CUDA graphs are captured for."""
 LARGEST_SHARED = 512
 """The same by several processes, each of which feeds a part."""
 RECENT = 9
-"""Recent times that a median is taken over, of passes and of the library's own work: it withstands four outliers."""
+"""Number of recent times that a median is taken of, of passes and of the library's overhead: four may be outliers."""
 PRIOR_GAIN = 0.3
-"""Accepted nodes for each doubling of a tree, before anything is seen: cold texts of many models have 0.2 to 0.5. At
-0.1 the default has 0.002 less of the best fixed size (these figures: lab/log/tree-size.md, "Twelve answers a cell")."""
+"""Accepted nodes per doubling of the tree size before there are observations; many models have 0.2 to 0.5 in texts
+without a memory. At 0.1 the default reaches 0.002 less of the best fixed size's speed (lab/log/tree-size.md, "Twelve
+answers a cell", also for the figures below)."""
 CURVE_STEPS = 500.0
-"""Steps that the yield curve of a model remembers; 100 and 2000 are as good, at 50 it has 0.005 less."""
+"""Time constant of a model's yield curve, in steps; 100 and 2000 are as good, 50 is 0.005 worse."""
 PRIOR_WEIGHT = 8.0
-"""Steps that the prior counts for in a curve, and accepted nodes that a curve counts for in a text; at 2 it has 0.002
-less, at 32 0.004, and its worst cell 0.012 and 0.022."""
+"""Weight of the prior in a model's curve, in steps, and of the curve in a text's ratio, in accepted nodes; 2 is 0.002
+worse and 32 0.004, in the worst cell 0.012 and 0.022."""
 SCORES = 0.35
-"""Weight of a step's own scores beside the curve's mean: in steps that promise most, least of it comes. At 0 it has
-0.015 less, at 1 0.072; at 0.5 0.003 more, and 0.05 less where passes have a ledge at 2 and 8 tokens."""
-TAUGHT = 0.035
-"""The logits of node number n bring `TAUGHT / sqrt(n)` tokens later, accepted or not: the memory learns them. At 0 it
-has 0.019 less."""
+"""Weight of the scores of a step's nodes; the curve has the rest, as the highest scores are the most overestimated. 0
+is 0.015 worse and 1 0.072; 0.5 is 0.003 better, but 0.05 worse where t(S) has a ledge at 2 and at 8 tokens."""
+LEARNING_GAIN = 0.035
+"""Verifying node number n yields `LEARNING_GAIN / sqrt(n)` tokens in later steps, as the memory learns its logits. 0 is
+0.019 worse."""
 ALLOWANCE, ALLOWED_SHARE = 2.0, 0.03
-"""Plain steps, and share of its tokens, that a text may lose against plain decoding: what is promised. With no share it
-has 0.040 less, with half a step 0.012, with 8 steps 0.004; without a bound the embedded model 3 to 7 % more."""
+"""Most that a text may lose against plain decoding, in plain steps and as a share of its tokens. No share is 0.040
+worse, half a step 0.012, 8 steps 0.004; without a bound the embedded model is 3 to 7 % faster."""
 RESERVE, RESERVE_SHARE, TEXT_CREDIT = 6.0, 0.01, 0.25
-"""Plain steps that all texts of a kind may lose together, and what each token and each text add again. With no bound
-hopeless texts lose 3 % each, for ever; at 1 step, or with no share, what pays is found out late or never; with no
-credit a bad text silences the next (tests/decoding/test_controller.py, tests/tuning/test_never_slower.py)."""
+"""Plain steps that all texts of a kind may lose together, and what each token and each new text add to them. Without
+this bound unpredictable texts lose 3 % each, for ever; with 1 step, or no share, it is learned late or never that
+drafting pays; with no credit a bad text stops drafting in the next (tests/decoding/test_controller.py,
+tests/tuning/test_never_slower.py)."""
 OVERHEAD_NODES = 100
-"""Fixed overhead of a drafting step, in nodes: on a GPU some 1.2 ms and 10 us for each node; on a CPU some 0.4 ms and
-6 us. At 10 it has 0.065 less."""
+"""Fixed overhead of a drafting step, as a number of nodes: on a GPU some 1.2 ms beside 10 us per node; on a CPU 0.4 ms
+beside 6 us. 10 is 0.065 worse."""
 LAG_SCALE = 4.0
-"""A lead of this many tokens over the slowest row divides a row's weight by e where a call waits for all. With the
-mean row a batch of 16 that differ takes 1.11 times as long as plain decoding, at 4 tokens 1.02; with the slowest row
-alone nothing is learned from all others (lab/log/batches-and-engine.md)."""
+"""Lead over the slowest row, in tokens, that divides a row's weight by e where a call waits for all rows. By the mean
+row a batch of 16 unequal texts takes 1.11 times as long as plain decoding, with 4 tokens 1.02; by the slowest row alone
+the controller learns nothing from the others (lab/log/batches-and-engine.md)."""
 
 _DOUBLINGS = LARGEST_SHARED.bit_length() - 1
 _NODES = np.arange(LARGEST_SHARED)
@@ -84,8 +86,8 @@ _POWER = _LOG_SIZES.astype(np.int64)  # by size, as all of these: the greatest p
 _BEYOND = _LOG_SIZES - _POWER
 _LOGS: list[float] = _LOG_SIZES.tolist()
 _DOUBLING = np.maximum(0, np.ceil(_LOG_SIZES).astype(np.int64) - 1)
-_TAUGHT: list[float] = (((_NODES + 1) ** -0.5).cumsum() - 1.0).tolist()
-_TAUGHT_TOKENS = TAUGHT * np.array(_TAUGHT)
+_LEARNING: list[float] = (((_NODES + 1) ** -0.5).cumsum() - 1.0).tolist()
+_LEARNING_TOKENS = LEARNING_GAIN * np.array(_LEARNING)
 
 
 def max_tree_size(processes: int) -> int:
@@ -120,7 +122,7 @@ class FixedBudget:
 
     Attributes:
         most: tokens fed per step at most.
-        exhausted: whether drafting rests, since this text has lost all that it may lose by drafts.
+        exhausted: whether drafting is paused, since this text has lost all that it may lose.
     """
 
     def __init__(self, size: int) -> None:
@@ -128,7 +130,7 @@ class FixedBudget:
         self.exhausted = False
 
     def skip_drafting(self) -> bool:
-        """Return whether to feed the root alone in the step that begins, without a search for candidates."""
+        """Return whether this step feeds the root alone, without a search for candidates."""
         return False
 
     def stages(self) -> list[tuple[int, float]]:
@@ -144,7 +146,7 @@ class FixedBudget:
         return len(scores)
 
     def worth_verifying(self, scores: Sequence[float]) -> bool:
-        """Return whether some tokens of a guess with these scores would be fed, if there were no others."""
+        """Return whether a guess with these scores would be fed if it were the only one."""
         return True
 
     def fill_size(self, size: int) -> int:
@@ -152,7 +154,7 @@ class FixedBudget:
         return self.size
 
     def learn(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
-        """Learn what the candidates fed in this step have brought.
+        """Learn which of the candidates fed in this step were accepted.
 
         Args:
             scores: as in `choose`, of those that were fed.
@@ -160,7 +162,7 @@ class FixedBudget:
         """
 
 
-def slowest_row_weights(emitted: Sequence[int]) -> Floats:
+def slowest_row_weights(emitted: Sequence[int]) -> Doubles:
     """Return how much each row weighs where a call waits for all: `[B]`, the slowest 1.
 
     Args:
@@ -178,45 +180,45 @@ def common_progress(emitted: Sequence[int]) -> float:
 
 
 class YieldCurve:
-    """Accepted nodes by doublings of a tree, in the mean step: of rank 1, of 2 and 3, of 4 to 7; and those promised.
+    """Accepted nodes of the mean step per doubling of the tree size: of rank 1, ranks 2 and 3, 4 to 7, and so on.
 
-    These are lists: a step reads and changes a few numbers, for each of which numpy takes a microsecond.
+    These are lists, since a step reads and changes a few numbers, for each of which numpy takes a microsecond.
 
     Attributes:
         gains: `[doublings]`, nodes accepted.
-        promised: `[doublings]`, sums of scores.
-        steps: `[doublings]`, how many steps have shown this, at most `CURVE_STEPS`.
+        predicted: `[doublings]`, nodes accepted according to the scores.
+        steps: `[doublings]`, number of steps observed, at most `CURVE_STEPS`.
     """
 
     def __init__(self) -> None:
-        self.gains, self.promised = [PRIOR_GAIN] * _DOUBLINGS, [PRIOR_GAIN] * _DOUBLINGS
+        self.gains, self.predicted = [PRIOR_GAIN] * _DOUBLINGS, [PRIOR_GAIN] * _DOUBLINGS
         self.steps = [PRIOR_WEIGHT] * _DOUBLINGS
 
     @property
     def slopes(self) -> list[float]:
-        """What a score of 1.0 adds to the expected yield, `[doublings]`."""
-        pairs = zip(self.gains, self.promised, strict=True)
-        return [SCORES * (max(gain, 1e-3) / max(promised, 1e-3)) for gain, promised in pairs]  # neither is nothing
+        """Expected tokens per unit of score, `[doublings]`."""
+        pairs = zip(self.gains, self.predicted, strict=True)
+        return [SCORES * (max(gain, 1e-3) / max(predicted, 1e-3)) for gain, predicted in pairs]  # neither is 0
 
-    def learn(self, shares: Sequence[float], promised: Sequence[float], accepted: Sequence[float]) -> None:
-        """Learn from a step that fed some doublings, the last maybe in part: `[fed]` each, shares of 0.0 to 1.0."""
+    def learn(self, shares: Sequence[float], predicted: Sequence[float], accepted: Sequence[float]) -> None:
+        """Learn from a step: `[D]` each, the share of a doubling that was fed, its scores, and its accepted nodes."""
         for at, share in enumerate(shares):
             steps = self.steps[at] = min(self.steps[at] + share, CURVE_STEPS)
             self.gains[at] += (accepted[at] - share * self.gains[at]) / steps
-            self.promised[at] += (promised[at] - share * self.promised[at]) / steps
+            self.predicted[at] += (predicted[at] - share * self.predicted[at]) / steps
 
 
 @dataclass
 class ControllerState:
-    """What a model has taught with one kind of text, kept between its generations.
+    """What is learned about a model and a kind of text, kept between generations by the model's `StepCost`.
 
-    Generations on several threads may share it: a lost step is the worst.
+    Generations on several threads may share it: at worst an observation is lost.
 
     Attributes:
-        curve: what trees yield.
-        reserve: plain steps that may be lost before drafting rests in all texts.
-        node_s: seconds of the library's own time per node, in steps of late that looked for guesses.
-        plain_own_s: seconds of it in steps that did not.
+        curve: yield by tree size.
+        reserve: plain steps that may be lost before drafting is paused in all texts.
+        node_s: overhead of recent drafting steps, in seconds per node.
+        plain_own_s: overhead of recent plain steps, in seconds.
     """
 
     curve: YieldCurve = field(default_factory=YieldCurve, compare=False)
@@ -226,14 +228,14 @@ class ControllerState:
 
 
 class Controller:
-    """Decides about the trees of all rows of one batch, or of a lone one: passes are padded to the largest tree.
+    """Decides the tree size of all rows of a batch, or of a single row: passes are padded to the largest tree.
 
-    In each step the candidates of all rows are found first, then `decide` weighs their scores, then the drafts are
-    made, and `observe` gets the pass as a whole.
+    In each step the candidates of all rows are collected first; then `decide` compares their scores, the drafts are
+    made, and `observe` gets the times of the pass.
 
     Args:
-        cost: what a forward pass over the whole batch costs, by the size of each row's tree; updated by every step.
-        state: what earlier texts have taught, updated; None to start from the priors.
+        cost: seconds of a forward pass over the whole batch, by the size of each row's tree; updated by every step.
+        state: what was learned from earlier texts, updated; None to start from the priors.
         most: tokens that a row feeds per step at most; see `max_tree_size`.
     """
 
@@ -257,13 +259,13 @@ class Controller:
         self._cost = cost
 
     def go_by(self, state: ControllerState) -> None:
-        """Switch to what another kind of text has taught."""
+        """Switch to what was learned from another kind of text."""
         if state is not self._state:
             self._state = state
             self._measure_own_time()
 
     def begin_texts(self, count: int, *, alone: bool = False) -> None:
-        """Begin so many texts, which have lost nothing yet; the others, if they are not alone, keep their shares."""
+        """Begin `count` texts without losses; texts that go on, unless the new ones are `alone`, keep their shares."""
         kept = 0.0 if alone else self._rows / (self._rows + count)
         self._lost, self._tokens = kept * self._lost, kept * self._tokens
         self._expected += (1.0 - kept) * (PRIOR_WEIGHT - self._expected)
@@ -272,28 +274,28 @@ class Controller:
 
     @property
     def exhausted(self) -> bool:
-        """Whether this text may lose no more than it has lost, so that drafting rests."""
+        """Whether this text has lost all that it may lose, so that drafting is paused."""
         return self._state.reserve <= 0.0 or self._affordable < 2
 
     @property
     def reads_logits(self) -> bool:
-        """Whether it is worth its time to learn from the logits of a prompt that is going to be fed."""
+        """Whether the logits of a prompt should be computed, to learn from them."""
         return not self.exhausted
 
     @property
     def _affordable(self) -> int:
-        """The largest tree of which a text may lose all: no step risks more than half of the allowance that is left."""
+        """The largest tree that may be rejected as a whole: no step risks more than half of what may still be lost."""
         table, left = self._cost.table, ALLOWANCE + ALLOWED_SHARE * self._tokens - self._lost
         most_s = (1.0 + left / 2.0) * (table[1] + self._plain_own_s) - OVERHEAD_NODES * self._node_s
         return min(self.most, bisect_right(table, most_s, 2) - 1)
 
     @property
     def rate(self) -> float:
-        """Tokens per second that this text yields with the best size, at least those of plain decoding."""
+        """Tokens per second of this text at its best size, at least those of plain decoding."""
         table, ratio, node_s = self._cost.table, self._ratio, self._node_s
         best, sums = 1.0 / (table[1] + self._plain_own_s), _sums(self._state.curve.gains)
         for size in self._sizes(1):
-            tokens = 1.0 + (ratio * _at(sums, size) + TAUGHT * _TAUGHT[size - 1])
+            tokens = 1.0 + (ratio * _at(sums, size) + LEARNING_GAIN * _LEARNING[size - 1])
             best = max(best, tokens / (table[size] + node_s * (size + OVERHEAD_NODES)))
         return best
 
@@ -312,7 +314,7 @@ class Controller:
 
     @property
     def _ratio(self) -> float:
-        """What this text yields of what the curve says."""
+        """Accepted nodes of this text, relative to the curve."""
         return self._accepted / self._expected
 
     def stages(self) -> list[tuple[int, float]]:
@@ -322,15 +324,15 @@ class Controller:
         size, before, stages = 1, 0.0, list[tuple[int, float]]()
         for corner in self._sizes(1):
             price = self._rate * (marginals[corner - 1] + self._node_s)
-            base = _at(sums, corner) + TAUGHT * _TAUGHT[corner - 1]
+            base = _at(sums, corner) + LEARNING_GAIN * _LEARNING[corner - 1]
             slope = ratio * slopes[(corner - 1).bit_length() - 1]
-            weight = 1.0 if self._fed == 1 else slope  # what explores goes by scores
+            weight = 1.0 if self._fed == 1 else slope  # exploration goes by raw scores
             stages.append((corner, max(0.0, (price - (base - before) / (corner - size)) / weight)))
             size, before = corner, base
         return [(2, 0.0), *stages] if self._fed == 1 and self._state.reserve >= 1.0 else stages
 
-    def expected(self, scores: Sequence[float], ratio: float | None) -> Floats:
-        """Return E(S) for each S from 1 on, `[C]`, given what the text yields of the curve; None to go by scores."""
+    def expected(self, scores: Sequence[float], ratio: float | None) -> Doubles:
+        """Return E(S) for each S from 1 on, `[C]`, for a text of this ratio to the curve; None to go by raw scores."""
         given, curve = np.array(scores[:LARGEST_SHARED], dtype=np.float64), self._state.curve
         if ratio is None:
             return np.cumsum(given)
@@ -338,40 +340,39 @@ class Controller:
         power, rises = _POWER[:size], [after - before for before, after in pairwise(sums)]
         mean = np.array(rises)[power] * _BEYOND[:size] + np.array(sums)[power]
         given[0] = 0.0
-        tokens = ratio * (mean + (np.array(curve.slopes)[_DOUBLING[:size]] * given).cumsum()) + _TAUGHT_TOKENS[:size]
+        tokens = ratio * (mean + (np.array(curve.slopes)[_DOUBLING[:size]] * given).cumsum()) + _LEARNING_TOKENS[:size]
         if max(scores[1:], default=0.0) >= 1.0:
             tokens = np.maximum(tokens, np.where(given >= 1.0, given, 0.0).cumsum())
-        expected: Floats = 1.0 + tokens
-        return expected
+        return np.asarray(1.0 + tokens)
 
     def decide(self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None = None) -> None:
         """Choose the size of this step's trees.
 
         Args:
             candidates: `[B]`, of each row the scores of all nodes that it could feed; empty where drafting is skipped.
-                A row without scores, beside others with some, drafts by another method or not at all: it counts one
-                token.
+                A row without scores beside others that have some drafts by another method or not at all: it counts as
+                one token.
             emitted: `[B]`, tokens that each row has emitted, if a call waits for all; None if rows are on their own.
         """
         if not any(candidates):
             return
         found = [scores or [1.0] for scores in candidates]
         size = self._best(self._mean(found, emitted, self._ratio))
-        if size == 1:  # explore: as if scores came true
+        if size == 1:  # explore: trust the raw scores
             size = self._best(self._mean(found, emitted, None))
         if size == 1 and self._state.reserve >= 1.0:
-            size = min(2, max(map(len, found)))  # what passes over several tokens take is found out
-        forced = max(sum(map((1.0).__le__, scores)) for scores in found)  # feeding these loses nothing
+            size = min(2, max(map(len, found)))  # to time a pass over several tokens
+        forced = max(sum(map((1.0).__le__, scores)) for scores in found)  # they are accepted for certain
         self._size = min(size, max(self._affordable, forced))
 
     def choose(self, scores: Sequence[float]) -> int:
-        """See `FixedBudget`: as many as in all other rows, if there are as many."""
+        """See `FixedBudget`: the common size of all rows, or all candidates if there are fewer."""
         return min(self._size, len(scores))
 
     def _mean(
         self, candidates: Sequence[Sequence[float]], emitted: Sequence[int] | None, ratio: float | None
-    ) -> Floats:
-        """Return the expected yield of the mean row by size; a row with fewer candidates feeds all that it has."""
+    ) -> Doubles:
+        """Return E(S) of the mean row, by size; a row with fewer candidates feeds all of them."""
         expected = [self.expected(scores, ratio) for scores in candidates]
         if len(expected) == 1:
             return expected[0]
@@ -382,8 +383,8 @@ class Controller:
             mean[len(each) :] += weight * each[-1]
         return mean
 
-    def _best(self, expected: Floats) -> int:
-        """Return the size whose expected yield `[C]` exceeds most what its time would yield elsewhere."""
+    def _best(self, expected: Doubles) -> int:
+        """Return the S that maximises E(S) - r t(S), given E `[C]`."""
         seconds = np.array(self._cost.table[1 : len(expected) + 1]) + self._node_s * _NODES[: len(expected)]
         return int((expected - self._rate * seconds).argmax()) + 1
 
@@ -394,12 +395,12 @@ class Controller:
         return self._best(self.expected([1.0, *scores], self._ratio)) > 1
 
     def fill_size(self, size: int) -> int:
-        """See `FixedBudget`: up to the other rows' size, which is free, and on while nodes pay by what they teach."""
+        """See `FixedBudget`: up to the size of other rows, which is free, and on while learning alone pays for it."""
         size = max(size, self._size)
         table, filled = self._cost.table, size
         for end in self._sizes(size):
             price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
-            if end > size and TAUGHT * (_TAUGHT[end - 1] - _TAUGHT[size - 1]) > price:
+            if end > size and LEARNING_GAIN * (_LEARNING[end - 1] - _LEARNING[size - 1]) > price:
                 filled = end
         return max(size, min(filled, self._affordable))
 
@@ -407,27 +408,27 @@ class Controller:
         """See `FixedBudget`."""
         doublings, curve = range((len(scores) - 1).bit_length()), self._state.curve
         shares = [min(1.0, _LOGS[len(scores) - 1] - number) for number in doublings]
-        promised = [fsum(scores[1 << number : 2 << number]) for number in doublings]
-        came = [0.0 for _ in doublings]
+        predicted = [fsum(scores[1 << number : 2 << number]) for number in doublings]
+        counts = [0.0 for _ in doublings]
         for rank in accepted:
-            came[rank.bit_length() - 1] += 1.0
+            counts[rank.bit_length() - 1] += 1.0
         self._expected += fsum(share * gain for share, gain in zip(shares, curve.gains, strict=False))
         self._accepted += len(accepted)
-        curve.learn(shares, promised, came)
+        curve.learn(shares, predicted, counts)
 
     def observe(
         self, fed: int, emitted: float, seconds: float, forward_s: float, *, rows: int = 1, prepared: bool = False
     ) -> None:
-        """Learn what a step took.
+        """Learn from the times of a step.
 
         Args:
             fed: tokens fed, the root included; of a batch, the size of its largest tree.
-            emitted: tokens that the mean row got; where a call waits for all, by how many `common_progress` rose.
-            seconds: undisturbed seconds that the whole step took, see `lade.clock`; without passes of an MTP layer,
-                whose payoff `MtpPasses` weighs: they are no price of nodes.
-            forward_s: seconds of those that the model took.
-            rows: B, how many took part.
-            prepared: whether the pass did work that is done once, such as capturing a graph: its times are no evidence.
+            emitted: tokens of the mean row; where a call waits for all, the increase of `common_progress`.
+            seconds: undisturbed seconds of the whole step, see `lade.clock`, without the passes of an MTP layer, which
+                `MtpPasses` decides about.
+            forward_s: the part of `seconds` spent in the model.
+            rows: B, number of rows.
+            prepared: whether the pass did one-time work, such as capturing a graph; its times are then ignored.
         """
         state = self._state
         if not prepared and self._looked:
