@@ -9,11 +9,13 @@ import torch
 from pretend import without
 from schemas import CITY, PERSON, SCHEMAS, closed
 from shell_fixtures import byte_tokenizer
+from spies import watched
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import lade
 from lade import Grammar, InputError, LookaheadConfig, MissingExtraError, Stats
 from lade.backends.grammar.compiled import vocabulary_of_tokenizer
+from lade.decoding.drafting.step_cost import StepCost
 from lade.embedded import model_path
 from lade.hf.batch_rules import needs_lock_step
 from lade.testing import toy_model
@@ -330,3 +332,19 @@ def test_ordinary_ends_do_not_cut_an_answer(more):
         lade.generate(
             model, FEW, **own, **{**arguments, "eos_token_id": tokenizer.convert_tokens_to_ids(["</s>", "k"])}
         )
+
+
+def test_what_is_learned_from_one_kind_of_text_is_not_used_for_another(monkeypatch):
+    """Answers by a grammar, predicted ones and those with a memory accept more than others; sampled ones less."""
+    kinds = watched(monkeypatch, StepCost, "state", lambda cost, kind: kind)
+    calls = [
+        {},
+        SAMPLED,
+        {**SAMPLED, "temperature": 0.3},
+        {"grammar": CHOICE, "tokenizer": TOKENIZER},
+        {"prediction": PROMPT[0].tolist()},
+        {"lookahead": LookaheadConfig(memory=lade.Memory())},
+    ]
+    for call in calls * 2:
+        lade.generate(MODEL, PROMPT, max_new_tokens=3, **call)
+    assert kinds[: len(calls)] == kinds[len(calls) :] and len(set(kinds)) == len(calls)
