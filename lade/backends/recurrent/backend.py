@@ -38,11 +38,7 @@ class RefedCache(TreeCache):
         self._paths = paths
 
     def commit(self, held: Sequence[int]) -> None:
-        """Fold the text before the new roots into the states, and drop the other nodes.
-
-        Args:
-            held: `[B]`, number of kept nodes that are in the new trees.
-        """
+        """Fold the text before the new roots into the states; `held[b]` of the kept nodes are in the new trees."""
         texts = [path[: len(path) - own] for path, own in zip(self._paths, held, strict=True)]
         if self._slots is None:  # the roots are the last tokens of the prompts
             super().keep(texts, 0, [1] * len(texts))
@@ -92,15 +88,12 @@ class RefeedingRunner:
         return self._runner.prefill(rows, cache, hook)
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: RefedCache) -> torch.Tensor:
-        """Feed one tree per row.
+        """Feed one tree per row, whose root is text, and return the logits of nodes that are new, `[B, S, V]`.
 
         Args:
-            trees: one tree per row, whose root is text.
+            trees: one tree per row.
             held: `[B]`, number of leading nodes that an earlier pass has fed.
             cache: cache whose `keep` was called with these nodes.
-
-        Returns:
-            Logits of the other nodes, `[B, S, V]`; see `EagerRunner.extend`.
         """
         cache.commit(held)
         logits = self._runner.forward(trees, [()] * len(trees), cache)
@@ -118,5 +111,4 @@ class RecurrentBackend:
         return CorePatches(facts)
 
 
-BACKEND = RecurrentBackend()
-RECURRENT_LAYERS.fill(BACKEND)
+RECURRENT_LAYERS.fill(RecurrentBackend())

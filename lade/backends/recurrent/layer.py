@@ -66,12 +66,7 @@ class TreePass:
 
 
 def gather_columns(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Gather columns of inputs, `[B, ..., C]`.
-
-    Args:
-        inputs: `[B, L, C]`, contiguous, so that whole columns are copied.
-        columns: `[B, ...]` int64, column indices below L.
-    """
+    """Return columns `[B, ..., C]` of inputs `[B, L, C]`, contiguous for speed, by their indices `[B, ...]` int64."""
     rows, length, channels = inputs.shape
     if rows > 1:
         columns = columns + length * torch.arange(rows, device=columns.device).view(-1, *[1] * (columns.ndim - 1))
@@ -81,24 +76,13 @@ def gather_columns(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 def convolution(
     tree_pass: Ancestry,
     original: Callable[..., torch.Tensor],
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden_states: torch.Tensor,  # [B, C, L], from `RecurrentLayer`: the last inputs of the text, then the nodes'
+    weight: torch.Tensor,  # [C, width]
+    bias: torch.Tensor | None = None,  # [C]
     activation: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Compute the causal convolution `[B, C, S]` of each node along its ancestors.
-
-    Args:
-        tree_pass: ancestry of the trees.
-        original: function of transformers that is replaced; unused.
-        hidden_states: `[B, C, L]`, the last inputs of the text, then those of the nodes, as returned by
-            `RecurrentLayer`.
-        weight: `[C, width]` filter.
-        bias: `[C]`; None for none.
-        activation: name of the activation function; None for none.
-        kwargs: other arguments of the original, ignored.
-    """
+    """Compute the causal convolution `[B, C, S]` of each node along its ancestors; called like all `cores`."""
     exact = torch.promote_types(weight.dtype, torch.float32)  # 16-bit results are rounded once, as in the original
     inputs, weights = hidden_states.mT.to(exact).contiguous(), weight.to(exact).mT.contiguous()  # [B, L, C], [width, C]
     cached = inputs.shape[1] - tree_pass.size
@@ -115,27 +99,19 @@ def convolution(
 
 
 def path_sums(decay: torch.Tensor, closure: torch.Tensor) -> torch.Tensor:
-    """Return sums `[B, H, S, D]` from the root down to each node.
-
-    Args:
-        decay: `[B, H, S, D]`, log decays of the nodes.
-        closure: `[B, S, S]` bool, see `Ancestry.closure`.
-    """
+    """Return the sums of log decays `[B, H, S, D]` from the root down to each node, of the same shape."""
     return closure[:, None].to(decay.dtype) @ decay
 
 
 def decayed_products(
-    readers: torch.Tensor, writers: torch.Tensor, decay: torch.Tensor, closure: torch.Tensor
+    readers: torch.Tensor,  # [B, H, S, K] queries, or keys of the reading nodes
+    writers: torch.Tensor,  # [B, H, S, K] keys of the ancestors
+    decay: torch.Tensor,  # [B, H, S, 1 or K], log decay of the text's state at each node, for all channels or each
+    closure: torch.Tensor,  # [B, S, S], see `Ancestry.closure`
 ) -> torch.Tensor:
     """Return decayed dot products `[B, H, S, S]` of nodes with their ancestors and themselves; other entries are 0.
 
     An ancestor has decayed less than its descendants, so no exponential exceeds 1.
-
-    Args:
-        readers: `[B, H, S, K]` queries, or keys of the reading nodes.
-        writers: `[B, H, S, K]` keys of the ancestors.
-        decay: `[B, H, S, 1 or K]`, log decay of the text's state at each node, for all channels or per channel.
-        closure: `[B, S, S]` bool, see `Ancestry.closure`.
     """
     if decay.shape[-1] == 1:
         between = (decay - decay.mT).masked_fill(~closure[:, None], -torch.inf)
@@ -159,21 +135,13 @@ class Folding(Protocol):
 
 @dataclass(frozen=True)
 class LinearFolding:
-    """Folding of linear attention: the state decays, and each node of the path adds its key times its value.
+    """Folding of linear attention: the state decays, and each node of the path adds its key times its value."""
 
-    Attributes:
-        keys: `[B, H, S, K]` keys of the nodes.
-        values: `[B, H, S, V]`, values that the nodes add at their keys.
-        decay: `[B, H, S, 1 or K]`, log decay of the text's state at each node.
-        closure: `[B, S, S]` bool, see `Ancestry.closure`.
-        value_first: true if states are `[B, H, V, K]` rather than `[B, H, K, V]`.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    decay: torch.Tensor
-    closure: torch.Tensor
-    value_first: bool = False
+    keys: torch.Tensor  # [B, H, S, K]
+    values: torch.Tensor  # [B, H, S, V], what the nodes add at their keys
+    decay: torch.Tensor  # [B, H, S, 1 or K], log decay of the text's state at each node
+    closure: torch.Tensor  # [B, S, S], see `Ancestry.closure`
+    value_first: bool = False  # states are [B, H, V, K] rather than [B, H, K, V]
 
     def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
         """See `Folding.fold`."""
@@ -193,11 +161,6 @@ class LinearFolding:
     def to(self, *args: Any, **kwargs: Any) -> LinearFolding:
         """Return itself: some mixers convert the final state, but foldings keep their dtype."""
         return self
-
-
-def is_folding(thing: object) -> bool:
-    """Return True if a mixer passes on a `Folding` rather than a state."""
-    return hasattr(thing, "fold")
 
 
 States = dict[int, torch.Tensor | None]
@@ -252,7 +215,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Store the state after a pass, or the `Folding` of a pass over trees."""
-        if is_folding(recurrent_states):
+        if hasattr(recurrent_states, "fold"):
             self.foldings[state_idx] = recurrent_states
             return None
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
