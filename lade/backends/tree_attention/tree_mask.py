@@ -124,16 +124,10 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TreeInputs:
-    """Tensors of one step over B trees; S is the number of nodes to feed in the largest one.
+    """Tensors of one step over B trees; S is the number of nodes to feed in the largest one."""
 
-    Attributes:
-        ids: `[B, S]` int64; smaller trees are padded with copies of their root.
-        positions: `[B, S]` int64.
-        slots: slots of text and trees.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
+    ids: torch.Tensor  # [B, S] int64; smaller trees are padded with copies of their root
+    positions: torch.Tensor  # [B, S] int64
     slots: TreeSlots
 
     @classmethod
