@@ -61,12 +61,11 @@ class BlockCodes:
         """Code of zero."""
         return 0 if self.minimum is not None else _ZERO[self.bits]
 
-    def rows(self, order: torch.Tensor) -> Self:
-        """Return the codes with the outputs in another order."""
-        return self._with({name: each[order] for name, each in self.tensors().items()})
+    def rows(self, numbers: torch.Tensor) -> Self:
+        """Return the codes of these outputs, in this order."""
+        return self._with({name: each[numbers] for name, each in self.tensors().items()})
 
     def _with(self, tensors: dict[str, Any]) -> Self:
-        """Return the codes with other tensors."""
         return replace(self, **tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -112,13 +111,7 @@ class BlockCodes:
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Multiply rows by the weight with torch's operators: the definition, and what runs without the library.
 
-        Args:
-            x: `[..., in]`, floating point.
-            bias: `[out]`; None for none.
-            dtype: dtype of the result.
-
-        Returns:
-            `[..., out]`.
+        Rows are `[..., in]`, floating point, the bias is `[out]`, and the result `[..., out]` in the given dtype.
         """
         rows, steps = quantised(x.reshape(-1, x.shape[-1]))
         chunk = max(16, _MOST_SUMS // max(1, rows.numel()))
@@ -129,9 +122,7 @@ class BlockCodes:
     def _summed(self, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Return the sums of rounded rows `[rows, groups, 32]`, `[rows, out]` float32."""
         group, inputs = self._group, rows.shape[1] * GROUP
-        values = pad(self.values.float() - self.zero, (0, inputs - self.values.shape[1])).view(
-            len(self.values), -1, group
-        )
+        values = pad(self.values.float() - self.zero, (0, inputs - self.values.shape[1])).unflatten(1, (-1, group))
         x, scales, minima = rows.flatten(1).unflatten(-1, (-1, group)).float(), self.scales(), self.minima()
         total = torch.zeros(len(rows), len(values), dtype=torch.float32, device="cpu")
         for number in range(scales.shape[1]):
@@ -166,10 +157,7 @@ def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round rows to int8, every 32 inputs by their own largest magnitude: each is seen by itself.
-
-    Args:
-        x: `[rows, in]`, floating point.
+    """Round rows `[rows, in]` to int8, every 32 inputs by their own largest magnitude: each is seen by itself.
 
     Returns:
         Codes `[rows, ceil(in / 32), 32]` int8 from -127 to 127, padded with zeros, and scales
@@ -187,12 +175,7 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_block_panels(parts: Mapping[str, torch.Tensor], bits: int, pages: HugePages) -> torch.Tensor:
-    """Return a weight in panels, padded with zeros.
-
-    Args:
-        parts: tensors of `BlockCodes` by their names, left unchanged.
-        bits: bits of a code.
-        pages: memory pool to allocate from.
+    """Return the named tensors of `BlockCodes` in panels, padded with zeros.
 
     Returns:
         `[out / 16, in / 64, lines, 64]` int8: a head of one or two lines, and lines of codes for each block.
