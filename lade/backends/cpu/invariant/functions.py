@@ -120,7 +120,7 @@ def takes(x: torch.Tensor) -> bool:
 
 
 def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
-    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32, without gradients.
+    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32.
 
     Raises:
         ValueError: x has another dtype or device, or requires gradients.
@@ -147,15 +147,10 @@ _NORM_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Formula(NamedTuple):
-    """Variant of an RMS norm.
+    """Variant of an RMS norm."""
 
-    Attributes:
-        more: number added to the weights.
-        rounded: true if the normalised row is rounded to the layer's dtype before the weights multiply it.
-    """
-
-    more: float
-    rounded: bool
+    more: float  # added to the weights
+    rounded: bool  # whether the normalised row is rounded to the layer's dtype before the weights multiply it
 
 
 LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, False)
@@ -174,10 +169,8 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: 
     """Divide rows by their root mean square and multiply by the weights, in float32; see `_takes`."""
     x = x.contiguous()
     found, numbers = torch.empty_like(x), x.numel()
-    fields = (
-        *(x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype)),
-        *_sizes(weight.numel(), numbers // weight.numel(), epsilon, formula),
-    )
+    sizes = _sizes(weight.numel(), numbers // weight.numel(), epsilon, formula)
+    fields = x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype), *sizes
     run_on_team(kernel("normalise"), fields, parts_of(numbers // CALLED))
     return found
 
@@ -248,9 +241,8 @@ def _matching_class(layer: nn.Module) -> type[InvariantNorm] | None:
     if not own_class(layer).__name__.endswith("RMSNorm") or len(layer._parameters) != 1 or weight is None:
         return None
     with torch.no_grad():
-        if not _takes(weight, weight) or len(inspect.signature(layer.forward).parameters) != 1:
-            return None
-        if not isinstance(_epsilon_of(layer), float):
+        lone = len(inspect.signature(layer.forward).parameters) == 1
+        if not (lone and _takes(weight, weight) and isinstance(_epsilon_of(layer), float)):
             return None
         weights = [weight.to(dtype) for dtype in _NORM_DTYPES]
         same = {kind: [_equal_elements(kind, layer, each) for each in weights] for kind in (AsLlama, AsWhole, AsGemma)}
