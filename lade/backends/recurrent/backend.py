@@ -16,8 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from lade.backends.recurrent.cores import CorePatches
-from lade.clock import Clock, Duration
-from lade.decoding.loop import PromptLogitsHook
+from lade.clock import Duration
 from lade.decoding.tree import TokenTree
 from lade.model.cache_layers import Recurrence
 from lade.model.facts import RECURRENT_LAYERS, ModelFacts
@@ -38,7 +37,11 @@ class RefedCache(TreeCache):
         self._paths = paths
 
     def commit(self, held: Sequence[int]) -> None:
-        """Fold the text before the new roots into the states; `held[b]` of the kept nodes are in the new trees."""
+        """Fold the text before the new roots into the states, and drop the other nodes.
+
+        Args:
+            held: `[B]`, number of kept nodes that are in the new trees.
+        """
         texts = [path[: len(path) - own] for path, own in zip(self._paths, held, strict=True)]
         if self._slots is None:  # the roots are the last tokens of the prompts
             super().keep(texts, 0, [1] * len(texts))
@@ -51,21 +54,13 @@ class RefedCache(TreeCache):
 
 
 class RefeedingRunner:
-    """Feeds whole trees, where `EagerRunner.extend` feeds only nodes that are not cached.
-
-    Args:
-        runner: runner of a model with recurrent layers.
-    """
+    """Feeds whole trees, where `EagerRunner.extend` feeds only nodes that are not cached."""
 
     refeeds = True
 
     def __init__(self, runner: EagerRunner) -> None:
-        self._runner = runner
-
-    @property
-    def clock(self) -> Clock:
-        """See `EagerRunner.clock`."""
-        return self._runner.clock
+        self._runner, self.clock = runner, runner.clock
+        self.prefill, self.room = runner.prefill, runner.room
 
     @property
     def pass_time(self) -> Duration:
@@ -76,16 +71,6 @@ class RefeedingRunner:
     def prepared(self) -> bool:
         """See `EagerRunner.prepared`."""
         return self._runner.prepared
-
-    def room(self, cached: int) -> int | None:
-        """See `EagerRunner.room`."""
-        return self._runner.room(cached)
-
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: RefedCache, hook: PromptLogitsHook | None = None
-    ) -> torch.Tensor:
-        """See `EagerRunner.prefill`."""
-        return self._runner.prefill(rows, cache, hook)
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: RefedCache) -> torch.Tensor:
         """Feed one tree per row, whose root is text, and return the logits of nodes that are new, `[B, S, V]`.
@@ -111,4 +96,5 @@ class RecurrentBackend:
         return CorePatches(facts)
 
 
-RECURRENT_LAYERS.fill(RecurrentBackend())
+BACKEND = RecurrentBackend()
+RECURRENT_LAYERS.fill(BACKEND)

@@ -284,7 +284,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
     def reset(self) -> None:
         """Drop all rows, and free the states."""
-        vars(self).update(vars(type(self)(self.number_of_states)))
+        vars(self).update(vars(self.blank()))
 
     def blank(self) -> Any:
         """Return an empty layer of the same kind."""
@@ -343,10 +343,6 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         """Resize the buffers; see `TreeCache.reserve`."""
         RecurrentLayer.reserve(self, rows, slots)
         TreeLayer.reserve(self, rows, slots)
-
-    def blank(self) -> Any:
-        """Return an empty layer of the same kind."""
-        return RecurrentLayer.blank(self)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
