@@ -53,7 +53,9 @@ def set_invariance(model: nn.Module, invariance: Invariance | None) -> None:
 def stale_reason(facts: ModelFacts, attention: bool) -> str:
     """Return what has changed since a model was made invariant and may affect rounding; an empty string if nothing has.
 
-    Whether its attention is still the invariant implementation is for the caller to tell.
+    Args:
+        facts: survey of the model, invariant or not.
+        attention: true if its attention is still the invariant implementation.
     """
     model = facts.model
     note = invariance_of(model)

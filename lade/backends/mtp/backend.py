@@ -16,34 +16,28 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lade.backends.mtp.head import Head
-from lade.backends.mtp.load import Loaded, give_up, pack_alike
+from lade.backends.mtp.load import Loaded, examine, give_up, layer_of, pack_alike
 from lade.backends.mtp.prompts import KnownStates, StateRecorder, states_in
 from lade.decoding.kernels.native_tree import Frontier
-from lade.decoding.mtp import Predictions, RowText
+from lade.decoding.mtp import MtpHabits, Predictions, RowText
 from lade.decoding.tree import TokenTree
 from lade.model.facts import CACHE
 from lade.model.inputs import plan_for
 from lade.model.kv_cache import TreeCache
-from lade.model.runner import EagerRunner
+from lade.model.runner import MTP_LAYERS, EagerRunner
+from lade.model.supports import MTP_FILES
 
 _ROOT_ALONE: Final = TokenTree(0)
 
 
 @dataclass
 class _Held:
-    """A row in the layer's cache.
+    """A row in the layer's cache."""
 
-    Attributes:
-        start: place of the state that its first entry was fed with.
-        end: the place of the state that is fed next: as many entries of text are in the cache.
-        outputs: `[N, H]`, at the nodes of the tree; at first at the last entry of text alone, which is the root.
-        tree: the nodes that the layer has looked at.
-    """
-
-    start: int
-    end: int
-    outputs: torch.Tensor
-    tree: TokenTree = _ROOT_ALONE
+    start: int  # place of the state that its first entry was fed with
+    end: int  # place of the state that is fed next: as many entries of text are in the cache
+    outputs: torch.Tensor  # [N, H], at the nodes of the tree; at first at the last entry of text, which is the root
+    tree: TokenTree = _ROOT_ALONE  # the nodes that the layer has looked at
 
 
 class _Nodes(NamedTuple):
@@ -206,20 +200,16 @@ class MtpRunner:
         return {row: output[place, : len(fed[row].states)] for place, row in enumerate(self._order) if row in fed}
 
     def _feed(
-        self, cache: TreeCache, fed: Sequence[_Nodes], lengths: Sequence[int], starts: Sequence[int]
+        self,
+        cache: TreeCache,  # the layer's, or a new one
+        fed: Sequence[_Nodes],  # [B]
+        lengths: Sequence[int],  # [B], number of each row's entries and nodes in the cache
+        starts: Sequence[int],  # [B], place of the token of each row's first entry
     ) -> torch.Tensor:
         """Feed the nodes of one tree a row that the cache does not hold yet; all of them stay in it.
 
-        It is a pass of transformers' layer, as `MtpModel.forward_layer` makes it, with masks of our own.
-
-        Args:
-            cache: the layer's, or a new one.
-            fed: `[B]`.
-            lengths: `[B]`, number of each row's entries and nodes in the cache.
-            starts: `[B]`, place of the token of each row's first entry.
-
-        Returns:
-            The layer's outputs `[B, S, H]`; in rows with fewer nodes those after the last one are undefined.
+        It is a pass of transformers' layer, as `MtpModel.forward_layer` makes it, with masks of our own. In rows with
+        fewer nodes the outputs `[B, S, H]` after the last one are undefined.
         """
         trees, states = zip(*fed, strict=True)
         held = [len(tree.ids) - len(own) for tree, own in fed]
@@ -242,3 +232,21 @@ def _text_of(row: RowText, known: KnownStates) -> _Nodes:
     """Return what is fed of a row: the tokens after those whose states are known, and these states."""
     chain = TokenTree.chain(row.tokens[known.start + 1 : known.end + 1], "text")
     return _Nodes(chain, known.take())
+
+
+class MtpBackend:
+    """Multi-token prediction layers of checkpoints; see `lade.model.registry`."""
+
+    examine = staticmethod(examine)
+
+    def layer_for(self, runner: EagerRunner, kind: str) -> tuple[MtpRunner, MtpHabits] | str:
+        """Return the layer of a runner's model and what texts of a kind have taught about it; or why there is none."""
+        loaded = layer_of(runner.model)
+        if isinstance(loaded, str):
+            return loaded
+        return MtpRunner(runner, loaded), loaded.habits.setdefault(kind, MtpHabits())
+
+
+BACKEND = MtpBackend()
+MTP_FILES.fill(BACKEND)
+MTP_LAYERS.fill(BACKEND)
