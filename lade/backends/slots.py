@@ -114,10 +114,11 @@ def _tempered_by_position(layer: Any, inputs: Inputs) -> Iterator[Override]:
         yield flag
 
 
-class KeyPicks:
-    """The keys that an indexer selects for the nodes of one step."""
+class KeyPicks(TorchFunctionMode):
+    """The keys that indexers select for the nodes of one step: replaces `topk` in the code inside."""
 
     def __init__(self, inputs: StepInputs) -> None:
+        super().__init__()
         self._inputs = inputs
 
     def patch(self, indexer: nn.Module) -> AbstractContextManager[Override]:
@@ -125,7 +126,7 @@ class KeyPicks:
 
         def own(forward: Callable[..., Any]) -> Callable[..., Any]:
             def picking(*args: Any, **kwargs: Any) -> Any:
-                with _TopKOverride(self):
+                with self:
                     return forward(*args, **kwargs)
 
             return picking
@@ -161,19 +162,11 @@ class KeyPicks:
             slots[here] = found
         return scores.gather(-1, slots), slots
 
-
-class _TopKOverride(TorchFunctionMode):
-    """Overrides `topk` for the code inside."""
-
-    def __init__(self, picks: KeyPicks) -> None:
-        super().__init__()
-        self._picks = picks
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **kwargs)
-        return torch.return_types.topk(self._picks.best(*args[:2]))
+        return torch.return_types.topk(self.best(*args[:2]))
 
 
 class SlotsBackend:

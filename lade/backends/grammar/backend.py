@@ -29,7 +29,7 @@ class GrammarProcessor(LogitsProcessor):
 
     Args:
         matchers: matchers at the start of each prompt's grammar, or a single one for all prompts.
-        vocabulary: vocabulary of the tokenizer.
+        vocabulary: tokens that the matchers are for.
         alone: true if there is one row, whose every token must be allowed; None to decide by the batch. Rows of a batch
             may have ended otherwise and be padded, or be beams with zero probability, so a token that is not allowed
             ends their answer.

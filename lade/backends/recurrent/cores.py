@@ -20,14 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from lade.backends.recurrent.layer import (
-    LinearFolding,
-    TreePass,
-    convolution,
-    decayed_products,
-    layers_for,
-    path_sums,
-)
+from lade.backends.recurrent.layer import LinearFolding, TreePass, convolution, decayed_products, layers_for, path_sums
 from lade.decoding.tree import TokenTree
 from lade.errors import UnsupportedModelError
 from lade.model.cache_layers import Ancestry

@@ -18,21 +18,12 @@ from lade.model.inputs import upload
 
 
 class TreePass:
-    """Ancestry of the trees of one forward pass; smaller trees are padded with copies of their root.
-
-    Args:
-        trees: `[B]`, one tree per row; S is the largest size.
-
-    Attributes:
-        parents: `[B, S]` int64; -1 for roots and padding.
-        depths: `[B, S]` int64.
-        size, state: see `Ancestry`.
-    """
+    """See `Ancestry`, with one tree per row; smaller trees are padded with copies of their root."""
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
-        shape = len(trees), max(map(len, trees))
+        shape = len(trees), max(map(len, trees))  # [B, S]
         self.size = shape[1]
-        self.parents = np.full(shape, -1)
+        self.parents = np.full(shape, -1)  # of roots and padding
         self.depths = np.zeros(shape, dtype=np.int64)
         self.state: torch.Tensor | None = None
         closure = np.zeros((*shape, shape[1]), dtype=np.bool_)
