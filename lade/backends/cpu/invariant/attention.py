@@ -3,8 +3,7 @@
 PyTorch's attention rounds differently for one query and for sixteen, and for 64 keys and for 65. Here each query runs
 the same instructions, key by key, whatever its neighbours (`lade/native/cpu_attention.h`). So a node of a tree gets
 bit for bit what plain decoding gives the same text: the keys that it sees are in the order of their positions, and
-masked keys have weight zero. Results that do not depend on how the work is split are the idea of Thinking Machines'
-"Defeating nondeterminism in LLM inference" (2025).
+masked keys have weight zero.
 """
 
 from __future__ import annotations
@@ -232,16 +231,7 @@ class AttentionSplit(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        rows: int,
-        kv_heads: int,
-        group: int,
-        step: int,
-        size: int,
-        value_size: int,
-        keys: int,
-        *,
-        called: int = 1,
+        cls, rows: int, kv_heads: int, group: int, step: int, size: int, value_size: int, keys: int, *, called: int = 1
     ) -> AttentionSplit:
         """Return the split for `rows * step` tokens with `kv_heads * group` heads, which see `keys` keys each.
 

@@ -185,23 +185,18 @@ class InvariantNorm(Changed):
 
     formula: Formula
 
-    @property
-    def epsilon(self) -> Any:
-        """The number added to the mean square."""
-        return _epsilon_of(self)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the norm; only the order in which squares are summed differs from the original."""
         weight: Any = self._parameters["weight"]
         if not _takes(x, weight):
             own: torch.Tensor = self.original.forward(self, x)
             return own
-        return _normalised(x, weight, _epsilon_of(self), self.formula)
+        return _normalised(x, weight, epsilon_of(self), self.formula)
 
     def fields(self, rows: int) -> tuple[int, ...]:
         """Return the fields of the kernel for so many rows, behind addresses and dtype."""
         weight: Any = self._parameters["weight"]
-        return _sizes(weight.numel(), rows, _epsilon_of(self), self.formula)
+        return _sizes(weight.numel(), rows, epsilon_of(self), self.formula)
 
     def fuses(self, dtype: torch.dtype, columns: int) -> bool:
         """Return True if the kernel takes rows of this dtype and size in place."""
@@ -242,7 +237,7 @@ def _matching_class(layer: nn.Module) -> type[InvariantNorm] | None:
         return None
     with torch.no_grad():
         lone = len(inspect.signature(layer.forward).parameters) == 1
-        if not (lone and _takes(weight, weight) and isinstance(_epsilon_of(layer), float)):
+        if not (lone and _takes(weight, weight) and isinstance(epsilon_of(layer), float)):
             return None
         weights = [weight.to(dtype) for dtype in _NORM_DTYPES]
         same = {kind: [_equal_elements(kind, layer, each) for each in weights] for kind in (AsLlama, AsWhole, AsGemma)}
@@ -255,14 +250,15 @@ def _equal_elements(kind: type[InvariantNorm], layer: nn.Module, weight: torch.T
     x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     x = (x * torch.logspace(-2, 2, _ROWS, dtype=torch.float32, device="cpu")[:, None]).to(weight.dtype)
     expected = functional_call(layer, {"weight": weight}, (x,))
-    found = _normalised(x, weight, _epsilon_of(layer), kind.formula)
+    found = _normalised(x, weight, epsilon_of(layer), kind.formula)
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return 0
     error = 4 * torch.finfo(found.dtype).eps
     return int((found == expected).sum()) if torch.allclose(found, expected, rtol=error, atol=0.0) else 0
 
 
-def _epsilon_of(layer: nn.Module) -> Any:
+def epsilon_of(layer: nn.Module) -> Any:
+    """Return the number that a norm adds to the mean square; None if it has none."""
     for name in _NAMES:
         if name in layer.__dict__:
             return layer.__dict__[name]

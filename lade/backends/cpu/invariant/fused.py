@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
-from lade.backends.cpu.invariant.functions import InvariantNorm, logistic_of
+from lade.backends.cpu.invariant.functions import InvariantNorm, epsilon_of, logistic_of
 from lade.backends.cpu.invariant.layer_stages import (
     GATED,
     HEAD_NORMS,
@@ -152,10 +152,6 @@ class GatedBlock(Fused):
 class FusedProjections(Fused):
     """Mixin for the class of an attention layer with `q_proj`, `k_proj` and `v_proj`, and maybe norms behind them."""
 
-    config: Any
-    head_dim: int
-    scaling: float
-    layer_idx: int
     o_proj: Any
 
     def forward(
@@ -311,7 +307,7 @@ def can_be_fused(module: Fused) -> bool:
 def _fixed(norm: Any) -> Any:
     """Return what stages have of a norm, besides the address of its weight."""
     weight: Any = norm._parameters["weight"]
-    return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, norm.epsilon
+    return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, epsilon_of(norm)
 
 
 def _is_free(layer: Any) -> bool:

@@ -264,7 +264,7 @@ def _heads(config: PretrainedConfig) -> Heads | None:
     size = field(config, "head_dim") or (field(config, "hidden_size") // many if isinstance(many, int) else None)
     if not (isinstance(many, int) and isinstance(size, int)):
         return None
-    return Heads(many, kv_heads if isinstance(kv_heads, int) else many, size, size)
+    return Heads(many, kv_heads if isinstance(kv_heads, int) else many, size)
 
 
 def _refused(model: Any, reason: str, remedy: str = REMEDY) -> UnsupportedModelError:

@@ -54,12 +54,11 @@ Outputs = list[tuple[str, torch.Tensor]]
 
 
 class Heads(NamedTuple):
-    """Numbers of query and KV heads of a layer, and the sizes of keys and values."""
+    """Numbers of query and KV heads of a layer, and the size of keys and values."""
 
     queries: int
     keys: int
     size: int
-    value_size: int
 
 
 @torch.no_grad()
@@ -74,12 +73,11 @@ def attention_keeps_order(heads: Heads) -> bool:
 
 def _agrees(heads: Heads, text: int, generator: torch.Generator) -> bool:
     tree = random_tree(_NODES, _DEPTH, generator)
-    counts = ((heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.value_size))
-    states = [
-        torch.randn(1, count, text + len(tree), size, generator=generator, dtype=torch.float32, device="cpu")
-        for count, size in counts
+    shape = text + len(tree), heads.size
+    query, key, value = states = [
+        torch.randn(1, count, *shape, generator=generator, dtype=torch.float32, device="cpu")
+        for count in (heads.queries, heads.keys, heads.keys)
     ]
-    query, key, value = states
     inputs = StepInputs.of([tree], [text], torch.device("cpu"))
     mask = PlacedMask.of(inputs.mask(FULL), inputs.key_positions)
     found = _attention(query[:, :, text:], key, value, mask)

@@ -210,10 +210,8 @@ def pad_all(
 ) -> Sequence[RowPadding | None]:
     """Pad the rows of every layer of a model, in place, after a trial of each distinct shape and dtype.
 
-    Args:
-        model: a model.
-        dtype: dtype of the model, for layers whose weights do not tell.
-        known: what trials of a model of the same structure returned.
+    The dtype is for layers whose weights do not tell theirs. `known` is what trials of a model of the same structure
+    returned.
 
     Returns:
         The paddings of the distinct products, in their order; None where no padding is enough.

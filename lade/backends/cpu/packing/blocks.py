@@ -37,24 +37,17 @@ _MOST_SUMS = 2**24  # of the reference at a time
 class BlockCodes:
     """A weight matrix in codes: `(values - zero) * scale`, or `values * scale + minimum`.
 
-    Attributes:
-        name: format, as kernels are named: "int8", "int4", or a type of GGUF in lower case, such as "q4_k"; types that
-            hold less are stored in one that holds more.
-        bits: bits of a code, 4 or 8.
-        values: `[out, in]` uint8, the codes.
-        scale: `[out, groups]`, for 32 inputs each, or 16 in "q6_k": of 16 bits, or 8-bit integers with a `factor`.
-        minimum: like `scale`; None without.
-        factor: `[out, in / 256]` float16, by which `scale` is multiplied; None without.
-        shift: likewise of `minimum`.
+    The name is the format, as kernels are named: "int8", "int4", or a type of GGUF in lower case, such as "q4_k"; types
+    that hold less are stored in one that holds more.
     """
 
     name: str
-    bits: int
-    values: torch.Tensor
-    scale: torch.Tensor
-    minimum: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
+    bits: int  # of a code, 4 or 8
+    values: torch.Tensor  # [out, in] uint8, the codes
+    scale: torch.Tensor  # [out, groups], for 32 inputs each, or 16 in "q6_k": 16 bits, or 8-bit integers with a factor
+    minimum: torch.Tensor | None = None  # like `scale`
+    factor: torch.Tensor | None = None  # [out, in / 256] float16, by which `scale` is multiplied
+    shift: torch.Tensor | None = None  # likewise of `minimum`
 
     @property
     def zero(self) -> int:

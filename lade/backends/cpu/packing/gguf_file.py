@@ -130,10 +130,8 @@ def gguf_file(path: Path) -> Path | None:
 def read_header(path: Path, size_of: Callable[[int, int], int | None]) -> Header:
     """Read the header of a file.
 
-    Args:
-        path: the file.
-        size_of: returns the bytes of a type's tensor by the type's number and the number of elements; None if there is
-            no such type, or the elements do not fill its blocks.
+    `size_of` returns the bytes of a type's tensor by the type's number and the number of elements; None if there is no
+    such type, or the elements do not fill its blocks.
 
     Raises:
         InputError: the file cannot be read, is not in GGUF, is damaged, or is one of several parts.

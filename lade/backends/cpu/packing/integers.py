@@ -105,10 +105,10 @@ class Int8Linear(PackedLinear):
     Attributes:
         weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
             the codes.
-        WEIGHTS: name of the weights' format, as `lade.pack` takes it.
     """
 
-    WEIGHTS: ClassVar[str] = "int8"
+    WEIGHTS: ClassVar[str] = "int8"  # name of the weights' format, as `lade.pack` takes it
+    codes_of = staticmethod(int8_codes)
     _codes: BlockCodes  # on the meta device for a weight in panels
     _memory: HugePages
 
@@ -132,8 +132,6 @@ class Int8Linear(PackedLinear):
             integers.__dict__.update(weight.__dict__)
             self._parameters["weight"] = integers
         self.__dict__["_packed_state"] = state_of(weight)
-
-    codes_of = staticmethod(int8_codes)
 
     def codes(self) -> BlockCodes:
         """Return the weight's codes; a copy of those in panels."""
@@ -241,13 +239,7 @@ class _Sums:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float:
-    """Return the exponential of the mean loss per token, each conditioned on the tokens before it in its window.
-
-    Args:
-        model: a causal language model.
-        ids: token ids of a text, at least two.
-        window: tokens per pass; each window starts without context.
-    """
+    """Return the exponential of the mean loss per token of a text of two or more, read in windows without context."""
     loss, tokens = 0.0, 0
     for start in range(0, len(ids) - 1, window):
         piece = torch.tensor([ids[start : start + window]], device=model.device, dtype=torch.int64)  # [1, T]

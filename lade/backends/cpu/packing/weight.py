@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Hashable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -206,8 +205,8 @@ def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int =
     filled = torch.nn.functional.pad(weight, (0, -inputs % block, 0, -outputs % panel)).contiguous()
     words = filled.view(torch.int32).view(-1, panel // _COLUMNS, _COLUMNS, filled.shape[1] // block, _COLUMNS)
     words = words.permute(0, 3, 1, 4, 2)
-    ordinary = partial(torch.empty, dtype=torch.int8, device="cpu")
-    room = (ordinary if pages is None else pages.take)(filled.nbytes)
+    size = filled.nbytes
+    room = torch.empty(size, dtype=torch.int8, device="cpu") if pages is None else pages.take(size)
     return room.view(torch.int32).view(words.shape).copy_(words).view(weight.dtype)
 
 
@@ -247,16 +246,13 @@ class Blocks(NamedTuple):
 
 
 class PanelWeight:
-    """A weight in panels: bfloat16 in panels for dot products, or codes.
+    """A weight `[outputs, inputs]` in panels: bfloat16 from `in_panels`, or codes from `in_block_panels`.
 
     Args:
-        panels: the weight, from `in_panels` or `in_block_panels`.
-        outputs: number of outputs, without padding.
+        panels: the weight, with padding.
+        outputs: number of outputs; raises `ValueError` if there are fewer in the panels.
         inputs: number of inputs, without padding.
         codes: format of the codes, see `BlockCodes.name`; empty for bfloat16.
-
-    Raises:
-        ValueError: there are fewer outputs in the panels.
     """
 
     def __init__(self, panels: torch.Tensor, outputs: int, inputs: int, *, codes: str = "") -> None:
