@@ -10,7 +10,7 @@ Some decoders derive positions from cache slots, which differ from positions in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +58,10 @@ class DecoderPatches(SlotPatches):
         lengths = {table.num_embeddings - getattr(table, "offset", 0) for table in self._tables}
         return Positions(tuple(sorted(lengths)))
 
-    def _patches(self, inputs: Inputs) -> Iterator[AbstractContextManager[Override]]:
-        for table in self._tables:
-            yield _read_by_position(table, inputs.positions)
-        for table in self._counting:
-            yield _counted_by_position(table, inputs.positions)
-        for layer in self._biased:
-            yield _biased_by_position(layer, inputs)
+    def _patches(self, inputs: Inputs) -> list[AbstractContextManager[Override]]:
+        patches = [_read_by_position(table, inputs.positions) for table in self._tables]
+        patches += [_counted_by_position(table, inputs.positions) for table in self._counting]
+        return patches + [_biased_by_position(layer, inputs) for layer in self._biased]
 
 
 def _is_table(module: Any) -> bool:

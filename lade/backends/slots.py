@@ -61,15 +61,15 @@ class SlotPatches:
                     "call the model directly, or use plain model.generate",
                 )
 
-    def _patches(self, inputs: Inputs) -> Iterator[AbstractContextManager[Override]]:
-        for layer in self._tempered:
-            yield _tempered_by_position(layer, inputs)
+    def _patches(self, inputs: Inputs) -> list[AbstractContextManager[Override]]:
+        patches = list[AbstractContextManager[Override]]()
+        patches += [_tempered_by_position(layer, inputs) for layer in self._tempered]
         if self._alibi is not None:
-            yield _biased_by_position(self._alibi, inputs.key_positions)
+            patches.append(_biased_by_position(self._alibi, inputs.key_positions))
         if self._indexers:
             assert isinstance(inputs, StepInputs)
-            picks = KeyPicks(inputs)
-            yield from map(picks.patch, self._indexers)
+            patches += map(KeyPicks(inputs).patch, self._indexers)
+        return patches
 
 
 def padding_matters_from(facts: ModelFacts) -> int | None:
