@@ -4,9 +4,6 @@ They run on several threads, those of torch's intra-op pool. Torch's OpenMP thre
 so work that enters their pool finds them awake between two operators of torch, where waking a thread would take longer
 than many products. OpenMP's pool does not survive a fork: in a child of the process that imported this, and where torch
 has another pool, kernels run in the calling thread.
-
-A team waits for the last of its threads. On a processor that other processes keep busy, that one may wait a time slice
-for its turn, behind each of hundreds of kernels: they then run in the calling thread for a while, see `ThreadTeam`.
 """
 
 from __future__ import annotations
@@ -249,6 +246,7 @@ class Stages:
 class ThreadTeam:
     """Threads of torch's pool, as long as none of them keeps the others waiting.
 
+    On a processor that others keep busy, one thread may wait a time slice for its turn, in each of hundreds of kernels.
     A *stall* is the time that threads wait for one that does not run; they stop then, and the calling thread works
     alone for `ALONE` times as long. If the team stalls again before it has worked for that long, it is twice as long as
     the last time: so stalls on a busy processor cost a fraction of what is computed between them, and a team comes

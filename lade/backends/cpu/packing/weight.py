@@ -3,9 +3,6 @@
 Drawings of panels, and of the groups in which rows pass through them, are in `lade/native/cpu_dots.h`. A product of a
 few rows with a small weight takes some 10 us, as long as a few calls of Python. So what calls have in common, such as
 how their work is split, is prepared once per weight and number of rows.
-
-Rows are rounded to codes with a scale for every 32 inputs. Products of as many codes are summed up exactly, scaled, and
-added up in the order of the inputs. No row depends on the others.
 """
 
 from __future__ import annotations
