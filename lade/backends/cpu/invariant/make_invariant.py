@@ -102,7 +102,7 @@ def invariant(model: _Model) -> _Model:
             that differs. The model is left unchanged.
     """
     start, inner = perf_counter(), unwrap(model)
-    _check_model(inner, compiled=hasattr(model, "_orig_mod"))
+    _check_model(model)
     variant(inner)
     with announced_if_slow(logger, f"trying passes of {type(inner).__name__} that are to be invariant"):
         (_make_on_gpu if inner.device.type == "cuda" else _make_on_cpu)(inner)
@@ -168,7 +168,7 @@ def variant(model: _Model) -> _Model:
 def refusal(model: Any) -> str:
     """Return why `invariant` would not even try this model; empty if it would. Nothing is run, the trial may fail."""
     try:
-        _check_model(unwrap(model), compiled=hasattr(model, "_orig_mod"))
+        _check_model(model)
     except UnsupportedModelError as problem:
         return problem.reason
     return ""
@@ -186,7 +186,7 @@ def _replace_layers(
     replace_activations(model)
     replace_norms(model)
     lay_out(model, panels=True)
-    paddings = pad_all(model, model.dtype, known)
+    paddings = pad_all(model, known)
     fuse(model)
     fuse_decoder(decoder)
     return paddings
@@ -218,14 +218,15 @@ def _check_invariance(model: PreTrainedModel, *, briefly: bool) -> None:
                 )
 
 
-def _check_model(model: Any, *, compiled: bool) -> None:
-    """Raise `UnsupportedModelError` for a model that is not even tried; `compiled` tells of a compiled wrapper."""
+def _check_model(wrapped: Any) -> None:
+    """Raise `UnsupportedModelError` for a model that is not even tried."""
+    model: Any = unwrap(wrapped)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         remedy = GIVE_INSIDE if wraps_model(model) else "give a transformers model with generate()"
         raise _refused(model, "it is not a transformers model that generates text", remedy)
     if model.training:
         raise _refused(model, "it is in training mode", "call model.eval()")
-    if compiled or ModelFacts.of(model).compiled:
+    if hasattr(wrapped, "_orig_mod") or ModelFacts.of(model).compiled:
         raise _refused(model, "it is compiled, and compilers choose their own kernels")
     if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPES:
         if reason := ON_GPU.load().invariant_refusal(model):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.pytorch_utils import Conv1D
 
@@ -205,13 +206,10 @@ class RowProduct:
         return padding_for(self.layer, self.features, self.dtype)
 
 
-def pad_all(
-    model: nn.Module, dtype: torch.dtype, known: Sequence[RowPadding | None] = ()
-) -> Sequence[RowPadding | None]:
+def pad_all(model: PreTrainedModel, known: Sequence[RowPadding | None]) -> Sequence[RowPadding | None]:
     """Pad the rows of every layer of a model, in place, after a trial of each distinct shape and dtype.
 
-    The dtype is for layers whose weights do not tell theirs. `known` is what trials of a model of the same structure
-    returned.
+    `known` is what trials of a model of the same structure returned; empty for none.
 
     Returns:
         The paddings of the distinct products, in their order; None where no padding is enough.
@@ -219,7 +217,7 @@ def pad_all(
     Raises:
         UnsupportedModelError: no padding makes some layer invariant; the message names the layer.
     """
-    layers = {name: (layer, list(_products(layer, dtype))) for name, layer in model.named_modules()}
+    layers = {name: (layer, list(_products(layer, model.dtype))) for name, layer in model.named_modules()}
     distinct = {product.kind: (layer, product) for layer, products in layers.values() for product in products}
     if len(known) != len(distinct):
         known = [_padding_of_trial(*each) for each in distinct.values()]
@@ -306,7 +304,7 @@ def expert_product(experts: Any, name: str, number: int) -> Any:
 
 
 def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
-    """Yield the products that a module itself computes, without its children."""
+    """Yield the products that a module itself computes, without its children, in a dtype if its weights tell none."""
     if _is_mixture(layer):
         for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
             weight = getattr(layer, name)

@@ -9,7 +9,6 @@ on the other rows. They run on the compiled kernels, or on torch's operators wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -67,15 +66,41 @@ class BlockCodes:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def in_panels(self, pages: HugePages) -> PanelWeight | None:
-        """Return the weight as its kernel takes it; None without the library."""
+        """Return the weight in panels, padded with zeros, as its kernel takes it; None without the library.
+
+        Panels are `[out / 16, in / 64, lines, 64]` int8: for each block a head of one or two lines, and lines of codes.
+        They are drawn in `lade/native/cpu_blocks.h`.
+        """
         if not has_block_kernels():
             return None
-        panels = in_block_panels(self.tensors(), self.bits, pages)
-        return PanelWeight(panels, *self.values.shape, codes=self.name)
+        outputs, inputs = self.values.shape
+        blocks = -(-inputs // BLOCK)
+        head = torch.cat([_head(each, inputs) for name, each in self.tensors().items() if name != "values"], -1)
+        head = pad(head, (0, -head.shape[-1] % _LINE)).view(len(head), blocks, -1, _LINE)
+        values = pad(self.values, (0, -inputs % BLOCK, 0, -outputs % PANEL))
+        codes = _in_lines(values.view(-1, PANEL, blocks, BLOCK), self.bits)
+        shape = (len(head), blocks, head.shape[2] + codes.shape[2], _LINE)
+        panels = pages.take(shape[0] * shape[1] * shape[2] * _LINE).view(shape)
+        panels[:, :, : head.shape[2]], panels[:, :, head.shape[2] :] = head, codes.view(torch.int8)
+        return PanelWeight(panels, outputs, inputs, codes=self.name)
 
     def out_of_panels(self, weight: PanelWeight) -> Self:
         """Invert `in_panels`; the tensors' shapes and dtypes, not their values, are those of `self`."""
-        return self._with(out_of_block_panels(weight.panels, self.tensors(), self.bits))
+        (outputs, inputs), panels = self.values.shape, weight.panels
+        lines = panels[:, :, -BLOCK * PANEL * self.bits // 8 // _LINE :].contiguous().view(torch.uint8)
+        values = _out_of_lines(lines, self.bits).reshape(len(panels) * PANEL, -1)
+        found, head, first = {"values": values[:outputs, :inputs].contiguous()}, panels.flatten(2), 0
+        for name, each in self.tensors().items():
+            if name == "values":
+                continue
+            per_block = _per_block(each, inputs)
+            size = PANEL * each.element_size() * per_block
+            piece = head[:, :, first : first + size].contiguous().view(each.dtype)  # [panels, blocks, n * 16]
+            piece = piece.unflatten(2, (-1, PANEL)).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)  # [out, blocks * n]
+            piece = piece[:outputs, :: 4 if per_block == 1 else 1][:, : each.shape[1]]
+            found[name] = piece.clone(memory_format=torch.contiguous_format)
+            first += size
+        return self._with(found)
 
     def without_values(self) -> Self:
         """Return codes of the same shapes on the meta device."""
@@ -162,46 +187,6 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # them directly would break ties differently.
     codes = (grouped / scale).add_(128.5).to(torch.uint8).contiguous()
     return codes.bitwise_xor_(128).view(torch.int8), scale
-
-
-# Panels, drawn in `lade/native/cpu_blocks.h`
-
-
-def in_block_panels(parts: Mapping[str, torch.Tensor], bits: int, pages: HugePages) -> torch.Tensor:
-    """Return the named tensors of `BlockCodes` in panels, padded with zeros.
-
-    Returns:
-        `[out / 16, in / 64, lines, 64]` int8: a head of one or two lines, and lines of codes for each block.
-    """
-    outputs, inputs = parts["values"].shape
-    blocks = -(-inputs // BLOCK)
-    head = torch.cat([_head(each, inputs) for name, each in parts.items() if name != "values"], -1)
-    head = pad(head, (0, -head.shape[-1] % _LINE)).view(len(head), blocks, -1, _LINE)
-    values = pad(parts["values"], (0, -inputs % BLOCK, 0, -outputs % PANEL))
-    codes = _in_lines(values.view(-1, PANEL, blocks, BLOCK), bits)
-    shape = (len(head), blocks, head.shape[2] + codes.shape[2], _LINE)
-    panels = pages.take(shape[0] * shape[1] * shape[2] * _LINE).view(shape)
-    panels[:, :, : head.shape[2]], panels[:, :, head.shape[2] :] = head, codes.view(torch.int8)
-    return panels
-
-
-def out_of_block_panels(panels: torch.Tensor, like: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
-    """Invert `in_block_panels`; `like` has the shapes and dtypes of the tensors."""
-    outputs, inputs = like["values"].shape
-    count, blocks = panels.shape[:2]
-    lines = panels[:, :, -BLOCK * PANEL * bits // 8 // _LINE :].contiguous().view(torch.uint8)
-    values = _out_of_lines(lines, bits).reshape(count * PANEL, blocks * BLOCK)
-    found, head, first = {"values": values[:outputs, :inputs].contiguous()}, panels.flatten(2), 0
-    for name, each in like.items():
-        if name != "values":
-            per_block = _per_block(each, inputs)
-            size = PANEL * each.element_size() * per_block
-            piece = head[:, :, first : first + size].contiguous().view(each.dtype)  # [panels, blocks, n * 16]
-            piece = piece.unflatten(2, (-1, PANEL)).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)  # [out, blocks * n]
-            piece = piece[:outputs, :: 4 if per_block == 1 else 1][:, : each.shape[1]]
-            found[name] = piece.clone(memory_format=torch.contiguous_format)
-            first += size
-    return found
 
 
 def _per_block(part: torch.Tensor, inputs: int) -> int:

@@ -243,7 +243,7 @@ class Blocks(NamedTuple):
 
 
 class PanelWeight:
-    """A weight `[outputs, inputs]` in panels: bfloat16 from `in_panels`, or codes from `in_block_panels`.
+    """A weight `[outputs, inputs]` in panels: bfloat16 from `in_panels`, or codes from `BlockCodes`.
 
     Args:
         panels: the weight, with padding.
