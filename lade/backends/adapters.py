@@ -144,5 +144,4 @@ class AdaptersBackend:
     remove_call_hooks = staticmethod(remove_call_hooks)
 
 
-BACKEND = AdaptersBackend()
-ADAPTERS.fill(BACKEND)
+ADAPTERS.fill(AdaptersBackend())

@@ -10,8 +10,8 @@ Some decoders derive positions from cache slots, which differ from positions in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lade.backends.slots import SlotPatches
 from lade.decoding.loop import PromptLogitsHook
-from lade.errors import UnsupportedModelError
 from lade.model.config import Positions, token_embeddings
 from lade.model.facts import CACHE, ModelFacts
 from lade.model.inputs import Inputs, MaskPlan
@@ -39,11 +38,9 @@ _BIAS_PARAMETERS = ("query_length", "key_length", "device", "past_seen_tokens")
 
 
 class DecoderPatches(SlotPatches):
-    """Patches the modules of one decoder that derive positions from slots.
+    """Patches the modules of one decoder that derive positions from slots; the encoder is left alone."""
 
-    Args:
-        model: an encoder-decoder model; its encoder is left alone.
-    """
+    _enough = staticmethod(all)
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules: list[Any] = list(model.get_decoder().modules())
@@ -61,30 +58,16 @@ class DecoderPatches(SlotPatches):
         lengths = {table.num_embeddings - getattr(table, "offset", 0) for table in self._tables}
         return Positions(tuple(sorted(lengths)))
 
-    @contextmanager
-    def patched_for(self, inputs: Inputs) -> Iterator[None]:
-        """Make these modules use the positions in `inputs` for calls from this thread, while the context lasts.
-
-        Raises:
-            UnsupportedModelError: a module was not called, or not from this thread.
-        """
-        with ExitStack() as stack:
-            patches = [_read_by_position(table, inputs.positions) for table in self._tables]
-            patches += [_counted_by_position(table, inputs.positions) for table in self._counting]
-            patches += [_biased_by_position(layer, inputs) for layer in self._biased]
-            overrides = [stack.enter_context(patch) for patch in patches]
-            yield
-            if not all(override.used for override in overrides):
-                raise UnsupportedModelError(
-                    "its layers were not called from the decoding thread, so they did not see a tree's positions",
-                    "call the model directly, or use plain model.generate",
-                )
+    def _patches(self, inputs: Inputs) -> list[AbstractContextManager[Override]]:
+        patches = [_read_by_position(table, inputs.positions) for table in self._tables]
+        patches += [_counted_by_position(table, inputs.positions) for table in self._counting]
+        return patches + [_biased_by_position(layer, inputs) for layer in self._biased]
 
 
 def _is_table(module: Any) -> bool:
-    return (
-        isinstance(module, nn.Embedding) and set(inspect.signature(type(module).forward).parameters) > _TABLE_PARAMETERS
-    )
+    if not isinstance(module, nn.Embedding):
+        return False
+    return set(inspect.signature(type(module).forward).parameters) > _TABLE_PARAMETERS
 
 
 def _counts_tokens(module: Any) -> bool:
@@ -160,22 +143,17 @@ class Encoded:
         encoder: Any = model.get_encoder()
         return cls(encoder(input_ids=input_ids, return_dict=True))
 
-    @property
-    def states(self) -> torch.Tensor:
-        """Hidden states, `[B, T, H]`."""
-        states: torch.Tensor = self.outputs[0]
-        return states
-
     def __len__(self) -> int:
         """Return B, the number of rows."""
-        return self.states.shape[0]
+        return len(self.outputs[0])
 
     def rows(self, numbers: Sequence[int]) -> Encoded:
         """Return these rows, in this order; a row may be repeated."""
         if list(numbers) == list(range(len(self))):
             return self
-        rows = torch.tensor(numbers, device=self.states.device)
-        outputs = BaseModelOutput(last_hidden_state=self.states[rows])
+        states: torch.Tensor = self.outputs[0]  # [B, T, H]
+        rows = torch.tensor(numbers, device=states.device)
+        outputs = BaseModelOutput(last_hidden_state=states[rows])
         mask = self.mask
         if mask is not None and len(mask) == len(self):
             mask = mask[rows.to(mask.device)]
@@ -190,17 +168,12 @@ class Encoded:
 
 
 class DecoderCache(TreeCache):
-    """Keys and values of self-attention, as in any `TreeCache`, and those of cross-attention alongside.
-
-    Attributes:
-        cross: cross-attention keys and values, computed once per row.
-        encoded: encoder outputs of these rows; None before prefill.
-    """
+    """Keys and values of self-attention, as in any `TreeCache`, and those of cross-attention alongside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cross = DynamicCache()
-        self.encoded: Encoded | None = None
+        self.cross = DynamicCache()  # computed once per row
+        self.encoded: Encoded | None = None  # encoder outputs of these rows; None before prefill
 
     def pair(self) -> EncoderDecoderCache:
         """Return both caches as the model expects them; it computes entries that `cross` lacks."""
@@ -242,15 +215,7 @@ class DecoderCache(TreeCache):
 
 
 class EncoderDecoderRunner(EagerRunner):
-    """One call of `model.forward` per step, on a `DecoderCache`; see `EagerRunner`.
-
-    Args:
-        model: an encoder-decoder model that `lade.supports`.
-        plan: how its decoder takes its masks.
-        generation_config: generation settings, see `EagerRunner`.
-        encoded: encoder outputs for the rows of the batch.
-        facts: survey of the model, see `EagerRunner`.
-    """
+    """One call of `model.forward` per step, on a `DecoderCache`, with encoder outputs for the rows of the batch."""
 
     exposes_states = False
 
@@ -279,16 +244,10 @@ class EncoderDecoderRunner(EagerRunner):
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: TreeCache, hook: PromptLogitsHook | None = None
     ) -> torch.Tensor:
-        """Feed the decoder's prompts, mostly of one token each.
+        """Feed the decoder's prompts of equal length, mostly of one token each; return logits of their ends, `[B, V]`.
 
-        Args:
-            rows: prompts of equal length, one per row of the encoder outputs. If there are more, as in a calibration of
-                batches, encoder rows are reused from the first one on.
-            cache: an empty `DecoderCache`.
-            hook: unused, since a decoder's prompt carries no information about the text.
-
-        Returns:
-            Logits of each row's last token, `[B, V]`.
+        If there are more than rows of encoder outputs, as in a calibration of batches, these are reused from the first
+        one on. The hook is unused, since a decoder's prompt carries no information about the text.
         """
         assert isinstance(cache, DecoderCache)
         cache.encoded = self._encoded.rows([number % len(self._encoded) for number in range(len(rows))])

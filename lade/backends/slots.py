@@ -13,7 +13,7 @@ different slots, so every computation on slots is patched to use positions durin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,8 @@ from lade.model.runner import SLOTS
 class SlotPatches:
     """Patches the parts of one model that use slots."""
 
+    _enough: Callable[[Iterable[object]], bool] = staticmethod(any)  # of the parts have to be called
+
     def __init__(self, facts: ModelFacts) -> None:
         self._alibi = facts.model.base_model if facts.has_alibi else None
         layers = facts.having("attn_temperature_tuning") if _has_temperature(facts) else ()
@@ -51,19 +53,23 @@ class SlotPatches:
             UnsupportedModelError: the patched parts were not called, or not by this thread.
         """
         with ExitStack() as stack:
-            overrides = [stack.enter_context(_tempered_by_position(layer, inputs)) for layer in self._tempered]
-            if self._alibi is not None:
-                overrides.append(stack.enter_context(_biased_by_position(self._alibi, inputs.key_positions)))
-            if self._indexers:
-                assert isinstance(inputs, StepInputs)
-                picks = KeyPicks(inputs)
-                overrides += [stack.enter_context(picks.patch(indexer)) for indexer in self._indexers]
+            overrides = [stack.enter_context(patch) for patch in self._patches(inputs)]
             yield
-            if not any(override.used for override in overrides):
+            if not self._enough(override.used for override in overrides):
                 raise UnsupportedModelError(
-                    "its layers were not called by the thread that decodes, and do not see a tree's positions",
-                    "call the model without the wrapper, or use plain model.generate",
+                    "its layers were not called from the decoding thread, so they did not see a tree's positions",
+                    "call the model directly, or use plain model.generate",
                 )
+
+    def _patches(self, inputs: Inputs) -> list[AbstractContextManager[Override]]:
+        patches = list[AbstractContextManager[Override]]()
+        patches += [_tempered_by_position(layer, inputs) for layer in self._tempered]
+        if self._alibi is not None:
+            patches.append(_biased_by_position(self._alibi, inputs.key_positions))
+        if self._indexers:
+            assert isinstance(inputs, StepInputs)
+            patches += map(KeyPicks(inputs).patch, self._indexers)
+        return patches
 
 
 def padding_matters_from(facts: ModelFacts) -> int | None:
@@ -108,10 +114,11 @@ def _tempered_by_position(layer: Any, inputs: Inputs) -> Iterator[Override]:
         yield flag
 
 
-class KeyPicks:
-    """The keys that an indexer selects for the nodes of one step."""
+class KeyPicks(TorchFunctionMode):
+    """The keys that indexers select for the nodes of one step: replaces `topk` in the code inside."""
 
     def __init__(self, inputs: StepInputs) -> None:
+        super().__init__()
         self._inputs = inputs
 
     def patch(self, indexer: nn.Module) -> AbstractContextManager[Override]:
@@ -119,7 +126,7 @@ class KeyPicks:
 
         def own(forward: Callable[..., Any]) -> Callable[..., Any]:
             def picking(*args: Any, **kwargs: Any) -> Any:
-                with _TopKOverride(self):
+                with self:
                     return forward(*args, **kwargs)
 
             return picking
@@ -140,14 +147,9 @@ class KeyPicks:
         return [(number, counts == number) for number in counts.unique().tolist()]
 
     def best(self, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and slots of the top keys, as `Tensor.topk` gives them for each node's text alone.
+        """Return scores and slots `[B, S, k]` of the top keys, as `Tensor.topk` gives them for each node's text alone.
 
-        Args:
-            scores: `[B, S, K]`, the indexer's scores.
-            k: number of keys to select; at a node that sees fewer, its first key fills the rest.
-
-        Returns:
-            Scores and slots, each `[B, S, k]`.
+        The indexer's scores are `[B, S, K]`. Where a node sees fewer than k keys, its first one fills the rest.
         """
         order = self._order.to(scores.device)
         slots = order[..., :1].expand(*order.shape[:2], k).clone()
@@ -160,19 +162,11 @@ class KeyPicks:
             slots[here] = found
         return scores.gather(-1, slots), slots
 
-
-class _TopKOverride(TorchFunctionMode):
-    """Overrides `topk` for the code inside."""
-
-    def __init__(self, picks: KeyPicks) -> None:
-        super().__init__()
-        self._picks = picks
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **kwargs)
-        return torch.return_types.topk(self._picks.best(*args[:2]))
+        return torch.return_types.topk(self.best(*args[:2]))
 
 
 class SlotsBackend:
@@ -185,5 +179,4 @@ class SlotsBackend:
         return SlotPatches(facts) or None
 
 
-BACKEND = SlotsBackend()
-SLOTS.fill(BACKEND)
+SLOTS.fill(SlotsBackend())

@@ -61,10 +61,7 @@ def prepare_for_plain(cache: Any, model: nn.Module) -> None:
 def unfit_reason(cache: Cache, length: int, max_length: int) -> str:
     """Return the reason why a cache that passes `can_borrow` does not fit the generation; empty if it does.
 
-    Args:
-        cache: the user's cache, for a single row.
-        length: number of tokens of the prompt.
-        max_length: maximum length of the text, prompt included.
+    The generation has one row, with a prompt of `length` tokens, and at most `max_length` with the prompt included.
     """
     slots = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
     if slots and min(slots) < max_length - 1:  # the last token is not fed
@@ -82,11 +79,7 @@ def unfit_reason(cache: Cache, length: int, max_length: int) -> str:
 
 
 class BorrowedCache(TreeCache):
-    """Starts with the content of a user's cache, and returns it with the new tokens.
-
-    Args:
-        cache: the user's cache, unchanged until `give_back`.
-    """
+    """Starts with the content of a user's cache, which is unchanged until `give_back` adds the new tokens."""
 
     def __init__(self, cache: Cache) -> None:
         super().__init__()
@@ -100,11 +93,7 @@ class BorrowedCache(TreeCache):
         self._borrowed_layers = self.layers[:1]
 
     def give_back(self, tokens: int) -> None:
-        """Append the new tokens to the user's cache, without rejected drafts after them.
-
-        Args:
-            tokens: total number of tokens to keep; every layer of this cache holds them.
-        """
+        """Append the new tokens to the user's cache, up to `tokens` in all, without rejected drafts after them."""
         # If the first layer was replaced, the model has recomputed the text, with other frequencies.
         recomputed = bool(self._borrowed_layers) and self.layers[:1] != self._borrowed_layers
         start = 0 if recomputed else self._borrowed_tokens
@@ -171,13 +160,9 @@ def _full_length(states: torch.Tensor, tokens: int) -> torch.Tensor:
 def output_cache(prepared: Prepared, ids: torch.Tensor, ours: Cache | None) -> Cache | None:
     """Return the cache of an output object: the user's, or one as transformers has made it, with the keys of ours.
 
-    Without ours, in a batch, a pass over its texts fills it when it is read: plain decoding has padding in it, and what
-    it feeds to rows that have ended before others. None for batches with media inputs.
-
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        ids: `[B, L]` int64, what it returns.
-        ours: the cache of all rows, of one length; None in a batch.
+    Rows of ours are of one length. Without ours, in a batch, a pass over its texts fills it when it is read: plain
+    decoding has padding in it, and what it feeds to rows that have ended before others. None for batches with media
+    inputs. The ids `[B, L]` are those that `model.generate` returns.
     """
     if ours is not None:
         if (made := prepared.output_cache) is None:
@@ -239,5 +224,4 @@ class UserCacheBackend:
     output_cache = staticmethod(output_cache)
 
 
-BACKEND = UserCacheBackend()
-USER_CACHES.fill(BACKEND)
+USER_CACHES.fill(UserCacheBackend())

@@ -116,7 +116,7 @@ def test_masks_of_unknown_positions_are_refused():
 
 
 ATTENTION = work.attention_of  # which a test replaces
-HEADS = Heads(queries=6, keys=2, size=32, value_size=32)
+HEADS = Heads(queries=6, keys=2, size=32)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def few_texts(monkeypatch):
 
 
 def test_the_trial_passes(few_texts):
-    assert attention_keeps_order(HEADS) and attention_keeps_order(HEADS._replace(size=128, value_size=128))
+    assert attention_keeps_order(HEADS) and attention_keeps_order(HEADS._replace(size=128))
 
 
 def reversed_for_few(query, key, value, mask, *rest):

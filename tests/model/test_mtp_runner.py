@@ -8,10 +8,10 @@ import torch
 from mtp_toys import llama_with_mtp
 from transformers.cache_utils import MtpCache
 
+from lade.backends.mtp.backend import MtpRunner
 from lade.backends.mtp.head import Head
 from lade.backends.mtp.load import NoLayersError, check_room, examine, find, layer_number, layer_of
 from lade.backends.mtp.prompts import KnownStates
-from lade.backends.mtp.runner import MtpRunner
 from lade.decoding.kernels.native_tree import Frontier
 from lade.model.runner import EagerRunner
 from lade.model.supports import supports

@@ -27,8 +27,8 @@ from transformers.cache_utils import MtpCache
 
 import lade
 from lade import LookaheadConfig, UnsupportedArgumentError
+from lade.backends.mtp.backend import MtpRunner
 from lade.backends.mtp.load import layer_of
-from lade.backends.mtp.runner import MtpRunner
 from lade.model.runner import EagerRunner
 
 _ONE_MORE = {"num_hidden_layers": 5}

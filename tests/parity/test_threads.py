@@ -184,9 +184,9 @@ def test_a_model_that_counts_slots_in_a_thread_of_its_own_is_refused():
             return pool.submit(torch.no_grad()(forward), *args, **kwargs).result(60)
 
     model.forward = functools.wraps(forward)(elsewhere)
-    with pytest.raises(lade.UnsupportedModelError, match="not called by the thread that decodes"):
+    with pytest.raises(lade.UnsupportedModelError, match="not called from the decoding thread"):
         lookahead(model, ids, PAPER, max_new_tokens=9)
-    with pytest.warns(lade.FallbackWarning, match="not called by the thread that decodes"):
+    with pytest.warns(lade.FallbackWarning, match="not called from the decoding thread"):
         assert torch.equal(lookahead(model, ids, "auto", max_new_tokens=9), expected)
 
 

@@ -12,8 +12,8 @@ from mtp_toys import llama
 from transformers import LlamaForCausalLM
 
 import lade
+from lade.backends.mtp.backend import MtpRunner
 from lade.backends.mtp.load import layer_of
-from lade.backends.mtp.runner import MtpRunner
 from lade.decoding.kernels.native_tree import Frontier
 from lade.model.runner import EagerRunner
 from training.mtp import export_layer, losses, new_layer, train_layer, unrolled, written_texts

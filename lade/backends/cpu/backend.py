@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +9,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from lade.backends.cpu.invariant_marker import invariance_of, stale_reason
+from lade.backends.cpu.packing.integers import Int8Linear
+from lade.backends.cpu.packing.linear import PackedLinear, refuse_autocast
 from lade.backends.cpu.packing.weight import PackedWeight
 from lade.model.facts import PACKED, ModelFacts
 from lade.model.inputs import INVARIANT_ATTENTION, PLACED_MASKS
@@ -17,39 +18,24 @@ from lade.model.supports import INVARIANT_MODELS
 
 
 class CpuBackend:
-    """Packed and batch-invariant layers; modules that import a compiler are loaded on demand.
+    """Packed and batch-invariant layers; what makes a model either is imported when it is first asked for.
 
     Attributes:
         packed_weight: class of the weights of packed layers.
+        packed_layer: class of packed layers in the model's dtype; they are linear like the original ones.
+        int8_layer: class of packed layers that quantise their inputs to int8.
     """
 
-    packed_weight = PackedWeight
-
-    @cached_property
-    def packed_layer(self) -> type[nn.Module]:
-        """Class of packed layers in the model's dtype; they are linear like the original ones."""
-        from lade.backends.cpu.packing.linear import PackedLinear
-
-        return PackedLinear
-
-    @cached_property
-    def int8_layer(self) -> type[nn.Module]:
-        """Class of packed layers that quantise their inputs to int8."""
-        from lade.backends.cpu.packing.integers import Int8Linear
-
-        return Int8Linear
+    packed_weight: type[nn.Parameter] = PackedWeight
+    packed_layer: type[nn.Module] = PackedLinear
+    int8_layer: type[nn.Module] = Int8Linear
+    refuse_autocast = staticmethod(refuse_autocast)
 
     def refusal(self, facts: ModelFacts, config: PretrainedConfig) -> str:
         """Return why an invariant model may no longer be invariant; an empty string otherwise."""
         note = invariance_of(facts.model)
         expected = note.attention if note is not None and note.threads is None else INVARIANT_ATTENTION
         return stale_reason(facts, config._attn_implementation == expected)
-
-    def refuse_autocast(self, model: Any) -> None:
-        """Raise `UnsupportedModelError` if autocast asks for a dtype other than that of the packed layers."""
-        from lade.backends.cpu.packing.linear import refuse_autocast
-
-        refuse_autocast(model)
 
     def pack_like(self, module: nn.Module, layer: Any) -> None:
         """Pack a module in the format and with the products of a packed layer, in place; nothing is measured."""
@@ -65,12 +51,7 @@ class CpuBackend:
         return not refusal(model)
 
     def placed_mask(self, allowed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the attention mask that `lade_invariant` takes.
-
-        Args:
-            allowed: `[B, 1, S, K]` bool, true where a query may see a key.
-            positions: `[B, K]` int64, positions of the keys.
-        """
+        """Return the mask that `lade_invariant` takes: `[B, 1, S, K]` bool, and positions of the keys, `[B, K]`."""
         from lade.backends.cpu.invariant.attention import PlacedMask
 
         return PlacedMask.of(allowed, positions)

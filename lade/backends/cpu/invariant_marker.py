@@ -26,24 +26,14 @@ _AGAIN = "call lade.invariant(model) again"
 
 @dataclass(frozen=True)
 class Invariance:
-    """How a model was made invariant, and the settings to restore.
+    """How a model was made invariant, and the settings to restore."""
 
-    Attributes:
-        threads: number of torch threads during the trial; invariance is known for this number only. None for a model on
-            a GPU.
-        dtype: dtype of the model during the trial.
-        modules: number of its modules during the trial.
-        attention: attention implementation of its decoder before.
-        experts: experts implementation of its decoder before; None if the model has no configurable experts.
-        changed: number of modules that were subclassed in place; replacing one of them is detected by this.
-    """
-
-    threads: int | None
-    dtype: torch.dtype
-    modules: int
-    attention: str | None
-    experts: str | None
-    changed: int = 0
+    threads: int | None  # of torch during the trial; invariance is known for this number only. None on a GPU
+    dtype: torch.dtype  # of the model during the trial
+    modules: int  # number of its modules during the trial
+    attention: str | None  # attention implementation of its decoder before
+    experts: str | None  # experts implementation of its decoder before; None without configurable experts
+    changed: int = 0  # number of modules that were subclassed in place; replacing one of them is detected by this
 
 
 def invariance_of(model: nn.Module) -> Invariance | None:

@@ -4,9 +4,6 @@ They run on several threads, those of torch's intra-op pool. Torch's OpenMP thre
 so work that enters their pool finds them awake between two operators of torch, where waking a thread would take longer
 than many products. OpenMP's pool does not survive a fork: in a child of the process that imported this, and where torch
 has another pool, kernels run in the calling thread.
-
-A team waits for the last of its threads. On a processor that other processes keep busy, that one may wait a time slice
-for its turn, behind each of hundreds of kernels: they then run in the calling thread for a while, see `ThreadTeam`.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from time import monotonic_ns
 from typing import Any, NamedTuple, NoReturn
@@ -52,11 +50,7 @@ class CpuKernel:
 
     @cached_property
     def address(self) -> int:
-        """Address of the machine code, a C function.
-
-        Raises:
-            UnsupportedModelError: there is no such kernel here.
-        """
+        """Address of the machine code, a C function; raises `UnsupportedModelError` if there is no such kernel here."""
         found = self._find()
         if found is None:
             raise UnsupportedModelError(f"the compiled kernel {self.name!r} is missing", COMPILER_REMEDY)
@@ -93,11 +87,7 @@ def _finder() -> Any:
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """Return the dtype code that kernels take.
-
-    Raises:
-        ValueError: no kernel takes this dtype.
-    """
+    """Return the dtype code that kernels take; raises `ValueError` if none takes this dtype."""
     kind = _KINDS.get(dtype)
     if kind is None:
         raise ValueError(f"a kernel was given {dtype}; it takes {', '.join(map(str, _KINDS))}")
@@ -115,11 +105,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def refuse(taker: str, takes: str, **given: torch.Tensor | None) -> NoReturn:
-    """Raise for tensors that a kernel does not support. Kernels see addresses only, so callers check first.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise `ValueError` for tensors that a kernel does not take. It sees addresses only, so callers check first."""
     described = (f"{name} {_described(tensor)}" for name, tensor in given.items() if tensor is not None)
     raise ValueError(f"{taker} was given {', '.join(described)}; it takes {takes}")
 
@@ -158,22 +144,21 @@ class At(NamedTuple):
     offset: int = 0
 
 
+@dataclass
 class Room:
     """Memory that a call needs for itself.
 
-    Args:
-        address: index of its address among those that a call is given.
-
     Attributes:
+        address: index of its address among those that a call is given.
         size: bytes taken so far.
     """
 
-    def __init__(self, address: int) -> None:
-        self._address, self.size = address, 0
+    address: int
+    size: int = 0
 
     def take(self, size: int) -> At:
         """Return the place of so many bytes, aligned to 64."""
-        place = At(self._address, self.size)
+        place = At(self.address, self.size)
         self.size += -(-size // 64) * 64
         return place
 
@@ -187,10 +172,8 @@ class Stages:
 
     def __init__(self) -> None:
         self._places, self._threads = array("q"), 1
-        fill = kernel("fill_addresses").address
-        self._fields = array(
-            "q", (0, 0, 1, 0, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0)
-        )  # the first stage fills in the addresses
+        fill = kernel("fill_addresses").address  # the first stage
+        self._fields = array("q", (0, 0, 1, 0, 0, 0, fill, 6, 0, 0, 1, 0, 0, 0, 0))
         self._sequence = 0  # index of the last stage's number of fields, if that is a sequence; else 0
 
     def add(self, kernel: CpuKernel, parts: int | At, fields: Sequence[int | At], *, joined: bool = False) -> None:
@@ -263,6 +246,7 @@ class Stages:
 class ThreadTeam:
     """Threads of torch's pool, as long as none of them keeps the others waiting.
 
+    On a processor that others keep busy, one thread may wait a time slice for its turn, in each of hundreds of kernels.
     A *stall* is the time that threads wait for one that does not run; they stop then, and the calling thread works
     alone for `ALONE` times as long. If the team stalls again before it has worked for that long, it is twice as long as
     the last time: so stalls on a busy processor cost a fraction of what is computed between them, and a team comes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -28,13 +29,10 @@ class GrammarProcessor(LogitsProcessor):
 
     Args:
         matchers: matchers at the start of each prompt's grammar, or a single one for all prompts.
-        vocabulary: vocabulary of the tokenizer.
+        vocabulary: tokens that the matchers are for.
         alone: true if there is one row, whose every token must be allowed; None to decide by the batch. Rows of a batch
             may have ended otherwise and be padded, or be beams with zero probability, so a token that is not allowed
             ends their answer.
-
-    Attributes:
-        vocabulary: vocabulary of the tokenizer.
     """
 
     def __init__(self, matchers: Sequence[Matcher], vocabulary: Vocabulary, *, alone: bool | None = None) -> None:
@@ -44,12 +42,7 @@ class GrammarProcessor(LogitsProcessor):
         self._rows: list[_Row] = []
 
     def of_row(self, row: int, rows: int) -> GrammarProcessor:
-        """Return a processor for one row alone, at the start of its grammar.
-
-        Args:
-            row: index of the row in the batch.
-            rows: B, size of the batch; a multiple of the number of prompts.
-        """
+        """Return a processor for one row of a batch, alone, at the start of its grammar."""
         return GrammarProcessor([self._matchers[self._prompt_of(row, rows)]], self.vocabulary, alone=rows == 1)
 
     def matcher(self) -> Matcher:
@@ -111,48 +104,36 @@ class GrammarProcessor(LogitsProcessor):
 
     def _origin(self, text: list[int], number: int) -> _Row | None:
         """Return the row that has this text, preferably the one at index `number`."""
-        if self._rows[number].text == text:
-            return self._rows[number]
-        return next((row for row in self._rows if row.text == text), None)
+        return next((row for row in (self._rows[number], *self._rows) if row.text == text), None)
 
 
+@dataclass
 class _Row:
-    """A text, and its position in its grammar.
+    """A text, and its position in its grammar."""
 
-    Args:
-        text: end of the prompt, and the answer so far.
-        matcher: matcher at the end of the text.
-        prompt: index of the first row with the same prompt.
-        ended: true if the answer has ended.
-    """
-
-    def __init__(self, text: list[int], matcher: Matcher, prompt: int, *, ended: bool = False) -> None:
-        self.text, self._matcher, self.prompt, self.ended = text, matcher, prompt, ended
+    text: list[int]  # end of the prompt, and the answer so far
+    matcher: Matcher  # at the end of the text
+    prompt: int  # index of the first row with the same prompt
+    ended: bool = False
 
     def copy(self) -> _Row:
         """Return an independent copy."""
-        return _Row(list(self.text), self._matcher.copy(), self.prompt, ended=self.ended)
+        return _Row(list(self.text), self.matcher.copy(), self.prompt, self.ended)
 
     def take(self, token: int, ends: Sequence[int], *, strictly: bool) -> None:
-        """Consume the next token.
-
-        Args:
-            token: id of the token.
-            ends: ids after which there is only padding.
-            strictly: true to raise if the grammar does not allow the token.
-        """
+        """Consume the next token; after one of `ends` there is only padding. Strictly, raise if it is not allowed."""
         self.text.append(token)
         if self.ended:
             return
-        self._matcher.count_token()
-        self.ended = token in ends or not self._matcher.take([token])
+        self.matcher.count_token()
+        self.ended = token in ends or not self.matcher.take([token])
         if self.ended and strictly and token not in ends:
             raise GrammarError(f"the grammar does not allow token {token}: leave out the processor that forces it")
 
     def mask(self, size: int, ends: Sequence[int]) -> Any:
         """Return `[V]` bool, true for tokens that are allowed."""
         if not self.ended:
-            packed = np.frombuffer(self._matcher.mask(), np.uint8)
+            packed = np.frombuffer(self.matcher.mask(), np.uint8)
             allowed = np.unpackbits(packed, bitorder="little")[:size].view(np.bool_)
             return allowed if len(allowed) == size else np.pad(allowed, (0, size - len(allowed)))
         only = np.zeros(size, np.bool_)
@@ -251,9 +232,7 @@ def with_grammar(model: PreTrainedModel, grammar: GrammarArgument, arguments: di
 def constraints_for(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> list[GrammarConstraint | None]:
     """Return the constraint that a grammar processor puts on each row's drafts; None for rows without one.
 
-    Args:
-        prepared: the prepared batch of the call.
-        prompts: prompt tokens of each row, without padding.
+    Prompts are those of each row, without padding.
     """
     processor = next((each for each in prepared.logits_processor if isinstance(each, GrammarProcessor)), None)
     if processor is None:
@@ -274,5 +253,4 @@ class GrammarBackend:
     processor_of_tokenizer = staticmethod(processor_of_tokenizer)
 
 
-BACKEND = GrammarBackend()
-GRAMMARS.fill(BACKEND)
+GRAMMARS.fill(GrammarBackend())

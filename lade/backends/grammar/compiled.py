@@ -79,11 +79,7 @@ def vocabulary_of_tokenizer(tokenizer: Any, ends: Iterable[int] = ()) -> Vocabul
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes, with the grammars compiled for it. Thread-safe.
-
-    Args:
-        tokenizer: a fast transformers tokenizer.
-        ends: ids that end an answer.
+    """The tokens of a fast tokenizer as bytes, with the grammars compiled for it. Thread-safe.
 
     Attributes:
         ends: ids that end an answer.
@@ -125,10 +121,7 @@ class Vocabulary:
         return other
 
     def compiled(self, grammar: str) -> LLMatcher:
-        """Return a compiled grammar at its start; it is shared, so callers must copy it.
-
-        Args:
-            grammar: grammar in llguidance's format.
+        """Return a compiled grammar of llguidance's format at its start; it is shared, so callers must copy it.
 
         Raises:
             InputError: the grammar is invalid, or exceeds the limits of compilation.
@@ -189,23 +182,14 @@ def _without_added_tokens(tokenizer: Any) -> tokenizers.Tokenizer:
 
 
 class GrammarBudget:
-    """CPU time allowed for following the grammars of one request, over all its answers.
-
-    Args:
-        seconds: seconds allowed regardless of length.
-        token_seconds: seconds allowed in addition per token.
-    """
+    """CPU time allowed for following the grammars of one request: so many seconds, and more for each token."""
 
     def __init__(self, seconds: float, token_seconds: float) -> None:
         self._seconds, self._token_seconds = seconds, token_seconds
         self._spent, self._tokens = 0.0, 0
 
     def spend(self, seconds: float) -> None:
-        """Charge CPU time to the budget.
-
-        Raises:
-            GrammarError: the budget is exceeded.
-        """
+        """Charge CPU time to the budget; raises `GrammarError` if it is exceeded."""
         self._spent += seconds
         if self._spent > self._seconds + self._tokens * self._token_seconds:
             raise GrammarError(
@@ -225,13 +209,7 @@ class Matcher:
     limit. So a failure counts only if the grammar, compiled again for this answer and fed its text, fails as well. Then
     it depends on this text alone.
 
-    Args:
-        vocabulary: vocabulary of the tokenizer.
-        grammar: grammar in llguidance's format.
-        budget: CPU time allowed; None for no limit.
-
-    Raises:
-        InputError: the grammar is invalid, or exceeds the limits of compilation.
+    It is made of a grammar in llguidance's format, and raises like `Vocabulary.compiled`.
     """
 
     def __init__(self, vocabulary: Vocabulary, grammar: str, budget: GrammarBudget | None = None) -> None:
@@ -307,7 +285,7 @@ class Matcher:
             if count < len(tokens) and self._in_error():
                 self._renew()
                 count = self._state.try_consume_tokens(list(tokens))
-                if count < len(tokens) and self._in_error():
+                if count < len(tokens):
                     self._check()
             self._taken += tokens[:count]
             return count
@@ -353,9 +331,8 @@ class Matcher:
     def _renew(self) -> None:
         self._shared = self._state = self._vocabulary.recompiled(self._grammar, self._shared)
         if self._state.try_consume_tokens(self._taken) < len(self._taken):
-            self._in_error()
             self._check()
 
     def _check(self) -> None:
-        if self._state.is_error():
+        if self._in_error():
             raise GrammarError(f"the grammar exceeds the limits for following it: {shortened(self._state.get_error())}")

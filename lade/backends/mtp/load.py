@@ -65,19 +65,12 @@ _SHARED = re.compile(r"(?:embed_tokens|shared_head\.head|lm_head)\.weight$")
 
 @dataclass(frozen=True)
 class Found:
-    """The first MTP layer of a checkpoint, which is the one that is used.
+    """The first MTP layer of a checkpoint, which is the one that is used."""
 
-    Attributes:
-        folder: folder of its files.
-        layers: how many layers the checkpoint has.
-        pattern: matches the names of the first one's weights, and of those of all.
-        shapes: their shapes, by name.
-    """
-
-    folder: Path
-    layers: int
-    pattern: str
-    shapes: Mapping[str, tuple[int, ...]]
+    folder: Path  # of its files
+    layers: int  # number of layers in the checkpoint
+    pattern: str  # matches the names of the first one's weights, and of those of all
+    shapes: Mapping[str, tuple[int, ...]]  # of the weights, by name
 
     @property
     def experts(self) -> bool:
@@ -95,11 +88,7 @@ class NoLayersError(Exception):
 
 
 def find(model: PreTrainedModel) -> Found:
-    """Look for a model's MTP layers.
-
-    Raises:
-        NoLayersError: there are none.
-    """
+    """Look for a model's MTP layers; raises `NoLayersError` if there are none."""
     config: PretrainedConfig = model.config.get_text_config(decoder=True)
     folder = folder_of(model)
     if (folder / SUBFOLDER / _SINGLE).is_file():
@@ -150,13 +139,6 @@ def folder_of(model: PreTrainedModel) -> Path:
     raise NoLayersError(f"was loaded from {name!r}, which is neither a folder of safetensors files here nor cached")
 
 
-def copy_layer(found: Found, folder: Path) -> None:
-    """Write a layer to where `find` looks for it in another folder."""
-    weights = {name: part[:] for name, part in _weights(found.folder) if name in found.shapes}
-    (folder / SUBFOLDER).mkdir(exist_ok=True)
-    save_file(weights, folder / SUBFOLDER / _SINGLE, metadata={"format": "pt"})
-
-
 def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
     """Names and slices of all weights that may be an MTP layer's."""
     for file in _files(folder):
@@ -177,19 +159,12 @@ def _files(folder: Path) -> list[str]:
 
 @dataclass
 class Loaded:
-    """A model's MTP layer.
+    """A model's MTP layer."""
 
-    Attributes:
-        mtp: transformers' module, with one layer; it shares embedding, head and rotary frequencies with the model.
-        found: what it was loaded from.
-        habits: what texts have taught about it, by their kind.
-        packed: true once it is packed like its model.
-    """
-
-    mtp: Any
-    found: Found
-    habits: dict[str, MtpHabits] = field(default_factory=dict)
-    packed: bool = False
+    mtp: Any  # transformers' module, with one layer; it shares embedding, head and rotary frequencies with the model
+    found: Found  # what it was loaded from
+    habits: dict[str, MtpHabits] = field(default_factory=dict)  # what texts have taught about it, by their kind
+    packed: bool = False  # true once it is packed like its model
 
     @property
     def nbytes(self) -> int:
@@ -244,7 +219,10 @@ def _loaded(model: PreTrainedModel) -> Loaded | str:
 def save_layer(model: PreTrainedModel, folder: Path) -> str:
     """Write a model's layer to where it is found in another folder; return why there is none, or an empty string."""
     try:
-        copy_layer(find(model), folder)
+        found = find(model)
+        weights = {name: part[:] for name, part in _weights(found.folder) if name in found.shapes}
+        (folder / SUBFOLDER).mkdir(exist_ok=True)
+        save_file(weights, folder / SUBFOLDER / _SINGLE, metadata={"format": "pt"})
     except Exception as problem:  # noqa: BLE001 - as when it is loaded
         return _reason(model, problem)
     return ""
@@ -379,7 +357,8 @@ def _stand_in(model: PreTrainedModel, found: Found) -> Any:
             setattr(text, name, 1)
     text.num_mtp_layers = 1
     if config_field(text, "layer_types"):
-        types = config_field(text, "mtp_layer_types") or [_like_the_last(text.layer_types)]
+        like_the_last = _FULL_ATTENTION if _FULL_ATTENTION in text.layer_types else text.layer_types[-1]
+        types = config_field(text, "mtp_layer_types") or [like_the_last]
         _set_types(text, "mtp_layer_types", types)
         if set(types[:1]) & set(_RECURRENT):
             raise NoLayersError(f"has an MTP layer that carries a state ({types[0]})")
@@ -393,8 +372,3 @@ def _set_types(config: Any, name: str, types: Sequence[str]) -> None:
     """Set the types of the first MTP layer, unless the configuration derives them from the number of layers."""
     if not isinstance(getattr(type(config), name, None), property):
         setattr(config, name, list(types)[:1])
-
-
-def _like_the_last(layer_types: list[str]) -> str:
-    """The type of an MTP layer that nobody named: full attention, where there are such layers."""
-    return _FULL_ATTENTION if _FULL_ATTENTION in layer_types else layer_types[-1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +19,13 @@ from lade.model.prefill import MOST_TOKENS
 
 
 class PromptPass(NamedTuple):
-    """One pass over prompts.
+    """One pass over prompts."""
 
-    Attributes:
-        ids: `[B, T]`, what was fed.
-        start: how many tokens were cached before them.
-        states: `[B, T, H]`, after the final norm.
-    """
-
-    ids: list[list[int]]
-    start: int
-    states: torch.Tensor
+    ids: list[list[int]]  # [B, T], what was fed
+    start: int  # how many tokens were cached before them
+    states: torch.Tensor  # [B, T, H], after the final norm
 
 
-@dataclass
 class KnownStates:
     """States of a row's text that the layer has not taken in.
 
@@ -43,12 +35,9 @@ class KnownStates:
         parts: `[T, H]` each, one after the other.
     """
 
-    start: int
-    end: int = field(init=False)
-    parts: list[torch.Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.end = self.start
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+        self.parts: list[torch.Tensor] = []
 
     def add(self, start: int, states: torch.Tensor) -> None:
         """Add states `[T, H]` from place `start` on; where some are missing before them, older ones are dropped."""

@@ -16,8 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from lade.backends.recurrent.cores import CorePatches
-from lade.clock import Clock, Duration
-from lade.decoding.loop import PromptLogitsHook
+from lade.clock import Duration
 from lade.decoding.tree import TokenTree
 from lade.model.cache_layers import Recurrence
 from lade.model.facts import RECURRENT_LAYERS, ModelFacts
@@ -55,21 +54,13 @@ class RefedCache(TreeCache):
 
 
 class RefeedingRunner:
-    """Feeds whole trees, where `EagerRunner.extend` feeds only nodes that are not cached.
-
-    Args:
-        runner: runner of a model with recurrent layers.
-    """
+    """Feeds whole trees, where `EagerRunner.extend` feeds only nodes that are not cached."""
 
     refeeds = True
 
     def __init__(self, runner: EagerRunner) -> None:
-        self._runner = runner
-
-    @property
-    def clock(self) -> Clock:
-        """See `EagerRunner.clock`."""
-        return self._runner.clock
+        self._runner, self.clock = runner, runner.clock
+        self.prefill, self.room = runner.prefill, runner.room
 
     @property
     def pass_time(self) -> Duration:
@@ -81,26 +72,13 @@ class RefeedingRunner:
         """See `EagerRunner.prepared`."""
         return self._runner.prepared
 
-    def room(self, cached: int) -> int | None:
-        """See `EagerRunner.room`."""
-        return self._runner.room(cached)
-
-    def prefill(
-        self, rows: Sequence[Sequence[int]], cache: RefedCache, hook: PromptLogitsHook | None = None
-    ) -> torch.Tensor:
-        """See `EagerRunner.prefill`."""
-        return self._runner.prefill(rows, cache, hook)
-
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: RefedCache) -> torch.Tensor:
-        """Feed one tree per row.
+        """Feed one tree per row, whose root is text, and return the logits of nodes that are new, `[B, S, V]`.
 
         Args:
-            trees: one tree per row, whose root is text.
+            trees: one tree per row.
             held: `[B]`, number of leading nodes that an earlier pass has fed.
             cache: cache whose `keep` was called with these nodes.
-
-        Returns:
-            Logits of the other nodes, `[B, S, V]`; see `EagerRunner.extend`.
         """
         cache.commit(held)
         logits = self._runner.forward(trees, [()] * len(trees), cache)

@@ -2,6 +2,9 @@
 
 Mixers look these functions up in their module, so the names there are patched for the thread that runs the pass, while
 it runs. Prefill, plain decoding and other threads call the original functions.
+
+A core is called with the ancestry of the trees, the function that it replaces, and that function's arguments, of which
+it ignores those that make no difference to a tree.
 """
 
 from __future__ import annotations
@@ -17,14 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from lade.backends.recurrent.layer import (
-    LinearFolding,
-    TreePass,
-    convolution,
-    decayed_products,
-    layers_for,
-    path_sums,
-)
+from lade.backends.recurrent.layer import LinearFolding, TreePass, convolution, decayed_products, layers_for, path_sums
 from lade.decoding.tree import TokenTree
 from lade.errors import UnsupportedModelError
 from lade.model.cache_layers import Ancestry
@@ -36,13 +32,13 @@ from lade.model.module_changes import Override, overridden
 def delta_rule(
     tree_pass: Ancestry,
     original: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    query: torch.Tensor,  # [B, S, Hk, K]
+    key: torch.Tensor,  # [B, S, Hk, K]
+    value: torch.Tensor,  # [B, S, H, V]; H is a multiple of Hk
+    g: torch.Tensor,  # [B, S, H], or [B, S, H, K] with one per channel: log decays, at most 0
+    beta: torch.Tensor,  # [B, S, H], how much of the state a node overwrites
     *,
-    initial_state: torch.Tensor,
+    initial_state: torch.Tensor,  # [B, H, K, V], of the text
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, LinearFolding]:
@@ -51,18 +47,6 @@ def delta_rule(
     With G the sum of log decays down to a node and S the state of the text, each node writes `u = beta (v - e^G k S -
     sum over its ancestors of e^(G - G') (k k') u')`. Nodes come after their ancestors, so this is a triangular system.
     Everything is float32, as in transformers' functions.
-
-    Args:
-        tree_pass: ancestry of the trees.
-        original: function of transformers that is replaced; unused.
-        query: `[B, S, Hk, K]` queries.
-        key: `[B, S, Hk, K]` keys.
-        value: `[B, S, H, V]` values; H is a multiple of Hk.
-        g: `[B, S, H]`, or `[B, S, H, K]` with one per channel: log decays, at most 0.
-        beta: `[B, S, H]`, how much of the state a node overwrites.
-        initial_state: `[B, H, K, V]`, state of the text.
-        use_qk_l2norm_in_kernel: true to normalise queries and keys.
-        kwargs: other arguments of the original, ignored.
 
     Returns:
         Outputs `[B, S, H, V]` in the dtype of `query`, and the folding of a path into the state.
@@ -86,13 +70,9 @@ def delta_rule(
 
 @dataclass(frozen=True)
 class NodeStates:
-    """Folds a path by selecting the state of its last node.
+    """Folds a path by selecting the state of its last node."""
 
-    Attributes:
-        states: `[B, S, ...]` states of all nodes.
-    """
-
-    states: torch.Tensor
+    states: torch.Tensor  # [B, S, ...], of all nodes
 
     def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
         """See `Folding.fold`."""
@@ -102,43 +82,27 @@ class NodeStates:
 def selective_scan(
     tree_pass: TreePass,
     original: Callable[..., Any],
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
+    hidden_states: torch.Tensor,  # [B, C, S]
+    dt: torch.Tensor,  # [B, C, S] step sizes
+    A: torch.Tensor,  # [C, N] decay rates, negative
+    B: torch.Tensor,  # [B, N, S] input projections
+    C: torch.Tensor,  # [B, N, S] output projections
+    D: torch.Tensor | None = None,  # [C] skip weights of the inputs
+    z: torch.Tensor | None = None,  # [B, C, S] output gates
+    delta_bias: torch.Tensor | None = None,  # [C], added to `dt`
     delta_softplus: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, NodeStates]:
     """Compute Mamba 1 at each node of a tree, as if its path were fed token by token.
 
-    Each channel and state decays separately, so no attention form would be cheaper than the states themselves.
-
-    Args:
-        tree_pass: ancestry of the trees; its `state` is that of the text, which mixers do not pass.
-        original: function of transformers that is replaced; unused.
-        hidden_states: `[B, C, S]` inputs.
-        dt: `[B, C, S]` step sizes.
-        A: `[C, N]` decay rates, negative.
-        B: `[B, N, S]` input projections.
-        C: `[B, N, S]` output projections.
-        D: `[C]` skip weights of the inputs; None for none.
-        z: `[B, C, S]` output gates; None for none.
-        delta_bias: `[C]`, added to `dt`; None for none.
-        delta_softplus: true to apply a softplus to `dt`.
-        kwargs: other arguments of the original, ignored.
+    Each channel and state decays separately, so no attention form would be cheaper than the states themselves. Mixers
+    do not pass the state of the text, which `tree_pass` has.
 
     Returns:
         Outputs `[B, C, S]` in the dtype of `hidden_states`, and the folding of a path into the state.
     """
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = functional.softplus(dt)
-    steps, inputs = dt.float().mT[..., None], hidden_states.float().mT[..., None]  # [B, S, C, 1]
+    dt = _steps(dt.mT, delta_bias, softplus=delta_softplus)  # [B, S, C]
+    steps, inputs = dt.float()[..., None], hidden_states.float().mT[..., None]  # [B, S, C, 1]
     added = steps * B.float().mT[:, :, None] * inputs  # [B, S, C, N]
     assert tree_pass.state is not None, "trees are fed after a prompt"
     states = _path_states(tree_pass, tree_pass.state.float(), torch.exp(steps * A.float()), added)
@@ -151,13 +115,9 @@ def selective_scan(
 
 
 def _path_states(tree_pass: TreePass, state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Return the states of all nodes, `[B, S, C, N]`: the decayed state of their parent, plus their own addition.
+    """Return the states of all nodes: the decayed state of their parent, plus their own addition, `[B, S, C, N]` each.
 
-    Args:
-        tree_pass: ancestry of the trees.
-        state: `[B, C, N]`, state of the text.
-        decay: `[B, S, C, N]`, decay factors of the nodes.
-        added: `[B, S, C, N]`, additions of the nodes.
+    The roots' parent is the text, whose state is `[B, C, N]`.
     """
     states = torch.empty_like(added)
     for depth in range(int(tree_pass.depths.max()) + 1):
@@ -171,35 +131,21 @@ def _path_states(tree_pass: TreePass, state: torch.Tensor, decay: torch.Tensor, 
 def mamba2(
     tree_pass: Ancestry,
     original: Callable[..., Any],
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    hidden_states: torch.Tensor,  # [B, S, H, P]
+    dt: torch.Tensor,  # [B, S, H] step sizes
+    A: torch.Tensor,  # [H] decay rates, negative
+    B: torch.Tensor,  # [B, S, G, N] keys; H is a multiple of G
+    C: torch.Tensor,  # [B, S, G, N] queries
     *,
-    initial_states: torch.Tensor,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor,  # [B, H, P, N], of the text
+    D: torch.Tensor | None = None,  # [H] skip weights of the inputs
+    dt_bias: torch.Tensor | None = None,  # [H], added to `dt`
     dt_softplus: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, LinearFolding]:
     """Compute Mamba 2 at each node of a tree, as if its path were fed token by token.
 
     Like decoding, and unlike prefill, this does not clamp `dt` (`dt_limit`).
-
-    Args:
-        tree_pass: ancestry of the trees.
-        original: function of transformers that is replaced; unused.
-        hidden_states: `[B, S, H, P]` inputs.
-        dt: `[B, S, H]` step sizes.
-        A: `[H]` decay rates, negative.
-        B: `[B, S, G, N]` keys; H is a multiple of G.
-        C: `[B, S, G, N]` queries.
-        initial_states: `[B, H, P, N]`, state of the text.
-        D: `[H]` skip weights of the inputs; None for none.
-        dt_bias: `[H]`, added to `dt`; None for none.
-        dt_softplus: true to apply a softplus to `dt`.
-        kwargs: other arguments of the original, ignored.
 
     Returns:
         Outputs `[B, S, H, P]` float32, and the folding of a path into the state.
@@ -219,6 +165,7 @@ def mamba2(
 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
+    """Return step sizes, whose last dimension is that of the bias."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     return functional.softplus(dt) if softplus else dt
@@ -231,10 +178,7 @@ CORES: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2,
     "mamba_selective_scan": selective_scan,
 }
-"""Core by the name of transformers' function for several tokens (`facts.RECURRENT_FUNCTIONS`).
-
-Called with the ancestry, the original function, and its arguments.
-"""
+"""Core by the name of transformers' function for several tokens (`facts.RECURRENT_FUNCTIONS`)."""
 
 
 class CorePatches:

@@ -18,21 +18,12 @@ from lade.model.inputs import upload
 
 
 class TreePass:
-    """Ancestry of the trees of one forward pass; smaller trees are padded with copies of their root.
-
-    Args:
-        trees: `[B]`, one tree per row; S is the largest size.
-
-    Attributes:
-        parents: `[B, S]` int64; -1 for roots and padding.
-        depths: `[B, S]` int64.
-        size, state: see `Ancestry`.
-    """
+    """See `Ancestry`, with one tree per row; smaller trees are padded with copies of their root."""
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
-        shape = len(trees), max(map(len, trees))
+        shape = len(trees), max(map(len, trees))  # [B, S]
         self.size = shape[1]
-        self.parents = np.full(shape, -1)
+        self.parents = np.full(shape, -1)  # of roots and padding
         self.depths = np.zeros(shape, dtype=np.int64)
         self.state: torch.Tensor | None = None
         closure = np.zeros((*shape, shape[1]), dtype=np.bool_)
@@ -66,12 +57,7 @@ class TreePass:
 
 
 def gather_columns(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Gather columns of inputs, `[B, ..., C]`.
-
-    Args:
-        inputs: `[B, L, C]`, contiguous, so that whole columns are copied.
-        columns: `[B, ...]` int64, column indices below L.
-    """
+    """Return columns `[B, ..., C]` of inputs `[B, L, C]`, contiguous for speed, by their indices `[B, ...]` int64."""
     rows, length, channels = inputs.shape
     if rows > 1:
         columns = columns + length * torch.arange(rows, device=columns.device).view(-1, *[1] * (columns.ndim - 1))
@@ -81,24 +67,13 @@ def gather_columns(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 def convolution(
     tree_pass: Ancestry,
     original: Callable[..., torch.Tensor],
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden_states: torch.Tensor,  # [B, C, L], from `RecurrentLayer`: the last inputs of the text, then the nodes'
+    weight: torch.Tensor,  # [C, width]
+    bias: torch.Tensor | None = None,  # [C]
     activation: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Compute the causal convolution `[B, C, S]` of each node along its ancestors.
-
-    Args:
-        tree_pass: ancestry of the trees.
-        original: function of transformers that is replaced; unused.
-        hidden_states: `[B, C, L]`, the last inputs of the text, then those of the nodes, as returned by
-            `RecurrentLayer`.
-        weight: `[C, width]` filter.
-        bias: `[C]`; None for none.
-        activation: name of the activation function; None for none.
-        kwargs: other arguments of the original, ignored.
-    """
+    """Compute the causal convolution `[B, C, S]` of each node along its ancestors; called like all `cores`."""
     exact = torch.promote_types(weight.dtype, torch.float32)  # 16-bit results are rounded once, as in the original
     inputs, weights = hidden_states.mT.to(exact).contiguous(), weight.to(exact).mT.contiguous()  # [B, L, C], [width, C]
     cached = inputs.shape[1] - tree_pass.size
@@ -115,27 +90,19 @@ def convolution(
 
 
 def path_sums(decay: torch.Tensor, closure: torch.Tensor) -> torch.Tensor:
-    """Return sums `[B, H, S, D]` from the root down to each node.
-
-    Args:
-        decay: `[B, H, S, D]`, log decays of the nodes.
-        closure: `[B, S, S]` bool, see `Ancestry.closure`.
-    """
+    """Return the sums of log decays `[B, H, S, D]` from the root down to each node, of the same shape."""
     return closure[:, None].to(decay.dtype) @ decay
 
 
 def decayed_products(
-    readers: torch.Tensor, writers: torch.Tensor, decay: torch.Tensor, closure: torch.Tensor
+    readers: torch.Tensor,  # [B, H, S, K] queries, or keys of the reading nodes
+    writers: torch.Tensor,  # [B, H, S, K] keys of the ancestors
+    decay: torch.Tensor,  # [B, H, S, 1 or K], log decay of the text's state at each node, for all channels or each
+    closure: torch.Tensor,  # [B, S, S], see `Ancestry.closure`
 ) -> torch.Tensor:
     """Return decayed dot products `[B, H, S, S]` of nodes with their ancestors and themselves; other entries are 0.
 
     An ancestor has decayed less than its descendants, so no exponential exceeds 1.
-
-    Args:
-        readers: `[B, H, S, K]` queries, or keys of the reading nodes.
-        writers: `[B, H, S, K]` keys of the ancestors.
-        decay: `[B, H, S, 1 or K]`, log decay of the text's state at each node, for all channels or per channel.
-        closure: `[B, S, S]` bool, see `Ancestry.closure`.
     """
     if decay.shape[-1] == 1:
         between = (decay - decay.mT).masked_fill(~closure[:, None], -torch.inf)
@@ -159,21 +126,13 @@ class Folding(Protocol):
 
 @dataclass(frozen=True)
 class LinearFolding:
-    """Folding of linear attention: the state decays, and each node of the path adds its key times its value.
+    """Folding of linear attention: the state decays, and each node of the path adds its key times its value."""
 
-    Attributes:
-        keys: `[B, H, S, K]` keys of the nodes.
-        values: `[B, H, S, V]`, values that the nodes add at their keys.
-        decay: `[B, H, S, 1 or K]`, log decay of the text's state at each node.
-        closure: `[B, S, S]` bool, see `Ancestry.closure`.
-        value_first: true if states are `[B, H, V, K]` rather than `[B, H, K, V]`.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    decay: torch.Tensor
-    closure: torch.Tensor
-    value_first: bool = False
+    keys: torch.Tensor  # [B, H, S, K]
+    values: torch.Tensor  # [B, H, S, V], what the nodes add at their keys
+    decay: torch.Tensor  # [B, H, S, 1 or K], log decay of the text's state at each node
+    closure: torch.Tensor  # [B, S, S], see `Ancestry.closure`
+    value_first: bool = False  # states are [B, H, V, K] rather than [B, H, K, V]
 
     def fold(self, state: torch.Tensor, last: torch.Tensor) -> None:
         """See `Folding.fold`."""
@@ -193,11 +152,6 @@ class LinearFolding:
     def to(self, *args: Any, **kwargs: Any) -> LinearFolding:
         """Return itself: some mixers convert the final state, but foldings keep their dtype."""
         return self
-
-
-def is_folding(thing: object) -> bool:
-    """Return True if a mixer passes on a `Folding` rather than a state."""
-    return hasattr(thing, "fold")
 
 
 States = dict[int, torch.Tensor | None]
@@ -252,7 +206,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Store the state after a pass, or the `Folding` of a pass over trees."""
-        if is_folding(recurrent_states):
+        if hasattr(recurrent_states, "fold"):
             self.foldings[state_idx] = recurrent_states
             return None
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
@@ -321,7 +275,7 @@ class RecurrentLayer(StatefulLayer, LinearAttentionLayer):
 
     def reset(self) -> None:
         """Drop all rows, and free the states."""
-        vars(self).update(vars(type(self)(self.number_of_states)))
+        vars(self).update(vars(self.blank()))
 
     def blank(self) -> Any:
         """Return an empty layer of the same kind."""
@@ -380,10 +334,6 @@ class RecurrentTreeLayer(RecurrentLayer, TreeLayer):
         """Resize the buffers; see `TreeCache.reserve`."""
         RecurrentLayer.reserve(self, rows, slots)
         TreeLayer.reserve(self, rows, slots)
-
-    def blank(self) -> Any:
-        """Return an empty layer of the same kind."""
-        return RecurrentLayer.blank(self)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""

@@ -33,29 +33,17 @@ HAS_TRITON = find_spec("triton") is not None
 
 def tree_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: torch.Tensor,  # [B, H, S, D]
+    key: torch.Tensor,  # [B, Hkv, K, D]
+    value: torch.Tensor,  # [B, Hkv, K, Dv]
+    attention_mask: torch.Tensor | None,  # [B, 1, S, K]: a `TreeMask`, boolean or additive; None for causal attention
     dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    scaling: float | None = None,  # of scores; None for D ** -0.5
+    softcap: float | None = None,  # scores s become softcap * tanh(s / softcap)
+    s_aux: torch.Tensor | None = None,  # [H], attention sinks: score of a key without a value
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' attention interface asks for it.
-
-    Args:
-        module: attention layer that calls this function.
-        query: `[B, H, S, D]` queries.
-        key: `[B, Hkv, K, D]` keys.
-        value: `[B, Hkv, K, Dv]` values.
-        attention_mask: `[B, 1, S, K]`, a `TreeMask`, a boolean or an additive mask; None for causal attention.
-        dropout: dropout probability of the weights.
-        scaling: factor of the scores; None for `D ** -0.5`.
-        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
-        s_aux: `[H]`, attention sinks: score of an extra key per head that has no value; None for none.
-        kwargs: other arguments of the interface, passed on to SDPA.
 
     Returns:
         `[B, S, H, Dv]`, and None in place of attention weights.
@@ -134,16 +122,8 @@ class TreeAttentionBackend:
     """Compact masks for attention over token trees, see `lade.model.registry`."""
 
     def inputs(self, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: int) -> Inputs:
-        """Return the inputs of a step over one tree per row, whose mask is a `TreeMask`; see `StepInputs.of`.
-
-        Args:
-            trees: one tree per row.
-            lengths: `[B]`, cached tokens of each row.
-            device: device of the tensors.
-            held: number of cached tokens of a single row that are the first nodes of its tree.
-        """
+        """Return the inputs of a step over one tree per row, whose mask is a `TreeMask`; see `TreeInputs.of`."""
         return TreeInputs.of(trees, lengths, device, held)
 
 
-BACKEND = TreeAttentionBackend()
-TREE_MASKS.fill(BACKEND)
+TREE_MASKS.fill(TreeAttentionBackend())

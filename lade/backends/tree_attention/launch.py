@@ -23,21 +23,13 @@ WAVES = 2
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiling of the work, which affects the speed of `attend` but not its result.
+    """Tiling of the work, which affects the speed of `attend` but not its result."""
 
-    Attributes:
-        queries: queries per program, over all heads that share keys; a power of two, at least 16.
-        keys: keys read at a time; a power of two, at least 16.
-        splits: programs that share the keys of one tile of queries.
-        warps: warps per program.
-        stages: depth of the software pipeline.
-    """
-
-    queries: int
-    keys: int
-    splits: int
-    warps: int
-    stages: int
+    queries: int  # per program, over all heads that share keys; a power of two, at least 16
+    keys: int  # read at a time; a power of two, at least 16
+    splits: int  # programs that share the keys of one tile of queries
+    warps: int  # per program
+    stages: int  # depth of the software pipeline
 
     @classmethod
     def fitting(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tiles:
@@ -78,31 +70,17 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: TreeMask,
+    query: torch.Tensor,  # [B, H, S, D], float32, float16 or bfloat16, as keys and values
+    key: torch.Tensor,  # [B, Hkv, K, D]; H / Hkv consecutive query heads share a KV head
+    value: torch.Tensor,  # [B, Hkv, K, Dv]
+    mask: TreeMask,  # [B, 1, S, K]
     *,
     scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    tiles: Tiles | None = None,
+    softcap: float | None = None,  # scores s become softcap * tanh(s / softcap)
+    sinks: torch.Tensor | None = None,  # [H], score of a key without a value
+    tiles: Tiles | None = None,  # None to choose them
 ) -> torch.Tensor:
-    """Compute attention of the queries of a tree.
-
-    Args:
-        query: `[B, H, S, D]`, float32, float16 or bfloat16.
-        key: `[B, Hkv, K, D]` in the same dtype; H / Hkv consecutive query heads share a KV head.
-        value: `[B, Hkv, K, Dv]` in the same dtype.
-        mask: `[B, 1, S, K]` tree mask.
-        scale: factor of the scores.
-        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
-        sinks: `[H]`, score of an extra key per head that has no value; None for none.
-        tiles: tiling of the work; None to choose one.
-
-    Returns:
-        `[B, S, H, Dv]` in the dtype of `query`; 0 where a query sees nothing.
-    """
+    """Compute attention of the queries of a tree, `[B, S, H, Dv]`; 0 where a query sees nothing."""
     query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
     rows, heads, step, _ = query.shape
     kv_heads, value_dim, at, span = key.shape[1], value.shape[-1], mask.slots, mask.span
@@ -130,13 +108,7 @@ def attend(
 
 
 def _merge(parts: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor) -> None:
-    """Merge the splits into `out`, `[B, S, H, Dv]`.
-
-    Args:
-        parts: `[splits, B, S, H, Dv]` float32, attention over the keys of each split.
-        log_sums: `[splits, B, S, H]` float32, log2 of the softmax sum of each split.
-        out: `[B, S, H, Dv]`, written in place.
-    """
+    """Merge attention `[splits, B, S, H, Dv]` over the keys of each split into `out`, by log2 of their softmax sums."""
     splits, queries, value_dim = len(parts), log_sums[0].numel(), out.shape[-1]
     merge_splits[(queries,)](
         parts, log_sums, out, queries, splits,

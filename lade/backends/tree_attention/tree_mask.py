@@ -22,24 +22,18 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """Slots of text and trees in the keys of a pass, and the ancestry of nodes; contiguous tensors on the device.
+    """Slots of text and trees in the keys of a pass, and the ancestry of nodes; contiguous int32 on the device.
 
-    Attributes:
-        lengths: `[B]` int32, cached tokens of each row, in its first slots, at positions 0, 1, ...
-        firsts: `[B]` int32, slot of each row's first node; no query sees the slots in between.
-        positions: `[B, S]` int32, positions of the queries. Padding queries should copy the root: in a layer with a
-            window, a position in the middle of the text would have that text read.
-        node_positions: `[B, T]` int32, positions of all nodes of the tree, those fed now and those cached before.
-        ancestors: `[B, S, ceil(T / 32)]` int32; bit t % 32 of word t // 32 is set where the query sees node t.
-        width: K, number of slots of the keys.
+    Padding queries should copy the root: in a layer with a window, a position in the middle of the text would have that
+    text read.
     """
 
-    lengths: torch.Tensor
-    firsts: torch.Tensor
-    positions: torch.Tensor
-    node_positions: torch.Tensor
-    ancestors: torch.Tensor
-    width: int
+    lengths: torch.Tensor  # [B], cached tokens of each row, in its first slots, at positions 0, 1, ...
+    firsts: torch.Tensor  # [B], slot of each row's first node; no query sees the slots in between
+    positions: torch.Tensor  # [B, S], of the queries
+    node_positions: torch.Tensor  # [B, T], of all nodes of the tree, those fed now and those cached before
+    ancestors: torch.Tensor  # [B, S, ceil(T / 32)]; bit t % 32 of word t // 32 is set where the query sees node t
+    width: int  # K, number of slots of the keys
 
     def __post_init__(self) -> None:
         for name, tensor in vars(self).items():
@@ -71,15 +65,10 @@ class TreeSlots:
 
 
 class TreeMask(torch.Tensor):
-    """Boolean mask `[B, 1, S, K]` of the nodes of trees: true where a query may see a key.
+    """Boolean mask `[B, 1, S, K]` of the nodes of trees: true where a query may see a key."""
 
-    Attributes:
-        slots: slots of text and trees, shared by the masks of all layer types.
-        span: reach of the layers: window or chunk.
-    """
-
-    slots: TreeSlots
-    span: AttentionSpan
+    slots: TreeSlots  # shared by the masks of all layer types
+    span: AttentionSpan  # window or chunk of the layers
     _dense: torch.Tensor | None
 
     @staticmethod
@@ -124,16 +113,10 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TreeInputs:
-    """Tensors of one step over B trees; S is the number of nodes to feed in the largest one.
+    """Tensors of one step over B trees; S is the number of nodes to feed in the largest one."""
 
-    Attributes:
-        ids: `[B, S]` int64; smaller trees are padded with copies of their root.
-        positions: `[B, S]` int64.
-        slots: slots of text and trees.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
+    ids: torch.Tensor  # [B, S] int64; smaller trees are padded with copies of their root
+    positions: torch.Tensor  # [B, S] int64
     slots: TreeSlots
 
     @classmethod

@@ -94,11 +94,8 @@ def _is_integer(layer: nn.Module) -> bool:
 def foreign_layers(module: nn.Module, home: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers not known to be exact: outermost linear layers other than torch's own, and quantised experts.
 
-    Args:
-        module: the module to search.
-        home: name of the architecture's Python module. Its own layers are covered by the check of the architecture,
-            unless their weights are quantised.
-        name: qualified name of the module.
+    Layers of the architecture's own Python module, `home`, are covered by the check of the architecture, unless their
+    weights are quantised. Names are qualified.
     """
     if _is_known(module, home):
         return

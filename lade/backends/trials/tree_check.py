@@ -50,15 +50,8 @@ HALF_TOLERANCE = 0.1
 def worst_error(model: PreTrainedModel, plan: MaskPlan, beyond: int = 0) -> float:
     """Return the largest difference between a tree's logits and those of plain decoding along its branches.
 
-    One path is kept and one more token is fed, so that compaction is checked too.
-
-    Args:
-        model: any causal language model.
-        plan: the mask format to try.
-        beyond: length of a sliding window or chunk, which the prefix exceeds.
-
-    Returns:
-        The difference in standard deviations of the plain logits.
+    It is in standard deviations of the plain logits. One path is kept and one more token is fed, so that compaction is
+    checked too. The prefix is longer than `beyond`, the length of a sliding window or chunk.
 
     Raises:
         RandomModelError: the model draws random numbers.
@@ -83,9 +76,9 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
     prefix = [distinct[kind] for kind in kinds.tolist()]
     branches = [tuple(distinct[i] for i in branch) for branch in BRANCHES]
 
-    encoded = _encoded(model, distinct[:ENCODER_TOKENS]) if model.config.is_encoder_decoder else None
-    runner = EagerRunner(model, plan, model.generation_config)
-    if encoded is not None:
+    encoded, runner = None, EagerRunner(model, plan, model.generation_config)
+    if model.config.is_encoder_decoder:
+        encoded = Encoded.run(model, torch.tensor([distinct[:ENCODER_TOKENS]], device=input_device(model)))
         runner = EncoderDecoderRunner(model, plan, model.generation_config, encoded)
     cache = runner.tree_cache()
     runner.prefill([prefix[:-1]], cache)
@@ -98,21 +91,17 @@ def _worst_error(model: PreTrainedModel, plan: MaskPlan, prefix_length: int) -> 
     errors = [distance(plain[()].logits, logits[ROOT])]
     for path in [branch[:depth] for branch in branches for depth in range(1, len(branch) + 1)]:
         plain[path] = plain.get(path) or plain[path[:-1]].after(path[-1])
-        errors.append(distance(plain[path].logits, logits[_nodes(tree, path)[-1]]))
+        errors.append(distance(plain[path].logits, logits[nodes_of(tree, path)[-1]]))
 
     kept = branches[1]  # its keys have to be moved
-    cache.keep([_nodes(tree, kept)], fed=len(tree))
+    cache.keep([nodes_of(tree, kept)], fed=len(tree))
     following = distinct[FOLLOWING]
     logits = runner.forward([TokenTree(following)], [[*prefix, *kept, following]], cache)[0]
     errors.append(distance(plain[kept].after(following).logits, logits[ROOT]))
     return max(errors)
 
 
-def _encoded(model: PreTrainedModel, ids: Sequence[int]) -> Encoded:
-    return Encoded.run(model, torch.tensor([ids], device=input_device(model)))
-
-
-def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:
+def nodes_of(tree: TokenTree, path: Sequence[int]) -> list[int]:
     """Return the nodes of a path, the root first."""
     nodes = [ROOT]
     for token in path:
@@ -123,7 +112,7 @@ def _nodes(tree: TokenTree, path: Sequence[int]) -> list[int]:
 
 
 def distance(plain: torch.Tensor, logits: torch.Tensor) -> float:
-    """Return the largest difference of logits `[V]` from plain ones, in standard deviations of the latter."""
+    """Return the largest difference of logits `[..., V]` from plain ones, in standard deviations of the latter."""
     plain = plain.to(logits.device)
     if not torch.isfinite(logits).all():
         return float("inf")
@@ -238,12 +227,7 @@ LENGTHS = 12, 5
 
 @torch.no_grad()
 def can_be_padded(model: PreTrainedModel, plan: MaskPlan) -> bool:
-    """Return whether prompts may be padded on the right: a padded prompt has the same logits as alone.
-
-    Args:
-        model: a model that `lade.supports`.
-        plan: the model's mask format.
-    """
+    """Return whether prompts may be padded on the right: a padded prompt has the same logits as alone."""
     if model.config.is_encoder_decoder:
         return False  # its decoder prompts are one or two tokens
     runner = EagerRunner(model, replace(plan, pads=True), model.generation_config)
@@ -281,9 +265,7 @@ def _error_of_padding(model: PreTrainedModel) -> float:
     alone = _last_two_logits(model, ids, torch.ones_like(ids))
     columns = ids.new_zeros(1, PADDING)
     padded = _last_two_logits(model, torch.cat([columns, ids], 1), torch.cat([columns, torch.ones_like(ids)], 1))
-    if not torch.isfinite(padded).all():
-        return float("inf")
-    return float((padded - alone).abs().max() / alone.std())
+    return distance(alone, padded)
 
 
 def _last_two_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,7 @@
 PyTorch's attention rounds differently for one query and for sixteen, and for 64 keys and for 65. Here each query runs
 the same instructions, key by key, whatever its neighbours (`lade/native/cpu_attention.h`). So a node of a tree gets
 bit for bit what plain decoding gives the same text: the keys that it sees are in the order of their positions, and
-masked keys have weight zero. Results that do not depend on how the work is split are the idea of Thinking Machines'
-"Defeating nondeterminism in LLM inference" (2025).
+masked keys have weight zero.
 """
 
 from __future__ import annotations
@@ -130,29 +129,17 @@ def placed_mask(
 
 def invariant_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: torch.Tensor,  # [B, H, S, D], float32, bfloat16 or float16, as keys and values; sums are in float32
+    key: torch.Tensor,  # [B, Hkv, K, D]
+    value: torch.Tensor,  # [B, Hkv, K, Dv]
+    attention_mask: torch.Tensor | None,  # None: the queries are the last of the keys, or belong to an encoder
     dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    scaling: float | None = None,  # of scores; None for D ** -0.5
+    softcap: float | None = None,  # scores s become softcap * tanh(s / softcap)
+    s_aux: torch.Tensor | None = None,  # [H], attention sinks: score of a key without a value
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' attention interface asks for it, for inference.
-
-    Args:
-        module: attention layer that calls this function.
-        query: `[B, H, S, D]`, float32, bfloat16 or float16; sums are in float32.
-        key: `[B, Hkv, K, D]`, in one of the dtypes of queries.
-        value: `[B, Hkv, K, Dv]`, in one of the dtypes of queries.
-        attention_mask: a `PlacedMask`; None if the queries are the last of the keys, or belong to an encoder.
-        dropout: dropout probability; must be 0.
-        scaling: factor of the scores; None for `D ** -0.5`.
-        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
-        s_aux: `[H]`, attention sinks: score of an extra key per head that has no value; None for none.
-        kwargs: other arguments of the interface; `position_bias` is refused.
 
     Returns:
         `[B, S, H, Dv]` in the dtype of `query`, and None in place of attention weights.
@@ -202,16 +189,7 @@ def attention_of(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention, `[B, S, H, Dv]`, in float32, or in bfloat16 if the queries are.
-
-    Args:
-        query: `[B, H, S, D]`, float32, bfloat16 or float16 on the CPU.
-        key: `[B, Hkv, K, D]`, float32, bfloat16 or float16 on the CPU.
-        value: `[B, Hkv, K, Dv]`, float32, bfloat16 or float16 on the CPU.
-        mask: `[B, 1, S, K]` mask with key positions.
-        scale: factor of the scores.
-        softcap: logit soft cap: scores s become softcap * tanh(s / softcap); None for none.
-        sinks: `[H]`, score of an extra key per head that has no value; None for none.
+    """Compute `invariant_attention`, `[B, S, H, Dv]`, in float32, or in bfloat16 if the queries are.
 
     Raises:
         ValueError: an argument has another shape, dtype or device.
@@ -243,34 +221,17 @@ def attention_of(
 
 
 class AttentionSplit(NamedTuple):
-    """How the work of an attention call is split.
+    """How the work of an attention call is split."""
 
-    Attributes:
-        block: queries of one KV head that make a work item.
-        blocks: work items of each row and KV head.
-        slots: keys, padded to whole chunks.
-        parts: parts that the work is shared out in.
-        room: float32 numbers of scratch memory per part; an upper bound for every vector width.
-    """
-
-    block: int
-    blocks: int
-    slots: int
-    parts: int
-    room: int
+    block: int  # queries of one KV head that make a work item
+    blocks: int  # work items of each row and KV head
+    slots: int  # keys, padded to whole chunks
+    parts: int  # parts that the work is shared out in
+    room: int  # float32 numbers of scratch memory per part; an upper bound for every vector width
 
     @classmethod
     def of(
-        cls,
-        rows: int,
-        kv_heads: int,
-        group: int,
-        step: int,
-        size: int,
-        value_size: int,
-        keys: int,
-        *,
-        called: int = 1,
+        cls, rows: int, kv_heads: int, group: int, step: int, size: int, value_size: int, keys: int, *, called: int = 1
     ) -> AttentionSplit:
         """Return the split for `rows * step` tokens with `kv_heads * group` heads, which see `keys` keys each.
 
@@ -314,6 +275,4 @@ def _addresses(states: torch.Tensor) -> tuple[int, int, int, int, int]:
 
 
 AttentionInterface.register(NAME, invariant_attention)
-
-
 AttentionMaskInterface.register(NAME, placed_mask)

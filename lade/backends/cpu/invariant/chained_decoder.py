@@ -66,21 +66,13 @@ _NORMS, _PROJECTIONS, _NORMS_BEHIND, _BEHIND = 2, 5, 11, 14
 
 
 class _Made(NamedTuple):
-    """Results of one call.
+    """Results of one call."""
 
-    Attributes:
-        given: rotary positions, mask and cache, as all layers must be given them.
-        layers: the layers.
-        states: `[L + 1]`, each layer's input, and the last one's output, `[B, S, H]`.
-        cached: their layers of the cache.
-        lengths: `[B]`, tokens of each row with the new ones.
-    """
-
-    given: tuple[Any, Any, Any]
+    given: tuple[Any, Any, Any]  # rotary positions, mask and cache, as all layers must be given them
     layers: Sequence[Any]
-    states: Sequence[torch.Tensor]
-    cached: Sequence[TreeLayer]
-    lengths: list[int]
+    states: Sequence[torch.Tensor]  # [L + 1], each layer's input, and the last one's output, [B, S, H]
+    cached: Sequence[TreeLayer]  # their layers of the cache
+    lengths: list[int]  # [B], tokens of each row with the new ones
 
 
 class _Run:
@@ -94,12 +86,7 @@ class _Run:
         self._addresses, self._numbers = list[int](), array("q")
 
     def made(self, x: torch.Tensor, given: tuple[Any, Any, Any]) -> _Made | None:
-        """Compute the layers; None where they have to compute themselves.
-
-        Args:
-            x: `[B, S, H]`, input of the first layer.
-            given: rotary positions, mask and cache.
-        """
+        """Compute the layers, of which the first has the input `[B, S, H]`; None where they compute themselves."""
         (positions, mask, cache), attention = given, self.layers[0].self_attn
         if type(cache) is not TreeCache or not fits(attention, x, positions):
             return None
@@ -121,17 +108,15 @@ class _Run:
         (cos, sin), scratch, (row, head, each, _) = positions, split.scratch(), keys.stride()
         stages, room = self._stages(batch, step, cos.shape[0] * step)
         memory = torch.empty(room, dtype=torch.int8, device="cpu")
-        numbers = self._numbers_of(cached)
-        numbers[:_SHARED] = array(
-            "q",
-            (
-                *(memory.data_ptr(), x.data_ptr(), outs.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-                *(scratch.data_ptr(), split.room),
-                *(stride * x.itemsize for stride in (row, head, each)),
-                *(first, *mask.addresses(batch, step, first + step)),
-                *(split.block, split.blocks, split.slots, split.parts),
-            ),
+        shared = (
+            *(memory.data_ptr(), x.data_ptr(), outs.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(scratch.data_ptr(), split.room),
+            *(stride * x.itemsize for stride in (row, head, each)),
+            *(first, *mask.addresses(batch, step, first + step)),
+            *(split.block, split.blocks, split.slots, split.parts),
         )
+        numbers = self._numbers_of(cached)
+        numbers[:_SHARED] = array("q", shared)
         stages.run(numbers)
         return _Made(given, self.layers, [x, *outs.unbind()], cached, [length + step for length in lengths])
 
@@ -145,10 +130,8 @@ class _Run:
         if keys is None or len(lengths) != batch or max(lengths) + step > keys.shape[2]:
             return []
         attention = self.layers[0].self_attn
-        if (keys.shape[3], keys.shape[1] * keys.shape[3]) != (
-            attention.head_dim,
-            projections_of(attention)[1].out_features,
-        ):
+        width = projections_of(attention)[1].out_features
+        if (keys.shape[3], keys.shape[1] * keys.shape[3]) != (attention.head_dim, width):
             return []  # another model's
         layout = keys.shape, keys.stride(), x.dtype
         for each in cached:
@@ -355,10 +338,7 @@ class ChainedDecoder(Changed):
             AHEAD.now = outer
 
     def is_fit(self) -> bool:
-        """Return True if one call may compute layers; it prepares for them if they are new.
-
-        It is for passes without gradients: with them nothing can be fused.
-        """
+        """Return True if one call may compute layers, without gradients; it prepares for them if they are new."""
         modules = self._modules.get("layers")
         if not self._stack.follows(modules):
             self._stack = _Stack(modules)

@@ -120,7 +120,7 @@ def takes(x: torch.Tensor) -> bool:
 
 
 def times_logistic(x: torch.Tensor, slope: float = 1.0, cubic: float = 0.0) -> torch.Tensor:
-    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32, without gradients.
+    """Return x times the logistic function of `slope * x + cubic * x ** 3`, computed in float32.
 
     Raises:
         ValueError: x has another dtype or device, or requires gradients.
@@ -147,15 +147,10 @@ _NORM_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Formula(NamedTuple):
-    """Variant of an RMS norm.
+    """Variant of an RMS norm."""
 
-    Attributes:
-        more: number added to the weights.
-        rounded: true if the normalised row is rounded to the layer's dtype before the weights multiply it.
-    """
-
-    more: float
-    rounded: bool
+    more: float  # added to the weights
+    rounded: bool  # whether the normalised row is rounded to the layer's dtype before the weights multiply it
 
 
 LLAMA, WHOLE, GEMMA = Formula(0.0, True), Formula(0.0, False), Formula(1.0, False)
@@ -174,10 +169,8 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float, formula: 
     """Divide rows by their root mean square and multiply by the weights, in float32; see `_takes`."""
     x = x.contiguous()
     found, numbers = torch.empty_like(x), x.numel()
-    fields = (
-        *(x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype)),
-        *_sizes(weight.numel(), numbers // weight.numel(), epsilon, formula),
-    )
+    sizes = _sizes(weight.numel(), numbers // weight.numel(), epsilon, formula)
+    fields = x.data_ptr(), weight.data_ptr(), found.data_ptr(), dtype_code(x.dtype), *sizes
     run_on_team(kernel("normalise"), fields, parts_of(numbers // CALLED))
     return found
 
@@ -192,23 +185,18 @@ class InvariantNorm(Changed):
 
     formula: Formula
 
-    @property
-    def epsilon(self) -> Any:
-        """The number added to the mean square."""
-        return _epsilon_of(self)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the norm; only the order in which squares are summed differs from the original."""
         weight: Any = self._parameters["weight"]
         if not _takes(x, weight):
             own: torch.Tensor = self.original.forward(self, x)
             return own
-        return _normalised(x, weight, _epsilon_of(self), self.formula)
+        return _normalised(x, weight, epsilon_of(self), self.formula)
 
     def fields(self, rows: int) -> tuple[int, ...]:
         """Return the fields of the kernel for so many rows, behind addresses and dtype."""
         weight: Any = self._parameters["weight"]
-        return _sizes(weight.numel(), rows, _epsilon_of(self), self.formula)
+        return _sizes(weight.numel(), rows, epsilon_of(self), self.formula)
 
     def fuses(self, dtype: torch.dtype, columns: int) -> bool:
         """Return True if the kernel takes rows of this dtype and size in place."""
@@ -248,9 +236,8 @@ def _matching_class(layer: nn.Module) -> type[InvariantNorm] | None:
     if not own_class(layer).__name__.endswith("RMSNorm") or len(layer._parameters) != 1 or weight is None:
         return None
     with torch.no_grad():
-        if not _takes(weight, weight) or len(inspect.signature(layer.forward).parameters) != 1:
-            return None
-        if not isinstance(_epsilon_of(layer), float):
+        lone = len(inspect.signature(layer.forward).parameters) == 1
+        if not (lone and _takes(weight, weight) and isinstance(epsilon_of(layer), float)):
             return None
         weights = [weight.to(dtype) for dtype in _NORM_DTYPES]
         same = {kind: [_equal_elements(kind, layer, each) for each in weights] for kind in (AsLlama, AsWhole, AsGemma)}
@@ -263,14 +250,15 @@ def _equal_elements(kind: type[InvariantNorm], layer: nn.Module, weight: torch.T
     x = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     x = (x * torch.logspace(-2, 2, _ROWS, dtype=torch.float32, device="cpu")[:, None]).to(weight.dtype)
     expected = functional_call(layer, {"weight": weight}, (x,))
-    found = _normalised(x, weight, _epsilon_of(layer), kind.formula)
+    found = _normalised(x, weight, epsilon_of(layer), kind.formula)
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return 0
     error = 4 * torch.finfo(found.dtype).eps
     return int((found == expected).sum()) if torch.allclose(found, expected, rtol=error, atol=0.0) else 0
 
 
-def _epsilon_of(layer: nn.Module) -> Any:
+def epsilon_of(layer: nn.Module) -> Any:
+    """Return the number that a norm adds to the mean square; None if it has none."""
     for name in _NAMES:
         if name in layer.__dict__:
             return layer.__dict__[name]

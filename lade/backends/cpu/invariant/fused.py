@@ -4,10 +4,8 @@ Of few rows, the operations of a layer take hardly longer than their calls from 
 them one after the other here, with the same bits: products in panels, norms and activations are those of the modules
 themselves, and what is rounded to the model's dtype is rounded after the same operations.
 
-    q, k, v = turned(norm(q(x))), turned(norm(k(x))), v(x)     projections; the norms are optional
-    down(activation(gate(x)) * up(x))                          a gated block
-    h = x + o(attention(projections(norm(x))))                 a decoder layer: one call before its cache and attention,
-    h + block(norm(h))                                         and one behind them
+A gated block takes one call, and so do the projections of attention. A decoder layer takes one before its cache and
+attention, and one behind them. What they compute is drawn in `layer_stages`.
 
 A module is recognised by the names of its layers, and by a trial: its own forward must give the same bits. Its own
 forward also takes over where a layer has hooks or was replaced, and for many rows, where calls do not matter.
@@ -26,7 +24,7 @@ from torch.nn.modules import module as torch_module
 
 from lade.backends.cpu.invariant.attention import NAME as ATTENTION
 from lade.backends.cpu.invariant.attention import invariant_attention
-from lade.backends.cpu.invariant.functions import InvariantNorm, logistic_of
+from lade.backends.cpu.invariant.functions import InvariantNorm, epsilon_of, logistic_of
 from lade.backends.cpu.invariant.layer_stages import (
     GATED,
     HEAD_NORMS,
@@ -88,16 +86,12 @@ class Survey:
 
 
 class _Calls:
-    """Prepared calls of a module; copies start empty.
-
-    Attributes:
-        known: stages and bytes of memory by rows, threads and what else they depend on; shared by modules of one shape.
-        survey: what stages were prepared for; None if not yet, or if there are none.
-    """
+    """Prepared calls of a module; copies start empty."""
 
     def __init__(self) -> None:
+        # Stages and bytes of memory by rows, threads and what else they depend on; shared by modules of one shape.
         self.known: dict[tuple[Any, ...], tuple[Stages, int]] = {}
-        self.survey: Survey | None = None
+        self.survey: Survey | None = None  # what stages were prepared for; None if not yet, or if there are none
 
     def __reduce__(self) -> Any:
         return _Calls, ()
@@ -158,10 +152,6 @@ class GatedBlock(Fused):
 class FusedProjections(Fused):
     """Mixin for the class of an attention layer with `q_proj`, `k_proj` and `v_proj`, and maybe norms behind them."""
 
-    config: Any
-    head_dim: int
-    scaling: float
-    layer_idx: int
     o_proj: Any
 
     def forward(
@@ -203,10 +193,9 @@ def _projected(calls: _Calls, attention: Any, x: torch.Tensor, positions: Any, n
 
 
 def _add_projections(stages: Stages, room: Room, rows: int, turns: int, attention: Any, norm: Any) -> None:
-    places = [At(_MORE + each) for each in range(8)]
-    add_projections(
-        stages, room, rows, turns, attention, norm, StagePlaces(At(_X), places[:2], places[5:], _MORE + 8, places[2:5])
-    )
+    more = [At(_MORE + each) for each in range(8)]
+    places = StagePlaces(At(_X), more[:2], more[5:], _MORE + 8, more[2:5])
+    add_projections(stages, room, rows, turns, attention, norm, places)
 
 
 def _attended(
@@ -318,7 +307,7 @@ def can_be_fused(module: Fused) -> bool:
 def _fixed(norm: Any) -> Any:
     """Return what stages have of a norm, besides the address of its weight."""
     weight: Any = norm._parameters["weight"]
-    return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, norm.epsilon
+    return weight.dtype, weight.shape, weight.is_contiguous(), weight.is_cpu, epsilon_of(norm)
 
 
 def _is_free(layer: Any) -> bool:
@@ -353,9 +342,8 @@ def _is_projected(attention: Any) -> bool:
     layers, size = projections_of(attention), getattr(attention, "head_dim", 0)
     if not _are_in_panels(layers) or not size or size % 2:
         return False
-    for each in layers:
-        if each.out_features % size or each.in_features != layers[0].in_features:
-            return False
+    if any(each.out_features % size or each.in_features != layers[0].in_features for each in layers):
+        return False
     norms = [attention._modules.get(name) for name in HEAD_NORMS]
     return all(norm is None or _is_norm(norm, layers[0].dtype, size) for norm in norms)
 

@@ -20,12 +20,7 @@ GATED, PROJECTED = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "
 HEAD_NORMS = ("q_norm", "k_norm")
 LAYER_NORMS: tuple[tuple[str | None, ...], ...] = (
     ("input_layernorm", None, "post_attention_layernorm", None),
-    (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 """Names of a layer's norms before attention and behind its output, before the block and behind that."""
 
@@ -54,21 +49,13 @@ def layers_behind(layer: Any) -> list[Any]:
 
 
 class StagePlaces(NamedTuple):
-    """Where the projections of attention have what they need.
+    """Where the projections of attention have what they need."""
 
-    Attributes:
-        x: rows `[B, S, in]`.
-        turns: cosines and sines.
-        norms: weights of the norm before them, and of those of queries and keys; not read if there is none.
-        own: index of the first address of the layers' weights.
-        states: queries, keys and values to be, `[B, S, heads, D]`.
-    """
-
-    x: At
-    turns: Sequence[At]
-    norms: Sequence[At]
-    own: int
-    states: Sequence[At]
+    x: At  # rows [B, S, in]
+    turns: Sequence[At]  # cosines and sines
+    norms: Sequence[At]  # weights of the norm before them, and of those of queries and keys; not read if there is none
+    own: int  # index of the first address of the layers' weights
+    states: Sequence[At]  # queries, keys and values to be, [B, S, heads, D]
 
 
 def add_projections(
@@ -120,28 +107,16 @@ def _add_linear(stages: Stages, room: Room, rows: int, layer: Any, x: At, out: A
 
 def add_layer(
     stages: Stages,
-    room: Room,
-    rows: int,
-    layer: Any,
-    x: At,
-    attended: At,
-    norm_weights: Sequence[At],
-    own: int,
-    out: At,
+    room: Room,  # memory of the call for what is in between
+    rows: int,  # all tokens of all texts
+    layer: Any,  # of one of the kinds in `LAYER_NORMS`
+    x: At,  # its input, [rows, in]
+    attended: At,  # the result of attention, [rows, H * D]
+    norm_weights: Sequence[At],  # weights of the last three of its norms; not read if there is none
+    own: int,  # index of the first address of its linear layers' weights
+    out: At,  # its output to be, [rows, in]
 ) -> None:
-    """Add the stages of a decoder layer behind attention.
-
-    Args:
-        stages: the stages of the call, to which they are added.
-        room: memory of the call for what is in between.
-        rows: number of rows, all tokens of all texts.
-        layer: the decoder layer, of one of the kinds in `LAYER_NORMS`.
-        x: its input, rows `[rows, in]`.
-        attended: the result of attention, `[rows, H * D]`.
-        norm_weights: weights of the last three of its norms; not read if there is none.
-        own: index of the first address of its linear layers' weights.
-        out: its output to be, `[rows, in]`.
-    """
+    """Add the stages of a decoder layer behind attention."""
     output, (_, behind_attention, before_block, behind_block) = layer.self_attn.o_proj, norms_of(layer)
     kind, numbers = dtype_code(output.dtype), rows * output.out_features
     of_attention, hidden, normed, of_block = (room.take(numbers * output.dtype.itemsize) for _ in range(4))

@@ -102,7 +102,7 @@ def invariant(model: _Model) -> _Model:
             that differs. The model is left unchanged.
     """
     start, inner = perf_counter(), unwrap(model)
-    _check_model(inner, compiled=hasattr(model, "_orig_mod"))
+    _check_model(model)
     variant(inner)
     with announced_if_slow(logger, f"trying passes of {type(inner).__name__} that are to be invariant"):
         (_make_on_gpu if inner.device.type == "cuda" else _make_on_cpu)(inner)
@@ -112,7 +112,7 @@ def invariant(model: _Model) -> _Model:
 
 def _make_on_gpu(inner: PreTrainedModel) -> None:
     if problem := ON_GPU.load().make_invariant(inner):
-        raise UnsupportedModelError(_refusal_text(inner, problem), REMEDY)
+        raise _refused(inner, problem)
 
 
 def _make_on_cpu(inner: PreTrainedModel) -> None:
@@ -168,7 +168,7 @@ def variant(model: _Model) -> _Model:
 def refusal(model: Any) -> str:
     """Return why `invariant` would not even try this model; empty if it would. Nothing is run, the trial may fail."""
     try:
-        _check_model(unwrap(model), compiled=hasattr(model, "_orig_mod"))
+        _check_model(model)
     except UnsupportedModelError as problem:
         return problem.reason
     return ""
@@ -180,13 +180,13 @@ def _replace_layers(
     """Replace layers and functions of a model by invariant ones, and return the paddings of its products."""
     decoder.set_attn_implementation(ATTENTION)
     if decoder_config(model)._attn_implementation != ATTENTION:
-        raise UnsupportedModelError(_refusal_text(model, "its attention cannot be replaced"), REMEDY)
+        raise _refused(model, "its attention cannot be replaced")
     if mixtures:
         decoder.set_experts_implementation(EXPERTS)
     replace_activations(model)
     replace_norms(model)
     lay_out(model, panels=True)
-    paddings = pad_all(model, model.dtype, known)
+    paddings = pad_all(model, known)
     fuse(model)
     fuse_decoder(decoder)
     return paddings
@@ -195,16 +195,13 @@ def _replace_layers(
 def _check_invariance(model: PreTrainedModel, *, briefly: bool) -> None:
     """Raise `UnsupportedModelError` unless passes over trees have the bits of passes over single tokens.
 
-    Args:
-        model: model with invariant layers.
-        briefly: true if a model of this structure passed all trials here before: then one of them is enough, in case
-            that anything which is not part of the verdict's key has changed.
+    If a model of this structure passed all trials here before, one of them is enough, in case that anything which is
+    not part of the verdict's key has changed.
     """
     config = decoder_config(model)
     heads = _heads(config)
     if heads is not None and not briefly and not attention_keeps_order(heads):
-        reason = "its attention, as compiled here, does not keep its summation order"
-        raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
+        raise _refused(model, "its attention, as compiled here, does not keep its summation order")
     plan = supports(model).require()
     windows = [window for window in window_lengths(config) if window <= LONGEST_PROBE_TOKENS]
     limit = field(config, "max_position_embeddings") or LONGEST_PROBE_TOKENS
@@ -216,38 +213,38 @@ def _check_invariance(model: PreTrainedModel, *, briefly: bool) -> None:
             trial = ModelTrial(model, plan, tokens)
             differing = trial.first_mismatch() or (trial.first_batch_mismatch() if tokens <= BATCHED else None)
             if differing is not None:
-                what = f"{differing!r} is the first part that rounds a token differently beside other tokens"
-                raise UnsupportedModelError(_refusal_text(model, what), REMEDY)
+                raise _refused(
+                    model, f"{differing!r} is the first part that rounds a token differently beside other tokens"
+                )
 
 
-def _check_model(model: Any, *, compiled: bool) -> None:
-    """Raise `UnsupportedModelError` for a model that is not even tried; `compiled` tells of a compiled wrapper."""
+def _check_model(wrapped: Any) -> None:
+    """Raise `UnsupportedModelError` for a model that is not even tried."""
+    model: Any = unwrap(wrapped)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         remedy = GIVE_INSIDE if wraps_model(model) else "give a transformers model with generate()"
-        raise UnsupportedModelError(_refusal_text(model, "it is not a transformers model that generates text"), remedy)
+        raise _refused(model, "it is not a transformers model that generates text", remedy)
     if model.training:
-        raise UnsupportedModelError(_refusal_text(model, "it is in training mode"), "call model.eval()")
-    if compiled or ModelFacts.of(model).compiled:
-        raise UnsupportedModelError(
-            _refusal_text(model, "it is compiled, and compilers choose their own kernels"), REMEDY
-        )
+        raise _refused(model, "it is in training mode", "call model.eval()")
+    if hasattr(wrapped, "_orig_mod") or ModelFacts.of(model).compiled:
+        raise _refused(model, "it is compiled, and compilers choose their own kernels")
     if {tensor.device.type for tensor in model.parameters()} == {"cuda"} and model.dtype in DTYPES:
         if reason := ON_GPU.load().invariant_refusal(model):
-            raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
+            raise _refused(model, reason)
         return
     elsewhere = sorted({str(tensor.device) for tensor in model.parameters() if tensor.device.type != "cpu"})
     if elsewhere:
         reason = f"it is on {', '.join(elsewhere)}, and only kernels for the CPU keep a fixed order"
-        raise UnsupportedModelError(_refusal_text(model, reason), 'load it with device_map="cpu", or use it unchanged')
+        raise _refused(model, reason, 'load it with device_map="cpu", or use it unchanged')
     if any(type(weight.data).__module__.startswith("torch.distributed") for weight in model.parameters()):
-        raise UnsupportedModelError(_refusal_text(model, "its weights are sharded over processes"), "load it whole")
+        raise _refused(model, "its weights are sharded over processes", "load it whole")
     if model.dtype not in DTYPES:
         reason = f"it is in {dtype_name(model.dtype)}, not in bfloat16, float16 or float32"
-        raise UnsupportedModelError(_refusal_text(model, reason), "load it in one of these dtypes, or use it unchanged")
+        raise _refused(model, reason, "load it in one of these dtypes, or use it unchanged")
     if reason := _refusal_of_architecture(model):
-        raise UnsupportedModelError(_refusal_text(model, reason), REMEDY)
+        raise _refused(model, reason)
     if not kernel("attend").available:
-        raise UnsupportedModelError(_refusal_text(model, "the compiled kernels are missing"), COMPILER_REMEDY)
+        raise _refused(model, "the compiled kernels are missing", COMPILER_REMEDY)
 
 
 def _refusal_of_architecture(model: PreTrainedModel) -> str:
@@ -268,8 +265,8 @@ def _heads(config: PretrainedConfig) -> Heads | None:
     size = field(config, "head_dim") or (field(config, "hidden_size") // many if isinstance(many, int) else None)
     if not (isinstance(many, int) and isinstance(size, int)):
         return None
-    return Heads(many, kv_heads if isinstance(kv_heads, int) else many, size, size)
+    return Heads(many, kv_heads if isinstance(kv_heads, int) else many, size)
 
 
-def _refusal_text(model: Any, reason: str) -> str:
-    return f"{type(model).__name__} cannot be made invariant: {reason}"
+def _refused(model: Any, reason: str, remedy: str = REMEDY) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(model).__name__} cannot be made invariant: {reason}", remedy)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from lade.backends.cpu.invariant.attention import PlacedMask, invariant_attention
 from lade.backends.cpu.invariant.weights import RowPadding
-from lade.backends.trials.tree_check import PlainDecoding
+from lade.backends.trials.tree_check import PlainDecoding, nodes_of
 from lade.decoding.tree import ROOT, TokenTree
 from lade.files import Records
 from lade.model.config import decoder_config, token_embeddings
@@ -54,12 +54,11 @@ Outputs = list[tuple[str, torch.Tensor]]
 
 
 class Heads(NamedTuple):
-    """Numbers of query and KV heads of a layer, and the sizes of keys and values."""
+    """Numbers of query and KV heads of a layer, and the size of keys and values."""
 
     queries: int
     keys: int
     size: int
-    value_size: int
 
 
 @torch.no_grad()
@@ -74,12 +73,11 @@ def attention_keeps_order(heads: Heads) -> bool:
 
 def _agrees(heads: Heads, text: int, generator: torch.Generator) -> bool:
     tree = random_tree(_NODES, _DEPTH, generator)
-    counts = ((heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.value_size))
-    states = [
-        torch.randn(1, count, text + len(tree), size, generator=generator, dtype=torch.float32, device="cpu")
-        for count, size in counts
+    shape = text + len(tree), heads.size
+    query, key, value = states = [
+        torch.randn(1, count, *shape, generator=generator, dtype=torch.float32, device="cpu")
+        for count in (heads.queries, heads.keys, heads.keys)
     ]
-    query, key, value = states
     inputs = StepInputs.of([tree], [text], torch.device("cpu"))
     mask = PlacedMask.of(inputs.mask(FULL), inputs.key_positions)
     found = _attention(query[:, :, text:], key, value, mask)
@@ -116,23 +114,14 @@ def random_tree(nodes: int, deepest: int, generator: torch.Generator) -> TokenTr
 
 
 class ModelTrial:
-    """A text followed by a tree, on which passes of a model are compared.
-
-    Args:
-        model: a decoder-only model, made invariant.
-        plan: how the model takes its masks.
-        tokens: length of the text.
-    """
+    """A text of some tokens followed by a tree, on which passes of an invariant model are compared."""
 
     def __init__(self, model: PreTrainedModel, plan: MaskPlan, tokens: int) -> None:
         generator = torch.Generator().manual_seed(tokens)
         vocabulary: int = token_embeddings(model).weight.shape[0]
         ids = torch.randint(vocabulary, (tokens,), generator=generator, dtype=torch.int64, device="cpu").tolist()
-        nodes = (
-            torch.randperm(vocabulary, generator=generator, dtype=torch.int64, device="cpu")
-            .repeat(FOLLOWING + 1)[: FOLLOWING + 1]
-            .tolist()
-        )
+        distinct = torch.randperm(vocabulary, generator=generator, dtype=torch.int64, device="cpu")
+        nodes = distinct.repeat(FOLLOWING + 1)[: FOLLOWING + 1].tolist()
         self._model, self._text, self._following = model, ids, nodes[FOLLOWING]
         self._paths = [tuple(nodes[i] for i in path) for path in PATHS]
         self._kept = tuple(nodes[i] for i in KEPT)
@@ -150,9 +139,9 @@ class ModelTrial:
         for path in self._prefixes():
             if path:
                 plain[path] = plain[path[:-1]].after(path[-1])
-            if not torch.equal(plain[path].logits, logits[self._node(path)]):
+            if not torch.equal(plain[path].logits, logits[nodes_of(self._tree, path)[-1]]):
                 return self._first_module(path)
-        cache.keep([[self._node(self._kept[:depth]) for depth in range(len(self._kept) + 1)]], fed=len(self._tree))
+        cache.keep([nodes_of(self._tree, self._kept)], fed=len(self._tree))
         text = [*self._text, *self._kept, self._following]
         after = self._runner.forward([TokenTree(self._following)], [text], cache)[0, ROOT]
         expected = plain[self._kept].after(self._following).logits
@@ -176,14 +165,6 @@ class ModelTrial:
         found = [path[:depth] for path in self._paths for depth in range(len(path) + 1)]
         return sorted(dict.fromkeys(found), key=len)
 
-    def _node(self, path: Sequence[int]) -> int:
-        node = ROOT
-        for token in path:
-            child = self._tree.child(node, token)
-            assert child is not None
-            node = child
-        return node
-
     def _prefilled(self) -> TreeCache:
         cache = self._runner.tree_cache()
         self._runner.prefill([self._text[:-1]], cache)
@@ -199,7 +180,7 @@ class ModelTrial:
             plain = plain.after(token)
         with recorded(self._model) as of_token:
             plain.after(path[-1] if path else self._text[-1])
-        places = TokenIndex(1, 1), TokenIndex(1, len(self._tree), self._node(path))
+        places = TokenIndex(1, 1), TokenIndex(1, len(self._tree), nodes_of(self._tree, path)[-1])
         return first_difference(of_token, of_tree, *places) or NO_MODULE
 
 
@@ -279,11 +260,7 @@ Paddings = list[RowPadding | None]
 
 
 def key_of(model: PreTrainedModel) -> dict[str, object] | None:
-    """Return what the trials of a model depend on, by readable names; None if its structure does not tell.
-
-    Args:
-        model: a model that is not invariant yet.
-    """
+    """Return what the trials of a model, not invariant yet, depend on; None if its structure does not tell."""
     structure = hashlib.sha256()
     for name, module in model.named_modules():
         if not _is_known(module):
@@ -318,14 +295,12 @@ def kind_of(module: nn.Module) -> tuple[object, ...]:
 
 def kept_paddings(key: Mapping[str, object]) -> Paddings | None:
     """Return what trials found under a key; None if none were kept."""
-    return RECORDS.load(
-        key, lambda record: [None if each is None else RowPadding(*each) for each in record["paddings"]]
-    )
+    return RECORDS.load(key, lambda record: [each and RowPadding(*each) for each in record["paddings"]])
 
 
 def keep_paddings(key: Mapping[str, object], paddings: Sequence[RowPadding | None]) -> None:
     """Keep what trials found under a key."""
-    RECORDS.save(key, {"paddings": [None if each is None else astuple(each) for each in paddings]})
+    RECORDS.save(key, {"paddings": [each and astuple(each) for each in paddings]})
 
 
 def _is_known(module: Any) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.pytorch_utils import Conv1D
 
@@ -49,25 +50,15 @@ Layer = Callable[[torch.Tensor], Any]
 
 @dataclass(frozen=True)
 class RowPadding:
-    """Constraints on the number of rows that a layer is fed.
-
-    Attributes:
-        least: least number of rows.
-        multiple: number that the rows must be a multiple of.
-        most: most rows per call, a multiple of the others; more rows are fed in pieces. None for no limit.
-    """
+    """Constraints on the number of rows that a layer is fed."""
 
     least: int = 1
-    multiple: int = 1
-    most: int | None = None
+    multiple: int = 1  # the rows must be a multiple of it
+    most: int | None = None  # rows per call, a multiple of the others; more rows are fed in pieces
 
     def fits(self, rows: int) -> bool:
         """Return True if this many rows need no padding; asked at every layer of every step."""
         return rows >= self.least and rows % self.multiple == 0 and (self.most is None or rows <= self.most)
-
-    def pieces(self, rows: int) -> int:
-        """Return the rows to feed per call."""
-        return rows if self.most is None else self.most
 
     def __call__(self, rows: int) -> int:
         """Return the number of rows to add."""
@@ -97,11 +88,14 @@ class PaddedRows(Changed):
         return call_padded(lambda rows: layer(rows, *args, **kwargs), x, padding)
 
 
-def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:
+def call_padded(layer: Layer, x: torch.Tensor, padding: RowPadding) -> Any:
     """Call a layer with rows of zeros appended to those of `x`, `[..., in]`; return its results for `x`."""
     rows = x.numel() // x.shape[-1]
-    if rows > padding.pieces(rows):
-        return _called_in_pieces(layer, x, padding)
+    if padding.most is not None and rows > padding.most:
+        parts = [call_padded(layer, piece, padding) for piece in x.reshape(rows, x.shape[-1]).split(padding.most)]
+        if isinstance(parts[0], tuple):
+            return tuple(map(torch.cat, zip(*parts, strict=True)))
+        return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[-1])
     more = padding(rows)
     if not more:
         return layer(x.contiguous())
@@ -109,15 +103,6 @@ def call_padded(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: 
     if isinstance(found, tuple):
         return tuple(each[:rows] for each in found)
     return found[:rows].view(*x.shape[:-1], found.shape[-1])
-
-
-def _called_in_pieces(layer: Callable[[torch.Tensor], Any], x: torch.Tensor, padding: RowPadding) -> Any:
-    """Compute `call_padded` for more rows than may be fed at a time."""
-    rows = x.reshape(-1, x.shape[-1])
-    found = [call_padded(layer, piece, padding) for piece in rows.split(padding.pieces(len(rows)))]
-    if isinstance(found[0], tuple):
-        return tuple(map(torch.cat, zip(*found, strict=True)))
-    return torch.cat(found).view(*x.shape[:-1], found[0].shape[-1])
 
 
 def pad_rows(layer: nn.Module, padding: RowPadding) -> None:
@@ -147,31 +132,21 @@ def padding_of(layer: nn.Module) -> RowPadding:
 def padding_for(layer: Layer, features: int, dtype: torch.dtype) -> RowPadding | None:
     """Return the cheapest padding with which a row gets the same bits in every pass; None if there is none.
 
-    Args:
-        layer: maps `[rows, in]` to `[rows, out]`, or to several such tensors; its weights must be from `cancelling`.
-        features: number of inputs of the layer.
-        dtype: dtype of the inputs.
+    The layer maps rows `[..., features]` of a dtype to outputs, one tensor or several, by weights from `cancelling`.
     """
     generator = torch.Generator().manual_seed(1)
     half = _drawn((max(ROWS) + _SHIFTS, features // 2), generator)
-    x = torch.cat([half, -half, torch.zeros(len(half), features % 2, dtype=torch.float32, device="cpu")], 1)[
-        :, _order(features)
-    ]
+    odd = torch.zeros(len(half), features % 2, dtype=torch.float32, device="cpu")
+    x = torch.cat([half, -half, odd], 1)[:, _order(features)]
     return next((padding for padding in PADDINGS if _rounds_alike(layer, x.to(dtype), padding)), None)
 
 
 def cancelling(weight: torch.Tensor, *, features_first: bool = False) -> torch.Tensor:
-    """Return weights in the shape and dtype of `weight`, whose products with the trial's rows cancel.
-
-    Args:
-        weight: tensor `[..., out, in]` whose shape and dtype to use.
-        features_first: true if `weight` is `[..., in, out]`.
-    """
+    """Return weights in the shape and dtype of `[..., out, in]`, or `[..., in, out]`, that cancel the trial's rows."""
     *shape, out, features = weight.mT.shape if features_first else weight.shape
     half = _drawn((*shape, out, features // 2), torch.Generator().manual_seed(0))
-    drawn = torch.cat([half, half, torch.ones(*shape, out, features % 2, dtype=torch.float32, device="cpu")], -1)[
-        ..., _order(features)
-    ].to(weight.dtype)
+    odd = torch.ones(*shape, out, features % 2, dtype=torch.float32, device="cpu")
+    drawn = torch.cat([half, half, odd], -1)[..., _order(features)].to(weight.dtype)
     return drawn.mT.contiguous() if features_first else drawn
 
 
@@ -191,11 +166,9 @@ def _rounds_alike(layer: Layer, x: torch.Tensor, padding: RowPadding) -> bool:
     tried = (rows for rows in ROWS if padding.most is None or rows <= padding.most)  # more go in pieces
     parts = (slice(first, first + rows) for rows in tried for first in _firsts(rows))
     return all(
-        all(
-            torch.equal(each, whole[part])
-            for each, whole in zip(_outputs(layer, x[part], padding), expected, strict=True)
-        )
+        torch.equal(each, whole[part])
         for part in parts
+        for each, whole in zip(_outputs(layer, x[part], padding), expected, strict=True)
     )
 
 
@@ -221,34 +194,22 @@ PyTorch computes the remainder of a vector by another formula, and 32 rows leave
 
 @dataclass(frozen=True)
 class RowProduct:
-    """A product of rows by weights.
+    """A product of rows by weights."""
 
-    Attributes:
-        layer: maps `[rows, in]` to `[rows, out]`, or to several such tensors.
-        features: number of inputs.
-        dtype: dtype of the inputs.
-        kind: key that is equal for products computed by the same kernels.
-    """
-
-    layer: Callable[[torch.Tensor], Any]
-    features: int
-    dtype: torch.dtype
-    kind: Hashable
+    layer: Layer  # maps [rows, in] to [rows, out], or to several such tensors
+    features: int  # number of inputs
+    dtype: torch.dtype  # of the inputs
+    kind: Hashable  # equal for products computed by the same kernels
 
     def padding(self) -> RowPadding | None:
         """Return the padding that the product needs, see `padding_for`."""
         return padding_for(self.layer, self.features, self.dtype)
 
 
-def pad_all(
-    model: nn.Module, dtype: torch.dtype, known: Sequence[RowPadding | None] = ()
-) -> Sequence[RowPadding | None]:
-    """Pad the rows of every layer, after a trial of each distinct shape and dtype.
+def pad_all(model: PreTrainedModel, known: Sequence[RowPadding | None]) -> Sequence[RowPadding | None]:
+    """Pad the rows of every layer of a model, in place, after a trial of each distinct shape and dtype.
 
-    Args:
-        model: model whose layers are changed in place.
-        dtype: dtype of the model, for layers whose weights do not tell.
-        known: what trials of a model of the same structure returned.
+    `known` is what trials of a model of the same structure returned; empty for none.
 
     Returns:
         The paddings of the distinct products, in their order; None where no padding is enough.
@@ -256,7 +217,7 @@ def pad_all(
     Raises:
         UnsupportedModelError: no padding makes some layer invariant; the message names the layer.
     """
-    layers = {name: (layer, list(_products(layer, dtype))) for name, layer in model.named_modules()}
+    layers = {name: (layer, list(_products(layer, model.dtype))) for name, layer in model.named_modules()}
     distinct = {product.kind: (layer, product) for layer, products in layers.values() for product in products}
     if len(known) != len(distinct):
         known = [_padding_of_trial(*each) for each in distinct.values()]
@@ -275,27 +236,24 @@ def pad_all(
             )
         if _is_mixture(layer):
             note_padding(layer, padding)
-        elif not (
-            padding == NO_PADDING and isinstance(layer, PackedLinear) and layer.panel
-        ):  # which lays rows out itself
+        elif padding != NO_PADDING or not _is_in_panels(layer):  # panels' products lay rows out themselves
             pad_rows(layer, padding)
     return known
 
 
 def _padding_of_trial(layer: nn.Module, product: RowProduct) -> RowPadding | None:
-    if isinstance(layer, PackedLinear) and layer.panel:
+    if _is_in_panels(layer):
         return product.padding()  # on panels of its own
     with _weights_of_trial(layer):
         return product.padding()
 
 
-def lay_out(model: nn.Module, *, panels: bool) -> None:
-    """Convert packed bfloat16 weights to panels, whose products do not depend on the other rows, or back.
+def _is_in_panels(layer: Any) -> bool:
+    return isinstance(layer, PackedLinear) and layer.panel > 0
 
-    Args:
-        model: model whose packed layers are changed in place, where panel kernels support them.
-        panels: true to convert to panels, false for oneDNN's layout.
-    """
+
+def lay_out(model: nn.Module, *, panels: bool) -> None:
+    """Convert packed bfloat16 weights to panels, whose products do not depend on the other rows, or back, in place."""
     pages = HugePages() if panels else None
     for layer in model.modules():
         if isinstance(layer, PackedLinear) and not isinstance(layer, Int8Linear):
@@ -308,19 +266,12 @@ def has_mixtures(model: nn.Module) -> bool:
 
 
 def invariant_experts(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,  # experts module, marked by transformers' decorator
+    hidden_states: torch.Tensor,  # [T, hidden]
+    top_k_index: torch.Tensor,  # [T, k] int64, experts of each token
+    top_k_weights: torch.Tensor,  # [T, k], router weights of these experts
 ) -> torch.Tensor:
-    """Compute the experts of a layer, as transformers' experts interface asks for it.
-
-    Args:
-        self: experts module, marked by transformers' decorator.
-        hidden_states: `[T, hidden]` inputs.
-        top_k_index: `[T, k]` int64, experts of each token.
-        top_k_weights: `[T, k]`, router weights of these experts.
-
-    Returns:
-        `[T, hidden]`.
-    """
+    """Compute the experts of a layer, `[T, hidden]`, as transformers' experts interface asks for it."""
     padding = padding_of(self)
     found = torch.zeros_like(hidden_states)
     for number in top_k_index.unique().tolist():
@@ -349,17 +300,11 @@ def expert_product(experts: Any, name: str, number: int) -> Any:
     """Return the linear map of one expert, from `[rows, in]` to `[rows, out]`."""
     weight = getattr(experts, name)[number]
     bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
-    if experts.is_transposed:
-        return partial(_transposed, weight=weight, bias=bias)
-    return partial(linear, weight=weight, bias=bias)
-
-
-def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return linear(x, weight.t(), bias)
+    return partial(linear, weight=weight.t() if experts.is_transposed else weight, bias=bias)
 
 
 def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
-    """Yield the products that a module itself computes, without its children."""
+    """Yield the products that a module itself computes, without its children, in a dtype if its weights tell none."""
     if _is_mixture(layer):
         for name in ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj"):
             weight = getattr(layer, name)
@@ -369,7 +314,7 @@ def _products(layer: Any, dtype: torch.dtype) -> Iterator[RowProduct]:
         return
     if isinstance(layer, Int8Linear):  # integer sums are exact, and each row has its own scale
         return
-    if isinstance(layer, PackedLinear) and layer.panel:
+    if _is_in_panels(layer):
         yield _panel_product_of(layer)
         return
     weight = layer._parameters.get("weight")

@@ -9,7 +9,6 @@ on the other rows. They run on the compiled kernels, or on torch's operators wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -37,36 +36,28 @@ _MOST_SUMS = 2**24  # of the reference at a time
 class BlockCodes:
     """A weight matrix in codes: `(values - zero) * scale`, or `values * scale + minimum`.
 
-    Attributes:
-        name: format, as kernels are named: "int8", "int4", or a type of GGUF in lower case, such as "q4_k"; types that
-            hold less are stored in one that holds more.
-        bits: bits of a code, 4 or 8.
-        values: `[out, in]` uint8, the codes.
-        scale: `[out, groups]`, for 32 inputs each, or 16 in "q6_k": of 16 bits, or 8-bit integers with a `factor`.
-        minimum: like `scale`; None without.
-        factor: `[out, in / 256]` float16, by which `scale` is multiplied; None without.
-        shift: likewise of `minimum`.
+    The name is the format, as kernels are named: "int8", "int4", or a type of GGUF in lower case, such as "q4_k"; types
+    that hold less are stored in one that holds more.
     """
 
     name: str
-    bits: int
-    values: torch.Tensor
-    scale: torch.Tensor
-    minimum: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
+    bits: int  # of a code, 4 or 8
+    values: torch.Tensor  # [out, in] uint8, the codes
+    scale: torch.Tensor  # [out, groups], for 32 inputs each, or 16 in "q6_k": 16 bits, or 8-bit integers with a factor
+    minimum: torch.Tensor | None = None  # like `scale`
+    factor: torch.Tensor | None = None  # [out, in / 256] float16, by which `scale` is multiplied
+    shift: torch.Tensor | None = None  # likewise of `minimum`
 
     @property
     def zero(self) -> int:
         """Code of zero."""
         return 0 if self.minimum is not None else _ZERO[self.bits]
 
-    def rows(self, order: torch.Tensor) -> Self:
-        """Return the codes with the outputs in another order."""
-        return self._with({name: each[order] for name, each in self.tensors().items()})
+    def rows(self, numbers: torch.Tensor) -> Self:
+        """Return the codes of these outputs, in this order."""
+        return self._with({name: each[numbers] for name, each in self.tensors().items()})
 
     def _with(self, tensors: dict[str, Any]) -> Self:
-        """Return the codes with other tensors."""
         return replace(self, **tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -75,15 +66,41 @@ class BlockCodes:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def in_panels(self, pages: HugePages) -> PanelWeight | None:
-        """Return the weight as its kernel takes it; None without the library."""
+        """Return the weight in panels, padded with zeros, as its kernel takes it; None without the library.
+
+        Panels are `[out / 16, in / 64, lines, 64]` int8: for each block a head of one or two lines, and lines of codes.
+        They are drawn in `lade/native/cpu_blocks.h`.
+        """
         if not has_block_kernels():
             return None
-        panels = in_block_panels(self.tensors(), self.bits, pages)
-        return PanelWeight(panels, *self.values.shape, codes=self.name)
+        outputs, inputs = self.values.shape
+        blocks = -(-inputs // BLOCK)
+        head = torch.cat([_head(each, inputs) for name, each in self.tensors().items() if name != "values"], -1)
+        head = pad(head, (0, -head.shape[-1] % _LINE)).view(len(head), blocks, -1, _LINE)
+        values = pad(self.values, (0, -inputs % BLOCK, 0, -outputs % PANEL))
+        codes = _in_lines(values.view(-1, PANEL, blocks, BLOCK), self.bits)
+        shape = (len(head), blocks, head.shape[2] + codes.shape[2], _LINE)
+        panels = pages.take(shape[0] * shape[1] * shape[2] * _LINE).view(shape)
+        panels[:, :, : head.shape[2]], panels[:, :, head.shape[2] :] = head, codes.view(torch.int8)
+        return PanelWeight(panels, outputs, inputs, codes=self.name)
 
     def out_of_panels(self, weight: PanelWeight) -> Self:
         """Invert `in_panels`; the tensors' shapes and dtypes, not their values, are those of `self`."""
-        return self._with(out_of_block_panels(weight.panels, self.tensors(), self.bits))
+        (outputs, inputs), panels = self.values.shape, weight.panels
+        lines = panels[:, :, -BLOCK * PANEL * self.bits // 8 // _LINE :].contiguous().view(torch.uint8)
+        values = _out_of_lines(lines, self.bits).reshape(len(panels) * PANEL, -1)
+        found, head, first = {"values": values[:outputs, :inputs].contiguous()}, panels.flatten(2), 0
+        for name, each in self.tensors().items():
+            if name == "values":
+                continue
+            per_block = _per_block(each, inputs)
+            size = PANEL * each.element_size() * per_block
+            piece = head[:, :, first : first + size].contiguous().view(each.dtype)  # [panels, blocks, n * 16]
+            piece = piece.unflatten(2, (-1, PANEL)).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)  # [out, blocks * n]
+            piece = piece[:outputs, :: 4 if per_block == 1 else 1][:, : each.shape[1]]
+            found[name] = piece.clone(memory_format=torch.contiguous_format)
+            first += size
+        return self._with(found)
 
     def without_values(self) -> Self:
         """Return codes of the same shapes on the meta device."""
@@ -112,13 +129,7 @@ class BlockCodes:
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Multiply rows by the weight with torch's operators: the definition, and what runs without the library.
 
-        Args:
-            x: `[..., in]`, floating point.
-            bias: `[out]`; None for none.
-            dtype: dtype of the result.
-
-        Returns:
-            `[..., out]`.
+        Rows are `[..., in]`, floating point, the bias is `[out]`, and the result `[..., out]` in the given dtype.
         """
         rows, steps = quantised(x.reshape(-1, x.shape[-1]))
         chunk = max(16, _MOST_SUMS // max(1, rows.numel()))
@@ -129,9 +140,7 @@ class BlockCodes:
     def _summed(self, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Return the sums of rounded rows `[rows, groups, 32]`, `[rows, out]` float32."""
         group, inputs = self._group, rows.shape[1] * GROUP
-        values = pad(self.values.float() - self.zero, (0, inputs - self.values.shape[1])).view(
-            len(self.values), -1, group
-        )
+        values = pad(self.values.float() - self.zero, (0, inputs - self.values.shape[1])).unflatten(1, (-1, group))
         x, scales, minima = rows.flatten(1).unflatten(-1, (-1, group)).float(), self.scales(), self.minima()
         total = torch.zeros(len(rows), len(values), dtype=torch.float32, device="cpu")
         for number in range(scales.shape[1]):
@@ -166,10 +175,7 @@ def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round rows to int8, every 32 inputs by their own largest magnitude: each is seen by itself.
-
-    Args:
-        x: `[rows, in]`, floating point.
+    """Round rows `[rows, in]` to int8, every 32 inputs by their own largest magnitude: each is seen by itself.
 
     Returns:
         Codes `[rows, ceil(in / 32), 32]` int8 from -127 to 127, padded with zeros, and scales
@@ -181,51 +187,6 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # them directly would break ties differently.
     codes = (grouped / scale).add_(128.5).to(torch.uint8).contiguous()
     return codes.bitwise_xor_(128).view(torch.int8), scale
-
-
-# Panels, drawn in `lade/native/cpu_blocks.h`
-
-
-def in_block_panels(parts: Mapping[str, torch.Tensor], bits: int, pages: HugePages) -> torch.Tensor:
-    """Return a weight in panels, padded with zeros.
-
-    Args:
-        parts: tensors of `BlockCodes` by their names, left unchanged.
-        bits: bits of a code.
-        pages: memory pool to allocate from.
-
-    Returns:
-        `[out / 16, in / 64, lines, 64]` int8: a head of one or two lines, and lines of codes for each block.
-    """
-    outputs, inputs = parts["values"].shape
-    blocks = -(-inputs // BLOCK)
-    head = torch.cat([_head(each, inputs) for name, each in parts.items() if name != "values"], -1)
-    head = pad(head, (0, -head.shape[-1] % _LINE)).view(len(head), blocks, -1, _LINE)
-    values = pad(parts["values"], (0, -inputs % BLOCK, 0, -outputs % PANEL))
-    codes = _in_lines(values.view(-1, PANEL, blocks, BLOCK), bits)
-    shape = (len(head), blocks, head.shape[2] + codes.shape[2], _LINE)
-    panels = pages.take(shape[0] * shape[1] * shape[2] * _LINE).view(shape)
-    panels[:, :, : head.shape[2]], panels[:, :, head.shape[2] :] = head, codes.view(torch.int8)
-    return panels
-
-
-def out_of_block_panels(panels: torch.Tensor, like: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
-    """Invert `in_block_panels`; `like` has the shapes and dtypes of the tensors."""
-    outputs, inputs = like["values"].shape
-    count, blocks = panels.shape[:2]
-    lines = panels[:, :, -BLOCK * PANEL * bits // 8 // _LINE :].contiguous().view(torch.uint8)
-    values = _out_of_lines(lines, bits).reshape(count * PANEL, blocks * BLOCK)
-    found, head, first = {"values": values[:outputs, :inputs].contiguous()}, panels.flatten(2), 0
-    for name, each in like.items():
-        if name != "values":
-            per_block = _per_block(each, inputs)
-            size = PANEL * each.element_size() * per_block
-            piece = head[:, :, first : first + size].contiguous().view(each.dtype)  # [panels, blocks, n * 16]
-            piece = piece.unflatten(2, (-1, PANEL)).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)  # [out, blocks * n]
-            piece = piece[:outputs, :: 4 if per_block == 1 else 1][:, : each.shape[1]]
-            found[name] = piece.clone(memory_format=torch.contiguous_format)
-            first += size
-    return found
 
 
 def _per_block(part: torch.Tensor, inputs: int) -> int:

@@ -202,8 +202,7 @@ def load_packed(folder: str | os.PathLike[str], *, attn_implementation: str | No
 
 def _read_index(folder: Path) -> Index:
     try:
-        values = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        index = Index(**values)
+        index = Index(**json.loads((folder / INDEX).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as problem:
         raise InputError(
             f"{str(folder)!r} holds no packed model ({problem}): give a folder written by lade.save_packed"
@@ -249,7 +248,7 @@ def _fill(model: PreTrainedModel, index: Index, files: dict[str, Any]) -> None:
     model.tie_weights()
     kinds: dict[nn.Module, type[PackedLinear]] = {model.get_submodule(name): PackedLinear for name in index.packed}
     kinds |= {layer: Int8Linear if each.bits == 8 else Int4Linear for layer, each in codes.items()}
-    pack_layers(model, kinds, codes=codes)
+    pack_layers(model, kinds, codes=codes.get)
     left = next((name for name, parameter in model.named_parameters() if parameter.device.type == "meta"), None)
     if left is not None:
         raise KeyError(left)

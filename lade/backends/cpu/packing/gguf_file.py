@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,35 +32,21 @@ _SHAPES = ("embedding_length", "feed_forward_length", "rope.dimension_count", "a
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of a file.
-
-    Attributes:
-        name: name in the file.
-        shape: sizes, outermost first.
-        kind: number of its type, see `gguf.GGMLQuantizationType`.
-        offset: bytes from the beginning of the file.
-        nbytes: bytes of its numbers.
-    """
+    """A tensor of a file."""
 
     name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-    nbytes: int
+    shape: tuple[int, ...]  # outermost first
+    kind: int  # number of its type, see `gguf.GGMLQuantizationType`
+    offset: int  # bytes from the beginning of the file
+    nbytes: int  # bytes of its numbers
 
 
 @dataclass
 class Header:
-    """Metadata of a file, and its tensors.
-
-    Attributes:
-        path: the file.
-        values: metadata by name; of an array its `Elements`.
-        tensors: tensors by name.
-    """
+    """Metadata of a file, and its tensors, by their names."""
 
     path: Path
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # of an array its `Elements`
     tensors: dict[str, TensorPlace] = field(default_factory=dict)
 
     @property
@@ -88,10 +74,8 @@ class _Reader:
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{layout}")
-        self.need(size, "a number")
-        found = struct.unpack_from(f"<{layout}", self._data, self.place)
-        self.place += size
-        return found
+        self.skip(size, "a number")
+        return struct.unpack_from(f"<{layout}", self._data, self.place - size)
 
     def need(self, size: int, what: str) -> None:
         if size > self.left():
@@ -105,9 +89,8 @@ class _Reader:
         (size,) = self.numbers("Q")
         if size > most:
             raise _Damaged(f"a string at byte {self.place:,} has {size:,} bytes, more than {most:,}")
-        self.need(size, "a string")
-        text = self._data[self.place : self.place + size]
-        self.place += size
+        self.skip(size, "a string")
+        text = self._data[self.place - size : self.place]
         try:
             return text.decode()
         except UnicodeDecodeError:
@@ -147,10 +130,8 @@ def gguf_file(path: Path) -> Path | None:
 def read_header(path: Path, size_of: Callable[[int, int], int | None]) -> Header:
     """Read the header of a file.
 
-    Args:
-        path: the file.
-        size_of: returns the bytes of a type's tensor by the type's number and the number of elements; None if there is
-            no such type, or the elements do not fill its blocks.
+    `size_of` returns the bytes of a type's tensor by the type's number and the number of elements; None if there is no
+    such type, or the elements do not fill its blocks.
 
     Raises:
         InputError: the file cannot be read, is not in GGUF, is damaged, or is one of several parts.
@@ -187,8 +168,7 @@ def _read(header: Header, reader: _Reader, size_of: Callable[[int, int], int | N
             raise _Damaged(f"tensor {each.name!r} does not lie within it: it may not be wholly downloaded")
         if each.name in header.tensors:
             raise _Damaged(f"tensor {each.name!r} is there twice")
-        place = TensorPlace(each.name, each.shape, each.kind, first + each.offset, each.nbytes)
-        header.tensors[each.name] = place
+        header.tensors[each.name] = replace(each, offset=first + each.offset)
     return header
 
 
@@ -230,12 +210,7 @@ _Blocks = torch.Tensor  # [out, blocks, bytes] uint8
 
 
 def codes_of(raw: torch.Tensor, kind: str) -> BlockCodes:
-    """Return the codes of a matrix, of a type that has them.
-
-    Args:
-        raw: `[out, bytes]` uint8, as the file has it.
-        kind: name of the type, such as "Q4_K".
-    """
+    """Return the codes of a matrix, `[out, bytes]` uint8 as the file has it, of a type that has them, as "Q4_K"."""
     size, reader = _KINDS[kind]
     return reader(raw.view(len(raw), -1, size))
 
@@ -326,9 +301,8 @@ def _q5_1(blocks: _Blocks) -> BlockCodes:
 def _q3_k(blocks: _Blocks) -> BlockCodes:
     pair = torch.arange(4, dtype=torch.uint8, device="cpu").view(4, 1)
     low = blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> 2 * pair & 3  # [.., 2, 4, 32]
-    high = (
-        blocks[..., :32].unflatten(-1, (1, 1, 32)) >> torch.arange(8, dtype=torch.uint8, device="cpu").view(2, 4, 1) & 1
-    )
+    bit = torch.arange(8, dtype=torch.uint8, device="cpu").view(2, 4, 1)
+    high = blocks[..., :32].unflatten(-1, (1, 1, 32)) >> bit & 1
     packed = blocks[..., 96:108]
     scale = _halves(packed[..., :8]) | (packed[..., None, 8:] >> 2 * pair & 3).flatten(-2) << 4
     scales = (scale.to(torch.int8) - 32).flatten(1)

@@ -11,12 +11,12 @@ import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -161,26 +161,36 @@ class _Source:
     """The tensors of a file by the names of a model's parameters."""
 
     header: Header
+    config: Any
     names: Callable[[str], str | None]
     data: np.ndarray[Any, np.dtype[np.uint8]]
 
-    def place(self, name: str) -> TensorPlace | None:
-        """Return the tensor of a parameter; None if the file has none."""
+    def place(self, name: str, parameter: torch.Tensor) -> TensorPlace:
+        """Return the tensor of a parameter; raises `InputError` if there is none of its shape."""
         layer, _, own = name.rpartition(".")
-        return self.header.tensors.get(f"{self.names(layer)}.{own}")
+        place = self.header.tensors.get(f"{self.names(layer)}.{own}")
+        if place is None or place.shape != tuple(parameter.shape):
+            given = "lacks it" if place is None else f"has {list(place.shape)}"
+            _refuse(self.header, f"weight {name} is {list(parameter.shape)}, but the file {given}")
+        return place
 
-    def raw(self, place: TensorPlace, config: Any) -> torch.Tensor:
+    def _raw(self, place: TensorPlace) -> torch.Tensor:
         """Return a tensor's bytes in the model's order of rows, `[..., bytes]` uint8."""
         numbers = torch.from_numpy(self.data[place.offset : place.offset + place.nbytes].copy())
         rows = numbers.view(*place.shape[:-1], place.nbytes // prod(place.shape[:-1]))
         if self.header.architecture == "llama" and place.name.endswith(_PAIRED):
-            heads = config.num_key_value_heads if "attn_k" in place.name else config.num_attention_heads
+            config, of_keys = self.config, "attn_k" in place.name
+            heads = config.num_key_value_heads if of_keys else config.num_attention_heads
             rows = rows.unflatten(0, (heads, -1, 2)).swapaxes(1, 2).flatten(0, 2)  # pairs side by side to halves
         return rows
 
-    def values(self, place: TensorPlace, config: Any) -> torch.Tensor:
+    def codes(self, place: TensorPlace) -> BlockCodes:
+        """Return the codes of a matrix, of a type that has them."""
+        return codes_of(self._raw(place), _kind_of(place))
+
+    def values(self, place: TensorPlace) -> torch.Tensor:
         """Return a tensor's values as the model has them, float32."""
-        found = values_of(self.raw(place, config), place)
+        found = values_of(self._raw(place), place)
         is_norm = self.header.architecture == "gemma3" and "norm" in place.name
         return found - 1 if is_norm else found  # Gemma's norms add one
 
@@ -193,8 +203,7 @@ def config_of(header: Header) -> Any:
     for key, name in names.items():
         value = values.get(f"{architecture}.{key}")
         if isinstance(value, Elements):
-            what = f"{architecture}.{key} differs between layers, which is not supported"
-            raise InputError(f"model file {str(header.path)!r}: {what}")
+            _refuse(header, f"{architecture}.{key} differs between layers, which is not supported")
         if name is not None and value is not None:
             fields[name] = value
     if (size := values.get(f"{architecture}.attention.key_length")) is not None:
@@ -216,73 +225,41 @@ def _packed(header: Header, dtype: torch.dtype) -> Any:
     model.eval()
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    source = _Source(header, names.get_name, np.memmap(header.path, np.uint8, "r"))
-    _fill(model, source, dtype)
+    _fill(model, _Source(header, config, names.get_name, np.memmap(header.path, np.uint8, "r")), dtype)
     return model
-
-
-class _Codes(Mapping[nn.Module, BlockCodes]):
-    """Codes of layers, read from the file when they are asked for, so that one layer's are in memory at a time."""
-
-    def __init__(self, source: _Source, config: Any) -> None:
-        self._source, self._config, self.places = source, config, dict[nn.Module, TensorPlace]()
-
-    def __getitem__(self, layer: nn.Module) -> BlockCodes:
-        place = self.places[layer]
-        return codes_of(self._source.raw(place, self._config), _kind_of(place))
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
 
 
 @torch.no_grad()
 def _fill(model: Any, source: _Source, dtype: torch.dtype) -> None:
     """Give a model on the meta device its weights, and pack its linear layers."""
     head, tied = model.get_output_embeddings(), bool(model.config.tie_word_embeddings)
-    codes, used, dequantised = _Codes(source, model.config), set[str](), Counter[str]()
+    coded, used, dequantised = dict[nn.Module, TensorPlace](), set[str](), Counter[str]()
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            place = _place(
-                source, "model.embed_tokens.weight" if module is head and tied else f"{name}.{own}", parameter
-            )
+            is_tied = module is head and tied
+            place = source.place("model.embed_tokens.weight" if is_tied else f"{name}.{own}", parameter)
             used.add(place.name)
             if type(module) is nn.Linear and own == "weight" and has_codes(_kind_of(place)):
-                codes.places[module] = place
-            elif not (module is head and tied):
-                values = source.values(place, model.config).to(dtype)
+                coded[module] = place
+            elif not is_tied:
+                values = source.values(place).to(dtype)
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
                 dequantised.update([_kind_of(place)] if type(module) is nn.Linear and own == "weight" else [])
     model.tie_weights()
-    pack_layers(model, dict.fromkeys(codes, GgufLinear), codes=codes)
+    pack_layers(model, dict.fromkeys(coded, GgufLinear), codes=lambda layer: source.codes(coded[layer]))
     used |= _scale_frequencies(model, source)
     _tell(source.header, dequantised, used, dtype)
-
-
-def _place(source: _Source, name: str, parameter: torch.Tensor) -> TensorPlace:
-    """Return the tensor of a parameter; raises `InputError` if there is none of its shape."""
-    place = source.place(name)
-    if place is None or place.shape != tuple(parameter.shape):
-        given = "lacks it" if place is None else f"has {list(place.shape)}"
-        what = f"weight {name} is {list(parameter.shape)}, but the file {given}"
-        raise InputError(f"model file {str(source.header.path)!r}: {what}")
-    return place
 
 
 def _scale_frequencies(model: Any, source: _Source) -> set[str]:
     """Divide rotary frequencies by the file's factors, which Llama 3 has; return the names of tensors used."""
     place, rotary = source.header.tensors.get(FREQUENCIES), getattr(model.model, "rotary_emb", None)
-    if (
-        place is None
-        or getattr(rotary, "inv_freq", torch.empty(0, dtype=torch.float32, device="cpu")).shape != place.shape
-    ):
+    if place is None or getattr(getattr(rotary, "inv_freq", None), "shape", None) != place.shape:
         return set()
     for name in ("inv_freq", "original_inv_freq"):
-        setattr(rotary, name, getattr(rotary, name) / source.values(place, model.config))
+        setattr(rotary, name, getattr(rotary, name) / source.values(place))
     return {FREQUENCIES}
 
 
@@ -294,14 +271,16 @@ def _tell(header: Header, dequantised: Counter[str], used: set[str], dtype: torc
     """
     unused = sorted(set(header.tensors) - used)
     if (of_layer := next((name for name in unused if name.startswith("blk.")), None)) is not None:
-        what = f"its {header.architecture} has no place for tensor {of_layer!r}"
-        raise InputError(f"model file {str(header.path)!r}: {what}")
+        _refuse(header, f"its {header.architecture} has no place for tensor {of_layer!r}")
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
     unused += [f"rope scaling {scaling!r}"] if scaling != "none" else []
     if dequantised:
         counts = ", ".join(f"{count} in {kind}" for kind, count in dequantised.items())
         announce(logger, f"{header.path.name}: matrices without a kernel, dequantised to {dtype}: {counts}")
     if unused:
-        announce(
-            logger, f"{header.path.name}: not used, so long texts may suffer: {', '.join(unused)}", logging.WARNING
-        )
+        what = f"{header.path.name}: not used, so long texts may suffer: {', '.join(unused)}"
+        announce(logger, what, logging.WARNING)
+
+
+def _refuse(header: Header, what: str) -> NoReturn:
+    raise InputError(f"model file {str(header.path)!r}: {what}")

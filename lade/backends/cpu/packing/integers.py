@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from lade.backends.cpu.kernels import is_plain
 from lade.backends.cpu.packing.blocks import GROUP, LARGEST, TINY, BlockCodes
 from lade.backends.cpu.packing.linear import PackedLinear
-from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, like
+from lade.backends.cpu.packing.weight import UNPACK_REMEDY, ByValue, HugePages, PackedWeight, state_of
 from lade.errors import UnsupportedModelError
 
 MOVE_REMEDY = "give it an ordinary tensor on the CPU"
@@ -105,20 +105,15 @@ class Int8Linear(PackedLinear):
     Attributes:
         weight: the layer's own parameter if it is kept; otherwise an int8 parameter, in panels or, without the library,
             the codes.
-        WEIGHTS: name of the weights' format, as `lade.pack` takes it.
     """
 
-    WEIGHTS: ClassVar[str] = "int8"
+    WEIGHTS: ClassVar[str] = "int8"  # name of the weights' format, as `lade.pack` takes it
+    codes_of = staticmethod(int8_codes)
     _codes: BlockCodes  # on the meta device for a weight in panels
     _memory: HugePages
 
     def __init__(
-        self,
-        layer: nn.Module,
-        *,
-        keep: bool,
-        codes: BlockCodes | None = None,
-        pages: HugePages | None = None,
+        self, layer: nn.Module, *, keep: bool, codes: BlockCodes | None = None, pages: HugePages | None = None
     ) -> None:
         self.__dict__.update(_given=codes, _memory=pages or HugePages())
         super().__init__(layer, keep=keep)
@@ -136,12 +131,7 @@ class Int8Linear(PackedLinear):
             integers = PackedWeight(packed, requires_grad=False)  # integers have no gradients
             integers.__dict__.update(weight.__dict__)
             self._parameters["weight"] = integers
-        self._note_packed(weight)
-
-    @staticmethod
-    def codes_of(weight: torch.Tensor) -> BlockCodes:
-        """Round a weight `[out, in]`."""
-        return int8_codes(weight)
+        self.__dict__["_packed_state"] = state_of(weight)
 
     def codes(self) -> BlockCodes:
         """Return the weight's codes; a copy of those in panels."""
@@ -195,11 +185,7 @@ class Int8Linear(PackedLinear):
         del state["_packed"], state["_panel_weight"], state["_codes"]
         state["_sent"] = codes.name, codes.bits, {name: ByValue(each) for name, each in codes.tensors().items()}
         if not self.keeps_original:
-            weight: Any = self._parameters["weight"]
-            state["_parameters"] = {
-                **self._parameters,
-                "weight": like(weight, torch.empty(0, dtype=torch.float32, device="cpu")),
-            }
+            state["_parameters"] = self._without_values()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,11 +198,7 @@ class Int4Linear(Int8Linear):
     """A linear layer with int4 weights, one scale per output and 32 inputs, and inputs with one scale per 32."""
 
     WEIGHTS: ClassVar[str] = "int4"
-
-    @staticmethod
-    def codes_of(weight: torch.Tensor) -> BlockCodes:
-        """Round a weight `[out, in]`."""
-        return int4_codes(weight)
+    codes_of = staticmethod(int4_codes)
 
 
 class GgufLinear(Int8Linear):
@@ -226,27 +208,17 @@ class GgufLinear(Int8Linear):
 
     @staticmethod
     def codes_of(weight: torch.Tensor) -> BlockCodes:
-        """Refuse to round a weight that was written to: the codes are those of the file.
-
-        Raises:
-            UnsupportedModelError: always.
-        """
+        """Refuse to round a weight that was written to: the codes are those of the file."""
         raise UnsupportedModelError("a weight from a GGUF file was changed", UNPACK_REMEDY)
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """Relative error of an int8 or int4 layer: root of the sum of squared errors over that of the original values.
+    """Relative error of an int8 or int4 layer: root of the sum of squared errors over that of the original values."""
 
-    Attributes:
-        name: name of the layer in the model.
-        weights: relative error of the weights.
-        outputs: relative error of the outputs, for the inputs that the layer gets in the model.
-    """
-
-    name: str
+    name: str  # in the model
     weights: float
-    outputs: float
+    outputs: float  # for the inputs that the layer gets in the model
 
 
 @dataclass
@@ -267,13 +239,7 @@ class _Sums:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float:
-    """Return the exponential of the mean loss per token, each conditioned on the tokens before it in its window.
-
-    Args:
-        model: a causal language model.
-        ids: token ids of a text, at least two.
-        window: tokens per pass; each window starts without context.
-    """
+    """Return the exponential of the mean loss per token of a text of two or more, read in windows without context."""
     loss, tokens = 0.0, 0
     for start in range(0, len(ids) - 1, window):
         piece = torch.tensor([ids[start : start + window]], device=model.device, dtype=torch.int64)  # [1, T]
@@ -286,11 +252,7 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[list[LayerError]]:
-    """Compare int8 and int4 layers with the original ones in every pass in the context; its end fills the list.
-
-    Args:
-        model: a model packed with `keep_original=True`.
-    """
+    """Compare int8 and int4 layers with the originals, which the model keeps, in every pass; the end fills the list."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
     sums = {layer: _Sums() for layer in layers.values()}
 

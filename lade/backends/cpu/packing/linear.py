@@ -82,23 +82,20 @@ class PackedLinear(nn.Module):
         """Pack the dense `weight`, and free it unless it is kept."""
         weight = self._parameters["weight"]
         self._take(weight, self.panel)
-        self._note_packed(weight)
+        self.__dict__["_packed_state"] = state_of(weight)
 
     @torch.no_grad()
     def _take(self, weight: Any, panel: int) -> None:
         """Pack a dense weight and hold it; if interrupted, the previous weight stays in place."""
         dense = weight.detach()
-        packed = self._laid_out(self._turned(dense), panel)
+        turned = self._turned(dense)
+        packed = in_panels(turned, self._pages, panel) if panel else packed_weight(turned)
         if not self.keeps_original and not same_bits(self._dense(packed, panel), dense):
             raise UnsupportedModelError("a packed weight does not unpack to the original", "keep this model unpacked")
         panel_weight = PanelWeight(packed, self.out_features, self.in_features) if panel else None
         self.__dict__.update(_packed=packed, panel=panel, _panel_weight=panel_weight)
         if not self.keeps_original:
             self._parameters["weight"] = like(weight, packed, PackedWeight)
-
-    def _note_packed(self, weight: Any) -> None:
-        """Record the state of the dense weight at packing time."""
-        self.__dict__["_packed_state"] = state_of(weight)
 
     def _follow_weight(self) -> None:
         """Pack a kept weight again, such as a tied embedding, after it was assigned or written to."""
@@ -110,16 +107,8 @@ class PackedLinear(nn.Module):
             raise UnsupportedModelError(f"the weight of a packed layer was replaced by {what}", UNPACK_REMEDY)
         self._pack_weight()
 
-    def _laid_out(self, weight: torch.Tensor, panel: int) -> torch.Tensor:
-        """Return a weight `[out, in]` in panels, or in oneDNN's layout if `panel` is 0."""
-        return in_panels(weight, self._pages, panel) if panel else packed_weight(weight)
-
     def lay_out(self, pages: HugePages | None) -> None:
-        """Convert the weight to panels if this processor has kernels for its dtype, or back to its first layout.
-
-        Args:
-            pages: memory pool for panels, shared by all layers of a model; None for the first layout.
-        """
+        """Convert the weight to panels in `pages` if this processor has kernels for its dtype; with None, back."""
         panel = self._own_panel if pages is None else panel_for(self.dtype)
         if panel != self.panel:
             self.__dict__["_pages"] = pages
@@ -193,9 +182,8 @@ class PackedLinear(nn.Module):
         raise UnsupportedModelError(f"a layer packed in {dtype_name(self.dtype)} was given {what}", UNPACK_REMEDY)
 
     def _refuse_bias(self, bias: torch.Tensor) -> NoReturn:
-        given = (
-            f"{dtype_name(bias.dtype)} {list(bias.shape)} on {bias.device}{'' if bias.is_contiguous() else ', strided'}"
-        )
+        strided = "" if bias.is_contiguous() else ", strided"
+        given = f"{dtype_name(bias.dtype)} {list(bias.shape)} on {bias.device}{strided}"
         wanted = f"contiguous {dtype_name(self.dtype)} [{self.out_features}] on the CPU"
         raise UnsupportedModelError(f"the bias of a packed layer is {given}, and must be {wanted}", UNPACK_REMEDY)
 
@@ -203,15 +191,10 @@ class PackedLinear(nn.Module):
         if self._panel_weight is not None:
             return panel_product(x, self._panel_weight, self._parameters["bias"])
         # 16-bit dtypes gain little, and the kernel for a lone row has the bits of the unpacked layer.
-        lone = x.numel() == self.in_features and self.dtype == torch.float32 and self.weights >= LONE_FROM
+        lone = x.numel() == self.in_features and self.dtype == torch.float32 and self._count >= LONE_FROM
         rows = x.reshape(1, -1).expand(LONE_ROWS, -1) if lone else x
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
         return y[0].view(*x.shape[:-1], -1) if lone else y
-
-    @property
-    def weights(self) -> int:
-        """Number of weights."""
-        return self.in_features * self.out_features
 
     def extra_repr(self) -> str:
         """Describe the layer; PEFT and others print this when they reject it."""
@@ -219,11 +202,7 @@ class PackedLinear(nn.Module):
         return f"{sizes}, packed: lade.unpack(model) undoes it"
 
     def check_autocast(self) -> torch.dtype:
-        """Return the dtype that autocast requires.
-
-        Raises:
-            UnsupportedModelError: it is not the dtype of this layer.
-        """
+        """Return the dtype that autocast requires; raises `UnsupportedModelError` if it is not that of this layer."""
         dtype = torch.get_autocast_dtype("cpu")
         if dtype != self.dtype:
             raise UnsupportedModelError(
@@ -269,13 +248,14 @@ class PackedLinear(nn.Module):
         state = self.__dict__.copy()
         del state["_packed"], state["_panel_weight"]
         if not self.keeps_original:  # a kept weight may be shared with another module
-            weight: Any = self._parameters["weight"]
-            state["_parameters"] = {
-                **self._parameters,
-                "weight": like(weight, torch.empty(0, dtype=torch.float32, device="cpu")),
-            }
+            state["_parameters"] = self._without_values()
             state["_sent"] = ByValue(self.dense_weight())
         return state
+
+    def _without_values(self) -> dict[str, Any]:
+        """Return the parameters with an empty weight, which has its attributes."""
+        weight: Any = self._parameters["weight"]
+        return {**self._parameters, "weight": like(weight, torch.empty(0, dtype=torch.float32, device="cpu"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -290,8 +270,7 @@ class PackedLinear(nn.Module):
 class PackingGuard(nn.Module):
     """First child of a packed model: refuses unsupported operations before any other weight has changed.
 
-    The model's `resize_token_embeddings` is replaced as well, since it changes the embeddings before it reaches the
-    head.
+    The model's `resize_token_embeddings` is replaced as well: it changes the embeddings before it reaches the head.
     """
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
@@ -327,12 +306,9 @@ def _refuse_resizing(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def refuse_autocast(model: Any) -> None:
-    """Raise before any work if a pass of a packed model would fail under autocast to another dtype.
+    """Raise `UnsupportedModelError` before any work if a pass would fail under autocast to another dtype.
 
     Plain decoding would raise the same error, so there is nothing to fall back to.
-
-    Raises:
-        UnsupportedModelError: autocast requires a dtype that some layer is not packed in.
     """
     if torch.is_autocast_enabled("cpu") and isinstance(model, nn.Module):
         for module in model.modules():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from lade.model.module_changes import HOOKS_REMEDY, has_own_forward
 logger = logging.getLogger(__name__)
 UNDERSTOOD: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 """Classes that can be packed. Subclasses are refused, since they may compute something else."""
+_LINEAR = (*UNDERSTOOD, PackedLinear)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_WEIGHTS = 2**17
 """Layers with fewer weights are not packed: calling the packed kernel costs more than it saves."""
@@ -134,20 +135,12 @@ def packable(
 ) -> dict[nn.Module, type[PackedLinear]]:
     """Return the layers that `pack` would pack, each with its new class; runs only small trials of the kernels.
 
-    Args:
-        model: a model, left unchanged.
-        weights: "int8", "int4" or None, see `pack`.
-        keep: patterns of layer names, see `pack`.
-        min_weights: least number of weights of a layer, see `pack`.
-
-    Raises:
-        ConfigError, UnsupportedModelError: see `pack`.
+    Arguments and errors are those of `pack`; the model is left unchanged.
     """
     patterns = _patterns(weights, keep)
     check_model(model)
     kinds: dict[nn.Module, type[PackedLinear]] = {}
-    names = {name for name, module in model.named_modules() if isinstance(module, (*UNDERSTOOD, PackedLinear))}
-    _check_patterns(patterns, names)
+    _check_patterns(patterns, {name for name, module in model.named_modules() if isinstance(module, _LINEAR)})
     for name, module in model.named_modules():
         in_integers = weights is not None and not any(matches(name, pattern) for pattern in patterns)
         if isinstance(module, UNDERSTOOD) and weight_of(module).numel() >= min_weights:
@@ -155,7 +148,8 @@ def packable(
             kinds[module] = INTEGER_LAYERS[weights] if weights is not None and in_integers else PackedLinear
         if in_integers and (module in kinds or in_own_dtype(module)):
             check_integer_layer(name, module)
-    _try_kernels(kinds)
+    for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
+        try_kernel(dtype)
     return kinds
 
 
@@ -164,7 +158,7 @@ def pack_layers(
     kinds: Mapping[Any, type[PackedLinear]],
     *,
     keep_original: bool = False,
-    codes: Mapping[Any, BlockCodes] | None = None,
+    codes: Callable[[Any], BlockCodes | None] = lambda layer: None,
     panel: int = 0,
 ) -> None:
     """Replace layers of a model by packed ones, and guard these.
@@ -173,7 +167,7 @@ def pack_layers(
         model: model that owns the layers, changed in place.
         kinds: class of the packed layer, for each layer to pack.
         keep_original: true to keep dense weights, see `pack`.
-        codes: codes of integer layers whose codes are already known.
+        codes: returns the codes of an integer layer if they are known already; called layer by layer.
         panel: outputs per panel of bfloat16 weights; 0 for oneDNN's layout.
     """
     places, shared, done = _places(model), shared_weights(model), list[PackedLinear]()
@@ -182,7 +176,7 @@ def pack_layers(
         for layer, kind in kinds.items():
             known: Any = {"panel": panel * (weight_of(layer).dtype == torch.bfloat16)}
             if issubclass(kind, Int8Linear):
-                known = {"codes": (codes or {}).get(layer)}
+                known = {"codes": codes(layer)}
             packed = kind(layer, keep=keep_original or id(layer.weight) in shared, pages=pages, **known)
             done.append(packed)
             _put(packed, places[layer])
@@ -258,7 +252,7 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"{name} is not a model", "give a transformers model")
     refuse_invariant(model)
-    if isinstance(model, (*UNDERSTOOD, PackedLinear)):
+    if isinstance(model, _LINEAR):
         raise UnsupportedModelError(f"{name} is a layer", "give the model that it belongs to")
     if wraps_model(model):
         raise UnsupportedModelError(f"{name} wraps a model", GIVE_INSIDE)
@@ -274,8 +268,7 @@ def check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(f"layer {adapted!r} has an adapter", "merge it first, with merge_and_unload()")
     if model.training:
         raise UnsupportedModelError(f"{name} is in training mode, but packed layers only infer", "call model.eval()")
-    known = (*UNDERSTOOD, PackedLinear)
-    if not any(isinstance(module, known) for module in model.modules()):
+    if not any(isinstance(module, _LINEAR) for module in model.modules()):
         raise UnsupportedModelError(f"{name} has no linear layers", "leave it unpacked")
 
 
@@ -342,11 +335,6 @@ def try_kernel(dtype: torch.dtype) -> None:
         )
 
 
-def _try_kernels(kinds: Mapping[nn.Module, type[PackedLinear]]) -> None:
-    for dtype in {weight_of(layer).dtype for layer, kind in kinds.items() if kind is PackedLinear}:
-        try_kernel(dtype)
-
-
 def _bfloat16_panel(kinds: Mapping[nn.Module, type[PackedLinear]]) -> int:
     """Return the outputs per panel of the layers to pack in bfloat16; 0 for oneDNN's products."""
     return faster_panel(Counter(_shape(layer) for layer in kinds if weight_of(layer).dtype == torch.bfloat16))
@@ -383,9 +371,11 @@ def matches(name: str, pattern: str) -> bool:
 
 def _check_restorable(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear) and has_own_forward(module):
+        if not isinstance(module, PackedLinear):
+            continue
+        if has_own_forward(module):
             raise UnsupportedModelError(f"layer {name!r} has hooks, for example of accelerate", HOOKS_REMEDY)
-        if isinstance(module, PackedLinear) and not module.restorable:
+        if not module.restorable:
             what = getattr(module, "WEIGHTS", dtype_name(module.dtype))
             raise UnsupportedModelError(
                 f"layer {name!r} is packed in {what}, and its original weight was not kept", RELOAD_REMEDY

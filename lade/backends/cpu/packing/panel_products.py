@@ -50,15 +50,7 @@ def panel_for(dtype: torch.dtype) -> int:
 
 
 def panel_product(x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply rows `[..., in]` by a bfloat16 weight in panels; an output does not depend on the other rows.
-
-    Args:
-        x: `[..., in]` bfloat16, on the CPU.
-        weight: bfloat16 weight in panels of any width.
-        bias: `[out]` bfloat16; None for none.
-
-    Returns:
-        `[..., out]` bfloat16.
+    """Return bfloat16 rows `[..., in]` times a weight in panels of any width; no row depends on the others.
 
     Raises:
         ValueError: an argument has another dtype, device or shape.
@@ -96,20 +88,13 @@ def _products_agree(rows: int, outputs: int, inputs: int, instructions: str = "a
 
 
 def tile_product(
-    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, outputs: int, instructions: str = ""
+    x: torch.Tensor,  # [..., in] bfloat16
+    panels: torch.Tensor,  # bfloat16, from `in_panels`, with 64 outputs per panel
+    bias: torch.Tensor | None,  # [out] bfloat16
+    outputs: int,  # without padding
+    instructions: str = "",  # see `kernel`
 ) -> torch.Tensor:
-    """Multiply rows `[..., in]` by weights in panels of 64 outputs; an output does not depend on the other rows.
-
-    Args:
-        x: `[..., in]` bfloat16.
-        panels: bfloat16 weights from `in_panels`, with 64 outputs per panel.
-        bias: `[out]` bfloat16; None for none.
-        outputs: number of outputs, without padding.
-        instructions: instructions of the kernel, see `kernel`.
-
-    Returns:
-        `[..., out]` bfloat16.
-    """
+    """Multiply rows by weights, `[..., out]`; an output does not depend on the other rows."""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
     rows, most = x.numel() // x.shape[-1], _NEAR_ROWS // (BLOCK * min(panels.shape[1], _CHUNK))
@@ -129,11 +114,9 @@ def _multiply(
     # The inputs after the last whole block are padded with zeros, since kernels must not read past a row.
     rest = torch.nn.functional.pad(x[:, -left:], (0, _BLOCK_INPUTS - left)) if left else None
     squares = -(-rows // _SQUARE_ROWS) * -(-outputs // _SQUARE_OUTPUTS)
-    partial = (
-        None
-        if rows <= TILE_ROWS or chunk == blocks
-        else torch.empty(squares * _SQUARE_ROWS * _SQUARE_OUTPUTS, dtype=torch.float32, device="cpu")
-    )
+    partial = None
+    if rows > TILE_ROWS and chunk < blocks:
+        partial = torch.empty(squares * _SQUARE_ROWS * _SQUARE_OUTPUTS, dtype=torch.float32, device="cpu")
     holds = (x, rest, panels, bias, out, partial)
     most = min(panels.shape[0], -(-panels.numel() // _MANY))
     name = "multiply_few_by_tiles" if rows <= TILE_ROWS else "multiply_many_by_tiles"
@@ -208,13 +191,8 @@ def _measured(shapes: Shapes, panel: int) -> tuple[float, float]:
 def _timed(outputs: int, inputs: int, copies: int, panel: int) -> tuple[float, float]:
     """Return the least seconds of oneDNN's and of own products with all copies of a weight, summed over `ROWS`."""
     weight, pages = torch.ones(outputs, inputs, dtype=torch.bfloat16, device="cpu"), HugePages()
-    blocked, panels = zip(
-        *(
-            (packed_weight(weight), PanelWeight(in_panels(weight, pages, panel), outputs, inputs))
-            for _ in range(copies)
-        ),
-        strict=True,
-    )
+    blocked = [packed_weight(weight) for _ in range(copies)]
+    panels = [PanelWeight(in_panels(weight, pages, panel), outputs, inputs) for _ in range(copies)]
     linear = torch.ops.mkldnn._linear_pointwise
     arms: tuple[Callable[[torch.Tensor], object], ...] = (
         lambda x: [linear(x, each, None, "none", [], "") for each in blocked],

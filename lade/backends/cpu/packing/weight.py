@@ -1,13 +1,8 @@
 """Packed weights: oneDNN's layout, memory on huge pages, pickling, detection of changes; and weights in panels.
 
-Products with weights in panels lay rows out in blocks, or round them to int8, in the same call.
-
 Drawings of panels, and of the groups in which rows pass through them, are in `lade/native/cpu_dots.h`. A product of a
 few rows with a small weight takes some 10 us, as long as a few calls of Python. So what calls have in common, such as
 how their work is split, is prepared once per weight and number of rows.
-
-Rows are rounded to codes with a scale for every 32 inputs. Products of as many codes are summed up exactly, scaled, and
-added up in the order of the inputs. No row depends on the others.
 """
 
 from __future__ import annotations
@@ -74,11 +69,7 @@ def _chunk(size: int) -> torch.Tensor:
 
 
 class PackedWeight(nn.Parameter):
-    """The `weight` of a packed layer whose original was freed; it can be read, but neither replaced nor moved.
-
-    Raises:
-        UnsupportedModelError: `weight.data` is assigned, or `weight.to` asks for another dtype or device.
-    """
+    """The `weight` of a packed layer whose original was freed; it can be read, but neither replaced nor moved."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -160,23 +151,14 @@ _PART_WORK = 2**22  # bytes of panels times rows, at most, for the same reason: 
 
 
 class RowGroups(NamedTuple):
-    """Numbers of rows that pass through panels together, and how a product is split.
+    """Numbers of rows that pass through panels together, and how a product is split."""
 
-    Attributes:
-        sizes: ascending; few rows, up to the last of them, make one group of the least that holds them.
-        together: rows per group if there are more.
-        columns: panels that such a group passes through at a time.
-        few: number of rows up to which each part of the work has all of them.
-        near_bytes: bytes of panels that stay in a core's cache.
-        least_bytes: least bytes of panels per part of the work with all rows.
-    """
-
-    sizes: tuple[int, ...]
-    together: int
-    columns: int
-    few: int
-    near_bytes: int
-    least_bytes: int
+    sizes: tuple[int, ...]  # ascending; few rows, up to the last of them, make one group of the least that holds them
+    together: int  # rows per group if there are more
+    columns: int  # panels that such a group passes through at a time
+    few: int  # number of rows up to which each part of the work has all of them
+    near_bytes: int  # bytes of panels that stay in a core's cache
+    least_bytes: int  # least bytes of panels per part of the work with all rows
 
     def together_for(self, rows: int) -> int:
         """Return the rows interleaved in a group, for a product of `rows` rows; the last group may be padded."""
@@ -210,27 +192,18 @@ def parts_of_rows(rows: int, inputs: int) -> int:
 
 
 def in_panels(weight: torch.Tensor, pages: HugePages | None = None, panel: int = TILE_PANEL) -> torch.Tensor:
-    """Return a weight `[out, in]` in panels, padded with zeros.
+    """Return a bfloat16 weight `[out, in]` in panels `[out / panel, in / block, panel / 16, 16, block]`, with padding.
 
     A panel's block of 32 inputs is one or more tiles of 16 outputs; a row of a tile holds the same two inputs of each
-    output in turn.
-
-    Args:
-        weight: `[out, in]` bfloat16, left unchanged.
-        pages: memory pool to allocate from; None for ordinary memory.
-        panel: outputs per panel, a multiple of 16: `TILE_PANEL` or `DOT_PANEL`.
-
-    Returns:
-        `[out / panel, in / block, panel / 16, 16, block]`, bfloat16.
+    output in turn. There are `TILE_PANEL` or `DOT_PANEL` outputs per panel. Without `pages` it is in ordinary memory.
     """
     outputs, inputs = weight.shape
     block = BLOCK // weight.element_size()
     filled = torch.nn.functional.pad(weight, (0, -inputs % block, 0, -outputs % panel)).contiguous()
     words = filled.view(torch.int32).view(-1, panel // _COLUMNS, _COLUMNS, filled.shape[1] // block, _COLUMNS)
     words = words.permute(0, 3, 1, 4, 2)
-    room = (
-        pages.take(filled.nbytes) if pages is not None else torch.empty(filled.nbytes, dtype=torch.int8, device="cpu")
-    )
+    size = filled.nbytes
+    room = torch.empty(size, dtype=torch.int8, device="cpu") if pages is None else pages.take(size)
     return room.view(torch.int32).view(words.shape).copy_(words).view(weight.dtype)
 
 
@@ -253,20 +226,13 @@ def has_block_kernels() -> bool:
 
 
 class _Split(NamedTuple):
-    """How rows pass through panels.
-
-    Attributes:
-        kernel: name of the kernel.
-        together: rows interleaved in a group.
-        padded: number of rows, with those that fill up the last group.
-        row_group, panel_group: rows and panels per part of the work.
-    """
+    """How rows pass through panels."""
 
     kernel: str
-    together: int
-    padded: int
-    row_group: int
-    panel_group: int
+    together: int  # rows interleaved in a group
+    padded: int  # number of rows, with those that fill up the last group
+    row_group: int  # rows per part of the work
+    panel_group: int  # panels per part of the work
 
 
 class Blocks(NamedTuple):
@@ -277,16 +243,13 @@ class Blocks(NamedTuple):
 
 
 class PanelWeight:
-    """A weight in panels: bfloat16 in panels for dot products, or codes.
+    """A weight `[outputs, inputs]` in panels: bfloat16 from `in_panels`, or codes from `BlockCodes`.
 
     Args:
-        panels: the weight, from `in_panels` or `in_block_panels`.
-        outputs: number of outputs, without padding.
+        panels: the weight, with padding.
+        outputs: number of outputs; raises `ValueError` if there are fewer in the panels.
         inputs: number of inputs, without padding.
         codes: format of the codes, see `BlockCodes.name`; empty for bfloat16.
-
-    Raises:
-        ValueError: there are fewer outputs in the panels.
     """
 
     def __init__(self, panels: torch.Tensor, outputs: int, inputs: int, *, codes: str = "") -> None:
@@ -298,21 +261,12 @@ class PanelWeight:
 
     def product(
         self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        instructions: str = "",
+        x: torch.Tensor,  # [..., in]: bfloat16 for bfloat16 weights; float32, bfloat16 or float16 for codes
+        bias: torch.Tensor | None = None,  # [out], in any of these dtypes
+        dtype: torch.dtype | None = None,  # of the result, any of these; None for that of x
+        instructions: str = "",  # see `kernel`
     ) -> torch.Tensor:
-        """Multiply rows by the weight, and add a bias.
-
-        Args:
-            x: `[..., in]`: bfloat16 for bfloat16 weights; float32, bfloat16 or float16 for codes.
-            bias: `[out]`, in any of these dtypes; None for none.
-            dtype: dtype of the result, any of these; None for that of x.
-            instructions: instructions of the kernel, see `kernel`.
-
-        Returns:
-            `[..., out]`.
+        """Multiply rows by the weight, and add a bias: `[..., out]`.
 
         Raises:
             ValueError: an argument has another dtype, device or shape.
@@ -327,11 +281,7 @@ class PanelWeight:
         return out
 
     def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raise unless rows and bias can be multiplied; see `product`.
-
-        Raises:
-            ValueError: an argument has another dtype, device or shape.
-        """
+        """Raise `ValueError` unless rows and bias can be multiplied; see `product`."""
         half = torch.bfloat16
         fits = is_plain(x) and x.dim() and x.shape[-1] == self.inputs > 0 and (self.codes or x.dtype == half)
         own = bias is None or (is_plain(bias) and bias.shape == (self.outputs,))
@@ -343,12 +293,12 @@ class PanelWeight:
         self,
         x: torch.Tensor,
         rows: int,
-        kinds: tuple[int, int, int],
+        kinds: tuple[int, int, int],  # dtype codes of x, out and bias
         bias: torch.Tensor | None,
         out: torch.Tensor,
         instructions: str,
     ) -> None:
-        """Compute `product` of tensors that are contiguous; `kinds` are the dtype codes of x, out and bias."""
+        """Compute `product` of tensors that are contiguous."""
         key = rows, torch.get_num_threads(), kinds, instructions
         stages, size = self._prepared.get(key) or (None, 0)
         if stages is None:
@@ -362,10 +312,7 @@ class PanelWeight:
         stages.run((memory.data_ptr(), x.data_ptr(), out.data_ptr(), *self.addresses(bias)))
 
     def addresses(self, bias: torch.Tensor | None) -> tuple[int, int]:
-        """Return the addresses of the weight and of a bias, as `add_product` counts them.
-
-        They are looked up in each call: tensors move when they are sent to another process.
-        """
+        """Return the addresses of weight and bias now: tensors move when they are sent to another process."""
         return self.panels.data_ptr(), address_of(bias)
 
     def add_rows(self, stages: Stages, room: Room, rows: int, x: At, kind: int, instructions: str = "") -> Blocks:
