@@ -34,15 +34,12 @@ class KVCache(Protocol):
     @property
     def lengths(self) -> list[int]:
         """Number of cached tokens of each row, `[B]`."""
-        ...
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
         """Keep the tokens on each row's path, out of its last `fed` ones, and drop the others."""
-        ...
 
     def leave(self, row: int) -> None:
         """Remove a row; the last row takes its place."""
-        ...
 
 
 CacheT = TypeVar("CacheT", bound=KVCache)
@@ -60,21 +57,17 @@ class PromptRunner(Protocol[CacheT_contra]):
     @property
     def clock(self) -> Clock:
         """Clock that times the passes."""
-        ...
 
     @property
     def pass_time(self) -> Duration:
         """Time spent in the model by the last pass over trees."""
-        ...
 
     @property
     def prepared(self) -> bool:
         """Whether the last pass over trees did work that is done once, such as capturing a graph."""
-        ...
 
     def room(self, cached: int) -> int | None:
         """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
-        ...
 
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: CacheT_contra, hook: PromptLogitsHook | None = None
@@ -84,7 +77,6 @@ class PromptRunner(Protocol[CacheT_contra]):
         `hook` may be called with the logits of the prompt tokens, in chunks of bounded size. If the cache is not empty,
         all rows have the same length.
         """
-        ...
 
 
 class Runner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
@@ -92,7 +84,6 @@ class Runner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
         """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree."""
-        ...
 
 
 class Reader(Protocol[CacheT_contra]):
@@ -107,7 +98,6 @@ class Reader(Protocol[CacheT_contra]):
         wants_entries: bool,
     ) -> list[Readout]:
         """Feed one tree per row; return a readout of each tree's logits."""
-        ...
 
 
 @dataclass

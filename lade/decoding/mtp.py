@@ -67,15 +67,12 @@ class MtpLayer(Protocol):
     @property
     def may_gather(self) -> bool:
         """True if it can compute the logits of some candidate tokens only, which the caller has to provide."""
-        ...
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """Return a context in which the prompts of these rows, or pieces of them, are fed; their states are kept."""
-        ...
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context in which one pass feeds a tree per row; its states are kept until the next one."""
-        ...
 
     def accept(self, rows: Sequence[RowText], paths: Sequence[Sequence[int]], fed: int) -> None:
         """Keep the states of the last pass at accepted nodes.
@@ -85,11 +82,9 @@ class MtpLayer(Protocol):
             paths: for each row the accepted nodes of its tree, in order; empty for a row that has ended.
             fed: S, the size of the largest tree.
         """
-        ...
 
     def knows(self, row: RowText) -> bool:
         """Return whether the states at the end of a row's text are known."""
-        ...
 
     def predict(self, rows: Sequence[RowText], candidates: Collection[int] | None) -> Predictions:
         """Feed accepted tokens, begin trees after them, and predict the token after each of these rows, `[R]`.
@@ -98,7 +93,6 @@ class MtpLayer(Protocol):
             rows: R rows with known states. The nodes of all former trees are dropped.
             candidates: tokens to consider; None for all.
         """
-        ...
 
     def look(
         self, rows: Sequence[RowText], frontiers: Sequence[Frontier], candidates: Collection[int] | None
@@ -110,19 +104,15 @@ class MtpLayer(Protocol):
             frontiers: for each row nodes whose parents have been fed; may be empty.
             candidates: tokens to consider; None for all.
         """
-        ...
 
     def give_up(self, problem: Exception) -> None:
         """Have later texts do without the layer, as a pass of it has failed."""
-        ...
 
     def leave(self, row: RowText) -> None:
         """Remove a row, known or not."""
-        ...
 
     def retain(self, rows: Sequence[RowText]) -> None:
         """Remove all rows but these: after an error rows may end without leaving."""
-        ...
 
 
 def _unmeasured() -> StepCost:

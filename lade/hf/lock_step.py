@@ -43,11 +43,9 @@ class LogitsProvider(Protocol):
 
     def prefill(self) -> torch.Tensor:
         """Return the logits after the prompts, `[B, V]`."""
-        ...
 
     def extend(self, tokens: list[int]) -> torch.Tensor:
         """Return the logits `[B, V]` after the texts, which end with these tokens."""
-        ...
 
 
 class ModelProxy:

@@ -41,7 +41,6 @@ class Sampler(Protocol):
         Raises:
             RuntimeError: the probabilities are invalid, as in `torch.multinomial`.
         """
-        ...
 
     def draw_ahead(self, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
         """Draw the token after each node of a tree, without waiting for the device; no token is taken yet.
@@ -53,11 +52,9 @@ class Sampler(Protocol):
         Returns:
             `[S]` int64 on the same device, `NO_TOKEN` where `draw` would raise.
         """
-        ...
 
     def take(self) -> None:
         """Take the next token, which was drawn ahead."""
-        ...
 
 
 class NoiseBlocks:

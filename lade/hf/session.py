@@ -182,7 +182,6 @@ class DecodeSession(Protocol):
 
     def run(self) -> Generated:
         """Decode to the end, and return the result of `model.generate`."""
-        ...
 
 
 def session_for(call: Call, prepared: Prepared) -> DecodeSession | None:

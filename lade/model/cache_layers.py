@@ -125,7 +125,6 @@ class Ancestry(Protocol):
 
     def closure(self, device: torch.device) -> torch.Tensor:
         """Return `[B, S, S]` bool, true where the row's node is the column's node or descends from it."""
-        ...
 
     def windows(self, width: int, cached: int, device: torch.device) -> torch.Tensor:
         """Return the columns of the last inputs of each node: its own, its ancestors' and those of the text before.
@@ -138,7 +137,6 @@ class Ancestry(Protocol):
         Returns:
             `[B, S, width]` int64, columns of the `cached + S` inputs, the node's own one last.
         """
-        ...
 
 
 class Recurrence(Protocol):
@@ -151,19 +149,15 @@ class Recurrence(Protocol):
     @property
     def forgets(self) -> bool:
         """True if a pass over several tokens begins with an empty state."""
-        ...
 
     def layers(self) -> list[Any]:
         """Return the empty layers of a `TreeCache` for the model."""
-        ...
 
     def ancestry(self, trees: Sequence[TokenTree]) -> Ancestry:
         """Return the ancestor relation of one pass over trees, one per row."""
-        ...
 
     def patched_for(self, ancestry: Ancestry) -> AbstractContextManager[None]:
         """Patch the model's recurrent functions to follow the paths of the trees, while the context lasts."""
-        ...
 
 
 class TreeLayer(CacheLayerMixin):

@@ -218,21 +218,17 @@ class Inputs(Protocol):
     @property
     def ids(self) -> torch.Tensor:
         """Token ids, `[B, S]`."""
-        ...
 
     @property
     def positions(self) -> torch.Tensor:
         """Positions of the tokens, `[B, S]`."""
-        ...
 
     @property
     def key_positions(self) -> torch.Tensor:
         """Position of every slot, `[B, K]`."""
-        ...
 
     def mask(self, span: AttentionSpan) -> torch.Tensor | None:
         """Return the slots that each node may see, `[B, 1, S, K]` bool; None if it sees all."""
-        ...
 
 
 class _TreeMasks(Protocol):

@@ -416,15 +416,12 @@ class BufferSizes(Protocol):
 
     def buffer_rows(self, rows: int) -> int:
         """Return the number of rows to allocate for `rows`."""
-        ...
 
     def buffer_slots(self, tokens: int, tree: int = 0) -> int:
         """Return the number of slots to allocate for a row of `tokens` with `tree` nodes after them."""
-        ...
 
     def spare_tokens(self, tokens: int) -> int:
         """Return how many tokens to reserve beyond `tokens`, so that buffers are seldom replaced."""
-        ...
 
 
 class RowCache(KVCache, BufferSizes, Protocol):
@@ -433,24 +430,18 @@ class RowCache(KVCache, BufferSizes, Protocol):
     @property
     def room(self) -> tuple[int, int]:
         """Allocated rows, and slots of each; zeros while it is empty."""
-        ...
 
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers, at least to the size in use; `BufferSizes` gives suitable sizes."""
-        ...
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache of the same model, which is emptied."""
-        ...
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
         """Return a separate cache with the first tokens of a row; the cache must have no recurrent layers."""
-        ...
 
     def give_back(self, tokens: int) -> None:
         """End a generation: a user's cache keeps the first `tokens` of the only row, other buffers are released."""
-        ...
 
     def reset(self) -> None:
         """Drop everything."""
-        ...

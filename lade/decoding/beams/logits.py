@@ -242,11 +242,9 @@ class BranchCache(KVCache, Protocol):
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Keep the tokens on each row's path, out of its last `fed` ones and the `held[b]` before them."""
-        ...
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
-        ...
 
 
 CacheT = TypeVar("CacheT", bound=BranchCache)
@@ -259,11 +257,9 @@ class BranchRunner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
     @property
     def refeeds(self) -> bool:
         """True if `extend` feeds the held nodes again."""
-        ...
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: CacheT_contra) -> torch.Tensor:
         """Feed one tree per row without its `held[b]` first nodes, the last ones in the cache; return `[B, S, V]`."""
-        ...
 
 
 class BeamMeter:

@@ -40,7 +40,6 @@ class Source(Protocol):
 
     def guesses(self, context: Sequence[int]) -> Iterable[Guess]:
         """Return continuations of `context`, the row's tokens so far, best first."""
-        ...
 
 
 class Draft(NamedTuple):
@@ -82,11 +81,9 @@ class PredictedTree(Protocol):
             context: the row's tokens so far; the last one becomes the root.
             max_depth: no node lies deeper; None for no limit.
         """
-        ...
 
     def suggested(self, nodes: Sequence[int]) -> list[int]:
         """Return the tokens that the memory suggests to follow nodes of the present tree."""
-        ...
 
     def add_predictions(self, frontier: Frontier, tokens: Ints, odds: Doubles) -> Frontier:
         """Add predictions, and grow the tree anew; return its frontier.
@@ -96,7 +93,6 @@ class PredictedTree(Protocol):
             tokens: `[E, MTP_WIDTH]` ids, padded with -1.
             odds: `[E, MTP_WIDTH]`, their log-odds.
         """
-        ...
 
 
 class Drafter(ABC):
@@ -290,11 +286,9 @@ class Constraint(Protocol):
 
     def lead(self, context: Sequence[int]) -> Sequence[int]:
         """Return the tokens forced after `context`, the row's tokens so far; empty if there is a choice."""
-        ...
 
     def fits(self, tokens: Sequence[int]) -> int:
         """Return the length of the longest prefix of `tokens` allowed after the context last passed to `lead`."""
-        ...
 
 
 def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]:
