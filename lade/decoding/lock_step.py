@@ -50,7 +50,6 @@ class LockStepRow:
 
     Attributes:
         tokens: prompt and output, padding included.
-        drafter: proposes the tokens to come.
         ended: whether only padding follows.
         branches: the tree; its first `seen` nodes are in the cache.
     """
@@ -117,11 +116,7 @@ class LockStepRow:
         return pruned.kept
 
     def look_ahead(self, room: int | None) -> None:
-        """Find the root of the next draft: the end of the known continuation of the text.
-
-        Args:
-            room: maximum number of levels after the text; None for no limit.
-        """
+        """Find the root of the next draft: the end of the text's known continuation, at most `room` levels after it."""
         node, self._root, self._draft = self._node, None, None
         self._ahead, self._expects_padding = [], self.ended
         while node in self.branches.logits:
@@ -172,11 +167,9 @@ class LockStepRow:
             node = self.tree.add(node, self._padding, "bonus")
 
     def learn(self, logits: torch.Tensor, readout: Readout) -> None:
-        """Store the results of a forward pass.
+        """Store the results of a forward pass: logits `[S, V]` at the nodes not seen before, then padding.
 
-        Args:
-            logits: `[S, V]`, at the nodes not seen before; further rows are padding.
-            readout: readout of these logits, with entries if the draft wants them.
+        Their readout has entries if the draft wants them.
         """
         count = len(self.tree) - self.seen
         self.branches.learn(logits[:count], [[(token, 0.0)] for token in readout.argmax_ids[:count]])
@@ -188,12 +181,7 @@ class LockStepRow:
 
 
 class LockStepMeter:
-    """Reports each forward pass to `stats` when the next one begins, and the tokens that it served are known.
-
-    Args:
-        stats: figures to add to.
-        rows: B, the number of rows in the batch.
-    """
+    """Reports each forward pass to `stats` when the next one begins, and the tokens that it served are known."""
 
     def __init__(self, stats: Stats, rows: int) -> None:
         self._stats, self._passes = stats, 0

@@ -89,20 +89,15 @@ class MtpLayer(Protocol):
     def predict(self, rows: Sequence[RowText], candidates: Collection[int] | None) -> Predictions:
         """Feed accepted tokens, begin trees after them, and predict the token after each of these rows, `[R]`.
 
-        Args:
-            rows: R rows with known states. The nodes of all former trees are dropped.
-            candidates: tokens to consider; None for all.
+        Their states are known. The nodes of all former trees are dropped. Without candidates all tokens count.
         """
 
     def look(
         self, rows: Sequence[RowText], frontiers: Sequence[Frontier], candidates: Collection[int] | None
     ) -> Predictions:
-        """Feed nodes of trees, and predict the tokens after them, `[E]`, row by row.
+        """Feed nodes of trees that have begun, and predict the tokens after them, `[E]`, row by row.
 
-        Args:
-            rows: R rows for which trees have begun.
-            frontiers: for each row nodes whose parents have been fed; may be empty.
-            candidates: tokens to consider; None for all.
+        The parents of each row's frontier, which may be empty, have been fed. Without candidates all tokens count.
         """
 
     def give_up(self, problem: Exception) -> None:
@@ -176,12 +171,7 @@ class BatchDrafter:
         return nullcontext()
 
     def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
-        """Pass predictions to the drafters of these rows, before these are asked for candidates.
-
-        Args:
-            rows: all rows of the batch.
-            depths: maximum depth of each row's tree; None for no limit.
-        """
+        """Pass predictions to the drafters of all rows, before these are asked for candidates; see `Drafter.draft`."""
 
     def accept(self, parts: Sequence[RowStep], fed: int) -> None:
         """Learn what the pass of a step accepted, whose largest tree had `fed` nodes."""
@@ -204,7 +194,7 @@ class MtpPasses(BatchDrafter):
         layer: MTP layer that makes the passes.
         habits: figures of earlier texts, updated by every step.
         clock: clock that times the passes.
-        fixed: number of passes per step; None for as many as pay.
+        fixed: see `BatchDrafter`.
     """
 
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
@@ -292,10 +282,7 @@ class MtpPasses(BatchDrafter):
     def _pays(self, number: int, scores: float, nodes: int) -> bool:
         """Return whether another pass is worth its seconds, by the rule of the class; the first is tried now and then.
 
-        Args:
-            number: of the pass, from 0.
-            scores: sum over the nodes that it would feed.
-            nodes: the most of them in one row.
+        It would feed nodes with these scores in total, at most `nodes` of one row.
         """
         if self.fixed is not None:
             return True

@@ -49,11 +49,7 @@ def needs_lock_step(
 ) -> bool:
     """Return whether several rows have to advance in lock-step, so that all of them can be shown at once.
 
-    Args:
-        processors: logits processors of the batch.
-        criteria: stopping criteria of the batch.
-        config: the final generation config, which selects the outputs.
-        streamed: whether there is a streamer, which gets one token of every row at a time.
+    A streamer, for one, gets one token of every row at a time.
 
     Raises:
         UnsupportedArgumentError: a processor is not supported in either mode.
@@ -91,10 +87,7 @@ def _is_row_wise(thing: Any, module: str, row_wise: frozenset[str]) -> bool:
 def check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:
     """Refuse texts on both sides of a length at which a pass changes the rotary frequencies of all its rows.
 
-    Args:
-        positions: position limits of the model.
-        texts: texts of the prompts.
-        max_length: maximum length of the output, padding included.
+    The output has at most `max_length` tokens, padding included.
     """
     shortest, longest = min(map(len, texts.ids)), max_length - min(texts.hidden)
     for limit, beyond in ((positions.longrope_switch, True), (positions.dynamic, False)):

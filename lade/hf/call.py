@@ -56,8 +56,7 @@ class NeedsGenerateError(UnsupportedArgumentError):
 def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a call be made by all processes that decode the model; nothing below the public functions knows of them.
 
-    Args:
-        streams: the decorated function returns an iterator over steps, which is read in all of them.
+    With `streams`, the decorated function returns an iterator over steps, which is read in all of them.
     """
     together = "stream_together" if streams else "call_together"
 
@@ -89,13 +88,11 @@ class Call:
     """One call of a public function; nothing has been fed, drawn or streamed yet.
 
     Attributes:
-        model: the model as the caller has it.
-        inner: the model inside any wrapper.
+        model, inner: the model as the caller has it, and the model inside any wrapper.
         arguments: arguments of `model.generate`, by the names that this transformers has for them.
         config: settings of lookahead decoding; None decodes plainly.
         auto: decode plainly where lookahead decoding is not supported.
-        stats: figures to add to; None for none.
-        streamer: gets the prompt, every token, and `end()`; None for none.
+        stats, streamer: as the caller gave them, or None.
         predictions: ids of the expected answer to each prompt; empty for none.
     """
 
@@ -405,11 +402,7 @@ def refuse_unused_prediction(prediction: Prediction | None, config: LookaheadCon
 
 
 def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list[list[int]]:
-    """Return the ids of each prediction, one per prompt; empty without any.
-
-    Args:
-        prediction: predictions as the caller gave them; None for none.
-        tokenizer: tokenizer of the model, needed for text.
+    """Return the ids of each prediction, one per prompt; empty without any. Text needs the model's tokenizer.
 
     Raises:
         InputError: a prediction is neither text nor ids, or text without a tokenizer.
@@ -452,9 +445,7 @@ _ADAPTER_REMEDY = "choose the adapter with set_adapter, or use lade.generate"
 def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
     """Raise `UnsupportedArgumentError` for arguments that PEFT applies only while `model.generate` runs.
 
-    Args:
-        arguments: arguments of `model.generate`, which returns before the first pass here.
-        where: name of the function or class that decodes afterwards, for the error message.
+    Here that returns before the first pass; `where` names the function or class that decodes afterwards.
     """
     for name in ADAPTER_ARGUMENTS:
         if arguments.get(name) is not None:

@@ -65,11 +65,7 @@ def text_kind(prepared: Prepared, config: LookaheadConfig, *, constrained: bool)
 def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
     """Return the result of `model.generate`, given the new tokens of each row.
 
-    Args:
-        prepared: inputs prepared by `model.generate`, with the prompts, the output options and the padding id.
-        written: new tokens of each row.
-        record: scores and logits for the output object.
-        cache: cache for the output object; None for one of all rows, if it is made.
+    The cache is for an output object; None for one of all rows, if it can be made.
     """
     prompts, config = prepared.input_ids, prepared.generation_config
     longest = max(map(len, written))
@@ -122,12 +118,7 @@ class DraftSpec:
 
     @classmethod
     def of_rows(cls, prepared: Prepared, config: LookaheadConfig, prompts: Sequence[list[int]]) -> list[DraftSpec]:
-        """Return one specification per row.
-
-        Args:
-            prepared: inputs prepared by `model.generate`.
-            config: the method and its sizes.
-            prompts: `[B]`, tokens of each row's prompt, without padding.
+        """Return one specification per row, given the tokens of each row's prompt, without padding.
 
         Raises:
             InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
@@ -170,7 +161,7 @@ _SEVERAL_KINDS = "several kinds"
 
 
 class DecodeJob:
-    """Components that decode the rows of one model.
+    """Components that decode the rows of one model, `rows` of them at first.
 
     Args:
         model: a model that `lade.supports`.
@@ -182,7 +173,6 @@ class DecodeJob:
             or texts of several kinds while these are decoded together.
 
     Attributes:
-        runner: the runner given.
         budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
         mtp: passes of the checkpoint's MTP layer, once a drafter needs them and if there is one.
         setup_s: seconds spent to measure passes, once on a machine, and not reported yet.
@@ -213,9 +203,7 @@ class DecodeJob:
     def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
         """Return one drafter per row; the step cost is looked up or measured if they need it for the first time.
 
-        Args:
-            specs: specification of each row's drafter.
-            alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
+        A row that is `alone` in its batch for now learns from its prompt regardless.
         """
         if self._cost is None and any(spec.config.method.sizes_trees for spec in specs):
             start = perf_counter()
@@ -320,11 +308,7 @@ def _user_module() -> Any:
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:
     """Return the runner of one call, behind an encoder if the model has one.
 
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        plan: the model's mask format.
-        lock_step: whether transformers' own loop decodes, which needs the logits of every pass: no pass is captured
-            then.
+    With `lock_step`, transformers' own loop decodes and needs the logits of every pass, so that none is captured.
     """
     note_untested_version(transformers.__version__)
     if prepared.facts.has_encoder:
@@ -353,10 +337,8 @@ def _refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
 def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -> LookaheadConfig:
     """Translate transformers' `use_mtp=True`: return the config with `mtp=True`.
 
-    Args:
-        generation_config: the prepared config, a copy for this call; its `use_mtp` is reset, since transformers' own
-            MTP loop draws samples differently from plain decoding.
-        config: the method and its sizes.
+    `use_mtp` of the prepared config, a copy for this call, is reset: transformers' own MTP loop draws samples
+    differently from plain decoding.
 
     Raises:
         ConfigError: the config excludes MTP layers.

@@ -37,12 +37,9 @@ LOGGED_GENERATIONS = 65_536
 
 @dataclass
 class _Log:
-    """Figures of the accelerated generations.
+    """Tokens and forward passes of all accelerated generations.
 
-    Attributes:
-        tokens: number of tokens emitted by all of them.
-        passes: number of forward passes of all of them.
-        entries: [tokens, forward passes] of each of the last generations, as the original library logs them.
+    `entries` has [tokens, forward passes] of each of the last ones, as the original library logs them.
     """
 
     tokens: int = 0

@@ -84,18 +84,7 @@ _WITHOUT_MTP = "rows in lock-step are verified by transformers' own loop, which 
 
 
 class LockStepSession:
-    """A batch prepared by `model.generate` and not started yet, whose rows emit their tokens together.
-
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        config: the method and its sizes.
-        stats: figures to add to.
-        streamer: gets the prompts and every token, as from `model.generate`; None for none.
-
-    Raises:
-        InputError: the prompt is empty, has ids outside the vocabulary, or is too long for a table of positions.
-        UnsupportedModelError, UnsupportedArgumentError: it cannot be decoded exactly.
-    """
+    """A batch whose rows emit their tokens together; arguments and errors are those of `Session`."""
 
     def __init__(
         self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats, streamer: BaseStreamer | None = None
@@ -173,17 +162,7 @@ BeamOutput = torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderD
 
 
 class BeamSession:
-    """The beam search of one or more prompts, prepared by `model.generate` and not started yet.
-
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        config: the method and its sizes.
-        stats: figures to add to.
-
-    Raises:
-        InputError: the prompt is empty, has ids outside the vocabulary, or is too long for a table of positions.
-        UnsupportedModelError, UnsupportedArgumentError: it cannot be decoded exactly.
-    """
+    """The beam search of one or more prompts; arguments and errors are those of `Session`."""
 
     def __init__(self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats) -> None:
         for name in ("budget", "memory", "mtp", "sources"):

@@ -98,10 +98,8 @@ def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float,
 def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[..., Any]:
     """Return transformers' own loop for the generation mode, unbound.
 
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        unassisted: let assisted modes use the loop without their assistant, which transformers does not forward to a
-            callable: the tokens are the same.
+    With `unassisted`, assisted modes use the loop without their assistant, which transformers does not forward to a
+    callable: the tokens are the same.
 
     Raises:
         NeedsGenerateError: there is no such loop.
@@ -120,13 +118,7 @@ def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[
 def decode_prepared(
     prepared: Prepared, stats: Stats | None, streamer: BaseStreamer | None, *, unassisted: bool = True
 ) -> Generated:
-    """Decode prepared inputs plainly.
-
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        stats: figures to add to; None for none.
-        streamer: gets the prompt and every token; None for none.
-        unassisted: let assisted modes decode without their assistant, see `decoding_method`.
+    """Decode prepared inputs plainly; `unassisted` as in `decoding_method`.
 
     Raises:
         NeedsGenerateError: no loop decodes in this mode, see `decoding_method`, or other processes have to follow it.
@@ -150,14 +142,7 @@ def decode_prepared(
 def generate_plainly(
     model: Any, stats: Stats | None, streamer: BaseStreamer | None, arguments: dict[str, Any]
 ) -> Generated:
-    """Call the plain `model.generate`, even on an enabled model; in all processes that share its layers.
-
-    Args:
-        model: the model as the caller has it.
-        stats: figures to add to; None for none.
-        streamer: gets the prompt and every token; None for none.
-        arguments: arguments of `model.generate`, by name.
-    """
+    """Call the plain `model.generate`, even on an enabled model; in all processes that share its layers."""
     inner = unwrap(model)
     refuse_autocast(inner)
     _prepare(_cache_in(arguments), inner)
@@ -186,11 +171,7 @@ def _prepare(cache: Any, model: PreTrainedModel) -> None:
 def _generated_lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
     """Return the number of tokens generated in each row, EOS included; the beams of a prompt are one row.
 
-    Args:
-        config: object with the fields `num_beams`, `eos_token_id` and `pad_token_id` of a generation config.
-        prompts: P, the number of prompts.
-        width: number of columns of the prompts.
-        output: result of `model.generate`.
+    The config may be any object with `num_beams`, `eos_token_id` and `pad_token_id`; prompts have `width` columns.
     """
     if (config.num_beams or 1) > 1:
         return [EVERY_PASS] * prompts

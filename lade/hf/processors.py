@@ -144,13 +144,7 @@ class ProcessedChooser:
     """Chooses tokens after transformers' logits processors (temperature, repetition penalty, the user's own ...).
 
     Each emitted token is drawn once, with the noise that plain decoding draws for it. So the same seed gives the same
-    tokens, and leaves torch's generator in the same state.
-
-    Args:
-        processors: called with the text so far and the logits of one node.
-        transcript: the text so far.
-        sampler: draws the tokens; None for the argmax.
-        record: collects scores and logits.
+    tokens, and leaves torch's generator in the same state. Without a sampler the argmax is taken.
     """
 
     def __init__(
@@ -188,13 +182,9 @@ class ProcessedChooser:
 
 
 class StreamedStop:
-    """A stop rule that forwards each token to a streamer after the criteria were called with it.
+    """A stop rule that forwards each token, `[1]` int64 on the CPU, to a streamer after the criteria were called.
 
     Plain decoding uses this order, so criteria and processors that read the streamer see the same.
-
-    Args:
-        stop: the stop rule, which is called first.
-        streamer: gets each token as `[1]` int64, on the CPU.
     """
 
     def __init__(self, stop: StopRule, streamer: BaseStreamer) -> None:
@@ -365,16 +355,9 @@ def row_for(
     record: Record,
     streamer: BaseStreamer | None = None,
 ) -> Row:
-    """Return the row that generates the answer to one prompt of a batch.
+    """Return the row that generates the answer to one prompt of a batch, number `number`.
 
-    Args:
-        prepared: inputs of the batch.
-        number: index of the prompt's row.
-        text: text of the prompt, without masked columns, and with ids in place of embeddings.
-        drafter: drafter for this row alone.
-        sampler: draws its tokens; None for the argmax.
-        record: collects scores and logits.
-        streamer: gets each token; None for none.
+    Its text is without masked columns, and with ids in place of embeddings. Without a sampler the argmax is taken.
     """
     prompt, rows = prepared.input_ids[number : number + 1], len(prepared.input_ids)
     processors = prepared.logits_processor

@@ -73,8 +73,7 @@ def check(
         plan: the model's mask format if known; None to check the model.
 
     Returns:
-        The model's mask format; the texts of the prompts; and the prepared prompts, if prefill needs more than the
-        texts.
+        The model's mask format; the texts; and the prepared prompts, if prefill needs more than the texts.
 
     Raises:
         InputError: no decoding method could continue the prompt.
@@ -308,11 +307,7 @@ _warning = ForkSafeLock()
 def fall_back(model: Any, problem: UnsupportedError, stats: Stats | None, *, allowed: bool = True) -> None:
     """Report the fallback to plain decoding: a log record, `stats.fallback`, a warning once per model and reason.
 
-    Args:
-        model: the transformers model, without wrappers.
-        problem: the refusal that is being handled.
-        stats: gets the reason; None for none.
-        allowed: whether to fall back, as `lookahead="auto"` does; otherwise the refusal is raised again.
+    The model is without wrappers. Unless falling back is `allowed`, as with `lookahead="auto"`, the problem is raised.
     """
     if not allowed:
         raise problem
@@ -347,13 +342,9 @@ def warn_of_precision(prepared: Prepared) -> None:
 
 
 def precision_note(model: Any) -> str:
-    """Return why accelerated output may differ from `generate`'s, and the remedy.
+    """Return why accelerated output may differ from `generate`'s, and the remedy; also for a wrapped model.
 
-    Args:
-        model: a transformers model, or one wrapped by PEFT or `torch.compile`.
-
-    Returns:
-        The note; empty if the model is batch-invariant or in full precision, and at later calls for the same model.
+    The note is empty if the model is batch-invariant or in full precision, and at later calls for the same model.
     """
     return _precision_note(unwrap(model), model)
 

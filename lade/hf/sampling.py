@@ -132,16 +132,11 @@ class NoiseBlocks:
 
 
 class Draws:
-    """The draws of a batch.
+    """The draws of a batch of B rows; see `NoiseBlocks` for the arguments.
 
     Whatever was drawn ahead, torch's generator is in the state of plain decoding after as many tokens as the most
     advanced row has taken. The blocks kept take 4 V bytes per row and token between the first and the last row, up to a
     bound.
-
-    Args:
-        rows: B, the number of rows in the batch.
-        most_bytes: maximum size of the blocks kept, see `NoiseBlocks`.
-        generator: draws the noise; None for torch's default generator of the device.
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:

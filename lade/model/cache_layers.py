@@ -129,10 +129,7 @@ class Ancestry(Protocol):
     def windows(self, width: int, cached: int, device: torch.device) -> torch.Tensor:
         """Return the columns of the last inputs of each node: its own, its ancestors' and those of the text before.
 
-        Args:
-            width: number of inputs that a convolution sees, at least 1.
-            cached: number of cached inputs of the text, which precede those of the nodes.
-            device: device of the result.
+        A convolution sees `width` inputs, at least 1; `cached` inputs of the text precede those of the nodes.
 
         Returns:
             `[B, S, width]` int64, columns of the `cached + S` inputs, the node's own one last.
@@ -140,11 +137,7 @@ class Ancestry(Protocol):
 
 
 class Recurrence(Protocol):
-    """Handler of one model's recurrent layers in passes over token trees.
-
-    Attributes:
-        forgets: whether a pass over several tokens begins with an empty state.
-    """
+    """Handler of one model's recurrent layers in passes over token trees."""
 
     @property
     def forgets(self) -> bool:
@@ -219,10 +212,7 @@ class TreeLayer(CacheLayerMixin):
         return keys.narrow(2, 0, visible), values.narrow(2, 0, visible)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Add the indexer's keys of the tokens that `update` has appended; see `transformers.Cache.update_indexer`.
-
-        Args:
-            indexer_key_states: `[B, T, D]`, keys of the new tokens.
+        """Add the indexer's keys of the tokens that `update` has appended, `[B, T, D]`; see `transformers.Cache`.
 
         Returns:
             The keys of all tokens, `[B, max(lengths), D]`, a view of the buffer.

@@ -207,25 +207,19 @@ TREE_ATTENTION, INVARIANT_ATTENTION = "lade_tree", "lade_invariant"
 
 
 class Inputs(Protocol):
-    """Tensors of one step over B trees.
-
-    Attributes:
-        ids: `[B, S]` int64.
-        positions: `[B, S]` int64.
-        key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
-    """
+    """Tensors of one step over B trees."""
 
     @property
     def ids(self) -> torch.Tensor:
-        """Token ids, `[B, S]`."""
+        """Token ids, `[B, S]` int64."""
 
     @property
     def positions(self) -> torch.Tensor:
-        """Positions of the tokens, `[B, S]`."""
+        """Positions of the tokens, `[B, S]` int64."""
 
     @property
     def key_positions(self) -> torch.Tensor:
-        """Position of every slot, `[B, K]`."""
+        """Position of every slot of the cache and of the step, `[B, K]` int64."""
 
     def mask(self, span: AttentionSpan) -> torch.Tensor | None:
         """Return the slots that each node may see, `[B, 1, S, K]` bool; None if it sees all."""
@@ -263,14 +257,9 @@ class StepInputs:
     def of(
         cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
     ) -> StepInputs:
-        """Combine one tree per row; the tokens fed are appended after the longest row.
+        """Combine one tree per row; the tokens fed are appended after the longest row, of `lengths[b]` cached tokens.
 
-        Args:
-            trees: B trees; S is the largest number of nodes to feed.
-            lengths: `[B]`, cached tokens of each row.
-            device: device of the tensors.
-            held: `[B]`, number of cached tokens, the last ones, that are the first nodes of the row's tree and are not
-                fed again; None for zeros.
+        The last `held[b]` of these are the first nodes of the row's tree, and are not fed again; None for zeros.
         """
         held = held or [0] * len(trees)
         if len(trees) == 1:
@@ -382,11 +371,7 @@ _WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
 
 
 def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
-    """Return the mask format of a model with this text config.
-
-    Args:
-        config: text config of the model.
-        by_layer_type: whether the model takes a dict of masks, one per layer type, or one mask for all layers.
+    """Return the mask format of a model with this text config; see `MaskPlan` for `by_layer_type`.
 
     Raises:
         ValueError: layers that share a mask have different spans; the message is the reason, a phrase to follow "it".

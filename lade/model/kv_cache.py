@@ -50,11 +50,7 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PositionOffsets:
-    """Position offsets of the rows of a cache.
-
-    Attributes:
-        rows: `[B]`, offsets of each row; empty if no row has any.
-    """
+    """Position offsets of the rows of a cache, `[B]`; empty if no row has any."""
 
     rows: tuple[Axes, ...] = ()
     _uploaded: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -181,8 +177,7 @@ class TreeCache(Cache):
     def begin(self, tree_pass: Ancestry | None = None) -> None:
         """Begin a pass with recurrent layers, which `keep` or `settle` ends.
 
-        Args:
-            tree_pass: ancestor relation of its trees; None for a plain pass, which updates the states in place.
+        Given is the ancestor relation of its trees; None for a plain pass, which updates the states in place.
         """
         self._tree_pass = tree_pass
         for layer in self.recurrent:
@@ -271,8 +266,7 @@ class TreeCache(Cache):
     def give_back(self, tokens: int) -> None:
         """End a generation: keep the first tokens of the only row, whichever layers an interrupted pass has updated.
 
-        Args:
-            tokens: number of tokens to keep, which every layer holds. If the states differ, nothing is kept.
+        Every layer holds that many tokens. If the recurrent states are those of another number, nothing is kept.
         """
         if not tokens or (self._state_tokens != tokens and self.recurrent):
             self.reset()
@@ -284,8 +278,7 @@ class TreeCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of every row; with recurrent layers, which cannot be rewound, drop everything.
 
-        Args:
-            tokens_to_remove: minus the number of tokens, as in transformers.
+        As in transformers, `tokens_to_remove` is minus their number.
         """
         if self.recurrent:
             if tokens_to_remove:

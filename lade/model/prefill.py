@@ -85,12 +85,10 @@ class HiddenStates(DecoderOutput):
         self._states = states
 
     def prompt_logits(self, logits: torch.Tensor, length: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the logits of the prompt's last tokens in chunks of bounded size.
+        """Yield the logits of the prompt's last tokens in chunks of bounded size, given its length with cached tokens.
 
-        Args:
-            logits: `[B, V]` that the model returned for the last token. Some models scale or cap the head's output: the
-                other logits are scaled by the same factor.
-            length: number of tokens in the prompt, cached ones included.
+        Some models scale or cap the head's output: all logits are scaled by the factor that `logits` show, the `[B, V]`
+        that the model returned for the last token.
 
         Yields:
             The index of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model split over
@@ -107,11 +105,11 @@ class HiddenStates(DecoderOutput):
         rows: Iterable[Sequence[int]],
         paddings: Sequence[int] | None = None,
     ) -> None:
-        """Call a hook with these logits, prompt by prompt.
+        """Call a hook with these logits, prompt by prompt; see `prompt_logits`.
 
         Args:
             hook: the hook to call.
-            logits: `[B, V]` that the model returned for the last token, see `prompt_logits`.
+            logits: `[B, V]` that the model returned for the last token.
             length: number of tokens in the prompt, cached ones and padding included.
             rows: for each prompt the indices of the rows that have it.
             paddings: number of padding columns before each prompt; None for zeros.
@@ -159,13 +157,8 @@ PASS_TOKENS = {"cpu": 64, "cuda": 256}
 def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
     """Group lengths that are fed together, each prompt padded to the longest of its group, at the least total cost.
 
-    Args:
-        prompts: number of prompts by length.
-        pass_tokens: fixed cost of a pass, in tokens.
-
-    Returns:
-        The lengths of each pass, shortest first. A pass costs `pass_tokens` plus its number of prompts times its
-        longest.
+    A pass costs `pass_tokens` plus its number of prompts times its longest. Given are the number of prompts by length;
+    the result are the lengths of each pass, shortest first.
     """
     lengths = sorted(prompts)
     best = [(0, 0)]  # for the n shortest lengths: their cost, and how many of them are before the last group
@@ -186,10 +179,7 @@ def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
 class FrequencySwitch:
     """Transformers' behaviour where a model changes its rotary frequencies (longrope).
 
-    Args:
-        model: the model, whose `prepare_inputs_for_generation` decides.
-        length: number of tokens beyond which the frequencies change; None if they never do.
-        device: device of the input ids.
+    The model's `prepare_inputs_for_generation` decides. Frequencies change beyond `length` tokens; None for never.
     """
 
     def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
@@ -281,15 +271,10 @@ class PreparedPrompts:
         return [self.width - len(seen) for seen in self.columns]
 
     def feed(self, model: Any, generation_config: GenerationConfig, cache: TreeCache) -> torch.Tensor:
-        """Feed the tokens that are not cached yet, and remove masked ones from the cache.
+        """Feed the tokens that are not cached yet, and remove masked ones from the cache; return logits `[B, V]`.
 
-        Args:
-            model: the model whose `generate` has prepared the prompts.
-            generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
-            cache: an empty cache or, for a single prompt without padding, one with its first tokens.
-
-        Returns:
-            Logits of each prompt's last token, `[B, V]`.
+        The cache is empty or, for a single prompt without padding, holds its first tokens. The config is the final one:
+        transformers' prefill reads `prefill_chunk_size` from it.
         """
         arguments = {name: dict(value) if type(value) is dict else value for name, value in self.arguments.items()}
         output = model._prefill(self.input_ids, generation_config, {**arguments, CACHE: cache})
@@ -307,10 +292,8 @@ class PreparedPrompts:
 class PaddedStates(DecoderOutput):
     """Lets the model compute the logits of last tokens only, in calls by this thread while the context is open.
 
-    Args:
-        model: the model that is fed prompts padded on the right to the longest.
-        lengths: `[P]`, lengths of the prompts.
-        kept: whether to keep the hidden states of all prompt tokens for `prompt_logits`.
+    It is fed prompts of these lengths, `[P]`, padded on the right to the longest. If `kept`, the hidden states of all
+    prompt tokens are, for `prompt_logits`.
     """
 
     def __init__(self, model: PreTrainedModel, lengths: Sequence[int], *, kept: bool) -> None:
@@ -340,8 +323,7 @@ class PaddedStates(DecoderOutput):
     def prompt_logits(self, logits: torch.Tensor) -> Iterator[tuple[list[int], int, torch.Tensor]]:
         """Yield the logits of the prompts' last tokens in chunks of bounded size, shorter prompts first.
 
-        Args:
-            logits: `[P, V]`, logits of the last tokens; see `HiddenStates.prompt_logits`.
+        Given are the logits `[P, V]` of the last tokens, see `HiddenStates.prompt_logits`.
 
         Yields:
             Indices of B prompts of equal length, the index of a token, and their logits `[B, T, V]` from there on.
@@ -359,13 +341,9 @@ def _last(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 class PromptPasses:
-    """Feeds prompts to one model.
+    """Feeds prompts to one model, a decoder that `lade.supports`.
 
-    Args:
-        facts: facts about the model, a decoder that `lade.supports`.
-        plan: the model's mask format.
-        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
-        device: device of the input ids.
+    Transformers' prefill reads `prefill_chunk_size` from the final generation config.
     """
 
     def __init__(

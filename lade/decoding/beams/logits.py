@@ -119,12 +119,9 @@ class BeamGuesser:
             self._pool.learn((text[end - ngram : end] for end in ends), "prompt")
 
     def grow(self, branches: Branches, beams: Mapping[int, float], room: int | None) -> None:
-        """Add guesses after the beams to the tree.
+        """Add guesses after the beams to the tree, at most `room` levels; None for no limit.
 
-        Args:
-            branches: the texts of the search, whose tree grows.
-            beams: the last node of each beam, with the beam's log-probability.
-            room: maximum number of levels to add; None for no limit.
+        Beams are given by their last nodes, with their log-probabilities.
         """
         steps = self._config.ngram - 1 if room is None else min(self._config.ngram - 1, room)
         self._simulate(branches, beams, steps)
@@ -163,11 +160,6 @@ def top_follows(logits: torch.Tensor, count: int) -> list[list[Follow]]:
 
 class BeamRow:
     """One prompt of a beam search.
-
-    Args:
-        prompt: ids of the prompt, at least one.
-        num_beams: k, the number of beams.
-        guesser: drafts the next beam steps of this row.
 
     Attributes:
         branches: trunk and tree of the beams.

@@ -65,12 +65,7 @@ class Branches:
         return [*(self.trunk[-missing:] if missing else ()), *tokens[::-1]]
 
     def learn(self, logits: torch.Tensor, follows: Sequence[Sequence[Follow]]) -> None:
-        """Store the results of a pass at the nodes that follow those already seen.
-
-        Args:
-            logits: `[S, V]`, at the new nodes.
-            follows: top next tokens at each new node, likeliest first.
-        """
+        """Store what a pass found at the nodes that follow those already seen: logits `[S, V]`, and top next tokens."""
         self.logits.update(enumerate(logits, start=len(self.follows)))
         self.follows += follows
 

@@ -108,14 +108,12 @@ class _Begun(NamedTuple):
     """A step that has begun: what its tree is grown from, each time it is grown.
 
     Attributes:
-        context: the row's tokens so far.
-        max_depth: maximum depth of the tree; None for no limit.
+        context, max_depth: see `Drafter.draft`.
         lead: forced tokens.
         guesses: guesses of all sources but the memory.
         resting: whether drafting from the memory is skipped.
         plain: whether the root alone is fed, as there are no guesses that pay either.
-        tables: tables of the memory.
-        stages: growth stages.
+        tables, stages: tables of the memory, and growth stages.
     """
 
     context: Sequence[int]
@@ -357,17 +355,9 @@ def drafter_for(
     read_logits: bool = True,
     mtp: MtpWeights | None = None,
 ) -> Drafter:
-    """Return a drafter for one row.
+    """Return a drafter for one row by the config's method; see `AdaptiveDrafter` for the other arguments.
 
-    Args:
-        config: the paper's method, or the adaptive one.
-        excluded: ids after which nothing is drafted (EOS, padding).
-        vocabulary: V; ids below it can be fed. None for no limit.
-        budget: decides on the tree sizes of the adaptive method; the config's own takes precedence.
-        sources: sources of guesses besides the method's own.
-        constraint: forced and forbidden tokens; None for none.
-        read_logits: learn from the logits of the prompt, if the config enables prompt n-grams.
-        mtp: weights of an MTP layer's predictions for the adaptive method; None without a layer.
+    The config's own tree size takes precedence over the budget. Without its prompt n-grams `read_logits` has no effect.
 
     Raises:
         ValueError: the adaptive method has no budget.

@@ -77,9 +77,7 @@ class PredictedTree(Protocol):
     def begin_step(self, context: Sequence[int], max_depth: int | None) -> Frontier | None:
         """Begin a step, and grow a tree; return its frontier, the root, or None if nothing is drafted in the step.
 
-        Args:
-            context: the row's tokens so far; the last one becomes the root.
-            max_depth: no node lies deeper; None for no limit.
+        The arguments are those of `Drafter.draft`.
         """
 
     def suggested(self, nodes: Sequence[int]) -> list[int]:
@@ -88,10 +86,7 @@ class PredictedTree(Protocol):
     def add_predictions(self, frontier: Frontier, tokens: Ints, odds: Doubles) -> Frontier:
         """Add predictions, and grow the tree anew; return its frontier.
 
-        Args:
-            frontier: the frontier of the tree grown last: E nodes that they follow.
-            tokens: `[E, MTP_WIDTH]` ids, padded with -1.
-            odds: `[E, MTP_WIDTH]`, their log-odds.
+        They follow the E nodes of the last frontier: `[E, MTP_WIDTH]` ids, padded with -1, and their log-odds.
         """
 
 
@@ -113,24 +108,16 @@ class Drafter(ABC):
     rests: bool = False
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
-        """Learn from prefill.
-
-        Args:
-            tokens: the prompt.
-            start: index of the first token with entries.
-            entries: `[T, WIDTH]` entries of the logits at the tokens from `start` on, see `readout.read`.
-        """
+        """Learn from prefill: entries `[T, WIDTH]` of the logits at the prompt's tokens from `start` on, see `read`."""
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:  # noqa: B027 - a no-op is meant
         """Prepare for the first draft, once prefill has yielded the first token."""
 
     @abstractmethod
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """Draft the next step.
+        """Draft the next step after the row's tokens so far, the last of which becomes the root.
 
-        Args:
-            context: the row's tokens so far; the last one becomes the root.
-            max_depth: no node lies deeper; None for no limit.
+        No node lies deeper than `max_depth`; None for no limit.
         """
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
@@ -162,11 +149,7 @@ class Drafter(ABC):
 
 
 class ForwardingDrafter(Drafter):
-    """Forwards every call to another drafter; base class of drafters that add something to one.
-
-    Args:
-        drafter: drafter that does the work.
-    """
+    """Forwards every call to another drafter; base class of drafters that add something to one."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -229,9 +212,6 @@ class IsolatedDrafter(ForwardingDrafter):
     """A drafter whose error ends its own row, as its `problem`, and not the step that the row shares with others.
 
     Nothing is drafted after the first error, nor once it is silenced: the row then feeds its last token alone.
-
-    Args:
-        drafter: drafter of the row.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -294,11 +274,8 @@ class Constraint(Protocol):
 def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]:
     """Return the nodes of a tree that a constraint allows, ascending; a node is among them only with its parent.
 
-    A constraint may answer otherwise from one path to the next, once its budget of time is used up.
-
-    Args:
-        constraint: the constraint; its `lead` was last called with the tree's context.
-        paths: for each node the tokens from below the root; a node comes after its parent.
+    For each node the tokens from below the root are given, after its parent's. The constraint's `lead` was last called
+    with the tree's context; it may answer otherwise from one path to the next, once its budget of time is used up.
     """
     known: dict[tuple[int, ...], bool] = {(): True}
     for path in reversed(paths):  # a leaf settles the nodes above it

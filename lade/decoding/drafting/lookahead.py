@@ -62,23 +62,17 @@ class Window:
         return column
 
     def new_row(self, last_row_nodes: Sequence[int | None], argmax_ids: Sequence[int]) -> list[int]:
-        """Return the model's choices at the last row.
+        """Return the model's choices at the last row, given the argmax at each node, `[S]`.
 
-        Args:
-            last_row_nodes: the result of `plant`. A cell that was left out keeps its token, which affects speed alone.
-            argmax_ids: `[S]`, the argmax at each node.
+        A cell that was left out keeps its token, which affects speed alone.
         """
         last = self.rows[-1]
         return [last[i] if node is None else argmax_ids[node] for i, node in enumerate(last_row_nodes)]
 
     def advance(self, current: int, new: Sequence[int]) -> list[NGram]:
-        """One Jacobi iteration: take the model's choices at the last row and move by one position.
+        """One Jacobi iteration: take the model's choices at the last row, one per column, and move by one position.
 
         The window moves by one however many tokens were accepted: guesses near the front would be lost otherwise.
-
-        Args:
-            current: the new current token.
-            new: the choice at each node of the last row, as many as that row has columns.
 
         Returns:
             The n-grams (N tokens each) in the columns; none while the rows fill.
@@ -232,11 +226,6 @@ def chosen_ngrams(tree: TokenTree, argmax_ids: Sequence[int], ngram: int) -> lis
     The choice at a node continues it by one token; if a child carries that token, the child's choice comes next. These
     n-grams cost nothing, since the pass has computed every node's choice. The choices after the root are the accepted
     text, which is learned as such.
-
-    Args:
-        tree: the tree of a step.
-        argmax_ids: `[S]`, the argmax at each node.
-        ngram: N, the maximum length.
 
     Returns:
         S - 1 n-grams of 2 to N tokens, in the order of the nodes.

@@ -199,12 +199,7 @@ class ContextMemory(BaseMemory):
         return entries[:logit_hits], entries[TEXT : TEXT + text_hits]
 
     def learn(self, contexts: Ints, entries: Ints) -> None:
-        """Learn from logits.
-
-        Args:
-            contexts: `[M, LONGEST]`, see `layout`.
-            entries: `[M, WIDTH]` entries of the logits after each.
-        """
+        """Learn from logits, given `[M, WIDTH]` entries after each of `[M, LONGEST]` contexts, see `layout`."""
         self._learn(contexts, entries, LOGITS, TEXT)
 
     def learn_text(self, contexts: Ints, tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
@@ -272,12 +267,9 @@ class ContextMemory(BaseMemory):
 
     @classmethod
     def of(cls, snapshot: Snapshot, max_bytes: int | None = None) -> Self:
-        """Return a memory with the contents of a snapshot.
+        """Return a memory with the contents of a snapshot, within `max_bytes`; None for the limit of the other memory.
 
-        Args:
-            snapshot: contents of another memory.
-            max_bytes: size limit, see the class; None for that of the other memory. If the contents exceed it, longer
-                contexts are dropped first, in either table.
+        If the contents exceed it, longer contexts are dropped first, in either table.
 
         Raises:
             ConfigError: `max_bytes` is not a whole number, or too small.

@@ -124,8 +124,7 @@ class StepCost:
     def unmeasured(cls, free_tokens: float) -> StepCost:
         """Return a curve for passes that are only observed: 0.0 seconds at first.
 
-        Args:
-            free_tokens: fixed cost of a pass, as the number of tokens assumed to take as long.
+        The fixed cost of a pass is assumed to be what `free_tokens` tokens take.
         """
         cost = cls([free_tokens + knot for knot in KNOTS])
         cost._pace.clear()

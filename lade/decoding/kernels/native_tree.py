@@ -204,10 +204,8 @@ class NativeTree:
         A prediction belongs to a path of tokens from the root, not to a node, as a tree that grows anew may have other
         nodes. So a node finds its prediction by that of its parent and by its token.
 
-        Args:
-            frontier: E nodes that the predictions follow.
-            tokens: int32 `[E, MTP_WIDTH]`, predicted tokens, -1 for none.
-            odds: float64 `[E, MTP_WIDTH]`, their log-odds.
+        After the E nodes of the frontier, the predicted tokens are int32 `[E, MTP_WIDTH]`, -1 for none; their log-odds
+        float64 `[E, MTP_WIDTH]`.
         """
         given, first, end = self._predictions, self._predicted, self._predicted + len(tokens)
         given.places[:, first:end] = frontier.parents, frontier.tokens, frontier.depths
@@ -217,8 +215,7 @@ class NativeTree:
     def frontier(self, scores: Sequence[float]) -> Frontier:
         """Return the likeliest nodes of a tree that an MTP layer can be run on, at most `FRONTIER`.
 
-        Args:
-            scores: of all nodes, those of the last growth.
+        Given are the scores of all nodes, those of the last growth.
         """
         ids, parents, depths, predictions, _ = self._columns.numbers[:, : len(scores)]
         before, found = predictions[parents], self._columns.scores
@@ -251,10 +248,7 @@ class NativeTree:
 
 
 class Columns(Struct):
-    """Arrays for what is read of a tree after each growth.
-
-    Args:
-        room: N, the number of nodes that there is room for.
+    """Arrays for what is read of a tree of at most N = `room` nodes after each growth.
 
     Attributes:
         numbers: int32 `[5, N]`, ids, parents and depths as in `TokenTree`, the index of the MTP layer's prediction
@@ -271,15 +265,11 @@ class Columns(Struct):
 
 
 class PredictionRows(Struct):
-    """Arrays for the predictions of an MTP layer.
-
-    Args:
-        room: N, the number of predictions that there is room for.
+    """Arrays for at most N = `room` predictions of an MTP layer.
 
     Attributes:
         places: int32 `[3, N]`, as in `Frontier`: parents, tokens and depths of the nodes that they follow.
-        tokens: int32 `[N, MTP_WIDTH]`, see `NativeTree.add_predictions`.
-        odds: float64 `[N, MTP_WIDTH]`, likewise.
+        tokens, odds: int32 and float64 `[N, MTP_WIDTH]`, see `NativeTree.add_predictions`.
     """
 
     __slots__ = ("odds", "places", "tokens")
@@ -295,11 +285,7 @@ _NO_PREDICTIONS = PredictionRows(0)
 
 
 class Requests(Struct):
-    """Trees of requests, each with the tables that it grows from.
-
-    Args:
-        pairs: `[B]`, trees whose texts have been read, and tables.
-    """
+    """Trees of B requests whose texts have been read, each with the tables that it grows from."""
 
     __slots__ = ("pairs",)
 
