@@ -221,14 +221,9 @@ class LockStepMeter:
 
 
 class LockStepLogits(Generic[CacheT]):
-    """Provides the logits after the texts of B rows.
+    """Provides the logits after the texts of B rows, none of which has been fed yet; the cache is empty.
 
-    Args:
-        rows: rows of which none has been fed yet.
-        runner: runs the model's forward passes.
-        cache: an empty cache, which will hold text and tree of each row.
-        stats: figures to add to; padding does not count.
-        budget: chooses one tree size for all rows; None if none of them needs that.
+    The budget chooses one tree size for all rows; None if none of them needs that. Padding does not count in `stats`.
     """
 
     def __init__(

@@ -106,8 +106,7 @@ class DecodeLoop(Generic[CacheT]):
 
     Attributes:
         rows: the unfinished rows; their order changes when one leaves.
-        runner: runs the model.
-        cache: keys and values of these rows.
+        runner, cache: runs the model on the keys and values of these rows.
         stats: figures to add to; None for none.
         budget: chooses one tree size for all rows; None if none of them needs that.
         waits_for_all: whether the caller waits for the slowest row; otherwise `budget` goes by the mean row.

@@ -30,8 +30,7 @@ class Row:
         is_greedy: whether it takes the argmax, so that its logits are not needed on the host.
         tokens: prompt and output.
         steps: number of decode steps (without prefill) that the row took part in.
-        done: whether the row has ended.
-        problem: the error that ended the row; None if none did.
+        done, problem: whether the row has ended, and the error that ended it; None if none did.
     """
 
     def __init__(

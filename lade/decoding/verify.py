@@ -29,9 +29,7 @@ class Chooser(Protocol):
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
         """Choose at every node of one step, without waiting for the device.
 
-        Args:
-            logits: `[S, V]`, one row per node, in the model's dtype.
-            depths: `[S]`, depth of each node.
+        Given are logits in the model's dtype, `[S, V]`, and the depth of each node, `[S]`.
 
         Returns:
             `[S]` ids on the device; None if the choice is the argmax, or is made node by node.
@@ -86,9 +84,6 @@ def walk(tree: TokenTree, choose: Choose, emit: Callable[[int], bool], verdict: 
             neither chooser nor stop rules see a token that plain decoding would not have reached.
         verdict: an empty verdict that grows during the walk, so that the caller knows what was accepted if `choose` or
             `emit` raises; None creates one.
-
-    Returns:
-        The verdict.
     """
     verdict = Verdict() if verdict is None else verdict
     while True:

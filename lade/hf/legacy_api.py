@@ -46,11 +46,6 @@ class _Log:
     passes: int = 0
     entries: deque[list[int]] = field(default_factory=lambda: deque(maxlen=LOGGED_GENERATIONS))
 
-    def add(self, tokens: int, passes: int) -> None:
-        self.tokens += tokens
-        self.passes += passes
-        self.entries.append([tokens, passes])
-
 
 @dataclass
 class _Settings:
@@ -185,7 +180,9 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _log(stats: Stats) -> None:
     passes = stats.steps + stats.generations  # including the prefill of each row
-    _settings.log.add(stats.new_tokens, passes)
+    log = _settings.log
+    log.tokens, log.passes = log.tokens + stats.new_tokens, log.passes + passes
+    log.entries.append([stats.new_tokens, passes])
     if _settings.debug:
         ratio = stats.new_tokens / passes
         print("\n==========================ACCELERATION===SUMMARY======================================")  # noqa: T201

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
@@ -38,20 +38,10 @@ from lade.model.prepared import USER_CACHES, Prepared, PromptTexts, ids_of, plac
 from lade.stats import Stats
 
 
-class LogitsProvider(Protocol):
-    """Provides the logits that the loop requests from the model."""
-
-    def prefill(self) -> torch.Tensor:
-        """Return the logits after the prompts, `[B, V]`."""
-
-    def extend(self, tokens: list[int]) -> torch.Tensor:
-        """Return the logits `[B, V]` after the texts, which end with these tokens."""
-
-
 class ModelProxy:
     """Replaces the model and its cache in a loop's requests for logits; everything else is forwarded to the model."""
 
-    def __init__(self, model: PreTrainedModel, answers: LogitsProvider) -> None:
+    def __init__(self, model: PreTrainedModel, answers: LockStepLogits[Any] | BeamLogits[TreeCache]) -> None:
         self._model, self._answers = model, answers
 
     def __getattr__(self, name: str) -> Any:

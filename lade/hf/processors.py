@@ -31,7 +31,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row, StopRule
 from lade.decoding.verify import Choose, Chooser, Greedy
 from lade.hf.batch_rules import row_processors
-from lade.hf.sampling import NO_TOKEN, Sampler
+from lade.hf.sampling import NO_TOKEN, RowSampler
 from lade.model.prepared import Prepared
 from lade.stats import TokenLogprobs
 
@@ -79,8 +79,7 @@ class Record:
     """Data recorded about the emitted tokens.
 
     Attributes:
-        scores: `[1, V]` float32 after the processors, one per token; None if not requested.
-        logits: `[1, V]` float32 before the processors, one per token; None if not requested.
+        scores, logits: `[1, V]` float32 after and before the processors, one per token; None if not requested.
         top: number of top ids whose log-probabilities are recorded besides that of the emitted one; None to record
             none.
         logprobs: log-probabilities of the tokens that were not taken yet.
@@ -148,7 +147,7 @@ class ProcessedChooser:
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
+        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: RowSampler | None, record: Record
     ) -> None:
         self._processors = direct_call(processors)
         self._transcript, self._sampler, self._record = transcript, sampler, record
@@ -223,7 +222,7 @@ class TextFreeChooser(ProcessedChooser):
     """Calls processors that do not read the text, without a text or a copy of the logits; see `ProcessedChooser`."""
 
     def __init__(
-        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
+        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: RowSampler | None, record: Record
     ) -> None:
         super().__init__(processors, transcript, sampler=sampler, record=record)
         self._no_text = torch.empty((1, 0), dtype=torch.long, device=transcript.device)
@@ -351,7 +350,7 @@ def row_for(
     text: list[int],
     drafter: Drafter,
     *,
-    sampler: Sampler | None,
+    sampler: RowSampler | None,
     record: Record,
     streamer: BaseStreamer | None = None,
 ) -> Row:

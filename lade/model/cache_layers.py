@@ -328,14 +328,6 @@ class TreeLayer(CacheLayerMixin):
         if self.lengths:
             self.lengths = [self.lengths[i] for i in indices.tolist()]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
 
 class TokenCounter(TreeLayer):
     """Counts the tokens of rows whose layers are all recurrent; appended to the layers of models without attention.

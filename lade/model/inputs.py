@@ -162,8 +162,7 @@ class RootInputs:
     decoding.
 
     Attributes:
-        ids: `[B, 1]` int64.
-        positions: `[B, 1]` int64.
+        ids, positions: `[B, 1]` int64.
         slots: K, the number of slots of the cache and of the step.
         allowed: `[B, 1, 1, K]` bool, the slots each token may see; None for a single row, which sees all.
     """
@@ -242,8 +241,7 @@ class StepInputs:
     """Tensors of one step over B trees; S is the largest number of nodes to feed, K = max(P) + S.
 
     Attributes:
-        ids: `[B, S]` int64; rows with fewer nodes are padded with copies of their root.
-        positions: `[B, S]` int64.
+        ids, positions: `[B, S]` int64; rows with fewer nodes are padded with copies of their root.
         key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
         allowed: `[B, S, K]` bool, the slots that each node may see.
     """

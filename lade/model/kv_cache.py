@@ -288,11 +288,9 @@ class TreeCache(Cache):
             layer.crop(tokens_to_remove)
 
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
-        """Take over rows of other caches, which are emptied layer by layer.
+        """Take over rows of other caches of the same model, none of them empty, which are emptied layer by layer.
 
-        Args:
-            parts: caches of the same model, none of them empty.
-            places: `[B]`, index of each row's part, and of the row in it; a row may be used twice.
+        `places` has for each of B rows the index of its part, and of the row in it; a row may be used twice.
         """
         self.reset()
         self.offsets = PositionOffsets.collected([(parts[part].offsets, row) for part, row in places])

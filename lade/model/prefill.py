@@ -28,7 +28,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -59,10 +58,8 @@ class DecoderOutput(ABC):
         self._hook.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hook.__exit__(kind, problem, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hook.__exit__(*error)
 
     @abstractmethod
     def _collect(self, output: Any) -> Any:
@@ -107,12 +104,8 @@ class HiddenStates(DecoderOutput):
     ) -> None:
         """Call a hook with these logits, prompt by prompt; see `prompt_logits`.
 
-        Args:
-            hook: the hook to call.
-            logits: `[B, V]` that the model returned for the last token.
-            length: number of tokens in the prompt, cached ones and padding included.
-            rows: for each prompt the indices of the rows that have it.
-            paddings: number of padding columns before each prompt; None for zeros.
+        `rows` has for each prompt the indices of its rows, `paddings` the number of columns before it, None for zeros.
+        `length` is the number of tokens in the prompt, cached ones and padding included.
         """
         places = [(numbers, 0) for numbers in rows] if paddings is None else list(zip(rows, paddings, strict=True))
         for start, piece in self.prompt_logits(logits, length):
@@ -232,10 +225,7 @@ class TextPieces:
     def end(self, fed: int, most: int, length: int) -> int:
         """Return the end of the next piece of a prompt, such that the pieces give the same result as the whole prompt.
 
-        Args:
-            fed: number of tokens in the cache.
-            most: maximum number of tokens to feed, which is exceeded if the piece has to be longer.
-            length: length of the prompt.
+        `fed` tokens are in the cache. A piece has at most `most` tokens, more only where it has to be longer.
         """
         end = min(length, fed + (max(most, 2) if self._has_states else most))
         if self._forgets or (self._picked is not None and end > self._picked):
@@ -375,16 +365,13 @@ class PromptPasses:
         cache: TreeCache,
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """Feed the tokens that are not cached yet.
+        """Feed the tokens that are not cached yet; return the logits of the last tokens, `[P, V]`.
 
         Args:
             prompts: P prompts of equal length; of any length with an empty cache, if they may be padded.
             sharing: indices of the rows that have each prompt.
             cache: a cache that is empty or holds the first tokens of all of them.
             hook: called with the logits of their tokens; None for no call.
-
-        Returns:
-            Logits of the last tokens, `[P, V]`.
         """
         if len(set(map(len, prompts))) > 1:
             return self._feed_padded(prompts, sharing, cache, hook)

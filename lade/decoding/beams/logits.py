@@ -70,18 +70,12 @@ FOLLOWS = 8
 class BeamGuesser:
     """Adds to the tree of a beam search the tokens that its next steps are expected to select.
 
-    The next beam steps are simulated, with a few more beams than the search has. At a node that has been fed, the next
-    tokens and their log-probabilities are known; elsewhere those are used that the model last gave after the same
-    context. This replaces the Jacobi window, which predicts one text where k are needed: under the best beam a window
-    of 7 columns saved fewer passes than as many nodes of this simulation.
+    The next N - 1 beam steps are simulated, with k + W beams, or not at all if W is 0. At a node that has been fed, the
+    next tokens and their log-probabilities are known; elsewhere those are used that the model last gave after the same
+    context. This replaces the Jacobi window, which predicts one text where k are needed: under the best beam 7 columns
+    saved fewer passes than as many nodes of this simulation. After each beam G n-grams of the pool are tried.
 
-    Args:
-        config: N - 1 is the number of steps simulated; W, how many beams beyond k are simulated (0 disables it); G, how
-            many n-grams of the pool are tried after each beam.
-        num_beams: k, the number of beams per prompt.
-        excluded: ids after which nothing is drafted.
-        recycler: top next tokens by context; may be shared with other prompts.
-        source: ids of a text whose tokens may recur: the encoder's input.
+    The recycler may be shared with other prompts. Tokens of the text `source`, the encoder's input, may recur.
     """
 
     def __init__(
@@ -288,9 +282,7 @@ class BeamMeter:
 
 
 class BeamLogits(Generic[CacheT]):
-    """Provides the logits after the beams of B prompts.
-
-    Beams are numbered consecutively: prompt b has b * k to b * k + k - 1.
+    """Provides the logits after the beams of B prompts, k each; prompt b has the beams b * k to b * k + k - 1.
 
     Args:
         prompts: B lists of ids, each with at least one.

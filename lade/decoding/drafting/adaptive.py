@@ -156,12 +156,11 @@ class AdaptiveDrafter(Drafter):
         memory: the context memory, which is updated.
         budget: decides on tree sizes.
         excluded: ids after which nothing is drafted (EOS, padding).
-        vocabulary: V; ids below it can be fed. A memory of another model may hold others.
+        vocabulary: V; ids below it can be fed. A memory of another model may hold others. None for no limit.
         read_prompts: learn from the prompt, and search text for earlier occurrences of its suffix.
         read_logits: also compute the prompt's logits, to learn from them.
         sources: sources of guesses besides the memory.
-        constraint: forced and forbidden tokens: the tree begins with the former, and has none of the latter and no
-            window; None for none.
+        constraint: forced tokens, with which the tree begins, and forbidden ones. With it there is no window.
         seed: seeds the window's first tokens.
         mtp: weights of an MTP layer's predictions; None without a layer.
     """

@@ -31,12 +31,8 @@ NGram = tuple[int, ...]
 class Window:
     """N-1 rows by W columns; while the rows fill, the columns are N-2 more and shrink by one with each row.
 
-    Args:
-        columns: W, at least 1.
-        ngram: N, at least 2.
-        current: id of the current token.
-        vocabulary: ids from which row 0 is drawn at random, with replacement; usually the prompt.
-        rng: private source of randomness.
+    Row 0 begins with the current token; the others are drawn from a vocabulary, usually the prompt, at random and with
+    replacement, by a private source of randomness.
     """
 
     def __init__(self, columns: int, ngram: int, current: int, vocabulary: Sequence[int], rng: random.Random) -> None:
@@ -149,13 +145,10 @@ def _enter(entry: dict[tuple[int, ...], str], continuation: tuple[int, ...], sou
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts for one row; see `Drafter`.
+    """Drafts for one row by sizes W, N and G; see `Drafter`.
 
-    Args:
-        config: sizes W, N and G.
-        excluded: ids that no n-gram may contain (EOS, padding).
-        sources: sources whose guesses come before those of the pool; G guesses of up to N - 1 tokens in all.
-        constraint: forced tokens come before all guesses, forbidden ones are cut off; None for none.
+    Guesses of the sources come before those of the pool; G guesses of up to N - 1 tokens in all. No n-gram may contain
+    an excluded id (EOS, padding). Tokens that a constraint forces come before all guesses, forbidden ones are cut off.
     """
 
     def __init__(

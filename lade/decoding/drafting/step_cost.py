@@ -134,11 +134,10 @@ class StepCost:
     def pad_to(self, sizes: Sequence[int]) -> None:
         """Passes are padded to the next of these sizes from now on: the curve is a staircase, with corners there only.
 
-        Args:
-            sizes: some of `KNOTS`, ascending, the first one 1; none where passes are not padded.
+        No sizes mean no padding.
 
         Raises:
-            ValueError: other sizes.
+            ValueError: others than some of `KNOTS`, ascending from 1 on.
         """
         if tuple(sizes) == self._padded_to:
             return

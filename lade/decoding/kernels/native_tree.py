@@ -132,7 +132,7 @@ class NativeTree:
         max_depth: int | None = None,
         lead: Sequence[int] = (),
     ) -> list[float]:
-        """Grow a new tree by the likeliest nodes, best first.
+        """Grow a new tree by the likeliest nodes, best first; return the scores of all nodes, the root's 1.0 first.
 
         Args:
             tables: both tables of the memory, and its weights.
@@ -140,10 +140,7 @@ class NativeTree:
             stages: target sizes, each with the score that a node must exceed to be added up to that size; growth ends
                 with the first size that is not reached.
             max_depth: maximum depth of a node; None for no limit.
-            lead: forced tokens, a chain below the root.
-
-        Returns:
-            Scores of all nodes, the root's 1.0 first, and those of forced tokens 1.0.
+            lead: forced tokens, a chain below the root, with scores of 1.0.
         """
         room = max(max(stages)[0], 1 + len(lead))
         if room > len(self._columns.scores):
