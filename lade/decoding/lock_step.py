@@ -22,12 +22,12 @@ from typing import Generic
 import torch
 
 from lade.decoding.beams.logits import BranchRunner, CacheT
-from lade.decoding.beams.tree import Branches
+from lade.decoding.beams.tree import Branches, BranchRow
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
 from lade.decoding.loop import prompt_hook
 from lade.decoding.readout import Readout, read
-from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.tree import ROOT
 from lade.decoding.verify import walk
 from lade.stats import Stats, Step
 
@@ -35,7 +35,7 @@ MOST_HELD = 64
 """Maximum number of cached nodes ahead of the text; a row with more of them waits for the others."""
 
 
-class LockStepRow:
+class LockStepRow(BranchRow):
     """State of one row.
 
     The caller chooses the next token from the logits after the text. Where these were computed ahead of time, no pass
@@ -72,16 +72,6 @@ class LockStepRow:
         self._depth: int | None = None  # maximum depth below it; None for no limit
         self._expects_padding = False  # below it
         self._draft: Draft | None = None
-
-    @property
-    def tree(self) -> TokenTree:
-        """The cached nodes, and those that the next pass feeds."""
-        return self.branches.tree
-
-    @property
-    def seen(self) -> int:
-        """Number of nodes that a pass has seen."""
-        return len(self.branches.follows)
 
     @property
     def wants_entries(self) -> bool:

@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 
 from lade.clock import Clock, Duration
 from lade.decoding.drafting.controller import Controller, common_progress
-from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.mtp import BatchDrafter
+from lade.decoding.mtp import BatchDrafter, DraftedRow
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
@@ -193,7 +192,8 @@ class DecodeLoop(Generic[CacheT]):
             self._learn(parts)
         finally:  # also after an error: drop the rejected nodes, report the emitted tokens
             if fed:
-                self._keep(parts, fed)
+                self.cache.keep([part.verdict.path for part in parts], fed)
+                self.settled = list(self.cache.lengths)
                 self.mtp.accept(parts, fed)
             took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
@@ -239,10 +239,6 @@ class DecodeLoop(Generic[CacheT]):
         for part in parts:
             if part.row.problem is None and part.verdict.tokens:  # without tokens the walk never began
                 part.row.drafter.learn(part.row.tokens, part.draft, part.readout, part.verdict)
-
-    def _keep(self, parts: Sequence[RowStep], fed: int) -> None:
-        self.cache.keep([part.verdict.path for part in parts], fed)
-        self.settled = list(self.cache.lengths)
 
     def _observe(self, steps: Sequence[Step], fed: int, took: Duration) -> None:
         """Report cost and yield of a step to the size controllers; its largest tree had `fed` nodes."""
@@ -293,14 +289,7 @@ class DecodeLoop(Generic[CacheT]):
         self.rows.pop()
 
 
-class PromptReader(Protocol):
-    """A row whose drafter may learn from the prompt."""
-
-    drafter: Drafter
-    tokens: list[int]
-
-
-def prompt_hook(rows: Sequence[PromptReader]) -> PromptLogitsHook | None:
+def prompt_hook(rows: Sequence[DraftedRow]) -> PromptLogitsHook | None:
     """Return a hook that teaches the drafters their prompts; None if none of them wants to learn."""
     if not any(row.drafter.wants_prompt_entries for row in rows):
         return None

@@ -144,7 +144,7 @@ class MtpHabits:
 
 
 class DraftedRow(RowText, Protocol):
-    """A row with the drafter that uses its predictions."""
+    """A row with the drafter that learns its prompt, and uses predictions of an MTP layer."""
 
     drafter: Drafter
 

@@ -204,14 +204,11 @@ def check_generate(model: Any) -> None:
     """
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
-    if isinstance(own, functools.partial) and own.keywords.get("model") is model and not _is_our_recipe(own.func):
+    if not isinstance(own, functools.partial) or own.keywords.get("model") is not model:
+        return
+    if getattr(own.func, "__globals__", {}).get("PACKAGE") != "lookahead-decoding":  # that of `lade export-recipe`
         reason = f"{type(model).__name__} decodes by the custom_generate of its checkpoint"
         raise UnsupportedModelError(reason, PLAIN_REMEDY)
-
-
-def _is_our_recipe(function: Any) -> bool:
-    """Return whether it is the `generate` written by `lade export-recipe`, which forwards a callable."""
-    return getattr(function, "__globals__", {}).get("PACKAGE") == "lookahead-decoding"
 
 
 def is_decoded_plainly(model: Any) -> bool:

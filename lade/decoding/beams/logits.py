@@ -26,7 +26,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lade.config import LookaheadConfig
-from lade.decoding.beams.tree import Branches, Follow
+from lade.decoding.beams.tree import Branches, BranchRow, Follow
 from lade.decoding.drafting.lookahead import NGramPool, chosen_ngrams
 from lade.decoding.loop import KVCache, PromptRunner
 from lade.decoding.tree import ROOT, TokenTree
@@ -152,7 +152,7 @@ def top_follows(logits: torch.Tensor, count: int) -> list[list[Follow]]:
     return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
-class BeamRow:
+class BeamRow(BranchRow):
     """One prompt of a beam search.
 
     Attributes:
@@ -165,16 +165,6 @@ class BeamRow:
         self.beams = [ROOT] * num_beams
         self._scores = [0.0] * num_beams  # log-probabilities of the beams before processors, used for drafting alone
         self._guesser = guesser
-
-    @property
-    def tree(self) -> TokenTree:
-        """The tree, whose first `seen` nodes are in the cache."""
-        return self.branches.tree
-
-    @property
-    def seen(self) -> int:
-        """Number of nodes that a pass has seen."""
-        return len(self.branches.follows)
 
     @property
     def position(self) -> int:

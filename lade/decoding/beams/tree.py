@@ -26,6 +26,22 @@ class Pruned:
     numbers: dict[int, int]
 
 
+class BranchRow:
+    """Base of rows with a tree, whose first `seen` nodes are in the cache."""
+
+    branches: Branches
+
+    @property
+    def tree(self) -> TokenTree:
+        """The cached nodes, and those that the next pass feeds."""
+        return self.branches.tree
+
+    @property
+    def seen(self) -> int:
+        """Number of nodes that a pass has seen."""
+        return len(self.branches.follows)
+
+
 @dataclass
 class Branches:
     """Trunk and tree of the texts of a search.

@@ -101,13 +101,9 @@ _FIRST_SLOTS = 1024
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Contents of a memory at one moment.
+    """Contents of a memory at one moment: slots of the former table and of the current one, `[n, 2 + WIDTH]` each.
 
-    Attributes:
-        old: `[n, 2 + WIDTH]`, slots of the former table: contexts that have not been used lately.
-        young: `[m, 2 + WIDTH]`, slots of the current table.
-        weights: `[WEIGHT_SETS, END + 1]`, see `prior_weights`.
-        max_bytes: size limit of the memory.
+    The former table has the contexts that have not been used lately; for the weights see `prior_weights`.
     """
 
     old: Ints
@@ -224,7 +220,9 @@ class ContextMemory(BaseMemory):
             self.learn_text(tree.contexts(path), tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
-        _check(contexts, entries)
+        if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):  # else read out of bounds
+            shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
+            raise ValueError(f"{shapes} do not belong together")
         with self._writing:
             learned = 0
             try:
@@ -233,12 +231,10 @@ class ContextMemory(BaseMemory):
                     state = learned, self._taken, _most_taken(len(self._young))
                     learned, self._taken = tables.learn(self._young, self._old, contexts, entries, first, end, *state)
             except BaseException:
-                self._recount()
+                self._taken = int(
+                    np.count_nonzero(self._young[:, 0])
+                )  # an interrupt is raised when compiled code returns
                 raise
-
-    def _recount(self) -> None:
-        """Recount occupied slots after an interrupt, which is raised when compiled code returns."""
-        self._taken = int(np.count_nonzero(self._young[:, 0]))
 
     def _make_room(self, contexts: int) -> None:
         """Make room for that many new contexts, or at least for those of one row of logits."""
@@ -290,13 +286,6 @@ def context_of(tokens: Sequence[int]) -> Ints:
     last = tokens[-LONGEST:][::-1]
     context[: len(last)] = last
     return context
-
-
-def _check(contexts: Ints, entries: Ints) -> None:
-    """Raise `ValueError` for arrays whose shapes do not match: compiled code would read out of bounds."""
-    if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):
-        shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
-        raise ValueError(f"{shapes} do not belong together")
 
 
 def _shortest(slots: Ints, most: int) -> Ints:

@@ -180,7 +180,7 @@ class StepCost:
                 self._since_plain, self.wants_baseline = 0, False
             return
         size = next((end for end in self._padded_to if end >= size), size)
-        knot, measured = _nearest(size), self._measured(size)
+        knot, measured = bisect_left(_MIDDLES, size), self._measured(size)  # the nearest knot
         self._pace.append(seconds / (measured * math.exp(self._corrections[knot])))
         if self._last is not None and self._last[0] != knot:
             self._compare(self._last, (knot, seconds / measured))
@@ -280,11 +280,6 @@ class StepCost:
         if not _is_number(measured_at):
             raise ValueError(f"measured_at={measured_at!r} is not valid: give a Unix time")
         return cls(value.get("seconds") or (), measured_at=measured_at)
-
-
-def _nearest(size: int) -> int:
-    """Return the index of the knot nearest to a size."""
-    return bisect_left(_MIDDLES, size)
 
 
 def fast_quantile(samples: Sequence[float]) -> float:
