@@ -112,7 +112,9 @@ class LockStepRow(BranchRow):
         while node in self.branches.logits:
             if len(self._ahead) == room:
                 return
-            token = self._expected_token(node)
+            token = self._padding if self._expects_padding else None
+            if token is None:
+                token = self.branches.follows[node][0][0]  # the argmax
             child = self.tree.child(node, token)
             if child is None and self.seen >= MOST_HELD:
                 return
@@ -122,12 +124,6 @@ class LockStepRow(BranchRow):
             assert child is not None
             node = child
         self._root, self._depth = node, None if room is None else room - len(self._ahead)
-
-    def _expected_token(self, node: int) -> int:
-        """Return the token expected after a node that was fed: the argmax, or padding."""
-        if self._expects_padding and self._padding is not None:
-            return self._padding
-        return self.branches.follows[node][0][0]
 
     @property
     def drafts(self) -> bool:
@@ -157,10 +153,7 @@ class LockStepRow(BranchRow):
             node = self.tree.add(node, self._padding, "bonus")
 
     def learn(self, logits: torch.Tensor, readout: Readout) -> None:
-        """Store the results of a forward pass: logits `[S, V]` at the nodes not seen before, then padding.
-
-        Their readout has entries if the draft wants them.
-        """
+        """Store logits `[S, V]` at the nodes not seen before, then padding, and learn from their readout."""
         count = len(self.tree) - self.seen
         self.branches.learn(logits[:count], [[(token, 0.0)] for token in readout.argmax_ids[:count]])
         if self._draft is not None:

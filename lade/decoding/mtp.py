@@ -40,11 +40,9 @@ _FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # initial values of `MtpHabits.gains`
 
 
 class Predictions(NamedTuple):
-    """Predictions of a layer after E nodes.
+    """Predictions of a layer after E nodes: top tokens, int32 `[E, MTP_WIDTH]`, likeliest first, -1 if there are fewer.
 
-    Attributes:
-        tokens: int32 `[E, MTP_WIDTH]`, top tokens, likeliest first; -1 if there are fewer.
-        odds: float64 `[E, MTP_WIDTH]`, log-odds of the tokens.
+    Their log-odds are float64 `[E, MTP_WIDTH]`.
     """
 
     tokens: Ints
@@ -52,11 +50,7 @@ class Predictions(NamedTuple):
 
 
 class RowText(Protocol):
-    """A row of a layer, identified by object identity.
-
-    Attributes:
-        tokens: prompt and output so far.
-    """
+    """A row of a layer, identified by object identity, with its prompt and output so far."""
 
     tokens: list[int]
 

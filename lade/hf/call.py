@@ -54,10 +54,7 @@ class NeedsGenerateError(UnsupportedArgumentError):
 
 
 def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a call be made by all processes that decode the model; nothing below the public functions knows of them.
-
-    With `streams`, the decorated function returns an iterator over steps, which is read in all of them.
-    """
+    """Let a call, or one that streams steps, be made by all processes that decode the model."""
     together = "stream_together" if streams else "call_together"
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

@@ -121,10 +121,7 @@ class AnswerText(TokenCriterion):
             self._held = ""
 
     def taken(self, tokens: int) -> list[str]:
-        """Remove and return the text of the next `tokens` tokens, one piece per token.
-
-        A piece may be empty; joined, all pieces are the text.
-        """
+        """Remove and return the text of the next `tokens` tokens, one piece per token, which may be empty."""
         pieces, self._pieces = self._pieces[:tokens], self._pieces[tokens:]
         return pieces
 

@@ -126,10 +126,7 @@ def _make_exact(model: Any) -> None:
 
 
 class Accelerated:
-    """The function behind an enabled model's `generate`, called with the model as its first argument.
-
-    It wraps the `generate` of the model's class; settings are those of `enable`.
-    """
+    """The function behind an enabled model's `generate`, called with the model as its first argument; see `enable`."""
 
     __name__ = "generate"  # a method is pickled by this name, and unpickled as the class's own
 

@@ -63,10 +63,7 @@ def text_kind(prepared: Prepared, config: LookaheadConfig, *, constrained: bool)
 
 
 def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
-    """Return the result of `model.generate`, given the new tokens of each row.
-
-    The cache is for an output object; None for one of all rows, if it can be made.
-    """
+    """Return the result of `model.generate`, given the new tokens of each row, and the cache for an output object."""
     prompts, config = prepared.input_ids, prepared.generation_config
     longest = max(map(len, written))
     pad: Any = config._pad_token_tensor  # EOS if there is no pad_token_id

@@ -37,10 +37,7 @@ LOGGED_GENERATIONS = 65_536
 
 @dataclass
 class _Log:
-    """Tokens and forward passes of all accelerated generations.
-
-    `entries` has [tokens, forward passes] of each of the last ones, as the original library logs them.
-    """
+    """Sums over all accelerated generations, and an entry [tokens, forward passes] for each of the last ones."""
 
     tokens: int = 0
     passes: int = 0

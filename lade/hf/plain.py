@@ -44,8 +44,7 @@ class _Pass:
 def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
     """Count and time this thread's forward passes while the context lasts, as one generation of one token per pass.
 
-    Passes over several tokens at the beginning (chunked prefill) count as prefill. After an error the last pass is not
-    counted: it has failed, or its token was never emitted.
+    Passes over several tokens at the beginning (chunked prefill) count as prefill.
 
     Yields:
         An empty list for the number of tokens of each row of a batch; if it is filled, every row counts.
@@ -69,15 +68,11 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
         try:
             yield rows
         except BaseException:
-            _add_passes(stats, _completed(passes), begin, perf_counter(), rows)
+            # The last pass has failed, or its token was never emitted; so none counts before a pass over one token.
+            prefilled = any(each.fed == 1 for each in passes[1:])
+            _add_passes(stats, passes[:-1] if prefilled else (), begin, perf_counter(), rows)
             raise
         _add_passes(stats, passes, begin, perf_counter(), rows)
-
-
-def _completed(passes: Sequence[_Pass]) -> Sequence[_Pass]:
-    """Return the passes of a failed generation whose tokens were emitted: those followed by another pass."""
-    prefilled = any(each.fed == 1 for each in passes[1:])
-    return passes[:-1] if prefilled else ()
 
 
 def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:
@@ -169,10 +164,7 @@ def _prepare(cache: Any, model: PreTrainedModel) -> None:
 
 
 def _generated_lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
-    """Return the number of tokens generated in each row, EOS included; the beams of a prompt are one row.
-
-    The config may be any object with `num_beams`, `eos_token_id` and `pad_token_id`; prompts have `width` columns.
-    """
+    """Return the number of tokens generated in each row, EOS included; the beams of a prompt are one row."""
     if (config.num_beams or 1) > 1:
         return [EVERY_PASS] * prompts
     rows = getattr(output, "sequences", output)[:, width:].tolist()

@@ -181,10 +181,7 @@ class ProcessedChooser:
 
 
 class StreamedStop:
-    """A stop rule that forwards each token, `[1]` int64 on the CPU, to a streamer after the criteria were called.
-
-    Plain decoding uses this order, so criteria and processors that read the streamer see the same.
-    """
+    """A stop rule that forwards each token to a streamer after the criteria were called, as plain decoding does."""
 
     def __init__(self, stop: StopRule, streamer: BaseStreamer) -> None:
         self._stop, self._streamer = stop, streamer

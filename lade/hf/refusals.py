@@ -102,10 +102,7 @@ def check(
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, images: bool) -> None:
-    """Refuse arguments that lookahead decoding does not support, whatever the prompt.
-
-    If prompts have media inputs, `images`, other arguments are taken from the inputs of plain decoding.
-    """
+    """Refuse arguments that are not supported whatever the prompt; with media, `images`, only some of them."""
     config = prepared.generation_config
     mode = config.get_generation_mode()
     if mode not in modes:
@@ -336,37 +333,30 @@ def warn_of_precision(prepared: Prepared) -> None:
 
     Call it after all refusals, and before anything is fed or borrowed, as the warning may be turned into an error.
     """
-    note = _precision_note(prepared.model, prepared.wrapper)
+    note = precision_note(prepared.wrapper)
     if note:
         warnings.warn(note, PrecisionWarning, stacklevel=_user_stacklevel())
 
 
 def precision_note(model: Any) -> str:
-    """Return why accelerated output may differ from `generate`'s, and the remedy; also for a wrapped model.
-
-    The note is empty if the model is batch-invariant or in full precision, and at later calls for the same model.
-    """
-    return _precision_note(unwrap(model), model)
-
-
-def _precision_note(inner: PreTrainedModel, model: Any) -> str:
+    """Return why accelerated output may differ from `generate`'s, and the remedy; empty if not, and at later calls."""
+    inner: PreTrainedModel = unwrap(model)
     device = input_device(inner).type
     cast = torch.is_autocast_enabled(device)
-    if not cast and (inner.dtype not in HALF or is_invariant(inner)):
+    is_exact = inner.dtype not in HALF or is_invariant(inner)
+    if is_exact and not cast:
         return ""
     dtype = torch.get_autocast_dtype(device) if cast and inner.dtype is torch.float32 else inner.dtype
     if dtype not in HALF or not _is_first(inner, "precision"):
         return ""
+    if is_exact:
+        remedy = "leaving out torch.autocast"
+    elif INVARIANT_MODELS.load().can_be_invariant(model):
+        remedy = "`lade.invariant(model)`"
+    else:
+        remedy = "loading the model in float32"
     may_differ = "where two tokens score almost equally the output may differ from `generate`"
-    return f"{dtype_name(dtype)}: {may_differ}; {_remedy(model, cast=cast)} prevents it"
-
-
-def _remedy(model: Any, *, cast: bool) -> str:
-    inner = unwrap(model)
-    if cast and (inner.dtype not in HALF or is_invariant(inner)):
-        return "leaving out torch.autocast"
-    can_be = INVARIANT_MODELS.load().can_be_invariant(model)
-    return "`lade.invariant(model)`" if can_be else "loading the model in float32"
+    return f"{dtype_name(dtype)}: {may_differ}; {remedy} prevents it"
 
 
 def _user_stacklevel() -> int:

@@ -158,19 +158,13 @@ class RowSampler:
         self._draws, self._row = draws, row
 
     def draw(self, probabilities: torch.Tensor) -> int:
-        """Draw the next token, given probabilities `[1, V]` float32.
-
-        Raises:
-            RuntimeError: the probabilities are invalid, as in `torch.multinomial`.
-        """
+        """Draw the next token, given probabilities `[1, V]` float32; errors are those of `torch.multinomial`."""
         return self._draws.draw(self._row, probabilities)
 
     def draw_ahead(self, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
         """Draw the token after each node of a tree, without waiting for the device; no token is taken yet.
 
-        Args:
-            probabilities: `[S, V]` float32.
-            depths: `[S]`, number of new tokens before each node's choice.
+        Given are probabilities `[S, V]` float32, and the number of new tokens before each node's choice, `[S]`.
 
         Returns:
             `[S]` int64 on the same device, `NO_TOKEN` where `draw` would raise.

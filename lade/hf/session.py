@@ -168,10 +168,7 @@ class Session:
         self._job.resize(len(self._loop.rows))
 
     def output(self) -> Output:
-        """Return the result of `model.generate`: ids `[B, L]` int64, prompts included, or an output object with them.
-
-        Rows that ended before others are padded.
-        """
+        """Return the result of `model.generate`: ids `[B, L]` int64, padded, or an output object with them."""
         cache = None if self._as_batch else self._given_cache
         return output_of(self._prepared, [row.written for row in self._rows], self._record, cache)
 

@@ -212,11 +212,7 @@ class TreeLayer(CacheLayerMixin):
         return keys.narrow(2, 0, visible), values.narrow(2, 0, visible)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Add the indexer's keys of the tokens that `update` has appended, `[B, T, D]`; see `transformers.Cache`.
-
-        Returns:
-            The keys of all tokens, `[B, max(lengths), D]`, a view of the buffer.
-        """
+        """Add the indexer's keys `[B, T, D]` of the tokens just appended; return all, a `[B, max(lengths), D]` view."""
         assert self.keys is not None
         rows, visible = len(self.lengths), max(self.lengths)
         first, states = visible - indexer_key_states.shape[1], indexer_key_states[:, None]
@@ -330,10 +326,7 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TokenCounter(TreeLayer):
-    """Counts the tokens of rows whose layers are all recurrent; appended to the layers of models without attention.
-
-    To the cache it is a layer like any other, with keys and values of width zero.
-    """
+    """Counts the tokens of rows whose layers are all recurrent, as a layer with keys and values of width zero."""
 
     def count(self, rows: int, tokens: int) -> None:
         """Add `tokens` to the count of each row."""

@@ -83,16 +83,6 @@ FULL = AttentionSpan()
 """Full attention: all keys are seen."""
 
 
-def sliding(window: int) -> AttentionSpan:
-    """Return the span of the last `window` positions, the query's own included."""
-    return AttentionSpan(window=window)
-
-
-def chunked(size: int) -> AttentionSpan:
-    """Return the span of the query's own chunk."""
-    return AttentionSpan(chunk=size)
-
-
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
@@ -100,11 +90,7 @@ _TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int3
 
 
 class PackedLayout:
-    """Arrays of known shapes, packed into one buffer.
-
-    Args:
-        parts: dtype (int64, int32 or bool) and shape of each array.
-    """
+    """Arrays of known dtypes (int64, int32 or bool) and shapes, packed into one buffer."""
 
     def __init__(self, parts: Sequence[tuple[Any, Sequence[int]]]) -> None:
         self._parts = [(np.dtype(dtype), tuple(shape)) for dtype, shape in parts]
@@ -379,14 +365,14 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
     if by_layer_type:
         for kind in sorted({kind for kind, _ in layers}):
             window = _common_window(window for each, window in layers if each == kind)
-            seen = FULL if window is None else chunked(window) if kind == CHUNKED else sliding(window)
+            seen = AttentionSpan(chunk=window) if kind == CHUNKED else AttentionSpan(window)
             spans[kind] = None if kind in RECURRENT_TYPES else seen
     else:
         # A model without layer types in its masks does not mask by them. But transformers' cache follows them, and
         # keeps only the last tokens for a layer with a window or with chunks.
         window = _common_window(window for _, window in layers)
         attends = any(kind not in _WITHOUT_ATTENTION for kind, _ in layers)
-        spans["attention"] = None if not attends else FULL if window is None else sliding(window)
+        spans["attention"] = AttentionSpan(window) if attends else None
     backend = config._attn_implementation
     return MaskPlan(
         spans,

@@ -175,10 +175,7 @@ class TreeCache(Cache):
         return {**vars(self), "_groups": [], "_grouped_layers": 0}
 
     def begin(self, tree_pass: Ancestry | None = None) -> None:
-        """Begin a pass with recurrent layers, which `keep` or `settle` ends.
-
-        Given is the ancestor relation of its trees; None for a plain pass, which updates the states in place.
-        """
+        """Begin a pass over trees with this ancestor relation; None for a plain one, which updates recurrent states."""
         self._tree_pass = tree_pass
         for layer in self.recurrent:
             layer.begin(tree_pass)
@@ -256,10 +253,7 @@ class TreeCache(Cache):
         self.settle()
 
     def repeat(self, tokens: int) -> None:
-        """Append `tokens` tokens to every row, by repeating its keys and values.
-
-        Used to time passes over a longer text than was fed: the content does not affect their cost.
-        """
+        """Append `tokens` copies of cached ones to every row, to time passes over a longer text than was fed."""
         for layer in self.attending:
             layer.repeat(tokens)
 
@@ -276,10 +270,7 @@ class TreeCache(Cache):
             layer.lengths = [tokens]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of every row; with recurrent layers, which cannot be rewound, drop everything.
-
-        As in transformers, `tokens_to_remove` is minus their number.
-        """
+        """Drop minus `tokens_to_remove` tokens of every row; everything with recurrent layers, which cannot go back."""
         if self.recurrent:
             if tokens_to_remove:
                 self.reset()

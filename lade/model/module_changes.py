@@ -32,10 +32,8 @@ After = Callable[[Any], Any]
 def hooked(module: nn.Module, *, before: Before | None = None, after: After | None = None) -> Iterator[None]:
     """Observe the calls of a module by this thread, while the context lasts; other threads may call it too.
 
-    Args:
-        module: the module.
-        before: called with the arguments of each call, positional and named; None for no hook.
-        after: called with each result, and may return a replacement; None for no hook.
+    `before` is called with the arguments of each call, positional and named, `after` with each result, for which it may
+    return a replacement.
     """
     here = threading.local()
     here.active = True

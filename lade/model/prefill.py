@@ -170,10 +170,7 @@ def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
 
 
 class FrequencySwitch:
-    """Transformers' behaviour where a model changes its rotary frequencies (longrope).
-
-    The model's `prepare_inputs_for_generation` decides. Frequencies change beyond `length` tokens; None for never.
-    """
+    """Transformers' behaviour where a model changes its rotary frequencies (longrope), beyond `length` tokens."""
 
     def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
         self._model, self._length, self._device = model, length, device
@@ -223,7 +220,7 @@ class TextPieces:
         self.shareable = 0 if self._has_states else sys.maxsize if self._picked is None else self._picked
 
     def end(self, fed: int, most: int, length: int) -> int:
-        """Return the end of the next piece of a prompt, such that the pieces give the same result as the whole prompt.
+        """Return the end of the next piece of a prompt; the pieces give the same result as the whole.
 
         `fed` tokens are in the cache. A piece has at most `most` tokens, more only where it has to be longer.
         """
@@ -263,8 +260,7 @@ class PreparedPrompts:
     def feed(self, model: Any, generation_config: GenerationConfig, cache: TreeCache) -> torch.Tensor:
         """Feed the tokens that are not cached yet, and remove masked ones from the cache; return logits `[B, V]`.
 
-        The cache is empty or, for a single prompt without padding, holds its first tokens. The config is the final one:
-        transformers' prefill reads `prefill_chunk_size` from it.
+        The cache is empty or, for a single prompt without padding, holds its first tokens.
         """
         arguments = {name: dict(value) if type(value) is dict else value for name, value in self.arguments.items()}
         output = model._prefill(self.input_ids, generation_config, {**arguments, CACHE: cache})
@@ -305,10 +301,6 @@ class PaddedStates(DecoderOutput):
 
     def _rows_of(self, length: int) -> list[int]:
         return [number for number, other in enumerate(self._lengths) if other == length]
-
-    def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[P, V]` of the last tokens; a model without a base model returns those of all tokens."""
-        return logits[:, 0] if logits.shape[1] == 1 else _last(logits, self._lengths)
 
     def prompt_logits(self, logits: torch.Tensor) -> Iterator[tuple[list[int], int, torch.Tensor]]:
         """Yield the logits of the prompts' last tokens in chunks of bounded size, shorter prompts first.
@@ -433,7 +425,8 @@ class PromptPasses:
         with PaddedStates(self._model, lengths, kept=hook is not None) as states:
             output = self._model._prefill(ids, self._generation_config, self._arguments(ids, cache))
         cache.trim(lengths)
-        logits = states.last_logits(output.logits)
+        logits: torch.Tensor = output.logits  # a model without a base model returns those of all tokens
+        logits = logits[:, 0] if logits.shape[1] == 1 else _last(logits, lengths)
         if hook:
             for numbers, start, piece in states.prompt_logits(logits):
                 for number, prompt_logits in zip(numbers, piece, strict=True):

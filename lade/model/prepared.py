@@ -209,10 +209,7 @@ class Prepared:
 def custom_generate_for(
     use: Callable[[Prepared], T], wrapper: Any = None, predictions: Sequence[Sequence[int]] = ()
 ) -> Callable[..., T]:
-    """Return a callable for `custom_generate=` that passes the inputs prepared by `model.generate` to `use`.
-
-    The result of `use` becomes that of `model.generate`; see `Prepared` for the other arguments.
-    """
+    """Return a callable for `custom_generate=` that passes the inputs prepared by `model.generate` to `use`."""
 
     def custom_generate(
         model: PreTrainedModel,

@@ -40,14 +40,10 @@ PLAYED_BY = {
 
 
 class Role(Generic[T]):
-    """One thing that the core needs a backend for.
+    """One thing that the core needs a backend for, by its name in `PLAYED_BY`.
 
-    Args:
-        name: its name in `PLAYED_BY`.
-
-    Example:
-        MEDIA: Role[Media] = Role("media")
-        MEDIA.load().prompts(prepared, texts)
+    >>> MEDIA: Role[Media] = Role("media")
+    >>> MEDIA.load().prompts(prepared, texts)
     """
 
     def __init__(self, name: str) -> None:

@@ -133,10 +133,7 @@ class EagerRunner:
 
     @contextmanager
     def watching_states(self, watcher: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """Call `watcher` after each pass over trees of this thread, while the context lasts.
-
-        It gets `[B, S, H]`, the hidden states after the final norm.
-        """
+        """Call `watcher` with the hidden states `[B, S, H]` after the final norm of this thread's passes over trees."""
         with hooked(self.model.get_decoder(), after=lambda output: watcher(output[0].detach())):
             yield
 

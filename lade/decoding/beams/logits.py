@@ -36,9 +36,7 @@ from lade.stats import Stats, Step
 class Recycler:
     """Maps the last 1 to `orders` tokens of a text to the top next tokens last seen after them.
 
-    Args:
-        orders: length of the longest context.
-        max_contexts: maximum number of contexts of each length; the least recently learned is evicted first.
+    Of contexts of each length at most `max_contexts` are kept: the least recently learned is evicted first.
     """
 
     def __init__(self, orders: int = 3, max_contexts: int = 65_536) -> None:
@@ -113,10 +111,7 @@ class BeamGuesser:
             self._pool.learn((text[end - ngram : end] for end in ends), "prompt")
 
     def grow(self, branches: Branches, beams: Mapping[int, float], room: int | None) -> None:
-        """Add guesses after the beams to the tree, at most `room` levels; None for no limit.
-
-        Beams are given by their last nodes, with their log-probabilities.
-        """
+        """Add at most `room` levels of guesses after the beams, given as last nodes with log-probabilities."""
         steps = self._config.ngram - 1 if room is None else min(self._config.ngram - 1, room)
         self._simulate(branches, beams, steps)
         for node in beams:
@@ -153,12 +148,7 @@ def top_follows(logits: torch.Tensor, count: int) -> list[list[Follow]]:
 
 
 class BeamRow(BranchRow):
-    """One prompt of a beam search.
-
-    Attributes:
-        branches: trunk and tree of the beams.
-        beams: `[k]`, the last node of each beam.
-    """
+    """One prompt of a beam search; `beams`, `[k]`, are the last nodes of its beams."""
 
     def __init__(self, prompt: Sequence[int], num_beams: int, guesser: BeamGuesser) -> None:
         self.branches = Branches.of(prompt)

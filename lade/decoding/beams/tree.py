@@ -86,10 +86,7 @@ class Branches:
         self.follows += follows
 
     def prune(self, beams: Sequence[int]) -> Pruned:
-        """Keep the ancestors and descendants of the beams' last nodes.
-
-        The common path before all nodes that a beam can still reach joins the trunk.
-        """
+        """Keep the ancestors and descendants of the beams' last nodes; their common path joins the trunk."""
         reachable = set(beams)
         for node, parent in enumerate(self.tree.parents):  # parents come before their children
             if parent in reachable:

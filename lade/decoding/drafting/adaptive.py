@@ -76,12 +76,8 @@ def ranked(
 ) -> Ranking:
     """Merge the memory's nodes and those of guesses into one order; a node that several propose counts once.
 
-    Args:
-        scores: `[M]`, scores of the memory's nodes, the root's 1.0 first.
-        paths: `[M]`, the tokens from below the root to each node; a node comes after its parent.
-        guesses: guesses with scores.
-        most: maximum number of nodes, the root included.
-        max_depth: maximum number of tokens of a guess; None for no limit.
+    The memory's nodes are given as in `Ranking`, `[M]`. A tree has at most `most` nodes, the root included, and a guess
+    at most `max_depth` tokens; None for no limit.
     """
     columns = [list(zip(scores, paths, strict=True))]
     for guess in guesses:

@@ -75,10 +75,7 @@ class PredictedTree(Protocol):
     """The tree of one row while an MTP layer predicts its nodes."""
 
     def begin_step(self, context: Sequence[int], max_depth: int | None) -> Frontier | None:
-        """Begin a step, and grow a tree; return its frontier, the root, or None if nothing is drafted in the step.
-
-        The arguments are those of `Drafter.draft`.
-        """
+        """Begin a step, see `Drafter.draft`; return the frontier of its tree, the root, or None to draft nothing."""
 
     def suggested(self, nodes: Sequence[int]) -> list[int]:
         """Return the tokens that the memory suggests to follow nodes of the present tree."""
@@ -115,10 +112,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """Draft the next step after the row's tokens so far, the last of which becomes the root.
-
-        No node lies deeper than `max_depth`; None for no limit.
-        """
+        """Draft what follows `context`, the row's tokens so far, at most `max_depth` deep; None for no limit."""
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """Draft in two stages, for a row whose tree size is chosen for the whole batch; see `draft`."""
@@ -132,7 +126,7 @@ class Drafter(ABC):
             draft: the draft that was fed, the last one made.
             readout: readout of the logits at its S nodes, with entries if the draft wants them; possibly empty if the
                 draft does not teach.
-            verdict: the accepted tokens.
+            verdict: the accepted path and tokens.
         """
 
     def observe(self, emitted: int, seconds: float) -> None:  # noqa: B027
@@ -259,10 +253,7 @@ LEAD = "grammar"
 
 
 class Constraint(Protocol):
-    """Rules for a row's text, such as a grammar.
-
-    They only tell which tokens are worth drafting: the chooser enforces them by itself.
-    """
+    """Rules for a row's text, such as a grammar. They only tell what is worth drafting: the chooser enforces them."""
 
     def lead(self, context: Sequence[int]) -> Sequence[int]:
         """Return the tokens forced after `context`, the row's tokens so far; empty if there is a choice."""

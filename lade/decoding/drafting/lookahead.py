@@ -87,16 +87,11 @@ Guess = tuple[tuple[int, ...], str]
 
 
 class NGramPool:
-    """Maps a token to its G most recently seen continuations of up to N-1 tokens each.
+    """Maps a token to its G most recently seen continuations of up to N-1 tokens each; if G is 0, to none.
 
-    A continuation that is a prefix of another one is redundant, so only the longer one is kept.
-
-    Args:
-        ngram: N.
-        guesses: G, number of continuations kept per token; 0 keeps none.
-        excluded: ids (EOS, padding) that no n-gram may contain.
-        max_keys: maximum number of tokens with continuations; the least recently extended is evicted. Bounds the memory
-            to `max_keys * G * N` ids.
+    A continuation that is a prefix of another one is redundant, so only the longer one is kept. No n-gram contains an
+    excluded id (EOS, padding). The memory is bounded to `max_keys * G * N` ids: of more than `max_keys` tokens with
+    continuations, the least recently extended is evicted.
     """
 
     def __init__(self, ngram: int, guesses: int, excluded: Collection[int] = (), max_keys: int = 65_536) -> None:

@@ -185,11 +185,7 @@ class ContextMemory(BaseMemory):
                 self._taken = int(bound.counts[0])
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
-        """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.
-
-        Returns:
-            `[R, WIDTH]` and `[R', WIDTH]` entries, see `layout`.
-        """
+        """Return entries after the suffixes of a text, shortest first: of logits, and of texts; see `layout`."""
         entries = np.empty((END, WIDTH), np.int32)
         logit_hits, text_hits = tables.look_up(*self.tables, context_of(tokens), entries)
         return entries[:logit_hits], entries[TEXT : TEXT + text_hits]

@@ -210,10 +210,7 @@ class NativeTree:
         self._predicted = end
 
     def frontier(self, scores: Sequence[float]) -> Frontier:
-        """Return the likeliest nodes of a tree that an MTP layer can be run on, at most `FRONTIER`.
-
-        Given are the scores of all nodes, those of the last growth.
-        """
+        """Return the likeliest nodes that an MTP layer can be run on, by the scores of the last growth."""
         ids, parents, depths, predictions, _ = self._columns.numbers[:, : len(scores)]
         before, found = predictions[parents], self._columns.scores
         before[0] = 0  # the root's parent is no node
