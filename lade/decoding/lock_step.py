@@ -21,7 +21,7 @@ from typing import Generic
 
 import torch
 
-from lade.decoding.beams.logits import BranchRunner, CacheT
+from lade.decoding.beams.logits import BranchRunner, CacheT, PassMeter
 from lade.decoding.beams.tree import Branches, BranchRow
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
@@ -29,7 +29,7 @@ from lade.decoding.loop import prompt_hook
 from lade.decoding.readout import Readout, read
 from lade.decoding.tree import ROOT
 from lade.decoding.verify import walk
-from lade.stats import Stats, Step
+from lade.stats import Stats
 
 MOST_HELD = 64
 """Maximum number of cached nodes ahead of the text; a row with more of them waits for the others."""
@@ -163,46 +163,6 @@ class LockStepRow(BranchRow):
             self.drafter.learn(context, self._draft, readout.rows(0, count), verdict)
 
 
-class LockStepMeter:
-    """Reports each forward pass to `stats` when the next one begins, and the tokens that it served are known."""
-
-    def __init__(self, stats: Stats, rows: int) -> None:
-        self._stats, self._passes = stats, 0
-        self._tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._sources: list[list[str]] = [[] for _ in range(rows)]
-        self._fed: Sequence[int] = [0] * rows
-        self._seconds = self._forward_s = 0.0
-
-    @property
-    def yielded(self) -> float:
-        """Mean number of tokens per row since the last pass, over the rows that got any."""
-        counts = [len(tokens) for tokens in self._tokens if tokens]
-        return sum(counts) / len(counts) if counts else 0.0
-
-    def record_pass(self, fed: Sequence[int], seconds: float, forward_s: float) -> None:
-        """Record a pass that fed `fed[b]` tokens in row b and took `seconds`, of which the model took `forward_s`."""
-        self._fed, self._seconds, self._forward_s = fed, seconds, forward_s
-
-    def record_token(self, row: int, token: int, source: str) -> None:
-        """Record a token of a row; padding is not counted."""
-        self._tokens[row].append(token)
-        self._sources[row].append(source)
-
-    def end(self) -> None:
-        """Report the last pass."""
-        steps = [
-            Step(self._passes, list(tokens), list(sources), max(1, fed), self._seconds)
-            for tokens, sources, fed in zip(self._tokens, self._sources, self._fed, strict=True)
-            if tokens
-        ]
-        if steps:
-            self._stats.add(*steps, forward_s=self._forward_s)
-        for tokens, sources in zip(self._tokens, self._sources, strict=True):
-            tokens.clear()
-            sources.clear()
-        self._passes += 1
-
-
 class LockStepLogits(Generic[CacheT]):
     """Provides the logits after the texts of B rows, none of which has been fed yet; the cache is empty.
 
@@ -218,7 +178,7 @@ class LockStepLogits(Generic[CacheT]):
         budget: Controller | None = None,
     ) -> None:
         self.rows, self.runner, self.cache, self.budget = rows, runner, cache, budget
-        self._meter = LockStepMeter(stats, len(rows))
+        self._meter = PassMeter(stats, len(rows))
         self._fed = 0  # cache slots that the last pass took after the longest row
         # Tokens fed by that pass, its total and model seconds, and whether it did work that is done once, until its
         # yield is known.

@@ -253,7 +253,10 @@ class DecodeJob:
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
         config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
-        own: list[Any] = self._own_sources(spec) if config.sources else []
+        own: list[Any] = []
+        if config.sources:  # random numbers of the caller's drafters are apart from those that choose tokens
+            apart = None if self._engine else _user_module().DrawsApart()
+            own = _user_module().sources_of(spec.config, spec.vocabulary, spec.excluded, self._most, apart=apart)
         if config.only:
             drafter: Drafter = _user_module().LoneSources(own, self._most, spec.constraint)
         else:
@@ -277,11 +280,6 @@ class DecodeJob:
         if spec.config.method.copies_text:
             sources.append(OwnText(spec.source_text, spec.excluded))
         return sources
-
-    def _own_sources(self, spec: DraftSpec) -> list[Any]:
-        """Return a source per drafter of `LookaheadConfig.sources`, with random numbers of their own."""
-        apart = None if self._engine else _user_module().DrawsApart()
-        return [*_user_module().sources_of(spec.config, spec.vocabulary, spec.excluded, self._most, apart=apart)]
 
     def resize(self, rows: int) -> None:
         """Set the number of rows, 0 when all have ended."""

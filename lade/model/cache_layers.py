@@ -381,11 +381,6 @@ class JoinedLayers:
         self._views: list[torch.Tensor | None] = []
         self._joined_buffers: list[JoinedBuffer] = []
 
-    def copy_row_to(self, source: int, target: int, length: int) -> None:
-        """Copy the first tokens of one row to another, in all layers."""
-        for whole, _ in self.joined():
-            whole[:, target, :, :length] = whole[:, source, :, :length]
-
     def joined(self) -> list[JoinedBuffer]:
         """Return the joined buffers, joining them first if a layer has replaced its own."""
         if not self._views or not all(map(is_, self._buffers(), self._views)):

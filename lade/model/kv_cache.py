@@ -362,8 +362,9 @@ class TreeCache(Cache):
         """Remove a row; the last one takes its place."""
         last = len(self.lengths) - 1
         if row < last:
-            for group in self._grouped():
-                group.copy_row_to(last, row, max(self.lengths))  # full length, so that nothing of the old row stays
+            longest = max(self.lengths)  # so that nothing of the old row stays
+            for whole in (buffer.tensor for group in self._grouped() for buffer in group.joined()):
+                whole[:, row, :, :longest] = whole[:, last, :, :longest]
         lengths, order = list(self.lengths), list(range(last + 1))
         lengths[row], order[row] = lengths[last], last
         self.offsets = self.offsets.selected(order[:last])

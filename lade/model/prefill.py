@@ -388,13 +388,12 @@ class PromptPasses:
 
     def _observing(self, hook: PromptLogitsHook | None) -> AbstractContextManager[HiddenStates | None]:
         """Return the context of a pass in which a hook can read the logits of the prompt."""
-        if hook is None or not self._all_logits:
-            return nullcontext() if hook is None else HiddenStates(self._model)
-        return hooked(self._model, before=self._keep_all)  # some models override `logits_to_keep`
-
-    def _keep_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if "logits_to_keep" in self._accepts:
-            kwargs["logits_to_keep"] = 0
+        if hook is None:
+            return nullcontext()
+        if not self._all_logits:
+            return HiddenStates(self._model)
+        keep_all = {"logits_to_keep": 0} if "logits_to_keep" in self._accepts else {}
+        return hooked(self._model, before=lambda _, kwargs: kwargs.update(keep_all))  # some models override it
 
     def _report_all(
         self, hook: PromptLogitsHook, sharing: Sequence[Sequence[int]], start: int, logits: torch.Tensor, fed: int

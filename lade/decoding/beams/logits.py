@@ -228,37 +228,44 @@ class BranchRunner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
         """Feed one tree per row without its `held[b]` first nodes, the last ones in the cache; return `[B, S, V]`."""
 
 
-class BeamMeter:
-    """Reports each forward pass to `stats` when the next one begins, and the beam steps that it served are known."""
+class PassMeter:
+    """Reports each forward pass to `stats` when the next one begins, and the tokens that it served are known."""
 
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-        self._passes = self._served = 0
-        self._fed: Sequence[int] = ()
-        self._start = self._forward_s = 0.0
+    def __init__(self, stats: Stats, rows: int) -> None:
+        self._stats, self.passes = stats, 0
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._sources: list[list[str]] = [[] for _ in range(rows)]
+        self._fed: Sequence[int] = [0] * rows
+        self._seconds = self._forward_s = 0.0
 
-    def begin(self) -> None:
-        """Start a pass; the previous one has served its last step."""
-        self.end()
-        self._start = perf_counter()
+    @property
+    def yielded(self) -> float:
+        """Mean number of tokens per row since the last pass, over the rows that got any."""
+        counts = [len(tokens) for tokens in self._tokens if tokens]
+        return sum(counts) / len(counts) if counts else 0.0
 
-    def record_pass(self, fed: Sequence[int], forward_s: float) -> None:
-        """Record that the model was fed `fed[b]` tokens in row b, and took `forward_s` seconds."""
-        self._fed, self._forward_s = fed, forward_s
+    def record_pass(self, fed: Sequence[int], seconds: float, forward_s: float) -> None:
+        """Record a pass that fed `fed[b]` tokens in row b and took `seconds`, of which the model took `forward_s`."""
+        self._fed, self._seconds, self._forward_s = fed, seconds, forward_s
 
-    def count_step(self) -> None:
-        """Count a beam step that was served."""
-        self._served += 1
+    def record_token(self, row: int, token: int, source: str) -> None:
+        """Record a token of a row; padding is not counted."""
+        self._tokens[row].append(token)
+        self._sources[row].append(source)
 
     def end(self) -> None:
         """Report the last pass."""
-        if not self._served:
-            return
-        tokens, sources = [-1] * self._served, ["beam" if self._passes else "prefill"] * self._served
-        seconds = perf_counter() - self._start
-        steps = [Step(self._passes, tokens, sources, fed, seconds) for fed in self._fed]
-        self._stats.add(*steps, forward_s=self._forward_s)
-        self._passes, self._served = self._passes + 1, 0
+        steps = [
+            Step(self.passes, list(tokens), list(sources), max(1, fed), self._seconds)
+            for tokens, sources, fed in zip(self._tokens, self._sources, self._fed, strict=True)
+            if tokens
+        ]
+        if steps:
+            self._stats.add(*steps, forward_s=self._forward_s)
+        for tokens, sources in zip(self._tokens, self._sources, strict=True):
+            tokens.clear()
+            sources.clear()
+        self.passes += 1
 
 
 class BeamLogits(Generic[CacheT]):
@@ -296,13 +303,13 @@ class BeamLogits(Generic[CacheT]):
         self._prompts = prompts
         self._fed = 0  # cache slots that the last pass took after the longest row
         self._held = [1] * len(self.rows)  # cached nodes before that pass; after prefill, the root alone
-        self._meter = BeamMeter(stats)
+        self._meter = PassMeter(stats, len(self.rows))
+        self._last_pass: tuple[float, Sequence[int], float] = 0.0, [], 0.0  # start, tokens fed, model seconds
 
     def prefill(self) -> torch.Tensor:
         """Run the prompts; return the logits after them, `[B * k, V]`, the same for all beams of a prompt."""
-        self._meter.begin()
+        self._last_pass = perf_counter(), [len(prompt) for prompt in self._prompts], 0.0
         logits = self.runner.prefill(self._prompts, self.cache)  # [B, V]
-        self._meter.record_pass([len(prompt) for prompt in self._prompts], 0.0)
         for row, row_logits in zip(self.rows, logits, strict=True):
             row.learn(row_logits[None])
         return self._answer()
@@ -322,7 +329,9 @@ class BeamLogits(Generic[CacheT]):
         return self._answer()
 
     def report(self) -> None:
-        """Report the last pass; call it once, at the end."""
+        """Report the last pass, with the time of the beam steps that it served; call it once, at the end."""
+        start, fed, forward_s = self._last_pass
+        self._meter.record_pass(fed, perf_counter() - start, forward_s)
         self._meter.end()
 
     def leave_rows(self) -> None:
@@ -332,7 +341,8 @@ class BeamLogits(Generic[CacheT]):
         self.cache.keep(paths, self._fed, [held for held in self._held for _ in range(self.num_beams)])
 
     def _pass(self) -> None:
-        self._meter.begin()
+        self.report()
+        start = perf_counter()
         self.cache.keep([row.prune() for row in self.rows], self._fed, self._held)
         for row in self.rows:
             row.grow(self.runner.room(row.position))
@@ -340,10 +350,11 @@ class BeamLogits(Generic[CacheT]):
         logits = self.runner.extend(trees, self._held, self.cache)  # [B, S, V]
         self._fed = logits.shape[1]
         fed = [len(tree) - held for tree, held in zip(trees, self._held, strict=True)]
-        self._meter.record_pass(fed, self.runner.pass_time.wall_s)
+        self._last_pass = start, fed, self.runner.pass_time.wall_s
         for row, row_logits in zip(self.rows, logits, strict=True):
             row.learn(row_logits)
 
     def _answer(self) -> torch.Tensor:
-        self._meter.count_step()
+        for number in range(len(self.rows)):
+            self._meter.record_token(number, -1, "beam" if self._meter.passes else "prefill")
         return torch.cat([row.logits for row in self.rows])

@@ -224,12 +224,14 @@ class IsolatedDrafter(ForwardingDrafter):
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
-        plain = partial(_root_alone, context)
-        found = self._forward(super().candidates, context, max_depth)
-        return Candidates((), plain) if found is None else Candidates(found.scores, lambda: self._drafted(found, plain))
 
-    def _drafted(self, candidates: Candidates, plain: Callable[[], Draft]) -> Draft:
-        return self._forward(candidates.draft) or plain()
+        def root_alone() -> Draft:
+            return Draft(TokenTree(context[-1]), teaches=False)
+
+        found = self._forward(super().candidates, context, max_depth)
+        if found is None:
+            return Candidates((), root_alone)
+        return Candidates(found.scores, lambda: self._forward(found.draft) or root_alone())
 
     def _forward(self, call: Callable[..., T], *args: Any) -> T | None:
         """Return the result of a call; None after an error, now or before, and where nothing is drafted."""
@@ -240,10 +242,6 @@ class IsolatedDrafter(ForwardingDrafter):
         except Exception as problem:  # noqa: BLE001 - stored as the drafter's `problem`
             self._problem = problem
             return None
-
-
-def _root_alone(context: Sequence[int]) -> Draft:
-    return Draft(TokenTree(context[-1]), teaches=False)
 
 
 LONGEST_LEAD = 64
