@@ -41,17 +41,12 @@ class LockStepRow(BranchRow):
     The caller chooses the next token from the logits after the text. Where these were computed ahead of time, no pass
     is needed. A pass feeds a draft of the continuation after the tokens that the argmax leads to.
 
-    Args:
-        prompt: ids of the prompt, at least one.
-        drafter: proposes the tokens to come.
-        padding: id that is emitted once the row has ended; None if the row continues instead.
-        ends: ids after which padding is expected.
-        source: ids of a text that drafters learn before the prompt, see `lade.decoding.row.Row`.
+    Once the row has ended, which is expected after the ids `ends`, `padding` is emitted; None if the row continues
+    instead. For `source` see `lade.decoding.row.Row`.
 
     Attributes:
         tokens: prompt and output, padding included.
         ended: whether only padding follows.
-        branches: the tree; its first `seen` nodes are in the cache.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from lade.clock import Clock
@@ -104,8 +105,7 @@ class MtpLayer(Protocol):
         """Remove all rows but these: after an error rows may end without leaving."""
 
 
-def _unmeasured() -> StepCost:
-    return StepCost.unmeasured(1000.0)  # until observed, nearly the same for any size
+_unmeasured = partial(StepCost.unmeasured, 1000.0)  # until observed, nearly the same for any size
 
 
 @dataclass
@@ -114,8 +114,7 @@ class MtpHabits:
 
     Attributes:
         weights: trust in its predictions.
-        cost: seconds of its passes with the whole language model head.
-        gathered: seconds of its passes with the logits of candidates only.
+        cost, gathered: seconds of its passes with the whole language model head, and with logits of candidates only.
         gains: by index of a pass in its step, expected tokens that it adds to the tree, per expected token of the nodes
             that it feeds; for the first pass, which feeds the root, per row.
         passes: number of passes made.

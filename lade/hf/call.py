@@ -432,20 +432,15 @@ def _is_id(token: object) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-ADAPTER_ARGUMENTS = ("adapter_names", "alora_offsets", "task_ids")
-_ADAPTER_REMEDY = "choose the adapter with set_adapter, or use lade.generate"
-
-
 def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
     """Raise `UnsupportedArgumentError` for arguments that PEFT applies only while `model.generate` runs.
 
     Here that returns before the first pass; `where` names the function or class that decodes afterwards.
     """
-    for name in ADAPTER_ARGUMENTS:
+    for name in ("adapter_names", "alora_offsets", "task_ids"):
         if arguments.get(name) is not None:
-            raise UnsupportedArgumentError(
-                f"{name} cannot be used with {where}: PEFT applies it only while model.generate runs", _ADAPTER_REMEDY
-            )
+            what = f"{name} cannot be used with {where}: PEFT applies it only while model.generate runs"
+            raise UnsupportedArgumentError(what, "choose the adapter with set_adapter, or use lade.generate")
 
 
 def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:

@@ -330,13 +330,10 @@ def _refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
 
 
 def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -> LookaheadConfig:
-    """Translate transformers' `use_mtp=True`: return the config with `mtp=True`.
+    """Translate transformers' `use_mtp=True` to `mtp=True`; raise `ConfigError` if the config excludes MTP layers.
 
     `use_mtp` of the prepared config, a copy for this call, is reset: transformers' own MTP loop draws samples
     differently from plain decoding.
-
-    Raises:
-        ConfigError: the config excludes MTP layers.
     """
     if not getattr(generation_config, "use_mtp", None):
         return config

@@ -27,9 +27,6 @@ from lade.model.prepared import USER_CACHES, Prepared, argument_of, ids_of
 from lade.model.supports import SPLIT_MODELS, unwrap
 from lade.stats import Stats, Step
 
-EVERY_PASS = sys.maxsize
-"""Stands for the length of a row that gets a token from every pass, as the beams of a prompt do."""
-
 
 @dataclass
 class _Pass:
@@ -91,13 +88,10 @@ def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float,
 
 
 def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[..., Any]:
-    """Return transformers' own loop for the generation mode, unbound.
+    """Return transformers' own loop for the generation mode, unbound; raise `NeedsGenerateError` if there is none.
 
     With `unassisted`, assisted modes use the loop without their assistant, which transformers does not forward to a
     callable: the tokens are the same.
-
-    Raises:
-        NeedsGenerateError: there is no such loop.
     """
     config = prepared.generation_config
     mode = config.get_generation_mode()
@@ -166,7 +160,7 @@ def _prepare(cache: Any, model: PreTrainedModel) -> None:
 def _generated_lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
     """Return the number of tokens generated in each row, EOS included; the beams of a prompt are one row."""
     if (config.num_beams or 1) > 1:
-        return [EVERY_PASS] * prompts
+        return [sys.maxsize] * prompts  # the beams of a prompt get a token from every pass
     rows = getattr(output, "sequences", output)[:, width:].tolist()
     ends = ids_of(config.eos_token_id)
     if len(rows) == 1 or not ends:

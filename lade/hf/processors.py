@@ -46,12 +46,8 @@ class Transcript:
 
     def __init__(self, input_ids: torch.Tensor, skipped: int = 0) -> None:
         self._buffer, self._length, self.skipped = input_ids.clone(), input_ids.shape[1], skipped
-        self._on_host = input_ids.device.type == "cpu"
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the text, and of the processors and criteria called with it."""
-        return self._buffer.device
+        self.device = input_ids.device  # also of the processors and criteria
+        self._on_host = self.device.type == "cpu"
 
     def upto(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the prompt as given and all emitted tokens, `[1, L]`."""
@@ -64,7 +60,7 @@ class Transcript:
             if self._on_host:
                 self._buffer.numpy()[0, self._length : length] = tail  # ten times as fast as by a tensor
             else:
-                self._buffer[0, self._length : length] = torch.tensor(tail, device=self._buffer.device)
+                self._buffer[0, self._length : length] = torch.tensor(tail, device=self.device)
             self._length = length
         return self._buffer[:, :length]
 
@@ -80,8 +76,7 @@ class Record:
 
     Attributes:
         scores, logits: `[1, V]` float32 after and before the processors, one per token; None if not requested.
-        top: number of top ids whose log-probabilities are recorded besides that of the emitted one; None to record
-            none.
+        top: number of top ids whose log-probabilities are recorded besides that of the emitted one; None for nothing.
         logprobs: log-probabilities of the tokens that were not taken yet.
         ended_by: the reason why the answer ended; None before its end.
     """

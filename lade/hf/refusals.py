@@ -51,7 +51,6 @@ KNOWN_MODEL_KWARGS = frozenset(
     attention_mask cache_position decoder_attention_mask inputs_embeds logits_to_keep position_ids use_cache
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 ) | set(CACHE_NAMES)
-REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _ON_DEVICE = "lookahead decoding keeps keys and values of the whole text on the model's device"
 FOREIGN_CACHES = {
     "quantized": "it rounds keys and values later than they are cached, so a tree would see other values",
@@ -109,7 +108,7 @@ def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, 
         refuse(_mode_arguments(mode, config), "greedy decoding, sampling and beam search are accelerated")
     if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in prepared.logits_processor):
         refuse(f"guidance_scale={config.guidance_scale}", "it runs the model a second time at each token")
-    for name in REFUSED_OUTPUTS:
+    for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors for a single token")
     if images:

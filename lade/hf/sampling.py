@@ -109,8 +109,7 @@ class Draws:
     """The draws of a batch of B rows; see `NoiseBlocks` for the arguments.
 
     Whatever was drawn ahead, torch's generator is in the state of plain decoding after as many tokens as the most
-    advanced row has taken. The blocks kept take 4 V bytes per row and token between the first and the last row, up to a
-    bound.
+    advanced row has taken.
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:

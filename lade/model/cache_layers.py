@@ -43,10 +43,7 @@ class JoinedBuffer(NamedTuple):
 class Move(NamedTuple):
     """Tokens of one row that are to be made contiguous, the same in all layers.
 
-    Attributes:
-        row: index of the row in the batch.
-        sources: `[M]`, slots of the tokens, ascending.
-        target: slot to which the first one moves, never after its present one.
+    They are in the slots `sources`, `[M]`, ascending; the first one moves to `target`, never after its present slot.
     """
 
     row: int
@@ -113,11 +110,9 @@ SPARE_TOKENS = 256
 
 
 class Ancestry(Protocol):
-    """The ancestor relation in the trees of one pass.
+    """The ancestor relation in the trees of one pass, S nodes per row.
 
-    Attributes:
-        size: S, nodes of each row.
-        state: the text's state in the layer whose convolution ran last, for kernels that mixers do not pass it to.
+    `state` is the text's in the layer whose convolution ran last, for kernels that mixers do not pass it to.
     """
 
     size: int

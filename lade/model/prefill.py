@@ -325,7 +325,8 @@ def _last(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 class PromptPasses:
     """Feeds prompts to one model, a decoder that `lade.supports`.
 
-    Transformers' prefill reads `prefill_chunk_size` from the final generation config.
+    Transformers' prefill reads `prefill_chunk_size` from the final generation config. If it `pads`, prompts of several
+    lengths may share a pass.
     """
 
     def __init__(
@@ -333,13 +334,10 @@ class PromptPasses:
     ) -> None:
         self._model: Any = facts.model
         self._plan, self._generation_config, self._device = plan, generation_config, device
+        # Not in chunked prefill: last tokens differ by chunk.
+        self.pads = plan.pads and plan.attends and generation_config.prefill_chunk_size is None
         self._all_logits = False
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
-
-    @property
-    def pad(self) -> bool:
-        """True if prompts of several lengths may share a pass; not in chunked prefill: last tokens differ by chunk."""
-        return self._plan.pads and self._plan.attends and self._generation_config.prefill_chunk_size is None
 
     def with_all_logits(self) -> PromptPasses:
         """Return passes over one prompt at a time, whose hooks get the logits that the model itself returns.

@@ -130,8 +130,7 @@ class Prepared:
     Attributes:
         model: the causal language model.
         input_ids: `[B, L]` int64, padded on the left; with beam search each prompt is repeated `num_beams` times.
-        logits_processor: processors, called once per emitted token.
-        stopping_criteria: criteria, called once per emitted token.
+        logits_processor, stopping_criteria: called once per emitted token.
         generation_config: the final, merged config.
         model_kwargs: attention mask, positions, cache and other arguments that `generate` prepared.
         wrapper: the model as the caller has it: a wrapper of PEFT or `torch.compile`, or `model` itself.

@@ -55,19 +55,15 @@ def _resetting(cache: TreeCache, *, after_error: bool) -> Iterator[None]:
 
 
 class EagerRunner:
-    """Calls `model.forward` once per step, whatever the number of tokens.
-
-    Args:
-        model: a decoder-only model that `lade.supports`.
-        plan: the model's mask format.
-        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
-        facts: facts about the model as of the start of the call; None to survey it now.
+    """Calls `model.forward` once per step, whatever the number of tokens, of a decoder that `lade.supports`.
 
     Attributes:
-        facts: the facts given, or those of an engine's last request.
+        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
+        facts: facts about the model as of the start of the call, or of an engine's last request.
         prepared: whether the last pass did work that is done once: it was the first of its shape.
         shapes: rows and tokens per row of passes that have been made; it may be shared with later runners of the model.
         pieces: where texts may be split for prefill.
+        pass_tokens: fixed cost of a prefill pass, in tokens.
     """
 
     sizing: BufferSizes = TreeCache
@@ -91,6 +87,7 @@ class EagerRunner:
         self.model: Any = model
         self.plan, self.generation_config = plan, generation_config
         self.device, self._dtype = input_device(model), model.dtype
+        self.pass_tokens = PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"])
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
         self.prepared, self.shapes = False, set[tuple[int, int]]()
@@ -193,12 +190,7 @@ class EagerRunner:
     @property
     def pads(self) -> bool:
         """True if prompts of several lengths are padded into one pass where that costs less than separate passes."""
-        return self._prompt_passes.pad and self.pieces.anywhere
-
-    @property
-    def pass_tokens(self) -> int:
-        """Fixed cost of a prefill pass, in tokens."""
-        return PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"])
+        return self._prompt_passes.pads and self.pieces.anywhere
 
     def padded(self, lengths: Sequence[int]) -> int:
         """Return how many tokens a prefill of prompts of these lengths feeds, padding included."""

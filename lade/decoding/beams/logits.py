@@ -271,16 +271,11 @@ class PassMeter:
 class BeamLogits(Generic[CacheT]):
     """Provides the logits after the beams of B prompts, k each; prompt b has the beams b * k to b * k + k - 1.
 
-    Args:
-        prompts: B lists of ids, each with at least one.
-        num_beams: k, the number of beams per prompt.
-        config: sizes of the drafts, see `BeamGuesser`.
-        runner: runs the model's forward passes.
-        cache: an empty cache, which will hold trunk and tree of each prompt.
-        stats: figures to add to, as if the beams of a prompt were one text: a beam step counts as one token per prompt,
-            however many beams it extends; the tokens fed in a pass are those of all beams of a prompt together.
-        excluded: ids (EOS, padding) after which nothing is drafted.
-        sources: B texts whose tokens may recur, besides the prompts themselves; empty for none.
+    The empty cache will hold trunk and tree of each prompt. Nothing is drafted after excluded ids (EOS, padding);
+    `sources` are B texts whose tokens may recur, besides the prompts themselves.
+
+    Figures are added to `stats` as if the beams of a prompt were one text: a beam step counts as one token per prompt,
+    however many beams it extends; the tokens fed in a pass are those of all beams of a prompt together.
     """
 
     def __init__(

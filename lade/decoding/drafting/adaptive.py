@@ -123,11 +123,9 @@ class _Begun(NamedTuple):
 
 
 class _Fed(NamedTuple):
-    """Candidates that one step fed.
+    """Candidates that one step fed, by their scores, likeliest first, the root's 1.0 before them.
 
-    Attributes:
-        scores: their scores, likeliest first, the root's 1.0 before them.
-        ranking: their order, if some are those of guesses; None if all are the memory's, in the order of the tree.
+    The ranking is None if all are the memory's, in the order of the tree.
     """
 
     scores: Sequence[float]

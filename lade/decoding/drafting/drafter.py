@@ -62,8 +62,7 @@ class Candidates(NamedTuple):
     """Nodes that one row could feed in one step, before the tree size is chosen, which a batch does for all its rows.
 
     Attributes:
-        scores: for each node the probability that it is accepted, the root's 1.0 first; empty if the tree has a fixed
-            size.
+        scores: the probability that each is accepted, the root's 1.0 first; empty if the tree has a fixed size.
         draft: builds the draft, once the size is chosen.
     """
 

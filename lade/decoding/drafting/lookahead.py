@@ -25,8 +25,6 @@ from lade.decoding.readout import Readout
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
 
-NGram = tuple[int, ...]
-
 
 class Window:
     """N-1 rows by W columns; while the rows fill, the columns are N-2 more and shrink by one with each row.
@@ -65,7 +63,7 @@ class Window:
         last = self.rows[-1]
         return [last[i] if node is None else argmax_ids[node] for i, node in enumerate(last_row_nodes)]
 
-    def advance(self, current: int, new: Sequence[int]) -> list[NGram]:
+    def advance(self, current: int, new: Sequence[int]) -> list[tuple[int, ...]]:
         """One Jacobi iteration: take the model's choices at the last row, one per column, and move by one position.
 
         The window moves by one however many tokens were accepted: guesses near the front would be lost otherwise.
@@ -81,9 +79,6 @@ class Window:
         self.rows = [*self.rows[1:], list(new)]
         self.rows[0] = [current, *self.rows[0][1:]]
         return shed
-
-
-Guess = tuple[tuple[int, ...], str]
 
 
 class NGramPool:
@@ -120,7 +115,7 @@ class NGramPool:
             if len(self._table) > self.max_keys:
                 del self._table[next(iter(self._table))]
 
-    def lookup(self, token: int) -> list[Guess]:
+    def lookup(self, token: int) -> list[tuple[tuple[int, ...], str]]:
         """Return the continuations of `token`, at most G, most recent first, each with its source."""
         return list(reversed(self._table.get(token, {}).items()))
 

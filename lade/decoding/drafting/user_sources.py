@@ -95,7 +95,7 @@ class UserSource:
         alone: whether proposals are fed as they are, without scores.
         draws: keeps random numbers of the drafter apart from those that choose tokens; None in a thread of an engine,
             whose requests choose by generators of their own.
-        now: returns the time in seconds.
+        now: clock, in seconds.
 
     Attributes:
         problem: the first error; nothing is proposed after it.

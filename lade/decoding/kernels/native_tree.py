@@ -74,14 +74,13 @@ class Frontier(NamedTuple):
 class NativeTree:
     """Grows one tree after the other for one text; it learns from each how its notes and matches are to be weighed.
 
-    Args:
-        excluded: ids that are never drafted.
-        vocabulary: ids below it can be fed; None for no limit.
+    Excluded ids are never drafted, nor those beyond the vocabulary; None for no limit.
     """
 
     def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None) -> None:
-        self._as_parameter_: int = _new_tree(sorted(excluded), _NO_LIMIT if vocabulary is None else vocabulary)
-        finalize(self, _free_tree, self._as_parameter_).atexit = False
+        self.address: int = _new_tree(sorted(excluded), _NO_LIMIT if vocabulary is None else vocabulary)
+        self._as_parameter_ = self.address  # of the C++ object, as ctypes looks it up
+        finalize(self, _free_tree, self.address).atexit = False
         self._text: Sequence[int] = ()
         self._known = 0  # tokens of it that were read
         self._mtp: tuple[Doubles, Doubles] | None = None  # keeps the arrays alive
@@ -91,11 +90,6 @@ class NativeTree:
     def __reduce__(self) -> NoReturn:
         """Refuse copying and pickling: a copy would outlive the C++ object."""
         raise TypeError(f"{type(self).__name__} cannot be copied")
-
-    @property
-    def address(self) -> int:
-        """The address of the C++ object."""
-        return self._as_parameter_
 
     def use_mtp(self, weights: Doubles, trust: Doubles) -> None:
         """Mix predictions of an MTP layer with these weights, which are shared and updated; see `MtpWeights`."""
@@ -259,11 +253,9 @@ class Columns(Struct):
 
 
 class PredictionRows(Struct):
-    """Arrays for at most N = `room` predictions of an MTP layer.
+    """Arrays for at most `room` predictions of an MTP layer, see `NativeTree.add_predictions`.
 
-    Attributes:
-        places: int32 `[3, N]`, as in `Frontier`: parents, tokens and depths of the nodes that they follow.
-        tokens, odds: int32 and float64 `[N, MTP_WIDTH]`, see `NativeTree.add_predictions`.
+    `places` are the parents, tokens and depths of the nodes that they follow, int32 `[3, N]`, as in `Frontier`.
     """
 
     __slots__ = ("odds", "places", "tokens")
