@@ -148,7 +148,7 @@ class LockStepRow(BranchRow):
             node = self.tree.add(node, self._padding, "bonus")
 
     def learn(self, logits: torch.Tensor, readout: Readout) -> None:
-        """Store logits `[S, V]` at the nodes not seen before, then padding, and learn from their readout."""
+        """Store the logits of a pass, `[S, V]`, padded after the nodes not seen before; learn from their readout."""
         count = len(self.tree) - self.seen
         self.branches.learn(logits[:count], [[(token, 0.0)] for token in readout.argmax_ids[:count]])
         if self._draft is not None:

@@ -84,7 +84,7 @@ class MtpLayer(Protocol):
     def predict(self, rows: Sequence[RowText], candidates: Collection[int] | None) -> Predictions:
         """Feed accepted tokens, begin trees after them, and predict the token after each of these rows, `[R]`.
 
-        Their states are known. The nodes of all former trees are dropped. Without candidates all tokens count.
+        Their states are known. The nodes of all former trees are dropped. None considers all tokens as candidates.
         """
 
     def look(
@@ -92,7 +92,7 @@ class MtpLayer(Protocol):
     ) -> Predictions:
         """Feed nodes of trees that have begun, and predict the tokens after them, `[E]`, row by row.
 
-        The parents of each row's frontier, which may be empty, have been fed. Without candidates all tokens count.
+        The parents of each row's frontier, which may be empty, have been fed. For `candidates` see `predict`.
         """
 
     def give_up(self, problem: Exception) -> None:

@@ -49,7 +49,7 @@ def needs_lock_step(
 ) -> bool:
     """Return whether several rows have to advance in lock-step, so that all of them can be shown at once.
 
-    A streamer, for one, gets one token of every row at a time.
+    A streamer needs that, as it gets one token of every row at a time.
 
     Raises:
         UnsupportedArgumentError: a processor is not supported in either mode.

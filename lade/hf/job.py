@@ -158,7 +158,7 @@ _SEVERAL_KINDS = "several kinds"
 
 
 class DecodeJob:
-    """Components that decode the rows of one model, `rows` of them at first.
+    """Components that decode the rows of one model.
 
     Args:
         model: a model that `lade.supports`.

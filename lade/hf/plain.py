@@ -65,7 +65,7 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
         try:
             yield rows
         except BaseException:
-            # The last pass has failed, or its token was never emitted; so none counts before a pass over one token.
+            # A pass counts if another one follows, prefill as a whole: the last failed, or its token was not emitted.
             prefilled = any(each.fed == 1 for each in passes[1:])
             _add_passes(stats, passes[:-1] if prefilled else (), begin, perf_counter(), rows)
             raise

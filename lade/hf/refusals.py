@@ -101,7 +101,7 @@ def check(
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, images: bool) -> None:
-    """Refuse arguments that are not supported whatever the prompt; with media, `images`, only some of them."""
+    """Refuse arguments that are never supported, and unknown ones unless the prompts have media, `images`."""
     config = prepared.generation_config
     mode = config.get_generation_mode()
     if mode not in modes:

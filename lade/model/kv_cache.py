@@ -270,7 +270,7 @@ class TreeCache(Cache):
             layer.lengths = [tokens]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop minus `tokens_to_remove` tokens of every row; everything with recurrent layers, which cannot go back."""
+        """Drop the last `-tokens_to_remove` tokens of every row; with recurrent layers, which cannot go back, all."""
         if self.recurrent:
             if tokens_to_remove:
                 self.reset()

@@ -324,7 +324,7 @@ class BeamLogits(Generic[CacheT]):
         return self._answer()
 
     def report(self) -> None:
-        """Report the last pass, with the time of the beam steps that it served; call it once, at the end."""
+        """Report the last pass, with the time of the beam steps that it served; call it at the end, too."""
         start, fed, forward_s = self._last_pass
         self._meter.record_pass(fed, perf_counter() - start, forward_s)
         self._meter.end()

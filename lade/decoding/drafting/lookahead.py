@@ -29,8 +29,8 @@ from lade.decoding.verify import Verdict
 class Window:
     """N-1 rows by W columns; while the rows fill, the columns are N-2 more and shrink by one with each row.
 
-    Row 0 begins with the current token; the others are drawn from a vocabulary, usually the prompt, at random and with
-    replacement, by a private source of randomness.
+    Row 0 begins with the current token; its others are drawn at random, with replacement, from a vocabulary, usually
+    the prompt, by a private source of randomness.
     """
 
     def __init__(self, columns: int, ngram: int, current: int, vocabulary: Sequence[int], rng: random.Random) -> None:

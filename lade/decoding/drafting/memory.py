@@ -226,10 +226,8 @@ class ContextMemory(BaseMemory):
                     self._make_room((len(contexts) - learned) * (end - first))
                     state = learned, self._taken, _most_taken(len(self._young))
                     learned, self._taken = tables.learn(self._young, self._old, contexts, entries, first, end, *state)
-            except BaseException:
-                self._taken = int(
-                    np.count_nonzero(self._young[:, 0])
-                )  # an interrupt is raised when compiled code returns
+            except BaseException:  # such as an interrupt, which is raised when compiled code returns
+                self._taken = int(np.count_nonzero(self._young[:, 0]))
                 raise
 
     def _make_room(self, contexts: int) -> None:

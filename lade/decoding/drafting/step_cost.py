@@ -122,7 +122,10 @@ class StepCost:
 
     @classmethod
     def unmeasured(cls, free_tokens: float) -> StepCost:
-        """Return a curve for passes that are only observed, 0.0 seconds at first; each costs some free tokens more."""
+        """Return a curve for passes that are only observed: 0.0 seconds at first.
+
+        The fixed cost of a pass is assumed to be what `free_tokens` tokens take.
+        """
         cost = cls([free_tokens + knot for knot in KNOTS])
         cost._pace.clear()
         cost.refresh()
