@@ -259,8 +259,7 @@ class AdaptiveDrafter(Drafter):
             paths = self._tree.paths(len(scores))
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
             scores = ranking.scores
-        others = [guess for guess in step.guesses if not guess.scores]
-        return Candidates(scores, partial(self._assembled, context, max_depth, scores, ranking, others, len(step.lead)))
+        return Candidates(scores, partial(self._assembled, step, scores, ranking))
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """Return the tokens that a grammar forces next, up to the number that may be fed."""
@@ -290,27 +289,20 @@ class AdaptiveDrafter(Drafter):
             self._tree.keep(nodes)
         return [scores[node] for node in nodes]
 
-    def _assembled(
-        self,
-        context: Sequence[int],
-        max_depth: int | None,
-        scores: Sequence[float],
-        ranking: Ranking | None,
-        others: Sequence[Guess],
-        lead: int,
-    ) -> Draft:
+    def _assembled(self, step: _Begun, scores: Sequence[float], ranking: Ranking | None) -> Draft:
         """Build the draft: the best nodes, then guesses without scores and the window while the budget lasts."""
-        tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
+        tree, size = TokenTree(step.context[-1], step.max_depth), self.budget.choose(scores)
         grown = size if ranking is None else ranking.grown[size - 1]
         self._tree.copy_to(tree, grown)
         if ranking is not None:
             ranking.hang(tree, size)
-        leading = min(lead, grown - 1)  # the likeliest nodes come first
+        leading = min(len(step.lead), grown - 1)  # the likeliest nodes come first
         tree.sources[1 : 1 + leading] = [LEAD] * leading
         self._fed = _Fed(scores[:size], ranking)
         most = self.budget.fill_size(len(tree.ids))
-        for guess in others:
-            tree.add_path(guess.tokens[: most - len(tree)], guess.source)
+        for guess in step.guesses:
+            if not guess.scores:
+                tree.add_path(guess.tokens[: most - len(tree)], guess.source)
         last_row_nodes: Sequence[int | None] = ()
         columns = (most - len(tree.ids)) // (NGRAM - 1)
         if self.window is not None and columns >= LEAST_COLUMNS and self._constraint is None:
