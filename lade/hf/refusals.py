@@ -24,7 +24,7 @@ from lade.errors import (
     UnsupportedModelError,
 )
 from lade.locks import ForkSafeLock
-from lade.model.config import LEARNED_POSITIONS, dtype_name
+from lade.model.config import LEARNED_POSITIONS, decoder_config, dtype_name
 from lade.model.facts import CACHE, CACHE_NAMES, ModelFacts, is_invariant, tensor_parallel_size
 from lade.model.inputs import FULL, MaskPlan
 from lade.model.kv_cache import TreeCache
@@ -200,7 +200,7 @@ def _check_prompts(prepared: Prepared, placeholders: Collection[int]) -> None:
 def _check_gaps(facts: ModelFacts, plan: MaskPlan) -> None:
     """Refuse masked tokens within the text where plain decoding counts them."""
     what = "an attention_mask with gaps"
-    if facts.recurrent or not is_listed(facts.model):
+    if facts.recurrent or not is_listed(facts.model, decoder_config(facts.model)):
         refuse(what, "plain decoding of this model may count masked tokens; give the text without them")
     if any(span != FULL for span in plan.spans.values()):
         refuse(what, "plain decoding counts masked tokens in the windows of this model; give the text without them")
@@ -218,7 +218,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     if generation_config.prefill_chunk_size is not None and facts.recurrent:
         chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size} with left padding"
         refuse(chunks, "recurrent layers depend on chunk boundaries, and count padding in some; leave one of them out")
-    unknown = not is_listed(model) or facts.recurrent
+    unknown = not is_listed(model, decoder_config(model)) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "checking whether this model counts it would take passes of all its processes")
     if unknown and TRIALS.load().depends_on_padding(model):
@@ -332,14 +332,14 @@ def warn_of_precision(prepared: Prepared) -> None:
 
     Call it after all refusals, and before anything is fed or borrowed, as the warning may be turned into an error.
     """
-    note = precision_note(prepared.wrapper)
+    note = precision_note(prepared.wrapper, prepared.model)
     if note:
         warnings.warn(note, PrecisionWarning, stacklevel=_user_stacklevel())
 
 
-def precision_note(model: Any) -> str:
+def precision_note(model: Any, inner: PreTrainedModel | None = None) -> str:
     """Return why accelerated output may differ from `generate`'s, and the remedy; empty if not, and at later calls."""
-    inner: PreTrainedModel = unwrap(model)
+    inner = unwrap(model) if inner is None else inner
     device = input_device(inner).type
     cast = torch.is_autocast_enabled(device)
     is_exact = inner.dtype not in HALF or is_invariant(inner)

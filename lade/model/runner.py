@@ -63,7 +63,6 @@ class EagerRunner:
         prepared: whether the last pass did work that is done once: it was the first of its shape.
         shapes: rows and tokens per row of passes that have been made; it may be shared with later runners of the model.
         pieces: where texts may be split for prefill.
-        pass_tokens: fixed cost of a prefill pass, in tokens.
     """
 
     sizing: BufferSizes = TreeCache
@@ -87,7 +86,6 @@ class EagerRunner:
         self.model: Any = model
         self.plan, self.generation_config = plan, generation_config
         self.device, self._dtype = input_device(model), model.dtype
-        self.pass_tokens = PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"])
         self.clock: Clock = ThreadClock() if self.device.type == "cpu" else WallClock()
         self._stopwatch = Stopwatch(self.clock)
         self.prepared, self.shapes = False, set[tuple[int, int]]()
@@ -191,6 +189,11 @@ class EagerRunner:
     def pads(self) -> bool:
         """True if prompts of several lengths are padded into one pass where that costs less than separate passes."""
         return self._prompt_passes.pads and self.pieces.anywhere
+
+    @property
+    def pass_tokens(self) -> int:
+        """Fixed cost of a prefill pass, in tokens."""
+        return PASS_TOKENS.get(self.device.type, PASS_TOKENS["cuda"])
 
     def padded(self, lengths: Sequence[int]) -> int:
         """Return how many tokens a prefill of prompts of these lengths feeds, padding included."""

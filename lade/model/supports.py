@@ -261,7 +261,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
     if reason:
         return Support(name, reason)
     foreign = _foreign_code(facts)
-    if not foreign and is_listed(model):
+    if not foreign and is_listed(model, config):
         return _listed(model, config)
     known = _checked.setdefault(model, {})
     state = (config._attn_implementation, model.dtype, *map(id, foreign))
@@ -303,9 +303,8 @@ def unwrap(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def is_listed(model: PreTrainedModel) -> bool:
-    """Return whether a model's architecture is tested by this package; others are checked on the model itself."""
-    config = decoder_config(model)
+def is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    """Return whether a model's architecture is tested, given its decoder's config; others are checked on the model."""
     own = model.config is config or (_has_encoder(model) and type(model.config) is type(config))  # T5's is a copy
     return own and has_listed_decoder(model, config)
 
