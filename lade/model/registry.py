@@ -42,8 +42,9 @@ PLAYED_BY = {
 class Role(Generic[T]):
     """One thing that the core needs a backend for, by its name in `PLAYED_BY`.
 
-    >>> MEDIA: Role[Media] = Role("media")
-    >>> MEDIA.load().prompts(prepared, texts)
+    Example:
+        MEDIA: Role[Media] = Role("media")
+        MEDIA.load().prompts(prepared, texts)
     """
 
     def __init__(self, name: str) -> None:

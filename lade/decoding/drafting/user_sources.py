@@ -87,7 +87,7 @@ class UserSource:
     """Asks one drafter on behalf of one row; see `drafter.Source`.
 
     Args:
-        drafter: the caller's drafter.
+        drafter: the drafter that the caller has given.
         vocabulary: V; ids below it can be fed.
         excluded: ids after which nothing is drafted; continuations end before them.
         longest: maximum length of a continuation.
@@ -95,7 +95,7 @@ class UserSource:
         alone: whether proposals are fed as they are, without scores.
         draws: keeps random numbers of the drafter apart from those that choose tokens; None in a thread of an engine,
             whose requests choose by generators of their own.
-        now: clock, in seconds.
+        now: returns the time in seconds.
 
     Attributes:
         problem: the first error; nothing is proposed after it.
