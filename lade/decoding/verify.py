@@ -29,7 +29,9 @@ class Chooser(Protocol):
     def choose_all(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
         """Choose at every node of one step, without waiting for the device.
 
-        Given are logits in the model's dtype, `[S, V]`, and the depth of each node, `[S]`.
+        Args:
+            logits: `[S, V]`, one row per node, in the model's dtype.
+            depths: `[S]`, depth of each node.
 
         Returns:
             `[S]` ids on the device; None if the choice is the argmax, or is made node by node.

@@ -26,10 +26,13 @@ class RandomModelError(ValueError):
 
 
 def without_draws(trial: Callable[[], T]) -> T:
-    """Run a trial, passes of a model, that must not draw random numbers, up to three times, and return its result.
+    """Run a trial that must not draw random numbers, and return its result.
 
     Python's and NumPy's generators cannot be watched per thread. So if one of them has advanced, the trial is repeated:
     other threads draw now and then, a random model in each pass. Only a random model's draws from them are undone.
+
+    Args:
+        trial: passes of a model; called up to three times.
 
     Raises:
         RandomModelError: the trial draws random numbers; of torch's generators, none was advanced by it.
