@@ -21,38 +21,32 @@ from typing import Generic
 
 import torch
 
-from lade.decoding.beams.logits import BranchRunner, CacheT
-from lade.decoding.beams.tree import Branches
+from lade.decoding.beams.logits import BranchRunner, CacheT, PassMeter
+from lade.decoding.beams.tree import Branches, BranchRow
 from lade.decoding.drafting.controller import Controller
 from lade.decoding.drafting.drafter import Candidates, Draft, Drafter
 from lade.decoding.loop import prompt_hook
 from lade.decoding.readout import Readout, read
-from lade.decoding.tree import ROOT, TokenTree
+from lade.decoding.tree import ROOT
 from lade.decoding.verify import walk
-from lade.stats import Stats, Step
+from lade.stats import Stats
 
 MOST_HELD = 64
 """Maximum number of cached nodes ahead of the text; a row with more of them waits for the others."""
 
 
-class LockStepRow:
+class LockStepRow(BranchRow):
     """State of one row.
 
     The caller chooses the next token from the logits after the text. Where these were computed ahead of time, no pass
     is needed. A pass feeds a draft of the continuation after the tokens that the argmax leads to.
 
-    Args:
-        prompt: ids of the prompt, at least one.
-        drafter: proposes the tokens to come.
-        padding: id that is emitted once the row has ended; None if the row continues instead.
-        ends: ids after which padding is expected.
-        source: ids of a text that drafters learn before the prompt, see `lade.decoding.row.Row`.
+    Once the row has ended, which is expected after the ids `ends`, `padding` is emitted; None if the row continues
+    instead. For `source` see `lade.decoding.row.Row`.
 
     Attributes:
         tokens: prompt and output, padding included.
-        drafter: proposes the tokens to come.
         ended: whether only padding follows.
-        branches: the tree; its first `seen` nodes are in the cache.
     """
 
     def __init__(
@@ -73,16 +67,6 @@ class LockStepRow:
         self._depth: int | None = None  # maximum depth below it; None for no limit
         self._expects_padding = False  # below it
         self._draft: Draft | None = None
-
-    @property
-    def tree(self) -> TokenTree:
-        """The cached nodes, and those that the next pass feeds."""
-        return self.branches.tree
-
-    @property
-    def seen(self) -> int:
-        """Number of nodes that a pass has seen."""
-        return len(self.branches.follows)
 
     @property
     def wants_entries(self) -> bool:
@@ -117,17 +101,15 @@ class LockStepRow:
         return pruned.kept
 
     def look_ahead(self, room: int | None) -> None:
-        """Find the root of the next draft: the end of the known continuation of the text.
-
-        Args:
-            room: maximum number of levels after the text; None for no limit.
-        """
+        """Find the root of the next draft: the end of the text's known continuation, at most `room` levels after it."""
         node, self._root, self._draft = self._node, None, None
         self._ahead, self._expects_padding = [], self.ended
         while node in self.branches.logits:
             if len(self._ahead) == room:
                 return
-            token = self._expected_token(node)
+            token = self._padding if self._expects_padding else None
+            if token is None:
+                token = self.branches.follows[node][0][0]  # the argmax
             child = self.tree.child(node, token)
             if child is None and self.seen >= MOST_HELD:
                 return
@@ -137,12 +119,6 @@ class LockStepRow:
             assert child is not None
             node = child
         self._root, self._depth = node, None if room is None else room - len(self._ahead)
-
-    def _expected_token(self, node: int) -> int:
-        """Return the token expected after a node that was fed: the argmax, or padding."""
-        if self._expects_padding and self._padding is not None:
-            return self._padding
-        return self.branches.follows[node][0][0]
 
     @property
     def drafts(self) -> bool:
@@ -172,12 +148,7 @@ class LockStepRow:
             node = self.tree.add(node, self._padding, "bonus")
 
     def learn(self, logits: torch.Tensor, readout: Readout) -> None:
-        """Store the results of a forward pass.
-
-        Args:
-            logits: `[S, V]`, at the nodes not seen before; further rows are padding.
-            readout: readout of these logits, with entries if the draft wants them.
-        """
+        """Store the logits of a pass, `[S, V]`, padded after the nodes not seen before; learn from their readout."""
         count = len(self.tree) - self.seen
         self.branches.learn(logits[:count], [[(token, 0.0)] for token in readout.argmax_ids[:count]])
         if self._draft is not None:
@@ -187,60 +158,10 @@ class LockStepRow:
             self.drafter.learn(context, self._draft, readout.rows(0, count), verdict)
 
 
-class LockStepMeter:
-    """Reports each forward pass to `stats` when the next one begins, and the tokens that it served are known.
-
-    Args:
-        stats: figures to add to.
-        rows: B, the number of rows in the batch.
-    """
-
-    def __init__(self, stats: Stats, rows: int) -> None:
-        self._stats, self._passes = stats, 0
-        self._tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._sources: list[list[str]] = [[] for _ in range(rows)]
-        self._fed: Sequence[int] = [0] * rows
-        self._seconds = self._forward_s = 0.0
-
-    @property
-    def yielded(self) -> float:
-        """Mean number of tokens per row since the last pass, over the rows that got any."""
-        counts = [len(tokens) for tokens in self._tokens if tokens]
-        return sum(counts) / len(counts) if counts else 0.0
-
-    def record_pass(self, fed: Sequence[int], seconds: float, forward_s: float) -> None:
-        """Record a pass that fed `fed[b]` tokens in row b and took `seconds`, of which the model took `forward_s`."""
-        self._fed, self._seconds, self._forward_s = fed, seconds, forward_s
-
-    def record_token(self, row: int, token: int, source: str) -> None:
-        """Record a token of a row; padding is not counted."""
-        self._tokens[row].append(token)
-        self._sources[row].append(source)
-
-    def end(self) -> None:
-        """Report the last pass."""
-        steps = [
-            Step(self._passes, list(tokens), list(sources), max(1, fed), self._seconds)
-            for tokens, sources, fed in zip(self._tokens, self._sources, self._fed, strict=True)
-            if tokens
-        ]
-        if steps:
-            self._stats.add(*steps, forward_s=self._forward_s)
-        for tokens, sources in zip(self._tokens, self._sources, strict=True):
-            tokens.clear()
-            sources.clear()
-        self._passes += 1
-
-
 class LockStepLogits(Generic[CacheT]):
-    """Provides the logits after the texts of B rows.
+    """Provides the logits after the texts of B rows, none of which has been fed yet; the cache is empty.
 
-    Args:
-        rows: rows of which none has been fed yet.
-        runner: runs the model's forward passes.
-        cache: an empty cache, which will hold text and tree of each row.
-        stats: figures to add to; padding does not count.
-        budget: chooses one tree size for all rows; None if none of them needs that.
+    The budget chooses one tree size for all rows; None if none of them needs that. Padding does not count in `stats`.
     """
 
     def __init__(
@@ -252,7 +173,7 @@ class LockStepLogits(Generic[CacheT]):
         budget: Controller | None = None,
     ) -> None:
         self.rows, self.runner, self.cache, self.budget = rows, runner, cache, budget
-        self._meter = LockStepMeter(stats, len(rows))
+        self._meter = PassMeter(stats, len(rows))
         self._fed = 0  # cache slots that the last pass took after the longest row
         # Tokens fed by that pass, its total and model seconds, and whether it did work that is done once, until its
         # yield is known.

@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 
 from lade.clock import Clock, Duration
 from lade.decoding.drafting.controller import Controller, common_progress
-from lade.decoding.drafting.drafter import Drafter
-from lade.decoding.mtp import BatchDrafter
+from lade.decoding.mtp import BatchDrafter, DraftedRow
 from lade.decoding.readout import Readout, read
 from lade.decoding.row import Row, RowStep
 from lade.decoding.tree import TokenTree
@@ -34,15 +33,12 @@ class KVCache(Protocol):
     @property
     def lengths(self) -> list[int]:
         """Number of cached tokens of each row, `[B]`."""
-        ...
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int) -> None:
         """Keep the tokens on each row's path, out of its last `fed` ones, and drop the others."""
-        ...
 
     def leave(self, row: int) -> None:
         """Remove a row; the last row takes its place."""
-        ...
 
 
 CacheT = TypeVar("CacheT", bound=KVCache)
@@ -60,21 +56,17 @@ class PromptRunner(Protocol[CacheT_contra]):
     @property
     def clock(self) -> Clock:
         """Clock that times the passes."""
-        ...
 
     @property
     def pass_time(self) -> Duration:
         """Time spent in the model by the last pass over trees."""
-        ...
 
     @property
     def prepared(self) -> bool:
         """Whether the last pass over trees did work that is done once, such as capturing a graph."""
-        ...
 
     def room(self, cached: int) -> int | None:
         """Return how deep a tree may be whose root is at position `cached`; None for no limit."""
-        ...
 
     def prefill(
         self, rows: Sequence[Sequence[int]], cache: CacheT_contra, hook: PromptLogitsHook | None = None
@@ -84,7 +76,6 @@ class PromptRunner(Protocol[CacheT_contra]):
         `hook` may be called with the logits of the prompt tokens, in chunks of bounded size. If the cache is not empty,
         all rows have the same length.
         """
-        ...
 
 
 class Runner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
@@ -92,7 +83,6 @@ class Runner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
 
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: CacheT_contra) -> torch.Tensor:
         """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree."""
-        ...
 
 
 class Reader(Protocol[CacheT_contra]):
@@ -107,7 +97,6 @@ class Reader(Protocol[CacheT_contra]):
         wants_entries: bool,
     ) -> list[Readout]:
         """Feed one tree per row; return a readout of each tree's logits."""
-        ...
 
 
 @dataclass
@@ -116,8 +105,7 @@ class DecodeLoop(Generic[CacheT]):
 
     Attributes:
         rows: the unfinished rows; their order changes when one leaves.
-        runner: runs the model.
-        cache: keys and values of these rows.
+        runner, cache: runs the model on the keys and values of these rows.
         stats: figures to add to; None for none.
         budget: chooses one tree size for all rows; None if none of them needs that.
         waits_for_all: whether the caller waits for the slowest row; otherwise `budget` goes by the mean row.
@@ -204,7 +192,8 @@ class DecodeLoop(Generic[CacheT]):
             self._learn(parts)
         finally:  # also after an error: drop the rejected nodes, report the emitted tokens
             if fed:
-                self._keep(parts, fed)
+                self.cache.keep([part.verdict.path for part in parts], fed)
+                self.settled = list(self.cache.lengths)
                 self.mtp.accept(parts, fed)
             took = self.runner.clock.since(start)
             steps = [part.report(took.wall_s) for part in parts]
@@ -250,10 +239,6 @@ class DecodeLoop(Generic[CacheT]):
         for part in parts:
             if part.row.problem is None and part.verdict.tokens:  # without tokens the walk never began
                 part.row.drafter.learn(part.row.tokens, part.draft, part.readout, part.verdict)
-
-    def _keep(self, parts: Sequence[RowStep], fed: int) -> None:
-        self.cache.keep([part.verdict.path for part in parts], fed)
-        self.settled = list(self.cache.lengths)
 
     def _observe(self, steps: Sequence[Step], fed: int, took: Duration) -> None:
         """Report cost and yield of a step to the size controllers; its largest tree had `fed` nodes."""
@@ -304,14 +289,7 @@ class DecodeLoop(Generic[CacheT]):
         self.rows.pop()
 
 
-class PromptReader(Protocol):
-    """A row whose drafter may learn from the prompt."""
-
-    drafter: Drafter
-    tokens: list[int]
-
-
-def prompt_hook(rows: Sequence[PromptReader]) -> PromptLogitsHook | None:
+def prompt_hook(rows: Sequence[DraftedRow]) -> PromptLogitsHook | None:
     """Return a hook that teaches the drafters their prompts; None if none of them wants to learn."""
     if not any(row.drafter.wants_prompt_entries for row in rows):
         return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from lade.clock import Clock
@@ -40,11 +41,9 @@ _FIRST_GAIN, _NEXT_GAIN = 1.0, 0.5  # initial values of `MtpHabits.gains`
 
 
 class Predictions(NamedTuple):
-    """Predictions of a layer after E nodes.
+    """Predictions of a layer after E nodes: top tokens, int32 `[E, MTP_WIDTH]`, likeliest first, -1 if there are fewer.
 
-    Attributes:
-        tokens: int32 `[E, MTP_WIDTH]`, top tokens, likeliest first; -1 if there are fewer.
-        odds: float64 `[E, MTP_WIDTH]`, log-odds of the tokens.
+    Their log-odds are float64 `[E, MTP_WIDTH]`.
     """
 
     tokens: Ints
@@ -52,11 +51,7 @@ class Predictions(NamedTuple):
 
 
 class RowText(Protocol):
-    """A row of a layer, identified by object identity.
-
-    Attributes:
-        tokens: prompt and output so far.
-    """
+    """A row of a layer, identified by object identity, with its prompt and output so far."""
 
     tokens: list[int]
 
@@ -67,15 +62,12 @@ class MtpLayer(Protocol):
     @property
     def may_gather(self) -> bool:
         """True if it can compute the logits of some candidate tokens only, which the caller has to provide."""
-        ...
 
     def reading(self, rows: Sequence[RowText]) -> AbstractContextManager[object]:
         """Return a context in which the prompts of these rows, or pieces of them, are fed; their states are kept."""
-        ...
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context in which one pass feeds a tree per row; its states are kept until the next one."""
-        ...
 
     def accept(self, rows: Sequence[RowText], paths: Sequence[Sequence[int]], fed: int) -> None:
         """Keep the states of the last pass at accepted nodes.
@@ -85,48 +77,35 @@ class MtpLayer(Protocol):
             paths: for each row the accepted nodes of its tree, in order; empty for a row that has ended.
             fed: S, the size of the largest tree.
         """
-        ...
 
     def knows(self, row: RowText) -> bool:
         """Return whether the states at the end of a row's text are known."""
-        ...
 
     def predict(self, rows: Sequence[RowText], candidates: Collection[int] | None) -> Predictions:
         """Feed accepted tokens, begin trees after them, and predict the token after each of these rows, `[R]`.
 
-        Args:
-            rows: R rows with known states. The nodes of all former trees are dropped.
-            candidates: tokens to consider; None for all.
+        Their states are known. The nodes of all former trees are dropped. None considers all tokens as candidates.
         """
-        ...
 
     def look(
         self, rows: Sequence[RowText], frontiers: Sequence[Frontier], candidates: Collection[int] | None
     ) -> Predictions:
-        """Feed nodes of trees, and predict the tokens after them, `[E]`, row by row.
+        """Feed nodes of trees that have begun, and predict the tokens after them, `[E]`, row by row.
 
-        Args:
-            rows: R rows for which trees have begun.
-            frontiers: for each row nodes whose parents have been fed; may be empty.
-            candidates: tokens to consider; None for all.
+        The parents of each row's frontier, which may be empty, have been fed. For `candidates` see `predict`.
         """
-        ...
 
     def give_up(self, problem: Exception) -> None:
         """Have later texts do without the layer, as a pass of it has failed."""
-        ...
 
     def leave(self, row: RowText) -> None:
         """Remove a row, known or not."""
-        ...
 
     def retain(self, rows: Sequence[RowText]) -> None:
         """Remove all rows but these: after an error rows may end without leaving."""
-        ...
 
 
-def _unmeasured() -> StepCost:
-    return StepCost.unmeasured(1000.0)  # until observed, nearly the same for any size
+_unmeasured = partial(StepCost.unmeasured, 1000.0)  # until observed, nearly the same for any size
 
 
 @dataclass
@@ -135,8 +114,7 @@ class MtpHabits:
 
     Attributes:
         weights: trust in its predictions.
-        cost: seconds of its passes with the whole language model head.
-        gathered: seconds of its passes with the logits of candidates only.
+        cost, gathered: seconds of its passes with the whole language model head, and with logits of candidates only.
         gains: by index of a pass in its step, expected tokens that it adds to the tree, per expected token of the nodes
             that it feeds; for the first pass, which feeds the root, per row.
         passes: number of passes made.
@@ -159,7 +137,7 @@ class MtpHabits:
 
 
 class DraftedRow(RowText, Protocol):
-    """A row with the drafter that uses its predictions."""
+    """A row with the drafter that learns its prompt, and uses predictions of an MTP layer."""
 
     drafter: Drafter
 
@@ -186,12 +164,7 @@ class BatchDrafter:
         return nullcontext()
 
     def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
-        """Pass predictions to the drafters of these rows, before these are asked for candidates.
-
-        Args:
-            rows: all rows of the batch.
-            depths: maximum depth of each row's tree; None for no limit.
-        """
+        """Pass predictions to the drafters of all rows, before these are asked for candidates; see `Drafter.draft`."""
 
     def accept(self, parts: Sequence[RowStep], fed: int) -> None:
         """Learn what the pass of a step accepted, whose largest tree had `fed` nodes."""
@@ -214,7 +187,7 @@ class MtpPasses(BatchDrafter):
         layer: MTP layer that makes the passes.
         habits: figures of earlier texts, updated by every step.
         clock: clock that times the passes.
-        fixed: number of passes per step; None for as many as pay.
+        fixed: see `BatchDrafter`.
     """
 
     def __init__(self, layer: MtpLayer, habits: MtpHabits, clock: Clock, fixed: int | None = None) -> None:
@@ -302,10 +275,7 @@ class MtpPasses(BatchDrafter):
     def _pays(self, number: int, scores: float, nodes: int) -> bool:
         """Return whether another pass is worth its seconds, by the rule of the class; the first is tried now and then.
 
-        Args:
-            number: of the pass, from 0.
-            scores: sum over the nodes that it would feed.
-            nodes: the most of them in one row.
+        It would feed nodes with these scores in total, at most `nodes` of one row.
         """
         if self.fixed is not None:
             return True

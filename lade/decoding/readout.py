@@ -47,12 +47,9 @@ class Readout:
 
 
 def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_entries: bool = True) -> Readout:
-    """Read rows of logits.
+    """Read rows of logits, `[M, V]` or `[B, M / B, V]`, of any floating-point dtype.
 
-    Args:
-        logits: `[M, V]` or `[B, M / B, V]`, of any floating-point dtype.
-        choices: `[M]` ids on the same device, to be copied along; None if there are none.
-        wants_entries: also find the entries.
+    `choices`, `[M]` ids on the same device or None, are copied along; `wants_entries` also finds the entries.
     """
     if not logits.is_cpu:
         return _read_on_device(logits, choices, wants_entries=wants_entries)
@@ -61,12 +58,7 @@ def read(logits: torch.Tensor, choices: torch.Tensor | None = None, *, wants_ent
 
 
 def packed(logits: torch.Tensor, *, wants_entries: bool) -> torch.Tensor:
-    """Return what `read` reads as one tensor on the logits' device: int32 `[M, 1 + WIDTH]`, `[M, 1]` without entries.
-
-    Args:
-        logits: `[M, V]`, of any floating-point dtype.
-        wants_entries: also find the entries.
-    """
+    """Return what `read` reads of `[M, V]` as one tensor there: int32 `[M, 1 + WIDTH]`, `[M, 1]` without entries."""
     if logits.device.type != "cpu":
         return reduced(logits, wants_entries=wants_entries)
     argmax_ids, entries = _read_on_host(logits, wants_entries=wants_entries)
@@ -96,16 +88,10 @@ def _read_on_host(logits: torch.Tensor, *, wants_entries: bool) -> tuple[npt.NDA
 
 
 def entries_of(logits: Floats | Halves) -> tuple[npt.NDArray[np.int64], Ints]:
-    """Return the argmax of each row, and its `WIDTH` likeliest tokens as entries.
+    """Return the argmax of each row, `[M]`, and its `WIDTH` likeliest tokens as entries, `[M, WIDTH]`, descending.
 
     The `WIDTH` likeliest tokens lie in the `WIDTH` blocks with the highest maxima. The normaliser is the sum over the
-    block maxima alone, which is close enough for ranking drafts.
-
-    Args:
-        logits: `[M, V]`, float32, or uint16 with the bits of bfloat16.
-
-    Returns:
-        `[M]` ids, and `[M, WIDTH]` entries in descending order.
+    block maxima alone, close enough for ranking drafts. Logits `[M, V]` are float32, or uint16 with bits of bfloat16.
     """
     rows, vocabulary = logits.shape
     picks, entries = np.empty(rows, np.int64), np.empty((rows, WIDTH), np.int32)

@@ -30,8 +30,7 @@ class Row:
         is_greedy: whether it takes the argmax, so that its logits are not needed on the host.
         tokens: prompt and output.
         steps: number of decode steps (without prefill) that the row took part in.
-        done: whether the row has ended.
-        problem: the error that ended the row; None if none did.
+        done, problem: whether the row has ended, and the error that ended it; None if none did.
     """
 
     def __init__(
@@ -67,12 +66,7 @@ class Row:
         return self.done
 
     def choose_first(self, logits: torch.Tensor, argmax_ids: Sequence[int]) -> int:
-        """Choose the first token, and start the drafter.
-
-        Args:
-            logits: `[1, V]`, after the prompt.
-            argmax_ids: `[1]`, the argmax of `logits`.
-        """
+        """Choose the first token by the logits `[1, V]` after the prompt and their argmax, `[1]`; start the drafter."""
         choices = self.chooser.choose_all(logits, [0])
         token = self.chooser.bind(logits, argmax_ids if choices is None else choices.tolist(), self.tokens)(0)
         self.emit(token)
@@ -89,8 +83,7 @@ class RowStep:
     """One row's part of one step, filled in as the step proceeds.
 
     Attributes:
-        row: the row itself.
-        draft: the tree that it feeds.
+        row, draft: the row itself, and the tree that it feeds.
         verdict: the accepted path and tokens; only the root before the walk.
         logits: `[S, V]`, at the nodes of the draft's tree, set after the forward pass. Empty where nothing needs them.
         choices: `[S]` ids, if the chooser chose at all nodes at once; see `Chooser.choose_all`.

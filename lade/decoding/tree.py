@@ -50,11 +50,7 @@ class TokenTree:
         return len(self.ids)
 
     def add(self, parent: int | None, token: int, source: str) -> int | None:
-        """Return the child of `parent` with this token, adding it if there is none.
-
-        Returns:
-            Index of the child, or None if it (or its parent) would be deeper than `max_depth`.
-        """
+        """Return the child of `parent` with this token, added if missing; None if it were deeper than `max_depth`."""
         if parent is None:
             return None
         node = self.children.get((parent, token))

@@ -36,7 +36,6 @@ class Chooser(Protocol):
         Returns:
             `[S]` ids on the device; None if the choice is the argmax, or is made node by node.
         """
-        ...
 
     def bind(self, logits: torch.Tensor, ids: Sequence[int], tokens: Sequence[int]) -> Choose:
         """Return the function that chooses at a node of one step, for use in `walk`.
@@ -46,7 +45,6 @@ class Chooser(Protocol):
             ids: `[S]`, the ids returned by `choose_all`; if that was None, the argmax at each node.
             tokens: the row's prompt and output so far; it grows during the walk.
         """
-        ...
 
 
 class Greedy:
@@ -88,9 +86,6 @@ def walk(tree: TokenTree, choose: Choose, emit: Callable[[int], bool], verdict: 
             neither chooser nor stop rules see a token that plain decoding would not have reached.
         verdict: an empty verdict that grows during the walk, so that the caller knows what was accepted if `choose` or
             `emit` raises; None creates one.
-
-    Returns:
-        The verdict.
     """
     verdict = Verdict() if verdict is None else verdict
     while True:

@@ -49,11 +49,7 @@ def needs_lock_step(
 ) -> bool:
     """Return whether several rows have to advance in lock-step, so that all of them can be shown at once.
 
-    Args:
-        processors: logits processors of the batch.
-        criteria: stopping criteria of the batch.
-        config: the final generation config, which selects the outputs.
-        streamed: whether there is a streamer, which gets one token of every row at a time.
+    A streamer needs that, as it gets one token of every row at a time.
 
     Raises:
         UnsupportedArgumentError: a processor is not supported in either mode.
@@ -70,7 +66,9 @@ def needs_lock_step(
         streamed
         or continues_rows
         or bool(recorded)
-        or not all(_is_row_wise_processor(each) for each in processors)
+        or not all(
+            _is_grammar(each) or _is_row_wise(each, logits_process.__name__, ROW_WISE_PROCESSORS) for each in processors
+        )
         or not all(_is_row_wise(each, stopping_criteria.__name__, ROW_WISE_CRITERIA) for each in criteria)
     )
 
@@ -80,22 +78,12 @@ def _is_grammar(processor: Any) -> bool:
     return grammars is not None and type(processor) is grammars.processor
 
 
-def _is_row_wise_processor(processor: Any) -> bool:
-    return _is_grammar(processor) or _is_row_wise(processor, logits_process.__name__, ROW_WISE_PROCESSORS)
-
-
 def _is_row_wise(thing: Any, module: str, row_wise: frozenset[str]) -> bool:
     return type(thing).__module__ == module and type(thing).__name__ in row_wise
 
 
 def check_lengths(positions: Positions, texts: PromptTexts, max_length: int) -> None:
-    """Refuse texts on both sides of a length at which a pass changes the rotary frequencies of all its rows.
-
-    Args:
-        positions: position limits of the model.
-        texts: texts of the prompts.
-        max_length: maximum length of the output, padding included.
-    """
+    """Refuse texts on both sides of a length at which a pass changes the rotary frequencies of all its rows."""
     shortest, longest = min(map(len, texts.ids)), max_length - min(texts.hidden)
     for limit, beyond in ((positions.longrope_switch, True), (positions.dynamic, False)):
         if limit is not None and longest > limit and not (beyond and shortest > limit):

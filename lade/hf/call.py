@@ -54,11 +54,7 @@ class NeedsGenerateError(UnsupportedArgumentError):
 
 
 def shared(*, streams: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a call be made by all processes that decode the model; nothing below the public functions knows of them.
-
-    Args:
-        streams: the decorated function returns an iterator over steps, which is read in all of them.
-    """
+    """Let a call, or one that streams steps, be made by all processes that decode the model."""
     together = "stream_together" if streams else "call_together"
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -89,13 +85,11 @@ class Call:
     """One call of a public function; nothing has been fed, drawn or streamed yet.
 
     Attributes:
-        model: the model as the caller has it.
-        inner: the model inside any wrapper.
+        model, inner: the model as the caller has it, and the model inside any wrapper.
         arguments: arguments of `model.generate`, by the names that this transformers has for them.
         config: settings of lookahead decoding; None decodes plainly.
         auto: decode plainly where lookahead decoding is not supported.
-        stats: figures to add to; None for none.
-        streamer: gets the prompt, every token, and `end()`; None for none.
+        stats, streamer: as the caller gave them, or None.
         predictions: ids of the expected answer to each prompt; empty for none.
     """
 
@@ -207,14 +201,11 @@ def check_generate(model: Any) -> None:
     """
     attributes = getattr(model, "__dict__", {})
     own = attributes.get(REPLACED, attributes.get("generate"))
-    if isinstance(own, functools.partial) and own.keywords.get("model") is model and not _is_our_recipe(own.func):
+    if not isinstance(own, functools.partial) or own.keywords.get("model") is not model:
+        return
+    if getattr(own.func, "__globals__", {}).get("PACKAGE") != "lookahead-decoding":  # that of `lade export-recipe`
         reason = f"{type(model).__name__} decodes by the custom_generate of its checkpoint"
         raise UnsupportedModelError(reason, PLAIN_REMEDY)
-
-
-def _is_our_recipe(function: Any) -> bool:
-    """Return whether it is the `generate` written by `lade export-recipe`, which forwards a callable."""
-    return getattr(function, "__globals__", {}).get("PACKAGE") == "lookahead-decoding"
 
 
 def is_decoded_plainly(model: Any) -> bool:
@@ -405,11 +396,7 @@ def refuse_unused_prediction(prediction: Prediction | None, config: LookaheadCon
 
 
 def prediction_ids(prediction: Prediction | None, tokenizer: Any = None) -> list[list[int]]:
-    """Return the ids of each prediction, one per prompt; empty without any.
-
-    Args:
-        prediction: predictions as the caller gave them; None for none.
-        tokenizer: tokenizer of the model, needed for text.
+    """Return the ids of each prediction, one per prompt; empty without any. Text needs the model's tokenizer.
 
     Raises:
         InputError: a prediction is neither text nor ids, or text without a tokenizer.
@@ -445,22 +432,15 @@ def _is_id(token: object) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-ADAPTER_ARGUMENTS = ("adapter_names", "alora_offsets", "task_ids")
-_ADAPTER_REMEDY = "choose the adapter with set_adapter, or use lade.generate"
-
-
 def refuse_adapter_arguments(arguments: dict[str, Any], where: str) -> None:
     """Raise `UnsupportedArgumentError` for arguments that PEFT applies only while `model.generate` runs.
 
-    Args:
-        arguments: arguments of `model.generate`, which returns before the first pass here.
-        where: name of the function or class that decodes afterwards, for the error message.
+    Here that returns before the first pass; `where` names the function or class that decodes afterwards.
     """
-    for name in ADAPTER_ARGUMENTS:
+    for name in ("adapter_names", "alora_offsets", "task_ids"):
         if arguments.get(name) is not None:
-            raise UnsupportedArgumentError(
-                f"{name} cannot be used with {where}: PEFT applies it only while model.generate runs", _ADAPTER_REMEDY
-            )
+            what = f"{name} cannot be used with {where}: PEFT applies it only while model.generate runs"
+            raise UnsupportedArgumentError(what, "choose the adapter with set_adapter, or use lade.generate")
 
 
 def refuse_adapter_hooks(model: PreTrainedModel, where: str) -> None:

@@ -88,11 +88,8 @@ class AnswerText(TokenCriterion):
     back until it is decided, and so are the first bytes of a character.
 
     Args:
-        tokenizer: the transformers tokenizer that decodes the ids.
-        context: ids before the first new one: after them a word may begin with a space that it would not have at the
-            beginning of a text.
+        tokenizer, context, skip_special_tokens: see `Detokenizer`.
         stops: non-empty texts that end the answer.
-        skip_special_tokens: leave out the text of special tokens.
 
     Attributes:
         stop: the stop text found; None as long as there is none.
@@ -124,10 +121,7 @@ class AnswerText(TokenCriterion):
             self._held = ""
 
     def taken(self, tokens: int) -> list[str]:
-        """Remove and return the text of the next `tokens` tokens, one piece per token.
-
-        A piece may be empty; joined, all pieces are the text.
-        """
+        """Remove and return the text of the next `tokens` tokens, one piece per token, which may be empty."""
         pieces, self._pieces = self._pieces[:tokens], self._pieces[tokens:]
         return pieces
 

@@ -126,13 +126,7 @@ def _make_exact(model: Any) -> None:
 
 
 class Accelerated:
-    """The function behind an enabled model's `generate`, called with the model as its first argument.
-
-    Args:
-        wrapped: the `generate` of the model's class.
-        lookahead: settings as in `lade.generate`.
-        stats: figures to add to; None for none.
-    """
+    """The function behind an enabled model's `generate`, called with the model as its first argument; see `enable`."""
 
     __name__ = "generate"  # a method is pickled by this name, and unpickled as the class's own
 

@@ -63,14 +63,7 @@ def text_kind(prepared: Prepared, config: LookaheadConfig, *, constrained: bool)
 
 
 def output_of(prepared: Prepared, written: list[list[int]], record: Record, cache: Cache | None = None) -> Output:
-    """Return the result of `model.generate`, given the new tokens of each row.
-
-    Args:
-        prepared: inputs prepared by `model.generate`, with the prompts, the output options and the padding id.
-        written: new tokens of each row.
-        record: scores and logits for the output object.
-        cache: cache for the output object; None for one of all rows, if it is made.
-    """
+    """Return the result of `model.generate`, given the new tokens of each row, and the cache for an output object."""
     prompts, config = prepared.input_ids, prepared.generation_config
     longest = max(map(len, written))
     pad: Any = config._pad_token_tensor  # EOS if there is no pad_token_id
@@ -122,12 +115,7 @@ class DraftSpec:
 
     @classmethod
     def of_rows(cls, prepared: Prepared, config: LookaheadConfig, prompts: Sequence[list[int]]) -> list[DraftSpec]:
-        """Return one specification per row.
-
-        Args:
-            prepared: inputs prepared by `model.generate`.
-            config: the method and its sizes.
-            prompts: `[B]`, tokens of each row's prompt, without padding.
+        """Return one specification per row, given the tokens of each row's prompt, without padding.
 
         Raises:
             InputError: the number of predictions differs from that of prompts, or they have ids outside the vocabulary.
@@ -182,7 +170,6 @@ class DecodeJob:
             or texts of several kinds while these are decoded together.
 
     Attributes:
-        runner: the runner given.
         budget: chooses one tree size for all rows, once a drafter needs it; None before that or without one.
         mtp: passes of the checkpoint's MTP layer, once a drafter needs them and if there is one.
         setup_s: seconds spent to measure passes, once on a machine, and not reported yet.
@@ -213,9 +200,7 @@ class DecodeJob:
     def drafters(self, specs: Sequence[DraftSpec], *, alone: bool = False) -> list[Drafter]:
         """Return one drafter per row; the step cost is looked up or measured if they need it for the first time.
 
-        Args:
-            specs: specification of each row's drafter.
-            alone: whether the row is the only one of its batch for now, so that it learns from its prompt regardless.
+        A row that is `alone` in its batch for now learns from its prompt regardless.
         """
         if self._cost is None and any(spec.config.method.sizes_trees for spec in specs):
             start = perf_counter()
@@ -268,7 +253,10 @@ class DecodeJob:
 
     def _drafter(self, spec: DraftSpec, *, alone: bool) -> Drafter:
         config = spec.config if spec.memory is None else replace(spec.config, memory=spec.memory)
-        own: list[Any] = self._own_sources(spec) if config.sources else []
+        own: list[Any] = []
+        if config.sources:  # random numbers of the caller's drafters are apart from those that choose tokens
+            apart = None if self._engine else _user_module().DrawsApart()
+            own = _user_module().sources_of(spec.config, spec.vocabulary, spec.excluded, self._most, apart=apart)
         if config.only:
             drafter: Drafter = _user_module().LoneSources(own, self._most, spec.constraint)
         else:
@@ -293,11 +281,6 @@ class DecodeJob:
             sources.append(OwnText(spec.source_text, spec.excluded))
         return sources
 
-    def _own_sources(self, spec: DraftSpec) -> list[Any]:
-        """Return a source per drafter of `LookaheadConfig.sources`, with random numbers of their own."""
-        apart = None if self._engine else _user_module().DrawsApart()
-        return [*_user_module().sources_of(spec.config, spec.vocabulary, spec.excluded, self._most, apart=apart)]
-
     def resize(self, rows: int) -> None:
         """Set the number of rows, 0 when all have ended."""
         if self.budget is None or rows in (0, self._rows):
@@ -320,11 +303,7 @@ def _user_module() -> Any:
 def runner_of(prepared: Prepared, plan: MaskPlan, *, lock_step: bool = False) -> EagerRunner:
     """Return the runner of one call, behind an encoder if the model has one.
 
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        plan: the model's mask format.
-        lock_step: whether transformers' own loop decodes, which needs the logits of every pass: no pass is captured
-            then.
+    With `lock_step`, transformers' own loop decodes and needs the logits of every pass, so that none is captured.
     """
     note_untested_version(transformers.__version__)
     if prepared.facts.has_encoder:
@@ -351,15 +330,10 @@ def _refuse_mtp(configs: Sequence[LookaheadConfig], reason: str) -> None:
 
 
 def with_use_mtp(generation_config: GenerationConfig, config: LookaheadConfig) -> LookaheadConfig:
-    """Translate transformers' `use_mtp=True`: return the config with `mtp=True`.
+    """Translate transformers' `use_mtp=True` to `mtp=True`; raise `ConfigError` if the config excludes MTP layers.
 
-    Args:
-        generation_config: the prepared config, a copy for this call; its `use_mtp` is reset, since transformers' own
-            MTP loop draws samples differently from plain decoding.
-        config: the method and its sizes.
-
-    Raises:
-        ConfigError: the config excludes MTP layers.
+    `use_mtp` of the prepared config, a copy for this call, is reset: transformers' own MTP loop draws samples
+    differently from plain decoding.
     """
     if not getattr(generation_config, "use_mtp", None):
         return config

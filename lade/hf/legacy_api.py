@@ -37,22 +37,11 @@ LOGGED_GENERATIONS = 65_536
 
 @dataclass
 class _Log:
-    """Figures of the accelerated generations.
-
-    Attributes:
-        tokens: number of tokens emitted by all of them.
-        passes: number of forward passes of all of them.
-        entries: [tokens, forward passes] of each of the last generations, as the original library logs them.
-    """
+    """Sums over all accelerated generations, and an entry [tokens, forward passes] for each of the last ones."""
 
     tokens: int = 0
     passes: int = 0
     entries: deque[list[int]] = field(default_factory=lambda: deque(maxlen=LOGGED_GENERATIONS))
-
-    def add(self, tokens: int, passes: int) -> None:
-        self.tokens += tokens
-        self.passes += passes
-        self.entries.append([tokens, passes])
 
 
 @dataclass
@@ -188,7 +177,9 @@ def _augmented(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _log(stats: Stats) -> None:
     passes = stats.steps + stats.generations  # including the prefill of each row
-    _settings.log.add(stats.new_tokens, passes)
+    log = _settings.log
+    log.tokens, log.passes = log.tokens + stats.new_tokens, log.passes + passes
+    log.entries.append([stats.new_tokens, passes])
     if _settings.debug:
         ratio = stats.new_tokens / passes
         print("\n==========================ACCELERATION===SUMMARY======================================")  # noqa: T201

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
@@ -38,22 +38,10 @@ from lade.model.prepared import USER_CACHES, Prepared, PromptTexts, ids_of, plac
 from lade.stats import Stats
 
 
-class LogitsProvider(Protocol):
-    """Provides the logits that the loop requests from the model."""
-
-    def prefill(self) -> torch.Tensor:
-        """Return the logits after the prompts, `[B, V]`."""
-        ...
-
-    def extend(self, tokens: list[int]) -> torch.Tensor:
-        """Return the logits `[B, V]` after the texts, which end with these tokens."""
-        ...
-
-
 class ModelProxy:
     """Replaces the model and its cache in a loop's requests for logits; everything else is forwarded to the model."""
 
-    def __init__(self, model: PreTrainedModel, answers: LogitsProvider) -> None:
+    def __init__(self, model: PreTrainedModel, answers: LockStepLogits[Any] | BeamLogits[TreeCache]) -> None:
         self._model, self._answers = model, answers
 
     def __getattr__(self, name: str) -> Any:
@@ -86,18 +74,7 @@ _WITHOUT_MTP = "rows in lock-step are verified by transformers' own loop, which 
 
 
 class LockStepSession:
-    """A batch prepared by `model.generate` and not started yet, whose rows emit their tokens together.
-
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        config: the method and its sizes.
-        stats: figures to add to.
-        streamer: gets the prompts and every token, as from `model.generate`; None for none.
-
-    Raises:
-        InputError: the prompt is empty, has ids outside the vocabulary, or is too long for a table of positions.
-        UnsupportedModelError, UnsupportedArgumentError: it cannot be decoded exactly.
-    """
+    """A batch whose rows emit their tokens together; arguments and errors are those of `Session`."""
 
     def __init__(
         self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats, streamer: BaseStreamer | None = None
@@ -175,17 +152,7 @@ BeamOutput = torch.Tensor | GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderD
 
 
 class BeamSession:
-    """The beam search of one or more prompts, prepared by `model.generate` and not started yet.
-
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        config: the method and its sizes.
-        stats: figures to add to.
-
-    Raises:
-        InputError: the prompt is empty, has ids outside the vocabulary, or is too long for a table of positions.
-        UnsupportedModelError, UnsupportedArgumentError: it cannot be decoded exactly.
-    """
+    """The beam search of one or more prompts; arguments and errors are those of `Session`."""
 
     def __init__(self, prepared: Prepared, *, config: LookaheadConfig, stats: Stats) -> None:
         for name in ("budget", "memory", "mtp", "sources"):

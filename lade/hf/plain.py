@@ -27,9 +27,6 @@ from lade.model.prepared import USER_CACHES, Prepared, argument_of, ids_of
 from lade.model.supports import SPLIT_MODELS, unwrap
 from lade.stats import Stats, Step
 
-EVERY_PASS = sys.maxsize
-"""Stands for the length of a row that gets a token from every pass, as the beams of a prompt do."""
-
 
 @dataclass
 class _Pass:
@@ -44,8 +41,7 @@ class _Pass:
 def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
     """Count and time this thread's forward passes while the context lasts, as one generation of one token per pass.
 
-    Passes over several tokens at the beginning (chunked prefill) count as prefill. After an error the last pass is not
-    counted: it has failed, or its token was never emitted.
+    Passes over several tokens at the beginning (chunked prefill) count as prefill.
 
     Yields:
         An empty list for the number of tokens of each row of a batch; if it is filled, every row counts.
@@ -69,15 +65,11 @@ def metered(model: Any, stats: Stats | None) -> Iterator[list[int]]:
         try:
             yield rows
         except BaseException:
-            _add_passes(stats, _completed(passes), begin, perf_counter(), rows)
+            # A pass counts if another one follows, prefill as a whole: the last failed, or its token was not emitted.
+            prefilled = any(each.fed == 1 for each in passes[1:])
+            _add_passes(stats, passes[:-1] if prefilled else (), begin, perf_counter(), rows)
             raise
         _add_passes(stats, passes, begin, perf_counter(), rows)
-
-
-def _completed(passes: Sequence[_Pass]) -> Sequence[_Pass]:
-    """Return the passes of a failed generation whose tokens were emitted: those followed by another pass."""
-    prefilled = any(each.fed == 1 for each in passes[1:])
-    return passes[:-1] if prefilled else ()
 
 
 def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float, rows: Sequence[int]) -> None:
@@ -96,15 +88,10 @@ def _add_passes(stats: Stats, passes: Sequence[_Pass], begin: float, end: float,
 
 
 def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[..., Any]:
-    """Return transformers' own loop for the generation mode, unbound.
+    """Return transformers' own loop for the generation mode, unbound; raise `NeedsGenerateError` if there is none.
 
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        unassisted: let assisted modes use the loop without their assistant, which transformers does not forward to a
-            callable: the tokens are the same.
-
-    Raises:
-        NeedsGenerateError: there is no such loop.
+    With `unassisted`, assisted modes use the loop without their assistant, which transformers does not forward to a
+    callable: the tokens are the same.
     """
     config = prepared.generation_config
     mode = config.get_generation_mode()
@@ -120,13 +107,7 @@ def decoding_method(prepared: Prepared, *, unassisted: bool = True) -> Callable[
 def decode_prepared(
     prepared: Prepared, stats: Stats | None, streamer: BaseStreamer | None, *, unassisted: bool = True
 ) -> Generated:
-    """Decode prepared inputs plainly.
-
-    Args:
-        prepared: inputs prepared by `model.generate`.
-        stats: figures to add to; None for none.
-        streamer: gets the prompt and every token; None for none.
-        unassisted: let assisted modes decode without their assistant, see `decoding_method`.
+    """Decode prepared inputs plainly; `unassisted` as in `decoding_method`.
 
     Raises:
         NeedsGenerateError: no loop decodes in this mode, see `decoding_method`, or other processes have to follow it.
@@ -150,14 +131,7 @@ def decode_prepared(
 def generate_plainly(
     model: Any, stats: Stats | None, streamer: BaseStreamer | None, arguments: dict[str, Any]
 ) -> Generated:
-    """Call the plain `model.generate`, even on an enabled model; in all processes that share its layers.
-
-    Args:
-        model: the model as the caller has it.
-        stats: figures to add to; None for none.
-        streamer: gets the prompt and every token; None for none.
-        arguments: arguments of `model.generate`, by name.
-    """
+    """Call the plain `model.generate`, even on an enabled model; in all processes that share its layers."""
     inner = unwrap(model)
     refuse_autocast(inner)
     _prepare(_cache_in(arguments), inner)
@@ -184,16 +158,9 @@ def _prepare(cache: Any, model: PreTrainedModel) -> None:
 
 
 def _generated_lengths(config: Any, prompts: int, width: int, output: Any) -> list[int]:
-    """Return the number of tokens generated in each row, EOS included; the beams of a prompt are one row.
-
-    Args:
-        config: object with the fields `num_beams`, `eos_token_id` and `pad_token_id` of a generation config.
-        prompts: P, the number of prompts.
-        width: number of columns of the prompts.
-        output: result of `model.generate`.
-    """
+    """Return the number of tokens generated in each row, EOS included; the beams of a prompt are one row."""
     if (config.num_beams or 1) > 1:
-        return [EVERY_PASS] * prompts
+        return [sys.maxsize] * prompts  # the beams of a prompt get a token from every pass
     rows = getattr(output, "sequences", output)[:, width:].tolist()
     ends = ids_of(config.eos_token_id)
     if len(rows) == 1 or not ends:

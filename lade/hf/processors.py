@@ -31,7 +31,7 @@ from lade.decoding.drafting.drafter import Drafter
 from lade.decoding.row import Row, StopRule
 from lade.decoding.verify import Choose, Chooser, Greedy
 from lade.hf.batch_rules import row_processors
-from lade.hf.sampling import NO_TOKEN, Sampler
+from lade.hf.sampling import NO_TOKEN, RowSampler
 from lade.model.prepared import Prepared
 from lade.stats import TokenLogprobs
 
@@ -46,12 +46,8 @@ class Transcript:
 
     def __init__(self, input_ids: torch.Tensor, skipped: int = 0) -> None:
         self._buffer, self._length, self.skipped = input_ids.clone(), input_ids.shape[1], skipped
-        self._on_host = input_ids.device.type == "cpu"
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the text, and of the processors and criteria called with it."""
-        return self._buffer.device
+        self.device = input_ids.device  # also of the processors and criteria
+        self._on_host = self.device.type == "cpu"
 
     def upto(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the prompt as given and all emitted tokens, `[1, L]`."""
@@ -64,7 +60,7 @@ class Transcript:
             if self._on_host:
                 self._buffer.numpy()[0, self._length : length] = tail  # ten times as fast as by a tensor
             else:
-                self._buffer[0, self._length : length] = torch.tensor(tail, device=self._buffer.device)
+                self._buffer[0, self._length : length] = torch.tensor(tail, device=self.device)
             self._length = length
         return self._buffer[:, :length]
 
@@ -79,10 +75,8 @@ class Record:
     """Data recorded about the emitted tokens.
 
     Attributes:
-        scores: `[1, V]` float32 after the processors, one per token; None if not requested.
-        logits: `[1, V]` float32 before the processors, one per token; None if not requested.
-        top: number of top ids whose log-probabilities are recorded besides that of the emitted one; None to record
-            none.
+        scores, logits: `[1, V]` float32 after and before the processors, one per token; None if not requested.
+        top: number of top ids whose log-probabilities are recorded besides that of the emitted one; None for nothing.
         logprobs: log-probabilities of the tokens that were not taken yet.
         ended_by: the reason why the answer ended; None before its end.
     """
@@ -144,17 +138,11 @@ class ProcessedChooser:
     """Chooses tokens after transformers' logits processors (temperature, repetition penalty, the user's own ...).
 
     Each emitted token is drawn once, with the noise that plain decoding draws for it. So the same seed gives the same
-    tokens, and leaves torch's generator in the same state.
-
-    Args:
-        processors: called with the text so far and the logits of one node.
-        transcript: the text so far.
-        sampler: draws the tokens; None for the argmax.
-        record: collects scores and logits.
+    tokens, and leaves torch's generator in the same state. Without a sampler the argmax is taken.
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
+        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: RowSampler | None, record: Record
     ) -> None:
         self._processors = direct_call(processors)
         self._transcript, self._sampler, self._record = transcript, sampler, record
@@ -188,14 +176,7 @@ class ProcessedChooser:
 
 
 class StreamedStop:
-    """A stop rule that forwards each token to a streamer after the criteria were called with it.
-
-    Plain decoding uses this order, so criteria and processors that read the streamer see the same.
-
-    Args:
-        stop: the stop rule, which is called first.
-        streamer: gets each token as `[1]` int64, on the CPU.
-    """
+    """A stop rule that forwards each token to a streamer after the criteria were called, as plain decoding does."""
 
     def __init__(self, stop: StopRule, streamer: BaseStreamer) -> None:
         self._stop, self._streamer = stop, streamer
@@ -233,7 +214,7 @@ class TextFreeChooser(ProcessedChooser):
     """Calls processors that do not read the text, without a text or a copy of the logits; see `ProcessedChooser`."""
 
     def __init__(
-        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: Sampler | None, record: Record
+        self, processors: LogitsProcessorList, transcript: Transcript, *, sampler: RowSampler | None, record: Record
     ) -> None:
         super().__init__(processors, transcript, sampler=sampler, record=record)
         self._no_text = torch.empty((1, 0), dtype=torch.long, device=transcript.device)
@@ -361,20 +342,13 @@ def row_for(
     text: list[int],
     drafter: Drafter,
     *,
-    sampler: Sampler | None,
+    sampler: RowSampler | None,
     record: Record,
     streamer: BaseStreamer | None = None,
 ) -> Row:
-    """Return the row that generates the answer to one prompt of a batch.
+    """Return the row that generates the answer to one prompt of a batch, number `number`.
 
-    Args:
-        prepared: inputs of the batch.
-        number: index of the prompt's row.
-        text: text of the prompt, without masked columns, and with ids in place of embeddings.
-        drafter: drafter for this row alone.
-        sampler: draws its tokens; None for the argmax.
-        record: collects scores and logits.
-        streamer: gets each token; None for none.
+    Its text is without masked columns, and with ids in place of embeddings. Without a sampler the argmax is taken.
     """
     prompt, rows = prepared.input_ids[number : number + 1], len(prepared.input_ids)
     processors = prepared.logits_processor

@@ -24,7 +24,7 @@ from lade.errors import (
     UnsupportedModelError,
 )
 from lade.locks import ForkSafeLock
-from lade.model.config import LEARNED_POSITIONS, dtype_name
+from lade.model.config import LEARNED_POSITIONS, decoder_config, dtype_name
 from lade.model.facts import CACHE, CACHE_NAMES, ModelFacts, is_invariant, tensor_parallel_size
 from lade.model.inputs import FULL, MaskPlan
 from lade.model.kv_cache import TreeCache
@@ -51,7 +51,6 @@ KNOWN_MODEL_KWARGS = frozenset(
     attention_mask cache_position decoder_attention_mask inputs_embeds logits_to_keep position_ids use_cache
     """.split()  # noqa: SIM905 - a table of words reads better without the quotes
 ) | set(CACHE_NAMES)
-REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _ON_DEVICE = "lookahead decoding keeps keys and values of the whole text on the model's device"
 FOREIGN_CACHES = {
     "quantized": "it rounds keys and values later than they are cached, so a tree would see other values",
@@ -73,8 +72,7 @@ def check(
         plan: the model's mask format if known; None to check the model.
 
     Returns:
-        The model's mask format; the texts of the prompts; and the prepared prompts, if prefill needs more than the
-        texts.
+        The model's mask format; the texts; and the prepared prompts, if prefill needs more than the texts.
 
     Raises:
         InputError: no decoding method could continue the prompt.
@@ -103,17 +101,14 @@ def check(
 
 
 def _refuse_arguments(prepared: Prepared, modes: Collection[GenerationMode], *, images: bool) -> None:
-    """Refuse arguments that lookahead decoding does not support, whatever the prompt.
-
-    If prompts have media inputs, `images`, other arguments are taken from the inputs of plain decoding.
-    """
+    """Refuse arguments that are never supported, and unknown ones unless the prompts have media, `images`."""
     config = prepared.generation_config
     mode = config.get_generation_mode()
     if mode not in modes:
         refuse(_mode_arguments(mode, config), "greedy decoding, sampling and beam search are accelerated")
     if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in prepared.logits_processor):
         refuse(f"guidance_scale={config.guidance_scale}", "it runs the model a second time at each token")
-    for name in REFUSED_OUTPUTS:
+    for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             refuse(f"{name}=True", "a pass over a tree has no such tensors for a single token")
     if images:
@@ -205,7 +200,7 @@ def _check_prompts(prepared: Prepared, placeholders: Collection[int]) -> None:
 def _check_gaps(facts: ModelFacts, plan: MaskPlan) -> None:
     """Refuse masked tokens within the text where plain decoding counts them."""
     what = "an attention_mask with gaps"
-    if facts.recurrent or not is_listed(facts.model):
+    if facts.recurrent or not is_listed(facts.model, decoder_config(facts.model)):
         refuse(what, "plain decoding of this model may count masked tokens; give the text without them")
     if any(span != FULL for span in plan.spans.values()):
         refuse(what, "plain decoding counts masked tokens in the windows of this model; give the text without them")
@@ -223,7 +218,7 @@ def _check_padding(facts: ModelFacts, padding: int, generation_config: Generatio
     if generation_config.prefill_chunk_size is not None and facts.recurrent:
         chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size} with left padding"
         refuse(chunks, "recurrent layers depend on chunk boundaries, and count padding in some; leave one of them out")
-    unknown = not is_listed(model) or facts.recurrent
+    unknown = not is_listed(model, decoder_config(model)) or facts.recurrent
     if unknown and tensor_parallel_size(model) > 1:
         refuse("left padding", "checking whether this model counts it would take passes of all its processes")
     if unknown and TRIALS.load().depends_on_padding(model):
@@ -308,11 +303,7 @@ _warning = ForkSafeLock()
 def fall_back(model: Any, problem: UnsupportedError, stats: Stats | None, *, allowed: bool = True) -> None:
     """Report the fallback to plain decoding: a log record, `stats.fallback`, a warning once per model and reason.
 
-    Args:
-        model: the transformers model, without wrappers.
-        problem: the refusal that is being handled.
-        stats: gets the reason; None for none.
-        allowed: whether to fall back, as `lookahead="auto"` does; otherwise the refusal is raised again.
+    The model is without wrappers. Unless falling back is `allowed`, as with `lookahead="auto"`, the problem is raised.
     """
     if not allowed:
         raise problem
@@ -341,41 +332,30 @@ def warn_of_precision(prepared: Prepared) -> None:
 
     Call it after all refusals, and before anything is fed or borrowed, as the warning may be turned into an error.
     """
-    note = _precision_note(prepared.model, prepared.wrapper)
+    note = precision_note(prepared.wrapper, prepared.model)
     if note:
         warnings.warn(note, PrecisionWarning, stacklevel=_user_stacklevel())
 
 
-def precision_note(model: Any) -> str:
-    """Return why accelerated output may differ from `generate`'s, and the remedy.
-
-    Args:
-        model: a transformers model, or one wrapped by PEFT or `torch.compile`.
-
-    Returns:
-        The note; empty if the model is batch-invariant or in full precision, and at later calls for the same model.
-    """
-    return _precision_note(unwrap(model), model)
-
-
-def _precision_note(inner: PreTrainedModel, model: Any) -> str:
+def precision_note(model: Any, inner: PreTrainedModel | None = None) -> str:
+    """Return why accelerated output may differ from `generate`'s, and the remedy; empty if not, and at later calls."""
+    inner = unwrap(model) if inner is None else inner
     device = input_device(inner).type
     cast = torch.is_autocast_enabled(device)
-    if not cast and (inner.dtype not in HALF or is_invariant(inner)):
+    is_exact = inner.dtype not in HALF or is_invariant(inner)
+    if is_exact and not cast:
         return ""
     dtype = torch.get_autocast_dtype(device) if cast and inner.dtype is torch.float32 else inner.dtype
     if dtype not in HALF or not _is_first(inner, "precision"):
         return ""
+    if is_exact:
+        remedy = "leaving out torch.autocast"
+    elif INVARIANT_MODELS.load().can_be_invariant(model):
+        remedy = "`lade.invariant(model)`"
+    else:
+        remedy = "loading the model in float32"
     may_differ = "where two tokens score almost equally the output may differ from `generate`"
-    return f"{dtype_name(dtype)}: {may_differ}; {_remedy(model, cast=cast)} prevents it"
-
-
-def _remedy(model: Any, *, cast: bool) -> str:
-    inner = unwrap(model)
-    if cast and (inner.dtype not in HALF or is_invariant(inner)):
-        return "leaving out torch.autocast"
-    can_be = INVARIANT_MODELS.load().can_be_invariant(model)
-    return "`lade.invariant(model)`" if can_be else "loading the model in float32"
+    return f"{dtype_name(dtype)}: {may_differ}; {remedy} prevents it"
 
 
 def _user_stacklevel() -> int:

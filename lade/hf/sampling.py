@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,34 +29,6 @@ MOST_BYTES = 2**28
 """Maximum size of the noise that is kept."""
 NO_TOKEN = -1
 """Stands for the choice from invalid probabilities."""
-
-
-class Sampler(Protocol):
-    """Draws the tokens of one row."""
-
-    def draw(self, probabilities: torch.Tensor) -> int:
-        """Draw the next token, given probabilities `[1, V]` float32.
-
-        Raises:
-            RuntimeError: the probabilities are invalid, as in `torch.multinomial`.
-        """
-        ...
-
-    def draw_ahead(self, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """Draw the token after each node of a tree, without waiting for the device; no token is taken yet.
-
-        Args:
-            probabilities: `[S, V]` float32.
-            depths: `[S]`, number of new tokens before each node's choice.
-
-        Returns:
-            `[S]` int64 on the same device, `NO_TOKEN` where `draw` would raise.
-        """
-        ...
-
-    def take(self) -> None:
-        """Take the next token, which was drawn ahead."""
-        ...
 
 
 class NoiseBlocks:
@@ -135,16 +106,10 @@ class NoiseBlocks:
 
 
 class Draws:
-    """The draws of a batch.
+    """The draws of a batch of B rows; see `NoiseBlocks` for the arguments.
 
     Whatever was drawn ahead, torch's generator is in the state of plain decoding after as many tokens as the most
-    advanced row has taken. The blocks kept take 4 V bytes per row and token between the first and the last row, up to a
-    bound.
-
-    Args:
-        rows: B, the number of rows in the batch.
-        most_bytes: maximum size of the blocks kept, see `NoiseBlocks`.
-        generator: draws the noise; None for torch's default generator of the device.
+    advanced row has taken.
     """
 
     def __init__(self, rows: int, most_bytes: int = MOST_BYTES, generator: torch.Generator | None = None) -> None:
@@ -153,7 +118,7 @@ class Draws:
         self._most_taken = 0
 
     def draw(self, row: int, probabilities: torch.Tensor) -> int:
-        """Draw the next token of a row; see `Sampler.draw`."""
+        """Draw the next token of a row; see `RowSampler.draw`."""
         _check_probabilities(probabilities)
         noise = self._noise.block(self._taken[row], probabilities)
         token = int((probabilities[0] / noise[row]).argmax())
@@ -161,7 +126,7 @@ class Draws:
         return token
 
     def draw_ahead(self, row: int, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """Draw the next tokens of a row, one per node of a tree; see `Sampler.draw_ahead`."""
+        """Draw the next tokens of a row, one per node of a tree; see `RowSampler.draw_ahead`."""
         first = self._taken[row]
         self._noise.recheck()
         try:
@@ -186,37 +151,39 @@ class Draws:
 
 
 class RowSampler:
-    """Draws for one row of a batch; see `Sampler`."""
+    """Draws the tokens of one row of a batch."""
 
     def __init__(self, draws: Draws, row: int) -> None:
         self._draws, self._row = draws, row
 
     def draw(self, probabilities: torch.Tensor) -> int:
-        """See `Sampler.draw`."""
+        """Draw the next token, given probabilities `[1, V]` float32; errors are those of `torch.multinomial`."""
         return self._draws.draw(self._row, probabilities)
 
     def draw_ahead(self, probabilities: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """See `Sampler.draw_ahead`."""
+        """Draw the token after each node of a tree, without waiting for the device; no token is taken yet.
+
+        Given are probabilities `[S, V]` float32, and the number of new tokens before each node's choice, `[S]`.
+
+        Returns:
+            `[S]` int64 on the same device, `NO_TOKEN` where `draw` would raise.
+        """
         return self._draws.draw_ahead(self._row, probabilities, depths)
 
     def take(self) -> None:
-        """See `Sampler.take`."""
+        """Take the next token, which was drawn ahead."""
         self._draws.take(self._row)
 
 
 class LoneSampler(RowSampler):
-    """Draws for a single row, or one with a generator of its own; see `Sampler`.
-
-    Args:
-        generator: draws the tokens; None for torch's default generator of the device.
-    """
+    """Draws for a single row, or one with a generator of its own; None for torch's default one of the device."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__(Draws(1, generator=generator), 0)
         self._generator = generator
 
     def draw(self, probabilities: torch.Tensor) -> int:
-        """Draw by `torch.multinomial`; see `Sampler.draw`."""
+        """Draw by `torch.multinomial`; see `RowSampler.draw`."""
         return int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
 
 

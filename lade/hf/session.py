@@ -22,7 +22,7 @@ from lade.hf.call import Call, Generated
 from lade.hf.job import DecodeJob, DraftSpec, Output, output_of, record_for, runner_of, with_use_mtp
 from lade.hf.processors import row_for
 from lade.hf.refusals import check, check_switch, refuse_slow_beams, warn_of_precision
-from lade.hf.sampling import Draws, LoneSampler, RowSampler, Sampler
+from lade.hf.sampling import Draws, LoneSampler, RowSampler
 from lade.model.inputs import MaskPlan
 from lade.model.prepared import Prepared
 from lade.model.runner import EagerRunner
@@ -36,8 +36,7 @@ class Session:
         prepared: inputs prepared by `model.generate`; several rows advance at their own pace, see `batch_rules`.
         config: the method and its sizes.
         stats: figures to add to.
-        streamer: gets the prompt and every token, as from `model.generate`; None for none.
-        prompt_streamed: whether the streamer has got the prompt already.
+        streamer: gets the prompt, unless `prompt_streamed`, and every token, as from `model.generate`; None for none.
         drafter: a drafter to use instead of the one that `config` describes; a new one for each generation.
 
     Raises:
@@ -110,7 +109,7 @@ class Session:
         make = partial(row_for, self._prepared, record=self._record, streamer=self._streamer)
         rows = []
         for number, (text, drafter) in enumerate(zip(self._texts.ids, drafters, strict=True)):
-            sampler: Sampler | None = None
+            sampler: RowSampler | None = None
             if self._prepared.generation_config.do_sample:
                 sampler = LoneSampler() if self._draws is None else RowSampler(self._draws, number)
             rows.append(make(number, text, drafter, sampler=sampler))
@@ -169,10 +168,7 @@ class Session:
         self._job.resize(len(self._loop.rows))
 
     def output(self) -> Output:
-        """Return the result of `model.generate`: ids `[B, L]` int64, prompts included, or an output object with them.
-
-        Rows that ended before others are padded.
-        """
+        """Return the result of `model.generate`: ids `[B, L]` int64, padded, or an output object with them."""
         cache = None if self._as_batch else self._given_cache
         return output_of(self._prepared, [row.written for row in self._rows], self._record, cache)
 
@@ -182,7 +178,6 @@ class DecodeSession(Protocol):
 
     def run(self) -> Generated:
         """Decode to the end, and return the result of `model.generate`."""
-        ...
 
 
 def session_for(call: Call, prepared: Prepared) -> DecodeSession | None:

@@ -43,10 +43,7 @@ class JoinedBuffer(NamedTuple):
 class Move(NamedTuple):
     """Tokens of one row that are to be made contiguous, the same in all layers.
 
-    Attributes:
-        row: index of the row in the batch.
-        sources: `[M]`, slots of the tokens, ascending.
-        target: slot to which the first one moves, never after its present one.
+    They are in the slots `sources`, `[M]`, ascending; the first one moves to `target`, never after its present slot.
     """
 
     row: int
@@ -113,11 +110,9 @@ SPARE_TOKENS = 256
 
 
 class Ancestry(Protocol):
-    """The ancestor relation in the trees of one pass.
+    """The ancestor relation in the trees of one pass, S nodes per row.
 
-    Attributes:
-        size: S, nodes of each row.
-        state: the text's state in the layer whose convolution ran last, for kernels that mixers do not pass it to.
+    `state` is the text's in the layer whose convolution ran last, for kernels that mixers do not pass it to.
     """
 
     size: int
@@ -125,45 +120,32 @@ class Ancestry(Protocol):
 
     def closure(self, device: torch.device) -> torch.Tensor:
         """Return `[B, S, S]` bool, true where the row's node is the column's node or descends from it."""
-        ...
 
     def windows(self, width: int, cached: int, device: torch.device) -> torch.Tensor:
         """Return the columns of the last inputs of each node: its own, its ancestors' and those of the text before.
 
-        Args:
-            width: number of inputs that a convolution sees, at least 1.
-            cached: number of cached inputs of the text, which precede those of the nodes.
-            device: device of the result.
+        A convolution sees `width` inputs, at least 1; `cached` inputs of the text precede those of the nodes.
 
         Returns:
             `[B, S, width]` int64, columns of the `cached + S` inputs, the node's own one last.
         """
-        ...
 
 
 class Recurrence(Protocol):
-    """Handler of one model's recurrent layers in passes over token trees.
-
-    Attributes:
-        forgets: whether a pass over several tokens begins with an empty state.
-    """
+    """Handler of one model's recurrent layers in passes over token trees."""
 
     @property
     def forgets(self) -> bool:
         """True if a pass over several tokens begins with an empty state."""
-        ...
 
     def layers(self) -> list[Any]:
         """Return the empty layers of a `TreeCache` for the model."""
-        ...
 
     def ancestry(self, trees: Sequence[TokenTree]) -> Ancestry:
         """Return the ancestor relation of one pass over trees, one per row."""
-        ...
 
     def patched_for(self, ancestry: Ancestry) -> AbstractContextManager[None]:
         """Patch the model's recurrent functions to follow the paths of the trees, while the context lasts."""
-        ...
 
 
 class TreeLayer(CacheLayerMixin):
@@ -225,14 +207,7 @@ class TreeLayer(CacheLayerMixin):
         return keys.narrow(2, 0, visible), values.narrow(2, 0, visible)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Add the indexer's keys of the tokens that `update` has appended; see `transformers.Cache.update_indexer`.
-
-        Args:
-            indexer_key_states: `[B, T, D]`, keys of the new tokens.
-
-        Returns:
-            The keys of all tokens, `[B, max(lengths), D]`, a view of the buffer.
-        """
+        """Add the indexer's keys `[B, T, D]` of the tokens just appended; return all, a `[B, max(lengths), D]` view."""
         assert self.keys is not None
         rows, visible = len(self.lengths), max(self.lengths)
         first, states = visible - indexer_key_states.shape[1], indexer_key_states[:, None]
@@ -344,20 +319,9 @@ class TreeLayer(CacheLayerMixin):
         if self.lengths:
             self.lengths = [self.lengths[i] for i in indices.tolist()]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
 
 class TokenCounter(TreeLayer):
-    """Counts the tokens of rows whose layers are all recurrent; appended to the layers of models without attention.
-
-    To the cache it is a layer like any other, with keys and values of width zero.
-    """
+    """Counts the tokens of rows whose layers are all recurrent, as a layer with keys and values of width zero."""
 
     def count(self, rows: int, tokens: int) -> None:
         """Add `tokens` to the count of each row."""
@@ -411,11 +375,6 @@ class JoinedLayers:
         self.layers = layers
         self._views: list[torch.Tensor | None] = []
         self._joined_buffers: list[JoinedBuffer] = []
-
-    def copy_row_to(self, source: int, target: int, length: int) -> None:
-        """Copy the first tokens of one row to another, in all layers."""
-        for whole, _ in self.joined():
-            whole[:, target, :, :length] = whole[:, source, :, :length]
 
     def joined(self) -> list[JoinedBuffer]:
         """Return the joined buffers, joining them first if a layer has replaced its own."""

@@ -63,9 +63,7 @@ _KNOWN = frozenset({"torch", "transformers", "lade"})
 class PassMode:
     """The context in which a model makes its passes: its facts are known, and inference mode is on where it is safe.
 
-    Args:
-        facts: facts about the model.
-        plan: the model's mask format; masks of this package's own classes cannot be sliced in inference mode.
+    Masks of this package's own classes cannot be sliced in inference mode.
     """
 
     def __init__(self, facts: ModelFacts, plan: MaskPlan) -> None:

@@ -17,11 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def field(config: PretrainedConfig, name: str, default: Any = None) -> Any:
-    """Return the value of a configuration field.
+    """Return the value of a configuration field, or the list of the layers' values where they differ.
 
-    Returns:
-        One value, or the list of the layers' values where they differ: transformers raises an error if such a field
-        (`head_dim` of Gemma 4) is read from the model's config.
+    Transformers raises an error if such a field (`head_dim` of Gemma 4) is read from the model's config.
     """
     try:
         return getattr(config, name, default)

@@ -443,8 +443,6 @@ def _wrapped_callables(thing: Any) -> Iterator[Any]:
         yield thing.__wrapped__
 
 
-TENSOR_PARALLEL_HOME = "transformers.distributed.tensor_parallel"
-"""The module whose functions replace the forwards of sharded layers."""
 INVARIANCE = "batch_invariance"
 """Attribute with which `lade.invariant` marks a model."""
 
@@ -456,7 +454,7 @@ def tensor_parallel_size(model: Any) -> int:
 
 def is_tensor_parallel(forward: Any) -> bool:
     """Return whether an instance's `forward` is one of transformers' for sharded layers."""
-    return getattr(forward, "__module__", "") == TENSOR_PARALLEL_HOME
+    return getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel"
 
 
 def needs_synced_passes(model: Any) -> bool:

@@ -83,16 +83,6 @@ FULL = AttentionSpan()
 """Full attention: all keys are seen."""
 
 
-def sliding(window: int) -> AttentionSpan:
-    """Return the span of the last `window` positions, the query's own included."""
-    return AttentionSpan(window=window)
-
-
-def chunked(size: int) -> AttentionSpan:
-    """Return the span of the query's own chunk."""
-    return AttentionSpan(chunk=size)
-
-
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
@@ -100,11 +90,7 @@ _TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int3
 
 
 class PackedLayout:
-    """Arrays of known shapes, packed into one buffer.
-
-    Args:
-        parts: dtype (int64, int32 or bool) and shape of each array.
-    """
+    """Arrays of known dtypes (int64, int32 or bool) and shapes, packed into one buffer."""
 
     def __init__(self, parts: Sequence[tuple[Any, Sequence[int]]]) -> None:
         self._parts = [(np.dtype(dtype), tuple(shape)) for dtype, shape in parts]
@@ -162,8 +148,7 @@ class RootInputs:
     decoding.
 
     Attributes:
-        ids: `[B, 1]` int64.
-        positions: `[B, 1]` int64.
+        ids, positions: `[B, 1]` int64.
         slots: K, the number of slots of the cache and of the step.
         allowed: `[B, 1, 1, K]` bool, the slots each token may see; None for a single row, which sees all.
     """
@@ -207,32 +192,22 @@ TREE_ATTENTION, INVARIANT_ATTENTION = "lade_tree", "lade_invariant"
 
 
 class Inputs(Protocol):
-    """Tensors of one step over B trees.
-
-    Attributes:
-        ids: `[B, S]` int64.
-        positions: `[B, S]` int64.
-        key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
-    """
+    """Tensors of one step over B trees."""
 
     @property
     def ids(self) -> torch.Tensor:
-        """Token ids, `[B, S]`."""
-        ...
+        """Token ids, `[B, S]` int64."""
 
     @property
     def positions(self) -> torch.Tensor:
-        """Positions of the tokens, `[B, S]`."""
-        ...
+        """Positions of the tokens, `[B, S]` int64."""
 
     @property
     def key_positions(self) -> torch.Tensor:
-        """Position of every slot, `[B, K]`."""
-        ...
+        """Position of every slot of the cache and of the step, `[B, K]` int64."""
 
     def mask(self, span: AttentionSpan) -> torch.Tensor | None:
         """Return the slots that each node may see, `[B, 1, S, K]` bool; None if it sees all."""
-        ...
 
 
 class _TreeMasks(Protocol):
@@ -252,8 +227,7 @@ class StepInputs:
     """Tensors of one step over B trees; S is the largest number of nodes to feed, K = max(P) + S.
 
     Attributes:
-        ids: `[B, S]` int64; rows with fewer nodes are padded with copies of their root.
-        positions: `[B, S]` int64.
+        ids, positions: `[B, S]` int64; rows with fewer nodes are padded with copies of their root.
         key_positions: `[B, K]` int64, position of every slot of the cache and of the step.
         allowed: `[B, S, K]` bool, the slots that each node may see.
     """
@@ -267,14 +241,9 @@ class StepInputs:
     def of(
         cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device, held: Sequence[int] | None = None
     ) -> StepInputs:
-        """Combine one tree per row; the tokens fed are appended after the longest row.
+        """Combine one tree per row; the tokens fed are appended after the longest row, of `lengths[b]` cached tokens.
 
-        Args:
-            trees: B trees; S is the largest number of nodes to feed.
-            lengths: `[B]`, cached tokens of each row.
-            device: device of the tensors.
-            held: `[B]`, number of cached tokens, the last ones, that are the first nodes of the row's tree and are not
-                fed again; None for zeros.
+        The last `held[b]` of these are the first nodes of the row's tree, and are not fed again; None for zeros.
         """
         held = held or [0] * len(trees)
         if len(trees) == 1:
@@ -386,11 +355,7 @@ _WITHOUT_ATTENTION = RECURRENT_TYPES - {"hybrid"}
 
 
 def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
-    """Return the mask format of a model with this text config.
-
-    Args:
-        config: text config of the model.
-        by_layer_type: whether the model takes a dict of masks, one per layer type, or one mask for all layers.
+    """Return the mask format of a model with this text config; see `MaskPlan` for `by_layer_type`.
 
     Raises:
         ValueError: layers that share a mask have different spans; the message is the reason, a phrase to follow "it".
@@ -400,14 +365,14 @@ def plan_for(config: PretrainedConfig, *, by_layer_type: bool) -> MaskPlan:
     if by_layer_type:
         for kind in sorted({kind for kind, _ in layers}):
             window = _common_window(window for each, window in layers if each == kind)
-            seen = FULL if window is None else chunked(window) if kind == CHUNKED else sliding(window)
+            seen = AttentionSpan(chunk=window) if kind == CHUNKED else AttentionSpan(window)
             spans[kind] = None if kind in RECURRENT_TYPES else seen
     else:
         # A model without layer types in its masks does not mask by them. But transformers' cache follows them, and
         # keeps only the last tokens for a layer with a window or with chunks.
         window = _common_window(window for _, window in layers)
         attends = any(kind not in _WITHOUT_ATTENTION for kind, _ in layers)
-        spans["attention"] = None if not attends else FULL if window is None else sliding(window)
+        spans["attention"] = AttentionSpan(window) if attends else None
     backend = config._attn_implementation
     return MaskPlan(
         spans,

@@ -50,11 +50,7 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PositionOffsets:
-    """Position offsets of the rows of a cache.
-
-    Attributes:
-        rows: `[B]`, offsets of each row; empty if no row has any.
-    """
+    """Position offsets of the rows of a cache, `[B]`; empty if no row has any."""
 
     rows: tuple[Axes, ...] = ()
     _uploaded: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -179,11 +175,7 @@ class TreeCache(Cache):
         return {**vars(self), "_groups": [], "_grouped_layers": 0}
 
     def begin(self, tree_pass: Ancestry | None = None) -> None:
-        """Begin a pass with recurrent layers, which `keep` or `settle` ends.
-
-        Args:
-            tree_pass: ancestor relation of its trees; None for a plain pass, which updates the states in place.
-        """
+        """Begin a pass over trees with this ancestor relation; None for a plain one, which updates recurrent states."""
         self._tree_pass = tree_pass
         for layer in self.recurrent:
             layer.begin(tree_pass)
@@ -261,18 +253,14 @@ class TreeCache(Cache):
         self.settle()
 
     def repeat(self, tokens: int) -> None:
-        """Append `tokens` tokens to every row, by repeating its keys and values.
-
-        Used to time passes over a longer text than was fed: the content does not affect their cost.
-        """
+        """Append `tokens` copies of cached ones to every row, to time passes over a longer text than was fed."""
         for layer in self.attending:
             layer.repeat(tokens)
 
     def give_back(self, tokens: int) -> None:
         """End a generation: keep the first tokens of the only row, whichever layers an interrupted pass has updated.
 
-        Args:
-            tokens: number of tokens to keep, which every layer holds. If the states differ, nothing is kept.
+        Every layer holds that many tokens. If the recurrent states are those of another number, nothing is kept.
         """
         if not tokens or (self._state_tokens != tokens and self.recurrent):
             self.reset()
@@ -282,11 +270,7 @@ class TreeCache(Cache):
             layer.lengths = [tokens]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of every row; with recurrent layers, which cannot be rewound, drop everything.
-
-        Args:
-            tokens_to_remove: minus the number of tokens, as in transformers.
-        """
+        """Drop the last `-tokens_to_remove` tokens of every row; with recurrent layers, which cannot go back, all."""
         if self.recurrent:
             if tokens_to_remove:
                 self.reset()
@@ -295,11 +279,9 @@ class TreeCache(Cache):
             layer.crop(tokens_to_remove)
 
     def join(self, parts: Sequence[TreeCache], places: Sequence[tuple[int, int]]) -> None:
-        """Take over rows of other caches, which are emptied layer by layer.
+        """Take over rows of other caches of the same model, none of them empty, which are emptied layer by layer.
 
-        Args:
-            parts: caches of the same model, none of them empty.
-            places: `[B]`, index of each row's part, and of the row in it; a row may be used twice.
+        `places` has for each of B rows the index of its part, and of the row in it; a row may be used twice.
         """
         self.reset()
         self.offsets = PositionOffsets.collected([(parts[part].offsets, row) for part, row in places])
@@ -380,8 +362,9 @@ class TreeCache(Cache):
         """Remove a row; the last one takes its place."""
         last = len(self.lengths) - 1
         if row < last:
-            for group in self._grouped():
-                group.copy_row_to(last, row, max(self.lengths))  # full length, so that nothing of the old row stays
+            longest = max(self.lengths)  # so that nothing of the old row stays
+            for whole in (buffer.tensor for group in self._grouped() for buffer in group.joined()):
+                whole[:, row, :, :longest] = whole[:, last, :, :longest]
         lengths, order = list(self.lengths), list(range(last + 1))
         lengths[row], order[row] = lengths[last], last
         self.offsets = self.offsets.selected(order[:last])
@@ -416,15 +399,12 @@ class BufferSizes(Protocol):
 
     def buffer_rows(self, rows: int) -> int:
         """Return the number of rows to allocate for `rows`."""
-        ...
 
     def buffer_slots(self, tokens: int, tree: int = 0) -> int:
         """Return the number of slots to allocate for a row of `tokens` with `tree` nodes after them."""
-        ...
 
     def spare_tokens(self, tokens: int) -> int:
         """Return how many tokens to reserve beyond `tokens`, so that buffers are seldom replaced."""
-        ...
 
 
 class RowCache(KVCache, BufferSizes, Protocol):
@@ -433,24 +413,18 @@ class RowCache(KVCache, BufferSizes, Protocol):
     @property
     def room(self) -> tuple[int, int]:
         """Allocated rows, and slots of each; zeros while it is empty."""
-        ...
 
     def reserve(self, rows: int, slots: int) -> None:
         """Resize the buffers, at least to the size in use; `BufferSizes` gives suitable sizes."""
-        ...
 
     def take(self, part: TreeCache) -> None:
         """Append the only row of another cache of the same model, which is emptied."""
-        ...
 
     def copy_row(self, row: int, tokens: int) -> TreeCache:
         """Return a separate cache with the first tokens of a row; the cache must have no recurrent layers."""
-        ...
 
     def give_back(self, tokens: int) -> None:
         """End a generation: a user's cache keeps the first `tokens` of the only row, other buffers are released."""
-        ...
 
     def reset(self) -> None:
         """Drop everything."""
-        ...

@@ -30,12 +30,10 @@ After = Callable[[Any], Any]
 
 @contextmanager
 def hooked(module: nn.Module, *, before: Before | None = None, after: After | None = None) -> Iterator[None]:
-    """Observe the calls of a module by this thread, while the context lasts.
+    """Observe the calls of a module by this thread, while the context lasts; other threads may call it too.
 
-    Args:
-        module: the module, which other threads may call too.
-        before: called with the arguments of each call, positional and named; None for no hook.
-        after: called with each result, and may return a replacement; None for no hook.
+    `before` is called with the arguments of each call, positional and named, `after` with each result, for which it may
+    return a replacement.
     """
     here = threading.local()
     here.active = True
@@ -58,14 +56,10 @@ def hooked(module: nn.Module, *, before: Before | None = None, after: After | No
 
 
 class Override:
-    """Replaces a flag or function that has a different value in some threads.
+    """Replaces a flag or function that has a different value in some threads, `threads` of them.
 
-    Args:
-        original: the value for the other threads and for copies of the module.
-        inherited: whether the module inherits the original from its class.
-
-    Attributes:
-        threads: number of threads with a value of their own.
+    The original, which the module may have inherited from its class, stays the value for other threads and for copies
+    of the module.
     """
 
     def __init__(self, original: Any, *, inherited: bool) -> None:
@@ -117,11 +111,11 @@ _changing = ForkSafeLock()
 
 @contextmanager
 def overridden(module: nn.Module | ModuleType, name: str, own: Callable[[Any], Any]) -> Iterator[Override]:
-    """Give this thread another value of an attribute while the context lasts.
+    """Give this thread another value of an attribute, a flag or a function, while the context lasts.
 
     Args:
         module: an nn.Module, or a Python module whose functions look the attribute up; other threads may use it too.
-        name: name of the attribute, which is a flag or a function.
+        name: name of the attribute.
         own: maps the original value to this thread's.
 
     Raises:
@@ -162,11 +156,7 @@ HOOKS_REMEDY = "remove them first, accelerate's with accelerate.hooks.remove_hoo
 
 
 class Changed(nn.Module):
-    """Base of the mixins that are added to a layer's class.
-
-    Attributes:
-        original: the layer's own class.
-    """
+    """Base of the mixins that are added to a layer's class; `original` is the layer's own class."""
 
     original: Any
 

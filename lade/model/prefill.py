@@ -28,7 +28,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -59,10 +58,8 @@ class DecoderOutput(ABC):
         self._hook.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hook.__exit__(kind, problem, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hook.__exit__(*error)
 
     @abstractmethod
     def _collect(self, output: Any) -> Any:
@@ -85,12 +82,10 @@ class HiddenStates(DecoderOutput):
         self._states = states
 
     def prompt_logits(self, logits: torch.Tensor, length: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the logits of the prompt's last tokens in chunks of bounded size.
+        """Yield the logits of the prompt's last tokens in chunks of bounded size, given its length with cached tokens.
 
-        Args:
-            logits: `[B, V]` that the model returned for the last token. Some models scale or cap the head's output: the
-                other logits are scaled by the same factor.
-            length: number of tokens in the prompt, cached ones included.
+        Some models scale or cap the head's output: all logits are scaled by the factor that `logits` show, the `[B, V]`
+        that the model returned for the last token.
 
         Yields:
             The index of a token, and logits `[B, T, V]` from there on, on the device of `logits`. In a model split over
@@ -107,14 +102,10 @@ class HiddenStates(DecoderOutput):
         rows: Iterable[Sequence[int]],
         paddings: Sequence[int] | None = None,
     ) -> None:
-        """Call a hook with these logits, prompt by prompt.
+        """Call a hook with these logits, prompt by prompt; see `prompt_logits`.
 
-        Args:
-            hook: the hook to call.
-            logits: `[B, V]` that the model returned for the last token, see `prompt_logits`.
-            length: number of tokens in the prompt, cached ones and padding included.
-            rows: for each prompt the indices of the rows that have it.
-            paddings: number of padding columns before each prompt; None for zeros.
+        `rows` has for each prompt the indices of its rows, `paddings` the number of columns before it, None for zeros.
+        `length` is the number of tokens in the prompt, cached ones and padding included.
         """
         places = [(numbers, 0) for numbers in rows] if paddings is None else list(zip(rows, paddings, strict=True))
         for start, piece in self.prompt_logits(logits, length):
@@ -159,13 +150,8 @@ PASS_TOKENS = {"cpu": 64, "cuda": 256}
 def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
     """Group lengths that are fed together, each prompt padded to the longest of its group, at the least total cost.
 
-    Args:
-        prompts: number of prompts by length.
-        pass_tokens: fixed cost of a pass, in tokens.
-
-    Returns:
-        The lengths of each pass, shortest first. A pass costs `pass_tokens` plus its number of prompts times its
-        longest.
+    A pass costs `pass_tokens` plus its number of prompts times its longest. Given are the number of prompts by length;
+    the result are the lengths of each pass, shortest first.
     """
     lengths = sorted(prompts)
     best = [(0, 0)]  # for the n shortest lengths: their cost, and how many of them are before the last group
@@ -184,13 +170,7 @@ def grouped(prompts: Mapping[int, int], pass_tokens: int) -> list[set[int]]:
 
 
 class FrequencySwitch:
-    """Transformers' behaviour where a model changes its rotary frequencies (longrope).
-
-    Args:
-        model: the model, whose `prepare_inputs_for_generation` decides.
-        length: number of tokens beyond which the frequencies change; None if they never do.
-        device: device of the input ids.
-    """
+    """Transformers' behaviour where a model changes its rotary frequencies (longrope), beyond `length` tokens."""
 
     def __init__(self, model: Any, length: int | None, device: torch.device) -> None:
         self._model, self._length, self._device = model, length, device
@@ -240,12 +220,9 @@ class TextPieces:
         self.shareable = 0 if self._has_states else sys.maxsize if self._picked is None else self._picked
 
     def end(self, fed: int, most: int, length: int) -> int:
-        """Return the end of the next piece of a prompt, such that the pieces give the same result as the whole prompt.
+        """Return the end of the next piece of a prompt; the pieces give the same result as the whole.
 
-        Args:
-            fed: number of tokens in the cache.
-            most: maximum number of tokens to feed, which is exceeded if the piece has to be longer.
-            length: length of the prompt.
+        `fed` tokens are in the cache. A piece has at most `most` tokens, more only where it has to be longer.
         """
         end = min(length, fed + (max(most, 2) if self._has_states else most))
         if self._forgets or (self._picked is not None and end > self._picked):
@@ -281,15 +258,9 @@ class PreparedPrompts:
         return [self.width - len(seen) for seen in self.columns]
 
     def feed(self, model: Any, generation_config: GenerationConfig, cache: TreeCache) -> torch.Tensor:
-        """Feed the tokens that are not cached yet, and remove masked ones from the cache.
+        """Feed the tokens that are not cached yet, and remove masked ones from the cache; return logits `[B, V]`.
 
-        Args:
-            model: the model whose `generate` has prepared the prompts.
-            generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
-            cache: an empty cache or, for a single prompt without padding, one with its first tokens.
-
-        Returns:
-            Logits of each prompt's last token, `[B, V]`.
+        The cache is empty or, for a single prompt without padding, holds its first tokens.
         """
         arguments = {name: dict(value) if type(value) is dict else value for name, value in self.arguments.items()}
         output = model._prefill(self.input_ids, generation_config, {**arguments, CACHE: cache})
@@ -307,10 +278,8 @@ class PreparedPrompts:
 class PaddedStates(DecoderOutput):
     """Lets the model compute the logits of last tokens only, in calls by this thread while the context is open.
 
-    Args:
-        model: the model that is fed prompts padded on the right to the longest.
-        lengths: `[P]`, lengths of the prompts.
-        kept: whether to keep the hidden states of all prompt tokens for `prompt_logits`.
+    It is fed prompts of these lengths, `[P]`, padded on the right to the longest. If `kept`, the hidden states of all
+    prompt tokens are, for `prompt_logits`.
     """
 
     def __init__(self, model: PreTrainedModel, lengths: Sequence[int], *, kept: bool) -> None:
@@ -333,15 +302,10 @@ class PaddedStates(DecoderOutput):
     def _rows_of(self, length: int) -> list[int]:
         return [number for number, other in enumerate(self._lengths) if other == length]
 
-    def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[P, V]` of the last tokens; a model without a base model returns those of all tokens."""
-        return logits[:, 0] if logits.shape[1] == 1 else _last(logits, self._lengths)
-
     def prompt_logits(self, logits: torch.Tensor) -> Iterator[tuple[list[int], int, torch.Tensor]]:
         """Yield the logits of the prompts' last tokens in chunks of bounded size, shorter prompts first.
 
-        Args:
-            logits: `[P, V]`, logits of the last tokens; see `HiddenStates.prompt_logits`.
+        Given are the logits `[P, V]` of the last tokens, see `HiddenStates.prompt_logits`.
 
         Yields:
             Indices of B prompts of equal length, the index of a token, and their logits `[B, T, V]` from there on.
@@ -359,13 +323,10 @@ def _last(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 class PromptPasses:
-    """Feeds prompts to one model.
+    """Feeds prompts to one model, a decoder that `lade.supports`.
 
-    Args:
-        facts: facts about the model, a decoder that `lade.supports`.
-        plan: the model's mask format.
-        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
-        device: device of the input ids.
+    Transformers' prefill reads `prefill_chunk_size` from the final generation config. If it `pads`, prompts of several
+    lengths may share a pass.
     """
 
     def __init__(
@@ -373,13 +334,10 @@ class PromptPasses:
     ) -> None:
         self._model: Any = facts.model
         self._plan, self._generation_config, self._device = plan, generation_config, device
+        # Not in chunked prefill: last tokens differ by chunk.
+        self.pads = plan.pads and plan.attends and generation_config.prefill_chunk_size is None
         self._all_logits = False
         self._accepts, self._cache_name = facts.accepts, facts.cache_name or CACHE
-
-    @property
-    def pad(self) -> bool:
-        """True if prompts of several lengths may share a pass; not in chunked prefill: last tokens differ by chunk."""
-        return self._plan.pads and self._plan.attends and self._generation_config.prefill_chunk_size is None
 
     def with_all_logits(self) -> PromptPasses:
         """Return passes over one prompt at a time, whose hooks get the logits that the model itself returns.
@@ -397,16 +355,13 @@ class PromptPasses:
         cache: TreeCache,
         hook: PromptLogitsHook | None,
     ) -> torch.Tensor:
-        """Feed the tokens that are not cached yet.
+        """Feed the tokens that are not cached yet; return the logits of the last tokens, `[P, V]`.
 
         Args:
             prompts: P prompts of equal length; of any length with an empty cache, if they may be padded.
             sharing: indices of the rows that have each prompt.
             cache: a cache that is empty or holds the first tokens of all of them.
             hook: called with the logits of their tokens; None for no call.
-
-        Returns:
-            Logits of the last tokens, `[P, V]`.
         """
         if len(set(map(len, prompts))) > 1:
             return self._feed_padded(prompts, sharing, cache, hook)
@@ -431,13 +386,12 @@ class PromptPasses:
 
     def _observing(self, hook: PromptLogitsHook | None) -> AbstractContextManager[HiddenStates | None]:
         """Return the context of a pass in which a hook can read the logits of the prompt."""
-        if hook is None or not self._all_logits:
-            return nullcontext() if hook is None else HiddenStates(self._model)
-        return hooked(self._model, before=self._keep_all)  # some models override `logits_to_keep`
-
-    def _keep_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if "logits_to_keep" in self._accepts:
-            kwargs["logits_to_keep"] = 0
+        if hook is None:
+            return nullcontext()
+        if not self._all_logits:
+            return HiddenStates(self._model)
+        keep_all = {"logits_to_keep": 0} if "logits_to_keep" in self._accepts else {}
+        return hooked(self._model, before=lambda _, kwargs: kwargs.update(keep_all))  # some models override it
 
     def _report_all(
         self, hook: PromptLogitsHook, sharing: Sequence[Sequence[int]], start: int, logits: torch.Tensor, fed: int
@@ -468,7 +422,8 @@ class PromptPasses:
         with PaddedStates(self._model, lengths, kept=hook is not None) as states:
             output = self._model._prefill(ids, self._generation_config, self._arguments(ids, cache))
         cache.trim(lengths)
-        logits = states.last_logits(output.logits)
+        logits: torch.Tensor = output.logits  # a model without a base model returns those of all tokens
+        logits = logits[:, 0] if logits.shape[1] == 1 else _last(logits, lengths)
         if hook:
             for numbers, start, piece in states.prompt_logits(logits):
                 for number, prompt_logits in zip(numbers, piece, strict=True):

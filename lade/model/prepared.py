@@ -104,23 +104,12 @@ def holds_media(arguments: Mapping[str, Any]) -> bool:
 
 
 def marks_only_text(model: PreTrainedModel, name: str, value: Any) -> bool:
-    """Return whether an argument merely marks all tokens of the prompt as text.
-
-    Args:
-        model: the causal language model.
-        name: name of the argument.
-        value: value of the argument, `[B, L]`.
-    """
+    """Return whether an argument of this name and value, `[B, L]`, merely marks all tokens of the prompt as text."""
     return _is_token_types(model, name, value) and not value.any()
 
 
 def has_more_than_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a prompt has media inputs, or marks tokens as media whose features are cached already.
-
-    Args:
-        model: the causal language model.
-        arguments: keyword arguments that `generate` has prepared.
-    """
+    """Return whether a prompt has media inputs, or marks tokens as media whose features are cached already."""
     marked = (value.any() for name, value in arguments.items() if _is_token_types(model, name, value))
     return holds_media(arguments) or any(marked)
 
@@ -141,8 +130,7 @@ class Prepared:
     Attributes:
         model: the causal language model.
         input_ids: `[B, L]` int64, padded on the left; with beam search each prompt is repeated `num_beams` times.
-        logits_processor: processors, called once per emitted token.
-        stopping_criteria: criteria, called once per emitted token.
+        logits_processor, stopping_criteria: called once per emitted token.
         generation_config: the final, merged config.
         model_kwargs: attention mask, positions, cache and other arguments that `generate` prepared.
         wrapper: the model as the caller has it: a wrapper of PEFT or `torch.compile`, or `model` itself.
@@ -186,11 +174,7 @@ class Prepared:
         return ModelFacts.of(self.model)
 
     def source_text(self, row: int) -> list[int]:
-        """Return the ids that the encoder has read for one row, without padding; empty unless an encoder takes ids.
-
-        Args:
-            row: index of the row among all that are decoded.
-        """
+        """Return the ids that the encoder has read for one row, without padding; empty unless an encoder takes ids."""
         return ENCODERS.load().source_of(self, row) if self.facts.has_encoder else []
 
     @property
@@ -224,13 +208,7 @@ class Prepared:
 def custom_generate_for(
     use: Callable[[Prepared], T], wrapper: Any = None, predictions: Sequence[Sequence[int]] = ()
 ) -> Callable[..., T]:
-    """Return a callable for `custom_generate=` that passes the inputs prepared by `model.generate` to `use`.
-
-    Args:
-        use: called with the prepared inputs; its result becomes that of `model.generate`.
-        wrapper: the model as the caller has it, see `Prepared`; None for the model itself.
-        predictions: expected answers, see `Prepared`.
-    """
+    """Return a callable for `custom_generate=` that passes the inputs prepared by `model.generate` to `use`."""
 
     def custom_generate(
         model: PreTrainedModel,

@@ -40,10 +40,7 @@ PLAYED_BY = {
 
 
 class Role(Generic[T]):
-    """One thing that the core needs a backend for.
-
-    Args:
-        name: its name in `PLAYED_BY`.
+    """One thing that the core needs a backend for, by its name in `PLAYED_BY`.
 
     Example:
         MEDIA: Role[Media] = Role("media")

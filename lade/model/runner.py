@@ -55,15 +55,10 @@ def _resetting(cache: TreeCache, *, after_error: bool) -> Iterator[None]:
 
 
 class EagerRunner:
-    """Calls `model.forward` once per step, whatever the number of tokens.
-
-    Args:
-        model: a decoder-only model that `lade.supports`.
-        plan: the model's mask format.
-        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
-        facts: facts about the model; None to survey it now.
+    """Calls `model.forward` once per step, whatever the number of tokens, of a decoder that `lade.supports`.
 
     Attributes:
+        generation_config: the final config; transformers' prefill reads `prefill_chunk_size` from it.
         facts: facts about the model as of the start of the call, or of an engine's last request.
         prepared: whether the last pass did work that is done once: it was the first of its shape.
         shapes: rows and tokens per row of passes that have been made; it may be shared with later runners of the model.
@@ -133,11 +128,7 @@ class EagerRunner:
 
     @contextmanager
     def watching_states(self, watcher: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """Pass on the hidden states of passes over trees while the context lasts.
-
-        Args:
-            watcher: called after each pass of this thread with `[B, S, H]`, the states after the final norm.
-        """
+        """Call `watcher` with the hidden states `[B, S, H]` after the final norm of this thread's passes over trees."""
         with hooked(self.model.get_decoder(), after=lambda output: watcher(output[0].detach())):
             yield
 
@@ -168,22 +159,16 @@ class EagerRunner:
         return TreeCache()
 
     def new_cache(self, *, tokens: int | None = None, limit: int | None = None) -> RowCache:
-        """Return an empty cache of the type that this runner needs.
+        """Return an empty cache of the type that this runner needs, for rows of at most `tokens`; None if unknown.
 
-        Args:
-            tokens: maximum length of a row; None if unknown.
-            limit: maximum number of slots, over all rows, in buffers reused from earlier generations; None for no
-                limit.
+        `limit` bounds the slots, over all rows, in buffers reused from earlier generations; None for no limit.
         """
         return TreeCache()
 
     def borrow(self, given: Cache, tokens: int, *, handed_out: bool) -> RowCache:
-        """Return the cache for one generation, which `RowCache.give_back` ends.
+        """Return the cache for one generation with rows of at most `tokens`, which `RowCache.give_back` ends.
 
-        Args:
-            given: the user's cache, or an empty `TreeCache` of our own.
-            tokens: maximum length of a row.
-            handed_out: whether the caller gets `given` in the end.
+        Given is the user's cache, or an empty `TreeCache` of our own; `handed_out` if the caller gets it in the end.
         """
         if isinstance(given, TreeCache):
             return given
@@ -192,9 +177,7 @@ class EagerRunner:
     def host(self, cache: TreeCache, tokens: int) -> Any:
         """Return a cache of the type that `forward` needs with the rows of another, which must not be used afterwards.
 
-        Args:
-            cache: the cache whose rows are taken over.
-            tokens: maximum length of a row.
+        No row gets longer than `tokens`.
         """
         return cache
 
@@ -205,7 +188,7 @@ class EagerRunner:
     @property
     def pads(self) -> bool:
         """True if prompts of several lengths are padded into one pass where that costs less than separate passes."""
-        return self._prompt_passes.pad and self.pieces.anywhere
+        return self._prompt_passes.pads and self.pieces.anywhere
 
     @property
     def pass_tokens(self) -> int:
@@ -297,16 +280,14 @@ class EagerRunner:
 
     @torch.no_grad()
     def forward(self, trees: Sequence[TokenTree], rows: Sequence[Sequence[int]], cache: TreeCache) -> torch.Tensor:
-        """Feed one tree per row.
+        """Feed one tree per row; return the logits of all nodes, `[B, S, V]`, S being the size of the largest tree.
+
+        In rows with a smaller tree the logits after its last node are undefined.
 
         Args:
             trees: B trees, whose roots are the last tokens of `rows`.
             rows: all tokens so far, the root included.
             cache: a cache that holds everything before the roots; the trees are appended to it.
-
-        Returns:
-            Logits of all nodes, `[B, S, V]`, S being the size of the largest tree; in rows with a smaller tree the
-            logits after its last node are undefined.
         """
         at_switch = len(rows) == 1 and cache.lengths[0] == self.positions.longrope_switch
         if at_switch and self.switch.recomputes(rows, cache):
@@ -360,16 +341,12 @@ class EagerRunner:
 
     @torch.no_grad()
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: TreeCache) -> torch.Tensor:
-        """Feed the nodes of one tree per row that the cache does not hold yet.
+        """Feed the nodes of one tree per row that the cache does not hold yet; return their logits, as `forward` does.
 
         Args:
             trees: B trees, whose first nodes are cached already.
             held: `[B]`, number of these nodes.
             cache: a cache whose rows end with these nodes; the others are appended to it.
-
-        Returns:
-            Logits of the nodes fed, `[B, S, V]`, S being the largest number of them; in rows with fewer the logits
-            after the last one are undefined.
         """
         inputs = self.plan.inputs(trees, cache.lengths, self.device, held)
         arguments = self._arguments(inputs, cache, cache.offsets.on(self.device))
@@ -446,12 +423,8 @@ def runner_for(
 ) -> EagerRunner:
     """Return the runner for a model: that of several processes if there are any, else captured passes, else eager ones.
 
-    Args:
-        facts: facts about the model, a decoder without an encoder that `lade.supports`.
-        plan: the model's mask format.
-        generation_config: the final generation config, see `EagerRunner`.
-        own_cache: false if decoding continues a user's cache, which has no fixed addresses.
-        captures: false if every pass has to be launched eagerly.
+    The model is a decoder without an encoder; see `EagerRunner` for plan and config. `own_cache` is false if decoding
+    continues a user's cache, which has no fixed addresses; `captures` if every pass has to be launched eagerly.
 
     Raises:
         UnsupportedArgumentError: the processes that decode the model cannot serve these passes.

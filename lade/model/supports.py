@@ -261,7 +261,7 @@ def support_by(facts: ModelFacts, wrapped: Any) -> Support:
     if reason:
         return Support(name, reason)
     foreign = _foreign_code(facts)
-    if not foreign and _is_listed(model, config):
+    if not foreign and is_listed(model, config):
         return _listed(model, config)
     known = _checked.setdefault(model, {})
     state = (config._attn_implementation, model.dtype, *map(id, foreign))
@@ -303,9 +303,10 @@ def unwrap(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def is_listed(model: PreTrainedModel) -> bool:
-    """Return whether a model's architecture is tested by this package; others are checked on the model itself."""
-    return _is_listed(model, decoder_config(model))
+def is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    """Return whether a model's architecture is tested, given its decoder's config; others are checked on the model."""
+    own = model.config is config or (_has_encoder(model) and type(model.config) is type(config))  # T5's is a copy
+    return own and has_listed_decoder(model, config)
 
 
 def _refusal_of_architecture(facts: ModelFacts, config: PretrainedConfig) -> str:
@@ -373,11 +374,6 @@ def _refusal_of_trials(facts: ModelFacts) -> str:
 
 def _has_encoder(model: PreTrainedModel) -> bool:
     return bool(model.config.is_encoder_decoder)
-
-
-def _is_listed(model: PreTrainedModel, config: PretrainedConfig) -> bool:
-    own = model.config is config or (_has_encoder(model) and type(model.config) is type(config))  # T5's is a copy
-    return own and has_listed_decoder(model, config)
 
 
 def has_listed_decoder(model: PreTrainedModel, config: PretrainedConfig) -> bool:

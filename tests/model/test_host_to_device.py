@@ -8,7 +8,7 @@ from spies import watched
 
 from lade.backends.cuda_graphs.pass_inputs import StaticInputs
 from lade.decoding.tree import TokenTree
-from lade.model.inputs import FULL, PackedLayout, StepInputs, sliding, upload
+from lade.model.inputs import FULL, AttentionSpan, PackedLayout, StepInputs, upload
 
 CPU = torch.device("cpu")
 PARTS = [
@@ -88,7 +88,7 @@ def test_a_padded_step_for_attention_that_knows_trees_shows_the_same(rows, size)
     dense, step = inputs.step(64), inputs.tree_step(64)
     assert torch.equal(step.ids, dense.ids) and torch.equal(step.positions, dense.positions)
     assert torch.equal(step.key_positions, dense.key_positions)
-    for span in (FULL, sliding(3)):
+    for span in (FULL, AttentionSpan(window=3)):
         mask, expected = step.mask(span).dense(), dense.mask(span)
         for row, tree in enumerate(step_trees):
             assert torch.equal(mask[row, :, : len(tree)], expected[row, :, : len(tree)])

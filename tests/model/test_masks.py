@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lade.decoding.tree import TokenTree
 from lade.model.config import field, per_layer, window_too_short
-from lade.model.inputs import FULL, MaskPlan, RootInputs, StepInputs, chunked, plan_for, sliding
+from lade.model.inputs import FULL, AttentionSpan, MaskPlan, RootInputs, StepInputs, plan_for
 
 CPU = torch.device("cpu")
 
@@ -35,19 +35,19 @@ def test_a_node_sees_the_cache_its_ancestors_and_itself():
 
 
 def test_a_sliding_window_counts_positions_and_not_slots():
-    plan = MaskPlan({"attention": sliding(3)}, by_layer_type=False, additive=False)
+    plan = MaskPlan({"attention": AttentionSpan(3)}, by_layer_type=False, additive=False)
     mask = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)[0, 0]
     assert drawn(mask) == ".###...\n..###..\n...###.\n..##..#"
 
 
 def test_a_chunk_starts_at_its_first_position():
-    plan = MaskPlan({"attention": chunked(4)}, by_layer_type=False, additive=False)
+    plan = MaskPlan({"attention": AttentionSpan(chunk=4)}, by_layer_type=False, additive=False)
     mask = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)[0, 0]
     assert drawn(mask) == "####...\n....#..\n....##.\n......#"
 
 
 def test_each_layer_type_gets_its_own_mask():
-    plan = MaskPlan({"full_attention": FULL, "sliding_attention": sliding(2)}, by_layer_type=True, additive=False)
+    plan = MaskPlan({"full_attention": FULL, "sliding_attention": AttentionSpan(2)}, by_layer_type=True, additive=False)
     masks = plan.masks(StepInputs.of([two_branches()], [3], CPU), torch.float32)
     assert sorted(masks) == ["full_attention", "sliding_attention"]
     assert masks["full_attention"].sum() > masks["sliding_attention"].sum()
@@ -94,7 +94,7 @@ def test_smaller_trees_are_filled_up_and_stay_by_themselves(texts, holding, data
         assert inputs.positions[row].max() == max(positions[own:], default=before), "filling lies where the root does"
 
 
-@pytest.mark.parametrize("span", [FULL, sliding(3), sliding(50), chunked(4)], ids=str)
+@pytest.mark.parametrize("span", [FULL, AttentionSpan(3), AttentionSpan(50), AttentionSpan(chunk=4)], ids=str)
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("lengths", [[9], [9, 4, 12], [5, 5]], ids=str)
 def test_roots_alone_see_what_they_see_in_trees_and_a_lone_one_needs_no_mask_to_see_everything(lengths, span, additive):
@@ -125,20 +125,20 @@ def test_a_field_of_which_layers_have_values_of_their_own_is_a_list():
 
 def test_each_layer_type_has_its_reach():
     plan = plan_for(config(layer_types=TYPES, sliding_window=12), by_layer_type=True)
-    assert plan.spans == {"sliding_attention": sliding(12), "full_attention": FULL}
+    assert plan.spans == {"sliding_attention": AttentionSpan(12), "full_attention": FULL}
     types = ["chunked_attention", "full_attention"] * 2
     plan = plan_for(config("llama4_text", layer_types=types, attention_chunk_size=5), by_layer_type=True)
-    assert plan.spans == {"chunked_attention": chunked(5), "full_attention": FULL}
+    assert plan.spans == {"chunked_attention": AttentionSpan(chunk=5), "full_attention": FULL}
 
 
 @pytest.mark.parametrize(
     ("fields", "span"),
     [
         ({}, FULL),
-        ({"sliding_window": 7}, sliding(7)),
-        ({"attention_chunk_size": 7}, sliding(7)),  # the cache of plain decoding holds that much
+        ({"sliding_window": 7}, AttentionSpan(7)),
+        ({"attention_chunk_size": 7}, AttentionSpan(7)),  # the cache of plain decoding holds that much
         ({"layer_types": ["full_attention"] * 4, "sliding_window": 7}, FULL),
-        ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 7}, sliding(7)),
+        ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 7}, AttentionSpan(7)),
     ],
 )
 def test_one_mask_for_all_layers(fields, span):

@@ -12,7 +12,7 @@ import lade
 from lade.backends.tree_attention import backend as module
 from lade.backends.tree_attention.backend import NAME, kernel_for, tree_attention
 from lade.backends.tree_attention.tree_mask import TreeMask
-from lade.model.inputs import FULL, AttentionSpan, MaskPlan, StepInputs, sliding
+from lade.model.inputs import FULL, AttentionSpan, MaskPlan, StepInputs
 from lade.testing import toy_model
 
 
@@ -245,7 +245,7 @@ def test_it_is_made_dense_once_and_only_when_somebody_looks():
 
 
 def test_a_plan_gives_one_to_each_layer_type():
-    spans = {"full_attention": FULL, "sliding_attention": sliding(2)}
+    spans = {"full_attention": FULL, "sliding_attention": AttentionSpan(window=2)}
     masks, expected = (
         plan.masks(plan.inputs([tree_of([0, 0])], [4], CPU), torch.float32)
         for plan in (MaskPlan(spans, by_layer_type=True, additive=False, compact=compact) for compact in (True, False))

@@ -26,7 +26,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lade.config import LookaheadConfig
-from lade.decoding.beams.tree import Branches, Follow
+from lade.decoding.beams.tree import Branches, BranchRow, Follow
 from lade.decoding.drafting.lookahead import NGramPool, chosen_ngrams
 from lade.decoding.loop import KVCache, PromptRunner
 from lade.decoding.tree import ROOT, TokenTree
@@ -36,9 +36,7 @@ from lade.stats import Stats, Step
 class Recycler:
     """Maps the last 1 to `orders` tokens of a text to the top next tokens last seen after them.
 
-    Args:
-        orders: length of the longest context.
-        max_contexts: maximum number of contexts of each length; the least recently learned is evicted first.
+    Of contexts of each length at most `max_contexts` are kept: the least recently learned is evicted first.
     """
 
     def __init__(self, orders: int = 3, max_contexts: int = 65_536) -> None:
@@ -70,18 +68,12 @@ FOLLOWS = 8
 class BeamGuesser:
     """Adds to the tree of a beam search the tokens that its next steps are expected to select.
 
-    The next beam steps are simulated, with a few more beams than the search has. At a node that has been fed, the next
-    tokens and their log-probabilities are known; elsewhere those are used that the model last gave after the same
-    context. This replaces the Jacobi window, which predicts one text where k are needed: under the best beam a window
-    of 7 columns saved fewer passes than as many nodes of this simulation.
+    The next N - 1 beam steps are simulated, with k + W beams, or not at all if W is 0. At a node that has been fed, the
+    next tokens and their log-probabilities are known; elsewhere those are used that the model last gave after the same
+    context. This replaces the Jacobi window, which predicts one text where k are needed: under the best beam 7 columns
+    saved fewer passes than as many nodes of this simulation. After each beam G n-grams of the pool are tried.
 
-    Args:
-        config: N - 1 is the number of steps simulated; W, how many beams beyond k are simulated (0 disables it); G, how
-            many n-grams of the pool are tried after each beam.
-        num_beams: k, the number of beams per prompt.
-        excluded: ids after which nothing is drafted.
-        recycler: top next tokens by context; may be shared with other prompts.
-        source: ids of a text whose tokens may recur: the encoder's input.
+    The recycler may be shared with other prompts. Tokens of the text `source`, the encoder's input, may recur.
     """
 
     def __init__(
@@ -119,13 +111,7 @@ class BeamGuesser:
             self._pool.learn((text[end - ngram : end] for end in ends), "prompt")
 
     def grow(self, branches: Branches, beams: Mapping[int, float], room: int | None) -> None:
-        """Add guesses after the beams to the tree.
-
-        Args:
-            branches: the texts of the search, whose tree grows.
-            beams: the last node of each beam, with the beam's log-probability.
-            room: maximum number of levels to add; None for no limit.
-        """
+        """Add at most `room` levels of guesses after the beams, given as last nodes with log-probabilities."""
         steps = self._config.ngram - 1 if room is None else min(self._config.ngram - 1, room)
         self._simulate(branches, beams, steps)
         for node in beams:
@@ -161,34 +147,14 @@ def top_follows(logits: torch.Tensor, count: int) -> list[list[Follow]]:
     return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
-class BeamRow:
-    """One prompt of a beam search.
-
-    Args:
-        prompt: ids of the prompt, at least one.
-        num_beams: k, the number of beams.
-        guesser: drafts the next beam steps of this row.
-
-    Attributes:
-        branches: trunk and tree of the beams.
-        beams: `[k]`, the last node of each beam.
-    """
+class BeamRow(BranchRow):
+    """One prompt of a beam search; `beams`, `[k]`, are the last nodes of its beams."""
 
     def __init__(self, prompt: Sequence[int], num_beams: int, guesser: BeamGuesser) -> None:
         self.branches = Branches.of(prompt)
         self.beams = [ROOT] * num_beams
         self._scores = [0.0] * num_beams  # log-probabilities of the beams before processors, used for drafting alone
         self._guesser = guesser
-
-    @property
-    def tree(self) -> TokenTree:
-        """The tree, whose first `seen` nodes are in the cache."""
-        return self.branches.tree
-
-    @property
-    def seen(self) -> int:
-        """Number of nodes that a pass has seen."""
-        return len(self.branches.follows)
 
     @property
     def position(self) -> int:
@@ -242,11 +208,9 @@ class BranchCache(KVCache, Protocol):
 
     def keep(self, paths: Sequence[Sequence[int]], fed: int, held: Sequence[int] | None = None) -> None:
         """Keep the tokens on each row's path, out of its last `fed` ones and the `held[b]` before them."""
-        ...
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
-        ...
 
 
 CacheT = TypeVar("CacheT", bound=BranchCache)
@@ -259,61 +223,59 @@ class BranchRunner(PromptRunner[CacheT_contra], Protocol[CacheT_contra]):
     @property
     def refeeds(self) -> bool:
         """True if `extend` feeds the held nodes again."""
-        ...
 
     def extend(self, trees: Sequence[TokenTree], held: Sequence[int], cache: CacheT_contra) -> torch.Tensor:
         """Feed one tree per row without its `held[b]` first nodes, the last ones in the cache; return `[B, S, V]`."""
-        ...
 
 
-class BeamMeter:
-    """Reports each forward pass to `stats` when the next one begins, and the beam steps that it served are known."""
+class PassMeter:
+    """Reports each forward pass to `stats` when the next one begins, and the tokens that it served are known."""
 
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-        self._passes = self._served = 0
-        self._fed: Sequence[int] = ()
-        self._start = self._forward_s = 0.0
+    def __init__(self, stats: Stats, rows: int) -> None:
+        self._stats, self.passes = stats, 0
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._sources: list[list[str]] = [[] for _ in range(rows)]
+        self._fed: Sequence[int] = [0] * rows
+        self._seconds = self._forward_s = 0.0
 
-    def begin(self) -> None:
-        """Start a pass; the previous one has served its last step."""
-        self.end()
-        self._start = perf_counter()
+    @property
+    def yielded(self) -> float:
+        """Mean number of tokens per row since the last pass, over the rows that got any."""
+        counts = [len(tokens) for tokens in self._tokens if tokens]
+        return sum(counts) / len(counts) if counts else 0.0
 
-    def record_pass(self, fed: Sequence[int], forward_s: float) -> None:
-        """Record that the model was fed `fed[b]` tokens in row b, and took `forward_s` seconds."""
-        self._fed, self._forward_s = fed, forward_s
+    def record_pass(self, fed: Sequence[int], seconds: float, forward_s: float) -> None:
+        """Record a pass that fed `fed[b]` tokens in row b and took `seconds`, of which the model took `forward_s`."""
+        self._fed, self._seconds, self._forward_s = fed, seconds, forward_s
 
-    def count_step(self) -> None:
-        """Count a beam step that was served."""
-        self._served += 1
+    def record_token(self, row: int, token: int, source: str) -> None:
+        """Record a token of a row; padding is not counted."""
+        self._tokens[row].append(token)
+        self._sources[row].append(source)
 
     def end(self) -> None:
         """Report the last pass."""
-        if not self._served:
-            return
-        tokens, sources = [-1] * self._served, ["beam" if self._passes else "prefill"] * self._served
-        seconds = perf_counter() - self._start
-        steps = [Step(self._passes, tokens, sources, fed, seconds) for fed in self._fed]
-        self._stats.add(*steps, forward_s=self._forward_s)
-        self._passes, self._served = self._passes + 1, 0
+        steps = [
+            Step(self.passes, list(tokens), list(sources), max(1, fed), self._seconds)
+            for tokens, sources, fed in zip(self._tokens, self._sources, self._fed, strict=True)
+            if tokens
+        ]
+        if steps:
+            self._stats.add(*steps, forward_s=self._forward_s)
+        for tokens, sources in zip(self._tokens, self._sources, strict=True):
+            tokens.clear()
+            sources.clear()
+        self.passes += 1
 
 
 class BeamLogits(Generic[CacheT]):
-    """Provides the logits after the beams of B prompts.
+    """Provides the logits after the beams of B prompts, k each; prompt b has the beams b * k to b * k + k - 1.
 
-    Beams are numbered consecutively: prompt b has b * k to b * k + k - 1.
+    The empty cache will hold trunk and tree of each prompt. Nothing is drafted after excluded ids (EOS, padding);
+    `sources` are B texts whose tokens may recur, besides the prompts themselves.
 
-    Args:
-        prompts: B lists of ids, each with at least one.
-        num_beams: k, the number of beams per prompt.
-        config: sizes of the drafts, see `BeamGuesser`.
-        runner: runs the model's forward passes.
-        cache: an empty cache, which will hold trunk and tree of each prompt.
-        stats: figures to add to, as if the beams of a prompt were one text: a beam step counts as one token per prompt,
-            however many beams it extends; the tokens fed in a pass are those of all beams of a prompt together.
-        excluded: ids (EOS, padding) after which nothing is drafted.
-        sources: B texts whose tokens may recur, besides the prompts themselves; empty for none.
+    Figures are added to `stats` as if the beams of a prompt were one text: a beam step counts as one token per prompt,
+    however many beams it extends; the tokens fed in a pass are those of all beams of a prompt together.
     """
 
     def __init__(
@@ -336,13 +298,13 @@ class BeamLogits(Generic[CacheT]):
         self._prompts = prompts
         self._fed = 0  # cache slots that the last pass took after the longest row
         self._held = [1] * len(self.rows)  # cached nodes before that pass; after prefill, the root alone
-        self._meter = BeamMeter(stats)
+        self._meter = PassMeter(stats, len(self.rows))
+        self._last_pass: tuple[float, Sequence[int], float] = 0.0, [], 0.0  # start, tokens fed, model seconds
 
     def prefill(self) -> torch.Tensor:
         """Run the prompts; return the logits after them, `[B * k, V]`, the same for all beams of a prompt."""
-        self._meter.begin()
+        self._last_pass = perf_counter(), [len(prompt) for prompt in self._prompts], 0.0
         logits = self.runner.prefill(self._prompts, self.cache)  # [B, V]
-        self._meter.record_pass([len(prompt) for prompt in self._prompts], 0.0)
         for row, row_logits in zip(self.rows, logits, strict=True):
             row.learn(row_logits[None])
         return self._answer()
@@ -362,7 +324,9 @@ class BeamLogits(Generic[CacheT]):
         return self._answer()
 
     def report(self) -> None:
-        """Report the last pass; call it once, at the end."""
+        """Report the last pass, with the time of the beam steps that it served; call it at the end, too."""
+        start, fed, forward_s = self._last_pass
+        self._meter.record_pass(fed, perf_counter() - start, forward_s)
         self._meter.end()
 
     def leave_rows(self) -> None:
@@ -372,7 +336,8 @@ class BeamLogits(Generic[CacheT]):
         self.cache.keep(paths, self._fed, [held for held in self._held for _ in range(self.num_beams)])
 
     def _pass(self) -> None:
-        self._meter.begin()
+        self.report()
+        start = perf_counter()
         self.cache.keep([row.prune() for row in self.rows], self._fed, self._held)
         for row in self.rows:
             row.grow(self.runner.room(row.position))
@@ -380,10 +345,11 @@ class BeamLogits(Generic[CacheT]):
         logits = self.runner.extend(trees, self._held, self.cache)  # [B, S, V]
         self._fed = logits.shape[1]
         fed = [len(tree) - held for tree, held in zip(trees, self._held, strict=True)]
-        self._meter.record_pass(fed, self.runner.pass_time.wall_s)
+        self._last_pass = start, fed, self.runner.pass_time.wall_s
         for row, row_logits in zip(self.rows, logits, strict=True):
             row.learn(row_logits)
 
     def _answer(self) -> torch.Tensor:
-        self._meter.count_step()
+        for number in range(len(self.rows)):
+            self._meter.record_token(number, -1, "beam" if self._meter.passes else "prefill")
         return torch.cat([row.logits for row in self.rows])

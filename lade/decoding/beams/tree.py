@@ -26,6 +26,22 @@ class Pruned:
     numbers: dict[int, int]
 
 
+class BranchRow:
+    """Base of rows with a tree, whose first `seen` nodes are in the cache."""
+
+    branches: Branches
+
+    @property
+    def tree(self) -> TokenTree:
+        """The cached nodes, and those that the next pass feeds."""
+        return self.branches.tree
+
+    @property
+    def seen(self) -> int:
+        """Number of nodes that a pass has seen."""
+        return len(self.branches.follows)
+
+
 @dataclass
 class Branches:
     """Trunk and tree of the texts of a search.
@@ -65,20 +81,12 @@ class Branches:
         return [*(self.trunk[-missing:] if missing else ()), *tokens[::-1]]
 
     def learn(self, logits: torch.Tensor, follows: Sequence[Sequence[Follow]]) -> None:
-        """Store the results of a pass at the nodes that follow those already seen.
-
-        Args:
-            logits: `[S, V]`, at the new nodes.
-            follows: top next tokens at each new node, likeliest first.
-        """
+        """Store what a pass found at the nodes that follow those already seen: logits `[S, V]`, and top next tokens."""
         self.logits.update(enumerate(logits, start=len(self.follows)))
         self.follows += follows
 
     def prune(self, beams: Sequence[int]) -> Pruned:
-        """Keep the ancestors and descendants of the beams' last nodes.
-
-        The common path before all nodes that a beam can still reach joins the trunk.
-        """
+        """Keep the ancestors and descendants of the beams' last nodes; their common path joins the trunk."""
         reachable = set(beams)
         for node, parent in enumerate(self.tree.parents):  # parents come before their children
             if parent in reachable:

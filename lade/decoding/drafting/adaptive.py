@@ -76,12 +76,8 @@ def ranked(
 ) -> Ranking:
     """Merge the memory's nodes and those of guesses into one order; a node that several propose counts once.
 
-    Args:
-        scores: `[M]`, scores of the memory's nodes, the root's 1.0 first.
-        paths: `[M]`, the tokens from below the root to each node; a node comes after its parent.
-        guesses: guesses with scores.
-        most: maximum number of nodes, the root included.
-        max_depth: maximum number of tokens of a guess; None for no limit.
+    The memory's nodes are given as in `Ranking`, `[M]`. A tree has at most `most` nodes, the root included, and a guess
+    at most `max_depth` tokens; None for no limit.
     """
     columns = [list(zip(scores, paths, strict=True))]
     for guess in guesses:
@@ -108,14 +104,12 @@ class _Begun(NamedTuple):
     """A step that has begun: what its tree is grown from, each time it is grown.
 
     Attributes:
-        context: the row's tokens so far.
-        max_depth: maximum depth of the tree; None for no limit.
+        context, max_depth: see `Drafter.draft`.
         lead: forced tokens.
         guesses: guesses of all sources but the memory.
         resting: whether drafting from the memory is skipped.
         plain: whether the root alone is fed, as there are no guesses that pay either.
-        tables: tables of the memory.
-        stages: growth stages.
+        tables, stages: tables of the memory, and growth stages.
     """
 
     context: Sequence[int]
@@ -129,11 +123,9 @@ class _Begun(NamedTuple):
 
 
 class _Fed(NamedTuple):
-    """Candidates that one step fed.
+    """Candidates that one step fed, by their scores, likeliest first, the root's 1.0 before them.
 
-    Attributes:
-        scores: their scores, likeliest first, the root's 1.0 before them.
-        ranking: their order, if some are those of guesses; None if all are the memory's, in the order of the tree.
+    The ranking is None if all are the memory's, in the order of the tree.
     """
 
     scores: Sequence[float]
@@ -158,12 +150,11 @@ class AdaptiveDrafter(Drafter):
         memory: the context memory, which is updated.
         budget: decides on tree sizes.
         excluded: ids after which nothing is drafted (EOS, padding).
-        vocabulary: V; ids below it can be fed. A memory of another model may hold others.
+        vocabulary: V; ids below it can be fed. A memory of another model may hold others. None for no limit.
         read_prompts: learn from the prompt, and search text for earlier occurrences of its suffix.
         read_logits: also compute the prompt's logits, to learn from them.
         sources: sources of guesses besides the memory.
-        constraint: forced and forbidden tokens: the tree begins with the former, and has none of the latter and no
-            window; None for none.
+        constraint: forced tokens, with which the tree begins, and forbidden ones. With it there is no window.
         seed: seeds the window's first tokens.
         mtp: weights of an MTP layer's predictions; None without a layer.
     """
@@ -268,8 +259,7 @@ class AdaptiveDrafter(Drafter):
             paths = self._tree.paths(len(scores))
             ranking = ranked(scores, paths, scored, most=self.budget.most, max_depth=max_depth)
             scores = ranking.scores
-        others = [guess for guess in step.guesses if not guess.scores]
-        return Candidates(scores, partial(self._assembled, context, max_depth, scores, ranking, others, len(step.lead)))
+        return Candidates(scores, partial(self._assembled, step, scores, ranking))
 
     def _lead(self, constraint: Constraint, context: Sequence[int], max_depth: int | None) -> Sequence[int]:
         """Return the tokens that a grammar forces next, up to the number that may be fed."""
@@ -299,27 +289,20 @@ class AdaptiveDrafter(Drafter):
             self._tree.keep(nodes)
         return [scores[node] for node in nodes]
 
-    def _assembled(
-        self,
-        context: Sequence[int],
-        max_depth: int | None,
-        scores: Sequence[float],
-        ranking: Ranking | None,
-        others: Sequence[Guess],
-        lead: int,
-    ) -> Draft:
+    def _assembled(self, step: _Begun, scores: Sequence[float], ranking: Ranking | None) -> Draft:
         """Build the draft: the best nodes, then guesses without scores and the window while the budget lasts."""
-        tree, size = TokenTree(context[-1], max_depth), self.budget.choose(scores)
+        tree, size = TokenTree(step.context[-1], step.max_depth), self.budget.choose(scores)
         grown = size if ranking is None else ranking.grown[size - 1]
         self._tree.copy_to(tree, grown)
         if ranking is not None:
             ranking.hang(tree, size)
-        leading = min(lead, grown - 1)  # the likeliest nodes come first
+        leading = min(len(step.lead), grown - 1)  # the likeliest nodes come first
         tree.sources[1 : 1 + leading] = [LEAD] * leading
         self._fed = _Fed(scores[:size], ranking)
         most = self.budget.fill_size(len(tree.ids))
-        for guess in others:
-            tree.add_path(guess.tokens[: most - len(tree)], guess.source)
+        for guess in step.guesses:
+            if not guess.scores:
+                tree.add_path(guess.tokens[: most - len(tree)], guess.source)
         last_row_nodes: Sequence[int | None] = ()
         columns = (most - len(tree.ids)) // (NGRAM - 1)
         if self.window is not None and columns >= LEAST_COLUMNS and self._constraint is None:
@@ -357,17 +340,9 @@ def drafter_for(
     read_logits: bool = True,
     mtp: MtpWeights | None = None,
 ) -> Drafter:
-    """Return a drafter for one row.
+    """Return a drafter for one row by the config's method; see `AdaptiveDrafter` for the other arguments.
 
-    Args:
-        config: the paper's method, or the adaptive one.
-        excluded: ids after which nothing is drafted (EOS, padding).
-        vocabulary: V; ids below it can be fed. None for no limit.
-        budget: decides on the tree sizes of the adaptive method; the config's own takes precedence.
-        sources: sources of guesses besides the method's own.
-        constraint: forced and forbidden tokens; None for none.
-        read_logits: learn from the logits of the prompt, if the config enables prompt n-grams.
-        mtp: weights of an MTP layer's predictions for the adaptive method; None without a layer.
+    The config's own tree size takes precedence over the budget. Without its prompt n-grams `read_logits` has no effect.
 
     Raises:
         ValueError: the adaptive method has no budget.

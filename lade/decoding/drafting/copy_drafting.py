@@ -23,12 +23,9 @@ from lade.decoding.kernels.native_tree import TAKEN_BACK
 
 
 def same_beginning(known: list[int], tokens: Sequence[int], before: int = 0) -> int:
-    """Return the length of the common prefix of two texts; only the last `TAKEN_BACK` tokens are compared.
+    """Return the length of the common prefix of a former text and the present one.
 
-    Args:
-        known: the former text.
-        tokens: the present text.
-        before: number of tokens at the beginning of `known` that are not in `tokens`.
+    Only the last `TAKEN_BACK` tokens are compared. The first `before` tokens of `known` are not in `tokens`.
     """
     count = len(known) - before
     late = max(0, min(count, len(tokens)) - TAKEN_BACK)
@@ -129,13 +126,7 @@ class Cursor(NamedTuple):
 class CopySource(ABC):
     """A `Source` for one row that copies from a text while the row follows it.
 
-    Args:
-        text: ids of the text.
-        excluded: ids that are never drafted (EOS, padding); guesses end before them.
-        agreement: learned probabilities of agreement; None for new ones.
-
-    Attributes:
-        name: source name in `Step.sources`.
+    `excluded` ids are never drafted (EOS, padding): guesses end before them.
     """
 
     name: str
@@ -243,14 +234,10 @@ class Prediction(CopySource):
 
 
 class OwnText(CopySource):
-    """Guesses copied from the row's own prompt and answer.
+    """Guesses copied from the row's own prompt and answer, and from a text `before` them, such as an encoder's input.
 
     The context memory drafts a few tokens after short contexts; copies are long. They start from matches of at least
     `ANCHOR` tokens, which are rarely followed by anything else.
-
-    Args:
-        before: ids of a text before the prompt, such as the input of an encoder.
-        excluded: see `CopySource`.
     """
 
     name = "text"

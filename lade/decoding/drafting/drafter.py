@@ -40,7 +40,6 @@ class Source(Protocol):
 
     def guesses(self, context: Sequence[int]) -> Iterable[Guess]:
         """Return continuations of `context`, the row's tokens so far, best first."""
-        ...
 
 
 class Draft(NamedTuple):
@@ -63,8 +62,7 @@ class Candidates(NamedTuple):
     """Nodes that one row could feed in one step, before the tree size is chosen, which a batch does for all its rows.
 
     Attributes:
-        scores: for each node the probability that it is accepted, the root's 1.0 first; empty if the tree has a fixed
-            size.
+        scores: the probability that each is accepted, the root's 1.0 first; empty if the tree has a fixed size.
         draft: builds the draft, once the size is chosen.
     """
 
@@ -76,27 +74,16 @@ class PredictedTree(Protocol):
     """The tree of one row while an MTP layer predicts its nodes."""
 
     def begin_step(self, context: Sequence[int], max_depth: int | None) -> Frontier | None:
-        """Begin a step, and grow a tree; return its frontier, the root, or None if nothing is drafted in the step.
-
-        Args:
-            context: the row's tokens so far; the last one becomes the root.
-            max_depth: no node lies deeper; None for no limit.
-        """
-        ...
+        """Begin a step, see `Drafter.draft`; return the frontier of its tree, the root, or None to draft nothing."""
 
     def suggested(self, nodes: Sequence[int]) -> list[int]:
         """Return the tokens that the memory suggests to follow nodes of the present tree."""
-        ...
 
     def add_predictions(self, frontier: Frontier, tokens: Ints, odds: Doubles) -> Frontier:
         """Add predictions, and grow the tree anew; return its frontier.
 
-        Args:
-            frontier: the frontier of the tree grown last: E nodes that they follow.
-            tokens: `[E, MTP_WIDTH]` ids, padded with -1.
-            odds: `[E, MTP_WIDTH]`, their log-odds.
+        They follow the E nodes of the last frontier: `[E, MTP_WIDTH]` ids, padded with -1, and their log-odds.
         """
-        ...
 
 
 class Drafter(ABC):
@@ -117,25 +104,14 @@ class Drafter(ABC):
     rests: bool = False
 
     def learn_prompt(self, tokens: Sequence[int], start: int, entries: Ints) -> None:  # noqa: B027 - a no-op is meant
-        """Learn from prefill.
-
-        Args:
-            tokens: the prompt.
-            start: index of the first token with entries.
-            entries: `[T, WIDTH]` entries of the logits at the tokens from `start` on, see `readout.read`.
-        """
+        """Learn from prefill: entries `[T, WIDTH]` of the logits at the prompt's tokens from `start` on, see `read`."""
 
     def begin(self, tokens: Sequence[int], prompt_length: int) -> None:  # noqa: B027 - a no-op is meant
         """Prepare for the first draft, once prefill has yielded the first token."""
 
     @abstractmethod
     def draft(self, context: Sequence[int], max_depth: int | None) -> Draft:
-        """Draft the next step.
-
-        Args:
-            context: the row's tokens so far; the last one becomes the root.
-            max_depth: no node lies deeper; None for no limit.
-        """
+        """Draft what follows `context`, the row's tokens so far, at most `max_depth` deep; None for no limit."""
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """Draft in two stages, for a row whose tree size is chosen for the whole batch; see `draft`."""
@@ -149,7 +125,7 @@ class Drafter(ABC):
             draft: the draft that was fed, the last one made.
             readout: readout of the logits at its S nodes, with entries if the draft wants them; possibly empty if the
                 draft does not teach.
-            verdict: the accepted tokens.
+            verdict: the accepted path and tokens.
         """
 
     def observe(self, emitted: int, seconds: float) -> None:  # noqa: B027
@@ -166,11 +142,7 @@ class Drafter(ABC):
 
 
 class ForwardingDrafter(Drafter):
-    """Forwards every call to another drafter; base class of drafters that add something to one.
-
-    Args:
-        drafter: drafter that does the work.
-    """
+    """Forwards every call to another drafter; base class of drafters that add something to one."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -233,9 +205,6 @@ class IsolatedDrafter(ForwardingDrafter):
     """A drafter whose error ends its own row, as its `problem`, and not the step that the row shares with others.
 
     Nothing is drafted after the first error, nor once it is silenced: the row then feeds its last token alone.
-
-    Args:
-        drafter: drafter of the row.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -254,12 +223,14 @@ class IsolatedDrafter(ForwardingDrafter):
 
     def candidates(self, context: Sequence[int], max_depth: int | None) -> Candidates:
         """See `Drafter`."""
-        plain = partial(_root_alone, context)
-        found = self._forward(super().candidates, context, max_depth)
-        return Candidates((), plain) if found is None else Candidates(found.scores, lambda: self._drafted(found, plain))
 
-    def _drafted(self, candidates: Candidates, plain: Callable[[], Draft]) -> Draft:
-        return self._forward(candidates.draft) or plain()
+        def root_alone() -> Draft:
+            return Draft(TokenTree(context[-1]), teaches=False)
+
+        found = self._forward(super().candidates, context, max_depth)
+        if found is None:
+            return Candidates((), root_alone)
+        return Candidates(found.scores, lambda: self._forward(found.draft) or root_alone())
 
     def _forward(self, call: Callable[..., T], *args: Any) -> T | None:
         """Return the result of a call; None after an error, now or before, and where nothing is drafted."""
@@ -272,10 +243,6 @@ class IsolatedDrafter(ForwardingDrafter):
             return None
 
 
-def _root_alone(context: Sequence[int]) -> Draft:
-    return Draft(TokenTree(context[-1]), teaches=False)
-
-
 LONGEST_LEAD = 64
 """Maximum number of forced tokens per step."""
 LEAD = "grammar"
@@ -283,28 +250,20 @@ LEAD = "grammar"
 
 
 class Constraint(Protocol):
-    """Rules for a row's text, such as a grammar.
-
-    They only tell which tokens are worth drafting: the chooser enforces them by itself.
-    """
+    """Rules for a row's text, such as a grammar. They only tell what is worth drafting: the chooser enforces them."""
 
     def lead(self, context: Sequence[int]) -> Sequence[int]:
         """Return the tokens forced after `context`, the row's tokens so far; empty if there is a choice."""
-        ...
 
     def fits(self, tokens: Sequence[int]) -> int:
         """Return the length of the longest prefix of `tokens` allowed after the context last passed to `lead`."""
-        ...
 
 
 def fitting(constraint: Constraint, paths: Sequence[Sequence[int]]) -> list[int]:
     """Return the nodes of a tree that a constraint allows, ascending; a node is among them only with its parent.
 
-    A constraint may answer otherwise from one path to the next, once its budget of time is used up.
-
-    Args:
-        constraint: the constraint; its `lead` was last called with the tree's context.
-        paths: for each node the tokens from below the root; a node comes after its parent.
+    For each node the tokens from below the root are given, after its parent's. The constraint's `lead` was last called
+    with the tree's context; it may answer otherwise from one path to the next, once its budget of time is used up.
     """
     known: dict[tuple[int, ...], bool] = {(): True}
     for path in reversed(paths):  # a leaf settles the nodes above it

@@ -25,18 +25,12 @@ from lade.decoding.readout import Readout
 from lade.decoding.tree import ROOT, TokenTree
 from lade.decoding.verify import Verdict
 
-NGram = tuple[int, ...]
-
 
 class Window:
     """N-1 rows by W columns; while the rows fill, the columns are N-2 more and shrink by one with each row.
 
-    Args:
-        columns: W, at least 1.
-        ngram: N, at least 2.
-        current: id of the current token.
-        vocabulary: ids from which row 0 is drawn at random, with replacement; usually the prompt.
-        rng: private source of randomness.
+    Row 0 begins with the current token; its others are drawn at random, with replacement, from a vocabulary, usually
+    the prompt, by a private source of randomness.
     """
 
     def __init__(self, columns: int, ngram: int, current: int, vocabulary: Sequence[int], rng: random.Random) -> None:
@@ -62,23 +56,17 @@ class Window:
         return column
 
     def new_row(self, last_row_nodes: Sequence[int | None], argmax_ids: Sequence[int]) -> list[int]:
-        """Return the model's choices at the last row.
+        """Return the model's choices at the last row, given the argmax at each node, `[S]`.
 
-        Args:
-            last_row_nodes: the result of `plant`. A cell that was left out keeps its token, which affects speed alone.
-            argmax_ids: `[S]`, the argmax at each node.
+        A cell that was left out keeps its token, which affects speed alone.
         """
         last = self.rows[-1]
         return [last[i] if node is None else argmax_ids[node] for i, node in enumerate(last_row_nodes)]
 
-    def advance(self, current: int, new: Sequence[int]) -> list[NGram]:
-        """One Jacobi iteration: take the model's choices at the last row and move by one position.
+    def advance(self, current: int, new: Sequence[int]) -> list[tuple[int, ...]]:
+        """One Jacobi iteration: take the model's choices at the last row, one per column, and move by one position.
 
         The window moves by one however many tokens were accepted: guesses near the front would be lost otherwise.
-
-        Args:
-            current: the new current token.
-            new: the choice at each node of the last row, as many as that row has columns.
 
         Returns:
             The n-grams (N tokens each) in the columns; none while the rows fill.
@@ -93,20 +81,12 @@ class Window:
         return shed
 
 
-Guess = tuple[tuple[int, ...], str]
-
-
 class NGramPool:
-    """Maps a token to its G most recently seen continuations of up to N-1 tokens each.
+    """Maps a token to its G most recently seen continuations of up to N-1 tokens each; if G is 0, to none.
 
-    A continuation that is a prefix of another one is redundant, so only the longer one is kept.
-
-    Args:
-        ngram: N.
-        guesses: G, number of continuations kept per token; 0 keeps none.
-        excluded: ids (EOS, padding) that no n-gram may contain.
-        max_keys: maximum number of tokens with continuations; the least recently extended is evicted. Bounds the memory
-            to `max_keys * G * N` ids.
+    A continuation that is a prefix of another one is redundant, so only the longer one is kept. No n-gram contains an
+    excluded id (EOS, padding). The memory is bounded to `max_keys * G * N` ids: of more than `max_keys` tokens with
+    continuations, the least recently extended is evicted.
     """
 
     def __init__(self, ngram: int, guesses: int, excluded: Collection[int] = (), max_keys: int = 65_536) -> None:
@@ -135,7 +115,7 @@ class NGramPool:
             if len(self._table) > self.max_keys:
                 del self._table[next(iter(self._table))]
 
-    def lookup(self, token: int) -> list[Guess]:
+    def lookup(self, token: int) -> list[tuple[tuple[int, ...], str]]:
         """Return the continuations of `token`, at most G, most recent first, each with its source."""
         return list(reversed(self._table.get(token, {}).items()))
 
@@ -155,13 +135,10 @@ def _enter(entry: dict[tuple[int, ...], str], continuation: tuple[int, ...], sou
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts for one row; see `Drafter`.
+    """Drafts for one row by sizes W, N and G; see `Drafter`.
 
-    Args:
-        config: sizes W, N and G.
-        excluded: ids that no n-gram may contain (EOS, padding).
-        sources: sources whose guesses come before those of the pool; G guesses of up to N - 1 tokens in all.
-        constraint: forced tokens come before all guesses, forbidden ones are cut off; None for none.
+    Guesses of the sources come before those of the pool; G guesses of up to N - 1 tokens in all. No n-gram may contain
+    an excluded id (EOS, padding). Tokens that a constraint forces come before all guesses, forbidden ones are cut off.
     """
 
     def __init__(
@@ -232,11 +209,6 @@ def chosen_ngrams(tree: TokenTree, argmax_ids: Sequence[int], ngram: int) -> lis
     The choice at a node continues it by one token; if a child carries that token, the child's choice comes next. These
     n-grams cost nothing, since the pass has computed every node's choice. The choices after the root are the accepted
     text, which is learned as such.
-
-    Args:
-        tree: the tree of a step.
-        argmax_ids: `[S]`, the argmax at each node.
-        ngram: N, the maximum length.
 
     Returns:
         S - 1 n-grams of 2 to N tokens, in the order of the nodes.

@@ -101,13 +101,9 @@ _FIRST_SLOTS = 1024
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Contents of a memory at one moment.
+    """Contents of a memory at one moment: slots of the former table and of the current one, `[n, 2 + WIDTH]` each.
 
-    Attributes:
-        old: `[n, 2 + WIDTH]`, slots of the former table: contexts that have not been used lately.
-        young: `[m, 2 + WIDTH]`, slots of the current table.
-        weights: `[WEIGHT_SETS, END + 1]`, see `prior_weights`.
-        max_bytes: size limit of the memory.
+    The former table has the contexts that have not been used lately; for the weights see `prior_weights`.
     """
 
     old: Ints
@@ -189,22 +185,13 @@ class ContextMemory(BaseMemory):
                 self._taken = int(bound.counts[0])
 
     def lookup(self, tokens: Sequence[int]) -> tuple[Ints, Ints]:
-        """Look up the suffixes of a text, shortest first: rows of logits, and rows of continuations in texts.
-
-        Returns:
-            `[R, WIDTH]` and `[R', WIDTH]` entries, see `layout`.
-        """
+        """Return entries after the suffixes of a text, shortest first: of logits, and of texts; see `layout`."""
         entries = np.empty((END, WIDTH), np.int32)
         logit_hits, text_hits = tables.look_up(*self.tables, context_of(tokens), entries)
         return entries[:logit_hits], entries[TEXT : TEXT + text_hits]
 
     def learn(self, contexts: Ints, entries: Ints) -> None:
-        """Learn from logits.
-
-        Args:
-            contexts: `[M, LONGEST]`, see `layout`.
-            entries: `[M, WIDTH]` entries of the logits after each.
-        """
+        """Learn from logits, given `[M, WIDTH]` entries after each of `[M, LONGEST]` contexts, see `layout`."""
         self._learn(contexts, entries, LOGITS, TEXT)
 
     def learn_text(self, contexts: Ints, tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
@@ -229,7 +216,9 @@ class ContextMemory(BaseMemory):
             self.learn_text(tree.contexts(path), tokens)
 
     def _learn(self, contexts: Ints, entries: Ints, first: int, end: int) -> None:
-        _check(contexts, entries)
+        if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):  # else read out of bounds
+            shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
+            raise ValueError(f"{shapes} do not belong together")
         with self._writing:
             learned = 0
             try:
@@ -237,13 +226,9 @@ class ContextMemory(BaseMemory):
                     self._make_room((len(contexts) - learned) * (end - first))
                     state = learned, self._taken, _most_taken(len(self._young))
                     learned, self._taken = tables.learn(self._young, self._old, contexts, entries, first, end, *state)
-            except BaseException:
-                self._recount()
+            except BaseException:  # such as an interrupt, which is raised when compiled code returns
+                self._taken = int(np.count_nonzero(self._young[:, 0]))
                 raise
-
-    def _recount(self) -> None:
-        """Recount occupied slots after an interrupt, which is raised when compiled code returns."""
-        self._taken = int(np.count_nonzero(self._young[:, 0]))
 
     def _make_room(self, contexts: int) -> None:
         """Make room for that many new contexts, or at least for those of one row of logits."""
@@ -272,12 +257,9 @@ class ContextMemory(BaseMemory):
 
     @classmethod
     def of(cls, snapshot: Snapshot, max_bytes: int | None = None) -> Self:
-        """Return a memory with the contents of a snapshot.
+        """Return a memory with the contents of a snapshot, within `max_bytes`; None for the limit of the other memory.
 
-        Args:
-            snapshot: contents of another memory.
-            max_bytes: size limit, see the class; None for that of the other memory. If the contents exceed it, longer
-                contexts are dropped first, in either table.
+        If the contents exceed it, longer contexts are dropped first, in either table.
 
         Raises:
             ConfigError: `max_bytes` is not a whole number, or too small.
@@ -298,13 +280,6 @@ def context_of(tokens: Sequence[int]) -> Ints:
     last = tokens[-LONGEST:][::-1]
     context[: len(last)] = last
     return context
-
-
-def _check(contexts: Ints, entries: Ints) -> None:
-    """Raise `ValueError` for arrays whose shapes do not match: compiled code would read out of bounds."""
-    if contexts.shape != (len(entries), LONGEST) or entries.shape[1:] != (WIDTH,):
-        shapes = f"contexts of shape {contexts.shape} and entries of shape {entries.shape}"
-        raise ValueError(f"{shapes} do not belong together")
 
 
 def _shortest(slots: Ints, most: int) -> Ints:

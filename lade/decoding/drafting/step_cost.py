@@ -124,8 +124,7 @@ class StepCost:
     def unmeasured(cls, free_tokens: float) -> StepCost:
         """Return a curve for passes that are only observed: 0.0 seconds at first.
 
-        Args:
-            free_tokens: fixed cost of a pass, as the number of tokens assumed to take as long.
+        The fixed cost of a pass is assumed to be what `free_tokens` tokens take.
         """
         cost = cls([free_tokens + knot for knot in KNOTS])
         cost._pace.clear()
@@ -135,11 +134,10 @@ class StepCost:
     def pad_to(self, sizes: Sequence[int]) -> None:
         """Passes are padded to the next of these sizes from now on: the curve is a staircase, with corners there only.
 
-        Args:
-            sizes: some of `KNOTS`, ascending, the first one 1; none where passes are not padded.
+        No sizes mean no padding.
 
         Raises:
-            ValueError: other sizes.
+            ValueError: others than some of `KNOTS`, ascending from 1 on.
         """
         if tuple(sizes) == self._padded_to:
             return
@@ -182,7 +180,7 @@ class StepCost:
                 self._since_plain, self.wants_baseline = 0, False
             return
         size = next((end for end in self._padded_to if end >= size), size)
-        knot, measured = _nearest(size), self._measured(size)
+        knot, measured = bisect_left(_MIDDLES, size), self._measured(size)  # the nearest knot
         self._pace.append(seconds / (measured * math.exp(self._corrections[knot])))
         if self._last is not None and self._last[0] != knot:
             self._compare(self._last, (knot, seconds / measured))
@@ -282,11 +280,6 @@ class StepCost:
         if not _is_number(measured_at):
             raise ValueError(f"measured_at={measured_at!r} is not valid: give a Unix time")
         return cls(value.get("seconds") or (), measured_at=measured_at)
-
-
-def _nearest(size: int) -> int:
-    """Return the index of the knot nearest to a size."""
-    return bisect_left(_MIDDLES, size)
 
 
 def fast_quantile(samples: Sequence[float]) -> float:

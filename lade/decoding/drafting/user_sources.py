@@ -87,7 +87,7 @@ class UserSource:
     """Asks one drafter on behalf of one row; see `drafter.Source`.
 
     Args:
-        drafter: the caller's drafter.
+        drafter: the drafter that the caller has given.
         vocabulary: V; ids below it can be fed.
         excluded: ids after which nothing is drafted; continuations end before them.
         longest: maximum length of a continuation.
@@ -301,12 +301,9 @@ def _ids(row: Sequence[int]) -> list[int]:
 
 
 class LoneSources(Drafter):
-    """Feeds what the sources propose and nothing else, in their order.
+    """Feeds what the sources of one row propose and nothing else, in their order, `most` tokens with the root.
 
-    Args:
-        sources: sources of one row.
-        most: maximum number of tokens fed in a step, the root included.
-        constraint: forced tokens come before all guesses, forbidden ones are cut off; None for none.
+    Forced tokens of a constraint come before all guesses, forbidden ones are cut off.
     """
 
     def __init__(self, sources: Sequence[UserSource], most: int, constraint: Constraint | None = None) -> None:
@@ -334,10 +331,7 @@ class LoneSources(Drafter):
 class SourcedDrafter(ForwardingDrafter):
     """A drafter that keeps the sources of its drafts informed about the text, and about predictions if they observe.
 
-    Args:
-        drafter: drafter that asks the sources.
-        sources: sources of one row.
-        before: number of tokens before the prompt in the text that `begin` gets: the encoder's input.
+    Before the prompt, the text that `begin` gets has `before` tokens of the encoder's input.
     """
 
     def __init__(self, drafter: Drafter, sources: Sequence[UserSource], before: int = 0) -> None:
@@ -417,15 +411,7 @@ def sources_of(
     *,
     apart: AbstractContextManager[object] | None,
 ) -> list[UserSource]:
-    """Return a source per drafter of `LookaheadConfig.sources`, for one row.
-
-    Args:
-        config: the method and its drafters.
-        vocabulary: V; ids below it can be fed.
-        excluded: ids after which nothing is drafted.
-        most: maximum number of tokens fed in a step.
-        apart: see `draws` of `UserSource`.
-    """
+    """Return a source per drafter of `LookaheadConfig.sources`, for one row; `apart` is `draws` of `UserSource`."""
     longest = most - 1 if config.only else LONGEST_CHAIN if config.budget is None else config.budget - 1
     options: dict[str, Any] = {"longest": longest, "sized": config.method.sizes_trees, "alone": config.only}
     return [

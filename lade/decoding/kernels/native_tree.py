@@ -74,14 +74,13 @@ class Frontier(NamedTuple):
 class NativeTree:
     """Grows one tree after the other for one text; it learns from each how its notes and matches are to be weighed.
 
-    Args:
-        excluded: ids that are never drafted.
-        vocabulary: ids below it can be fed; None for no limit.
+    Excluded ids are never drafted, nor those beyond the vocabulary; None for no limit.
     """
 
     def __init__(self, excluded: Collection[int] = (), vocabulary: int | None = None) -> None:
-        self._as_parameter_: int = _new_tree(sorted(excluded), _NO_LIMIT if vocabulary is None else vocabulary)
-        finalize(self, _free_tree, self._as_parameter_).atexit = False
+        self.address: int = _new_tree(sorted(excluded), _NO_LIMIT if vocabulary is None else vocabulary)
+        self._as_parameter_ = self.address  # of the C++ object, as ctypes looks it up
+        finalize(self, _free_tree, self.address).atexit = False
         self._text: Sequence[int] = ()
         self._known = 0  # tokens of it that were read
         self._mtp: tuple[Doubles, Doubles] | None = None  # keeps the arrays alive
@@ -91,11 +90,6 @@ class NativeTree:
     def __reduce__(self) -> NoReturn:
         """Refuse copying and pickling: a copy would outlive the C++ object."""
         raise TypeError(f"{type(self).__name__} cannot be copied")
-
-    @property
-    def address(self) -> int:
-        """The address of the C++ object."""
-        return self._as_parameter_
 
     def use_mtp(self, weights: Doubles, trust: Doubles) -> None:
         """Mix predictions of an MTP layer with these weights, which are shared and updated; see `MtpWeights`."""
@@ -132,7 +126,7 @@ class NativeTree:
         max_depth: int | None = None,
         lead: Sequence[int] = (),
     ) -> list[float]:
-        """Grow a new tree by the likeliest nodes, best first.
+        """Grow a new tree by the likeliest nodes, best first; return the scores of all nodes, the root's 1.0 first.
 
         Args:
             tables: both tables of the memory, and its weights.
@@ -140,10 +134,7 @@ class NativeTree:
             stages: target sizes, each with the score that a node must exceed to be added up to that size; growth ends
                 with the first size that is not reached.
             max_depth: maximum depth of a node; None for no limit.
-            lead: forced tokens, a chain below the root.
-
-        Returns:
-            Scores of all nodes, the root's 1.0 first, and those of forced tokens 1.0.
+            lead: forced tokens, a chain below the root, with scores of 1.0.
         """
         room = max(max(stages)[0], 1 + len(lead))
         if room > len(self._columns.scores):
@@ -204,10 +195,8 @@ class NativeTree:
         A prediction belongs to a path of tokens from the root, not to a node, as a tree that grows anew may have other
         nodes. So a node finds its prediction by that of its parent and by its token.
 
-        Args:
-            frontier: E nodes that the predictions follow.
-            tokens: int32 `[E, MTP_WIDTH]`, predicted tokens, -1 for none.
-            odds: float64 `[E, MTP_WIDTH]`, their log-odds.
+        After the E nodes of the frontier, the predicted tokens are int32 `[E, MTP_WIDTH]`, -1 for none; their log-odds
+        float64 `[E, MTP_WIDTH]`.
         """
         given, first, end = self._predictions, self._predicted, self._predicted + len(tokens)
         given.places[:, first:end] = frontier.parents, frontier.tokens, frontier.depths
@@ -215,11 +204,7 @@ class NativeTree:
         self._predicted = end
 
     def frontier(self, scores: Sequence[float]) -> Frontier:
-        """Return the likeliest nodes of a tree that an MTP layer can be run on, at most `FRONTIER`.
-
-        Args:
-            scores: of all nodes, those of the last growth.
-        """
+        """Return the likeliest nodes that an MTP layer can be run on, by the scores of the last growth."""
         ids, parents, depths, predictions, _ = self._columns.numbers[:, : len(scores)]
         before, found = predictions[parents], self._columns.scores
         before[0] = 0  # the root's parent is no node
@@ -251,10 +236,7 @@ class NativeTree:
 
 
 class Columns(Struct):
-    """Arrays for what is read of a tree after each growth.
-
-    Args:
-        room: N, the number of nodes that there is room for.
+    """Arrays for what is read of a tree of at most N = `room` nodes after each growth.
 
     Attributes:
         numbers: int32 `[5, N]`, ids, parents and depths as in `TokenTree`, the index of the MTP layer's prediction
@@ -271,15 +253,9 @@ class Columns(Struct):
 
 
 class PredictionRows(Struct):
-    """Arrays for the predictions of an MTP layer.
+    """Arrays for at most `room` predictions of an MTP layer, see `NativeTree.add_predictions`.
 
-    Args:
-        room: N, the number of predictions that there is room for.
-
-    Attributes:
-        places: int32 `[3, N]`, as in `Frontier`: parents, tokens and depths of the nodes that they follow.
-        tokens: int32 `[N, MTP_WIDTH]`, see `NativeTree.add_predictions`.
-        odds: float64 `[N, MTP_WIDTH]`, likewise.
+    `places` are the parents, tokens and depths of the nodes that they follow, int32 `[3, N]`, as in `Frontier`.
     """
 
     __slots__ = ("odds", "places", "tokens")
@@ -295,11 +271,7 @@ _NO_PREDICTIONS = PredictionRows(0)
 
 
 class Requests(Struct):
-    """Trees of requests, each with the tables that it grows from.
-
-    Args:
-        pairs: `[B]`, trees whose texts have been read, and tables.
-    """
+    """Trees of B requests whose texts have been read, each with the tables that it grows from."""
 
     __slots__ = ("pairs",)
 
