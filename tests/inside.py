@@ -67,7 +67,7 @@ def texts_of(prefix_cache: PrefixCache) -> list[Any]:
 
 def counters_of(batch: EngineBatch) -> Any:
     """What a batch has counted so far."""
-    return batch.tally._counters
+    return batch.tally._totals
 
 
 def prefill_runner_of(batch: EngineBatch) -> Any:

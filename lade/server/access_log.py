@@ -20,8 +20,8 @@ EVERY_S = 10.0
 _LOGGERS = {"lade": logging.INFO, "uvicorn": logging.WARNING, "opentelemetry": logging.WARNING}
 
 
-class AccessLog:
-    """Writes log lines, each with time and level.
+class AccessLog(logging.Handler):
+    """Writes log lines, each with time and level; also those of libraries, see `listening`.
 
     Args:
         write: function that takes a line.
@@ -38,6 +38,7 @@ class AccessLog:
         debug: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
+        super().__init__()
         self._write, self._as_json, self._debug, self._clock = write, as_json, debug, clock
         self._lost = 0  # lines since the last that could be written
         self._last: EngineSnapshot | None = None
@@ -53,14 +54,18 @@ class AccessLog:
         """Log a message; only tracebacks span several lines."""
         self._line(level, {"message": message})
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a library's message with its traceback."""
+        self.say(self.format(record), record.levelname.lower())
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Redirect the library's and uvicorn's logging to this log within the block."""
-        handler, before = _Records(self), {}
+        before = {}
         for name, level in _LOGGERS.items():
             logger = logging.getLogger(name)
             before[logger] = logger.handlers, logger.level, logger.propagate
-            logger.handlers, logger.propagate = [handler], False
+            logger.handlers, logger.propagate = [self], False
             logger.setLevel(logging.DEBUG if self._debug else level)
         try:
             yield
@@ -79,16 +84,14 @@ class AccessLog:
         prompt = snapshot.prompt_tokens - (last.prompt_tokens if last else 0)
         cached = snapshot.cached_tokens - (last.cached_tokens if last else 0)
         if new:
-            self._line(
-                "info",
-                {
-                    "rows": snapshot.rows,
-                    "waiting": snapshot.waiting,
-                    "tokens_per_s": round(new / EVERY_S, 1),
-                    "tokens_per_step": round(new / steps, 2) if steps else 0.0,
-                    "cached": round(cached / prompt, 2) if prompt else 0.0,
-                },
-            )
+            facts = {
+                "rows": snapshot.rows,
+                "waiting": snapshot.waiting,
+                "tokens_per_s": round(new / EVERY_S, 1),
+                "tokens_per_step": round(new / steps, 2) if steps else 0.0,
+                "cached": round(cached / prompt, 2) if prompt else 0.0,
+            }
+            self._line("info", facts)
 
     def _line(self, level: str, facts: dict[str, Any]) -> None:
         """Write a line; one that cannot be written, as on a full disk, is counted, and the next one tells of it."""
@@ -107,18 +110,6 @@ class AccessLog:
             self._lost = 0
         except OSError:
             self._lost += 1
-
-
-class _Records(logging.Handler):
-    """Logging handler that forwards records."""
-
-    def __init__(self, log: AccessLog) -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Forward a record with its traceback."""
-        self._log.say(self.format(record), record.levelname.lower())
 
 
 def _level(status: int) -> str:

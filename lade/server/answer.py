@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from fastapi import Request
@@ -21,7 +21,7 @@ from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
 from lade.server import schemas, serialization
 from lade.server.choice import Choice, ChoiceDelta, EncodedPrompt, RequestOutput
-from lade.server.errors import ApiError, deadline_exceeded, error_for, invalid, too_long
+from lade.server.errors import TIMEOUT, ApiError, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import (
@@ -36,25 +36,23 @@ from lade.server.schemas import BaseRequest, ChatRequest
 from lade.server.serialization import EventStream, Json
 from lade.server.service import Service, Serving
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
-from lade.server.structured_output import UntriedGrammarError, check_ends
+from lade.server.structured_output import UntriedGrammarError, check_ends, requested_grammar
 
 
 class Preprocessor(ABC):
     """Converts a request body to inputs of the engine.
 
     Attributes:
-        body: the request body.
+        parses_markup: True if answers have the markup of messages, whose tags may be special tokens.
         prompt_count: number of prompts.
-        top_logprobs: number of alternatives per token; None for no logprobs.
+        top_logprobs, prompt_logprobs: numbers of alternatives per token of answer and prompt; None for no logprobs.
     """
 
     body: BaseRequest
+    parses_markup = False
     prompt_count = 1
     top_logprobs: int | None = None
-
-    def keeps_special_tokens(self, serving: Serving) -> bool:
-        """Return True if the parser needs the text of special tokens."""
-        return False
+    prompt_logprobs: int | None = None
 
     @abstractmethod
     def prompts(self, serving: Serving) -> Iterable[EncodedPrompt]:
@@ -64,21 +62,17 @@ class Preprocessor(ABC):
             ApiError: a prompt is invalid.
         """
 
-    @abstractmethod
     def parser(self, prompt: EncodedPrompt, serving: Serving) -> PlainParser | MarkupParser:
         """Return the parser of an answer to a prompt."""
+        return PlainParser()
 
-    @abstractmethod
     def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
         """Return the grammar of an answer and the field that sets it; None if unconstrained.
 
         Raises:
             ApiError: the constraint cannot be served.
         """
-
-    def arguments(self) -> dict[str, Any]:
-        """Return further arguments of `Engine.add`."""
-        return {}
+        return requested_grammar(self.body)
 
 
 class Formatter(ABC):
@@ -117,12 +111,7 @@ class Formatter(ABC):
         return serialization.PING
 
     def too_long(self, tokens: int, context: int) -> ApiError:
-        """Return the error for a prompt that leaves no room for an answer, in the wording that clients parse.
-
-        Args:
-            tokens: length of the prompt in tokens.
-            context: context length of the model in tokens.
-        """
+        """Return the error for a prompt of so many tokens that there is no room for an answer, as clients parse it."""
         prompt = f"{tokens} in the {self.prompt_field}"
         asked = f"you requested {tokens + 1} tokens ({prompt}, at least 1 for the completion)"
         why = f"This model's maximum context length is {context} tokens. However, {asked}."
@@ -152,26 +141,30 @@ class ChunkFormatter(Formatter):
         own = {"choices": list(map(self.choice, output.choices)), "usage": output.usage(), "lade": output.figures()}
         return {**self._head(self.kind), **own, **output.metrics()}
 
-    def chunk(self, choice: dict[str, Any], more: Mapping[str, Any] | None = None) -> bytes:
+    def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
         """Return the event of a choice's increment."""
         usage, options = dict[str, Any](), self.output.body.stream_options
         if options is not None and options.include_usage:
             usage = {"usage": self.output.usage() if options.continuous_usage_stats else None}
-        value = {**self._chunk_head, "choices": [choice], **usage, **(more or {})}
+        value = {**self._chunk_head, "choices": [choice], **usage, **more}
         padded = options is not None and options.include_obfuscation
         return serialization.event(serialization.padded(value) if padded else value)
 
     def step(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         """See `Formatter.step`: at the end of a choice held-back text, then the finish reason."""
-        if delta.step is not None:
-            yield self.chunk(self.delta(choice, delta), self._traced(delta) if self.output.body.lade.trace else None)
+        if (step := delta.step) is not None:
+            trace: dict[str, Any] = {}  # this server's own extension
+            if self.output.body.lade.trace:
+                members = {"tokens": step.tokens, "texts": delta.texts, "sources": step.sources, "fed": step.fed}
+                trace = {"lade": members}
+            yield self.chunk(self.delta(choice, delta), **trace)
             return
         if delta.parts:
             yield self.chunk(self.delta(choice, delta))
         end = {**self.delta(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
         if choice.stop_reason is not None:
             end["stop_reason"] = choice.stop_reason
-        yield self.chunk(end, {"lade": choice.figures})
+        yield self.chunk(end, lade=choice.figures)
 
     def last(self) -> Iterator[bytes]:
         """See `Formatter.last`: the usage, if requested, and the end mark."""
@@ -194,57 +187,38 @@ class ChunkFormatter(Formatter):
             "system_fingerprint": output.service.fingerprint,
         }
 
-    @staticmethod
-    def _traced(delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the trace of a step, this server's own extension."""
-        step = delta.step
-        assert step is not None  # only steps are traced
-        return {"lade": {"tokens": step.tokens, "texts": delta.texts, "sources": step.sources, "fed": step.fed}}
 
-
-async def respond(
-    request: Request,
-    preprocessor: Preprocessor,
-    make_formatter: Callable[[RequestOutput], Formatter],
-    sent: BaseRequest | None = None,
-) -> Response:
-    """Answer a request: whole, as a stream, or with an error.
+class Answer:
+    """Submits the choices of one request and sends them.
 
     Args:
         request: the HTTP request.
-        preprocessor: converter of its body.
+        preprocessor: converts its body.
         make_formatter: returns the formatter of its API.
         sent: the body as the client sent it, if to another API than the preprocessor's; None for the same.
     """
-    service: Service = request.app.state.service
-    context = RequestContext.of(request.scope)
-    output = RequestOutput(service, preprocessor.body, context.id)
-    answer = Answer(context, output, preprocessor, make_formatter(output), sent or preprocessor.body)
-    return await answer.response(request)
-
-
-class Answer:
-    """Submits the choices of one request and sends them."""
 
     def __init__(
         self,
-        context: RequestContext,
-        output: RequestOutput,
+        request: Request,
         preprocessor: Preprocessor,
-        formatter: Formatter,
-        sent: BaseRequest,
+        make_formatter: Callable[[RequestOutput], Formatter],
+        sent: BaseRequest | None = None,
     ) -> None:
-        self._context, self._output = context, output
-        self._preprocessor, self._formatter, self._sent = preprocessor, formatter, sent
-        self._service, self._body = output.service, output.body
-        self._in_flight = self._service.track(context, formatter.endpoint)
+        self._request, self._preprocessor, self._body = request, preprocessor, preprocessor.body
+        self._service: Service = request.app.state.service
+        self._context = RequestContext.of(request.scope)
+        self._output = RequestOutput(self._service, self._body, self._context.id)
+        self._formatter, self._sent = make_formatter(self._output), sent or self._body
+        self._in_flight = self._service.track(self._context, self._formatter.endpoint)
         self._headers: dict[str, str] = {}
         self._budget = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
-    async def response(self, request: Request) -> Response:
+    async def response(self) -> Response:
         """Return the response: whole, a stream, or an error."""
+        request = self._request
         try:
-            async with asyncio.timeout(self._time_left(request)):
+            async with asyncio.timeout(self._time_left()):
                 await until_disconnect(request, self._submit())
                 if self._body.stream:
                     return EventStream(self._events(), self._headers)
@@ -254,13 +228,16 @@ class Answer:
         except Exception as problem:  # noqa: BLE001 - every problem is reported to the client
             return self._failed(problem).response(request.scope)
 
-    def _time_left(self, request: Request) -> float | None:
+    def _time_left(self) -> float | None:
         """Return the seconds until the deadline, at which the request is aborted; None without one."""
-        seconds = timeout_of(request.headers, self._body.timeout, self._service.settings.request_timeout)
+        seconds = timeout_of(self._request.headers, self._body.timeout, self._service.settings.request_timeout)
         if seconds is None:
             return None
         left = max(0.0, seconds - self._context.seconds)
-        self._in_flight.call_later(left, self._in_flight.abort, deadline_exceeded(seconds))
+        why = f"the answer was not complete within {seconds:g} s: ask for fewer tokens, or give it a longer timeout"
+        again = {"x-should-retry": "false"}  # clients would begin it again by themselves
+        error = ApiError(504, TIMEOUT, why, code="deadline_exceeded", headers=again)
+        self._in_flight.call_later(left, self._in_flight.abort, error)
         return left
 
     def _failed(self, problem: Exception) -> ApiError:
@@ -290,7 +267,8 @@ class Answer:
         try:
             choices = await self._service.in_worker(self._context.size, self._prepare)
         except UntriedGrammarError:  # raised before the first choice is submitted, as all share the grammar
-            choices = await self._service.with_grammar_trials(self._context.owner, self._prepare)
+            trying = partial(self._prepare, tries=True)
+            choices = await self._service.trials.run(self._context.owner, trying)
         self._output.choices = choices
 
     def _check(self, count: int) -> None:
@@ -298,10 +276,8 @@ class Answer:
         schemas.check_model(body.model, settings)
         most = settings.max_rows + settings.max_waiting
         if count > most:
-            why = (
-                f"{count} choices were requested, and at most {most} can be decoded or queued: request fewer at a time"
-            )
-            raise invalid(None, why, "too_large_for_server")
+            limit = f"at most {most} can be decoded or queued: request fewer at a time"
+            raise invalid(None, f"{count} choices were requested, and {limit}", "too_large_for_server")
         ignored = schemas.check(body, settings) + schemas.without_effect(self._sent)
         if isinstance(body, ChatRequest):
             ignored += schemas.unused_by_template(body, self._serving.model.chat_template)
@@ -309,10 +285,10 @@ class Answer:
             names = self._formatter.field_names
             self._headers["x-lade-ignored"] = schemas.header(names.get(name, name) for name in ignored)
 
-    def _prepare(self) -> list[Choice]:
+    def _prepare(self, *, tries: bool = False) -> list[Choice]:
         """Render, tokenize and submit all choices. Called in a worker thread."""
-        shared = self._service.settings.share == "all"
-        with self._serving.grammars.serving("" if shared else self._context.owner):
+        client = "" if self._service.settings.share == "all" else self._context.owner
+        with self._serving.grammars.serving(client, tries=tries):
             return self._choices()
 
     def _choices(self) -> list[Choice]:
@@ -321,7 +297,7 @@ class Answer:
             predicted = serving.model.ids(body.prediction.text, add_special_tokens=False)
             self._output.predicted = predicted[: serving.context]
         choices, slots = list[Choice](), iter(list(self._in_flight.slots))
-        for prompt in list(self._while_connected(self._preprocessor.prompts(serving))):
+        for prompt in self._prompts():
             if not prompt.ids:
                 raise invalid(None, "the prompt has no tokens: send a longer one")
             if not prompt.media:  # placeholders of images may exceed the vocabulary
@@ -338,11 +314,13 @@ class Answer:
                 choices.append(Choice(index, prompt, handle, parser, ends, silent))
         return choices
 
-    def _while_connected(self, prompts: Iterable[EncodedPrompt]) -> Iterator[EncodedPrompt]:
-        for prompt in prompts:
+    def _prompts(self) -> list[EncodedPrompt]:
+        prompts = list[EncodedPrompt]()
+        for prompt in self._preprocessor.prompts(self._serving):
             if self._in_flight.outcome is not None:
                 raise ClientDisconnectedError
-            yield prompt
+            prompts.append(prompt)
+        return prompts
 
     def _arguments(self, prompt: EncodedPrompt) -> dict[str, Any]:
         """Return the arguments of `Engine.add` for a prompt."""
@@ -352,19 +330,20 @@ class Answer:
         context = serving.context
         room = max(1, wanted if context is None else min(wanted, context - len(prompt.ids)))
         least = min(body.min_tokens, room)
+        keeps_tags = self._preprocessor.parses_markup and serving.markup.has_special_tokens
         arguments = generate_arguments(body, serving.model, len(prompt.ids))
         if (constraint := self._preprocessor.grammar(prompt, serving)) is not None:
             check_ends(body, constraint[1])
-            with service.metrics.compiling():
+            with service.metrics.compiled.time():
                 processor = serving.grammars.processor(*constraint, self._budget)
             arguments.setdefault("logits_processor", []).append(processor)
         return {
             **arguments,
-            **self._preprocessor.arguments(),
             "stop_texts": body.stop,
             "tokenizer": serving.model.tokenizer,
-            "skip_special_tokens": body.skip_special_tokens and not self._preprocessor.keeps_special_tokens(serving),
+            "skip_special_tokens": body.skip_special_tokens and not keeps_tags,
             "logprobs": self._preprocessor.top_logprobs,
+            "prompt_logprobs": self._preprocessor.prompt_logprobs,
             "scope": scope,
             "client": self._context.owner,
             **({"min_new_tokens": least} if least else {}),

@@ -12,6 +12,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +21,7 @@ from starlette.routing import Match, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Scope
 
-from lade.server import errors
+from lade.server.errors import ApiError, error_response
 from lade.server.failures import LONGEST_BODY
 from lade.server.middleware import AuthMiddleware, BodyMiddleware
 from lade.server.request_context import RequestContextMiddleware
@@ -30,18 +32,12 @@ from lade.version import __version__
 for _suffix, _type in {".js": "text/javascript", ".mjs": "text/javascript", ".license": "text/plain"}.items():
     mimetypes.add_type(_type, _suffix)  # the system's own table varies
 
-POLICY = {
-    "default-src": "'none'",
-    "script-src": "'self'",
-    "style-src": "'self'",
-    "connect-src": "'self'",
-    "img-src": "'self' data:",
-    "base-uri": "'none'",
-    "form-action": "'none'",
-    "frame-ancestors": "'none'",
-}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HEADERS = {
-    "content-security-policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
+    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -90,7 +86,8 @@ def build_app(service: Service) -> FastAPI:
     app = FastAPI(title="lade", version=__version__, docs_url=None, redoc_url=None, lifespan=life, telemetry=off)
     app.state.service = service
     app.include_router(router)
-    errors.install(app)
+    for kind in (HTTPException, ApiError):
+        app.add_exception_handler(kind, error_response)
     settings = service.settings
     if settings.page:
         mount_page(app)
@@ -129,13 +126,7 @@ _ASKED_BY = (b"host", b"localhost")
 
 @dataclass
 class Reply:
-    """The app's response.
-
-    Attributes:
-        status: HTTP status.
-        request_id: request id in the log.
-        raw: response body.
-    """
+    """The app's response, with its body as bytes, and its id in the log."""
 
     status: int = 0
     request_id: str = ""
@@ -148,13 +139,7 @@ class Reply:
 
 
 async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
-    """Send a request and return the whole response; cancelling it disconnects the client.
-
-    Args:
-        app: the application from `build_app`, whose service has been started.
-        path: URL path, such as `/v1/chat/completions`.
-        body: request body.
-    """
+    """Send a request to an application whose service has been started; cancelling it disconnects the client."""
     content = json.dumps(dict(body)).encode()  # with NaN and lone surrogates, which the handlers refuse
     headers = [_ASKED_BY, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     scope = {
@@ -182,9 +167,7 @@ async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> Reply:
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
             reply.status = message["status"]
-            reply.request_id = next(
-                (value.decode() for name, value in message["headers"] if name == b"x-request-id"), ""
-            )
+            reply.request_id = Headers(raw=message["headers"]).get("x-request-id", "")
         else:
             reply.raw += message.get("body", b"")
 

@@ -35,11 +35,7 @@ class Images:
         self._count = self._pixels = 0
 
     def read(self, url: str, place: str) -> Any:
-        """Return the image of a `data:` URL, in RGB.
-
-        Args:
-            url: URL such as `data:image/png;base64,iVBOR...`.
-            place: path of the field, for errors.
+        """Return the image of a URL such as `data:image/png;base64,iVBOR...`, in RGB.
 
         Raises:
             ApiError: not a data URL or image, too large, too many images, or Pillow is missing.
@@ -63,8 +59,7 @@ class Images:
         except ApiError:
             raise
         except Exception as problem:  # noqa: BLE001 - whatever a decoder makes of what a client has sent
-            why = f"not a readable image ({type(problem).__name__}): send a {_FORMATS}"
-            raise invalid(place, why) from None
+            raise invalid(place, f"not a readable image ({type(problem).__name__}): send a {_FORMATS}") from None
 
 
 RESERVED = frozenset(
@@ -87,17 +82,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of messages with tool calls.
+    """The form of messages with tool calls."""
 
-    Attributes:
-        short_ids: whether ids have nine letters or digits, as with Mistral's templates.
-        content: content of a message that has calls and no text.
-        parsed: whether arguments are objects; otherwise they are JSON texts.
-    """
-
-    short_ids: bool = False
-    content: str | None = ""
-    parsed: bool = True
+    short_ids: bool = False  # nine letters or digits, as with Mistral's templates
+    content: str | None = ""  # of a message that has calls and no text
+    parsed: bool = True  # arguments are objects; otherwise JSON texts
 
 
 class TemplateForms:
@@ -106,24 +95,14 @@ class TemplateForms:
     Templates differ in what they show: content as text or as parts, the arguments of tool calls as an object or as JSON
     text, calls of messages without content only, ids of nine letters. In another form most of them raise, and some drop
     the message without a word.
-
-    Args:
-        render: renders a conversation; it may raise anything.
     """
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
-        self._render = render
+        self._render = render  # may raise anything
         self._parts: dict[str, tuple[bool, bool]] = {}
 
-    def takes_text(self, role: str) -> bool:
-        """Return whether messages of this role may have a text as their content."""
-        return self._content(role)[0]
-
-    def takes_parts(self, role: str) -> bool:
-        """Return whether messages of this role may have a list of parts as their content."""
-        return self._content(role)[1]
-
-    def _content(self, role: str) -> tuple[bool, bool]:
+    def takes(self, role: str) -> tuple[bool, bool]:
+        """Return whether messages of this role may have a text as their content, and whether a list of parts."""
         if role not in self._parts:
             parts = [{"type": "text", "text": _SHOWN}, {"type": "text", "text": _SHOWN[::-1]}]
             shown = self._shown(_around(role, parts))
@@ -150,7 +129,7 @@ class TemplateForms:
 
     def content(self, role: str, text: str) -> str | list[dict[str, Any]]:
         """Return a text as the content of a message of this role."""
-        return text if self.takes_text(role) else [{"type": "text", "text": text}]
+        return text if self.takes(role)[0] else [{"type": "text", "text": text}]
 
     def _shown(self, messages: Messages) -> str:
         try:
@@ -160,12 +139,7 @@ class TemplateForms:
 
 
 class ChatTemplate:
-    """The chat template of a model.
-
-    Args:
-        model: the served model, with its tokenizer and, if it takes images, its processor.
-        defaults: default arguments of the template.
-    """
+    """The chat template of a model, with default arguments."""
 
     def __init__(self, model: ServedModel, defaults: Mapping[str, Any]) -> None:
         self._model, self._defaults = model, defaults
@@ -184,7 +158,8 @@ class ChatTemplate:
             why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             raise invalid("messages", why, "no_chat_template")
         arguments = self._arguments(body)
-        if any(_has_images(each) for each in body.messages):
+        contents = [each.content for each in body.messages if isinstance(each.content, list)]
+        if any(part.type == "image_url" for parts in contents for part in parts):
             with self._image_lock:  # also bounds the memory of decoded images
                 return self._with_images(self._messages(body), arguments)
         messages = self._messages(body)
@@ -199,7 +174,7 @@ class ChatTemplate:
         except Exception as problem:
             raise _rejected(problem) from problem
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    def _apply(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
         return self._model.ids(self._rendered(messages, arguments), add_special_tokens=False)
 
     def _rendered(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
@@ -213,9 +188,7 @@ class ChatTemplate:
         rendered: Any = render_jinja_template([list(map(dict, messages))], chat_template=template, **variables)
         return str(rendered[0][0])
 
-    def _with_images(
-        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
-    ) -> tuple[list[int], Mapping[str, Any]]:
+    def _with_images(self, messages: Messages, arguments: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
         encode = self._model.encode_images
         if encode is None:
             raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
@@ -278,7 +251,7 @@ class ChatTemplate:
             else:
                 why = f"parts of type {part.type[:40]!r} are not supported: send text or image_url"
                 raise invalid(where, why, "unsupported_parameter")
-        if self._forms.takes_parts(role) or any(part["type"] == "image" for part in parts):
+        if self._forms.takes(role)[1] or any(part["type"] == "image" for part in parts):
             return parts
         return "".join(part["text"] for part in parts)
 
@@ -328,11 +301,7 @@ def _short(given: str) -> str:
     return given if _SHORT_ID.fullmatch(given) else hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
 
 
-def _has_images(message: Message) -> bool:
-    return isinstance(message.content, list) and any(part.type == "image_url" for part in message.content)
-
-
-def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _merged(messages: Messages) -> list[Mapping[str, Any]]:
     """Join the leading system messages with blank lines."""
     count = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
     if count < 2 or not all(isinstance(each["content"], str) for each in messages[:count]):

@@ -23,7 +23,6 @@ class EncodedPrompt:
     """An encoded prompt.
 
     Attributes:
-        ids: token ids.
         media: further arguments of `generate`, such as pixels and their positions.
         text: the rendered prompt, special tokens included; "" if nothing depends on it.
     """
@@ -33,18 +32,9 @@ class EncodedPrompt:
     text: str = ""
 
 
-_REASONS = {"length": "length", "time": "length"}
-
-
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """The part of a choice that one step adds.
-
-    Attributes:
-        parts: text to show.
-        step: the step; None at the end of the choice.
-        texts: text that each token of the step adds to `parts`.
-    """
+    """The part of a choice that one step adds, or its end, which has no step; `texts` are those of each token."""
 
     parts: Parts
     step: Step | None = None
@@ -58,18 +48,12 @@ class ChoiceDelta:
 
 @dataclass
 class Choice:
-    """One choice of an answer.
+    """One choice of an answer: its inputs, and what it has so far.
 
     Attributes:
         index: index among the choices of the request.
-        prompt: the prompt that it continues.
-        handle: the engine's handle.
-        parser: parser of the generated text.
         stop_token_ids: ids of the request that end the answer.
         silent: True if only the prompt is wanted, so that the engine's one token is dropped.
-        deltas: the increments so far.
-        parts: the parsed answer so far.
-        tokens: the emitted ids so far.
         predicted_tokens: number of tokens drafted from the predicted output.
         reasoning_tokens: number of tokens emitted within reasoning.
         finish_reason: "stop", "length" or "tool_calls"; None before the end.
@@ -113,25 +97,19 @@ class Choice:
         reason = self.handle.reason
         if reason == "cancelled":
             raise overloaded("the engine was closed: retry the request", "engine_closed")
-        delta = self._added(ChoiceDelta(self.parser.finish(cut=reason in _REASONS)))
-        self._conclude(reason)
+        cut = self.silent or reason in ("length", "time")
+        delta = self._added(ChoiceDelta(self.parser.finish(cut=cut)))
+        self.finish_reason = "length" if cut else "tool_calls" if self.parts.tool_calls else "stop"
+        if not self.silent:
+            self.stop_reason = self.handle.stop_text
+            if reason in ("eos", "stop_token") and self.tokens[-1] in self.stop_token_ids:
+                self.stop_reason = self.tokens[-1]
         return delta
 
     def _added(self, delta: ChoiceDelta) -> ChoiceDelta:
         self.deltas.append(delta)
         self.parts.add(delta.parts)
         return delta
-
-    def _conclude(self, reason: str | None) -> None:
-        if self.silent:
-            self.finish_reason = "length"
-            return
-        self.stop_reason = self.handle.stop_text
-        if reason in ("eos", "stop_token") and self.tokens[-1] in self.stop_token_ids:
-            self.stop_reason = self.tokens[-1]
-        self.finish_reason = _REASONS.get(reason or "", "stop")
-        if self.finish_reason == "stop" and self.parts.tool_calls:
-            self.finish_reason = "tool_calls"
 
     @property
     def steps(self) -> list[Step]:
@@ -167,7 +145,6 @@ class RequestOutput:
         predicted: ids of the predicted output; None for none.
         seed: seed of choice 0.
         key: random part of the answer's ids.
-        created: time of creation in seconds since the epoch.
     """
 
     serving: Serving
@@ -213,13 +190,13 @@ class RequestOutput:
 
     def figures(self) -> dict[str, Any]:
         """Return the decoding statistics of all choices together."""
-        if len(self.choices) == 1:
-            return self.choices[0].figures
+        first, *others = self.choices
+        if not others:
+            return first.figures
         stats = [choice.handle.stats for choice in self.choices]
         steps, fed = sum(each.steps for each in stats), sum(each.fed_tokens for each in stats)
-        accepted = sum(each.accepted_tokens for each in stats)
-        seed = self.choices[0].handle.seed
-        return {"seed": seed, "steps": steps, "tokens_per_step": round(accepted / max(1, steps), 3), "fed": fed}
+        tokens_per_step = round(sum(each.accepted_tokens for each in stats) / max(1, steps), 3)
+        return {"seed": first.handle.seed, "steps": steps, "tokens_per_step": tokens_per_step, "fed": fed}
 
 
 ItemKind = Literal["reasoning", "text", "call"]
@@ -231,10 +208,8 @@ class OutputItem:
 
     Attributes:
         index: index among the items of the answer.
-        kind: kind of the item.
         text: text so far; the arguments as JSON for a call.
         call: the tool call without its arguments; None for other kinds.
-        ended: True if the item is complete.
     """
 
     index: int
@@ -246,13 +221,7 @@ class OutputItem:
 
 @dataclass(frozen=True)
 class ItemChange:
-    """A change of an output item.
-
-    Attributes:
-        event: "added", "delta" or "done".
-        item: the item after the change.
-        text: text appended by "delta".
-    """
+    """A change of an output item, with the item after it, and the text that a "delta" appends."""
 
     event: Literal["added", "delta", "done"]
     item: OutputItem
@@ -260,11 +229,7 @@ class ItemChange:
 
 
 class OutputItems:
-    """The output items of an answer in progress; only the last one is open.
-
-    Attributes:
-        all: the items in order.
-    """
+    """All output items of an answer in progress, in order; only the last one is open."""
 
     def __init__(self) -> None:
         self.all: list[OutputItem] = []
@@ -277,7 +242,10 @@ class OutputItems:
         calls = list(delta.parts.tool_calls)
         if calls and not calls[0].id:
             yield self._append(calls.pop(0).arguments)
-        for kind, text in self._texts(delta.parts):
+        texts: list[tuple[ItemKind, str]] = [("reasoning", delta.parts.reasoning), ("text", delta.parts.content)]
+        for kind, text in texts:
+            if not text:
+                continue
             if not self.all or self.all[-1].kind != kind:
                 yield from self._open(kind)
             yield self._append(text)
@@ -289,13 +257,6 @@ class OutputItems:
             if not self.all:
                 yield from self._open("text")
             yield from self._close()
-
-    @staticmethod
-    def _texts(parts: Parts) -> Iterator[tuple[ItemKind, str]]:
-        if parts.reasoning:
-            yield "reasoning", parts.reasoning
-        if parts.content:
-            yield "text", parts.content
 
     def _open(self, kind: ItemKind, call: ToolCall | None = None) -> Iterator[ItemChange]:
         yield from self._close()

@@ -32,6 +32,7 @@ class CompletionPreprocessor(Preprocessor):
         self._given: list[str] | list[list[int]] = prompt if several else [prompt]
         self.prompt_count = len(self._given)
         self.top_logprobs = body.logprobs
+        self.prompt_logprobs = body.logprobs if body.echo else None
 
     def prompts(self, serving: Serving) -> Iterator[EncodedPrompt]:
         """See `Preprocessor.prompts`."""
@@ -44,7 +45,7 @@ class CompletionPreprocessor(Preprocessor):
             tokens += len(prompt.ids)
             yield prompt
         top = body.logprobs or 0
-        if _echoes_logprobs(body) and tokens * body.n * (top + 1) > MAX_ECHOED:
+        if self.prompt_logprobs is not None and tokens * body.n * (top + 1) > MAX_ECHOED:
             why = f"{tokens} tokens with logprobs={top} and n={body.n} are too many to echo in one request"
             raise invalid("prompt", f"{why}: send fewer prompts, or request fewer logprobs")
 
@@ -58,18 +59,6 @@ class CompletionPreprocessor(Preprocessor):
             ids = [tokenizer.bos_token_id]
         return EncodedPrompt(ids, text=given)
 
-    def parser(self, prompt: EncodedPrompt, serving: Serving) -> PlainParser:
-        """See `Preprocessor.parser`."""
-        return PlainParser()
-
-    def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
-        """See `Preprocessor.grammar`."""
-        return requested_grammar(self.body)
-
-    def arguments(self) -> dict[str, Any]:
-        """See `Preprocessor.arguments`."""
-        return {"prompt_logprobs": self.body.logprobs} if _echoes_logprobs(self.body) else {}
-
 
 class CompletionFormatter(ChunkFormatter):
     """Text completions: `text_completion` objects and chunks."""
@@ -82,13 +71,14 @@ class CompletionFormatter(ChunkFormatter):
         super().__init__(output)
         assert isinstance(output.body, CompletionRequest)  # the route's schema
         self._body = output.body
+        self._echoes_logprobs = output.body.echo and output.body.logprobs is not None
         self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(output.serving.token_text))
 
     def first(self) -> Iterator[bytes]:
         """See `Formatter.first`: the echoed prompts; with logprobs they come with the first step instead."""
         body = self._body
         for choice in self.output.choices:
-            echo = choice.prompt.text if body.echo and not _echoes_logprobs(body) else ""
+            echo = choice.prompt.text if body.echo and not self._echoes_logprobs else ""
             if echo or body.return_token_ids:
                 ids = {"prompt_token_ids": choice.prompt.ids} if body.return_token_ids else {}
                 yield self.chunk({"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids})
@@ -110,7 +100,7 @@ class CompletionFormatter(ChunkFormatter):
     def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         """See `ChunkFormatter.delta`."""
         first = delta is choice.deltas[0]
-        echo = choice.prompt.text if first and _echoes_logprobs(self._body) else ""
+        echo = choice.prompt.text if first and self._echoes_logprobs else ""
         steps = [] if delta.step is None else [delta.step]
         return {
             "index": choice.index,
@@ -132,11 +122,6 @@ class CompletionFormatter(ChunkFormatter):
         return {name: [*echoed.get(name, ()), *values] for name, values in own.items()}
 
 
-def _echoes_logprobs(body: CompletionRequest) -> bool:
-    """Return True if the logprobs of prompts are echoed."""
-    return body.echo and body.logprobs is not None
-
-
 LogprobLists = dict[str, list[Any]]
 """Logprobs of `/v1/completions`: lists of equal length."""
 
@@ -148,13 +133,7 @@ class CompletionLogprobs:
         self._token_text, self._offsets = token_text, TextOffsets(token_text)
 
     def of_prompt(self, first: int, text: str, others: Sequence[TokenLogprobs]) -> LogprobLists:
-        """Return the logprobs of a prompt, null for its first token.
-
-        Args:
-            first: id of the first token.
-            text: the prompt as shown; tokenizers may put a space before it.
-            others: logprobs of the other tokens.
-        """
+        """Return the logprobs of a prompt, null for its first token; tokenizers may put a space before its text."""
         lists = self.of([TokenLogprobs(first, 0.0, []), *others])
         lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
         hidden = max(0, self._offsets.end - len(text))
@@ -187,15 +166,12 @@ class ChatPreprocessor(Preprocessor):
     """
 
     body: ChatRequest
+    parses_markup = True
 
     def __init__(self, body: ChatRequest, names: FormatNames = CHAT_NAMES) -> None:
         self._names = names
         self.body = with_generation_config(body)
         self.top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-
-    def keeps_special_tokens(self, serving: Serving) -> bool:
-        """See `Preprocessor.keeps_special_tokens`."""
-        return serving.markup.has_special_tokens
 
     def prompts(self, serving: Serving) -> list[EncodedPrompt]:
         """See `Preprocessor.prompts`."""
@@ -219,7 +195,7 @@ class ChatPreprocessor(Preprocessor):
             raise unsupported(param, "grammars do not support this model's reasoning markup: leave it out")
         vocabulary = grammars.vocabulary(param)
         if form is not None:
-            grammars.require(form, param)  # alone first, so that an error names the format, not the whole message
+            grammars.processor(form, param)  # alone first, so that an error names the format, not the whole message
         calls = requested_calls(body, vocabulary)
         made = message_grammar(serving.model.chat_template, prompt.text, form, calls, vocabulary)
         return None if made is None else (made, param)
@@ -244,7 +220,7 @@ class ChatFormatter(ChunkFormatter):
         for choice in self.output.choices:
             delta = {"role": "assistant", "content": ""}
             first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.chunk(first, self._prompt_ids(choice))
+            yield self.chunk(first, **self._prompt_ids(choice))
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         """Return the ids of the prompt where vLLM has them: beside the choices, which share it."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -30,10 +30,10 @@ class ApiError(Exception):
     Args:
         status: HTTP status.
         kind: one of the error types above.
-        message: description of the problem and its remedy.
+        message: the problem and its remedy.
         param: path of the field in question, such as `messages[2].content`.
         code: machine-readable name of the case.
-        headers: additional response headers.
+        headers: those to add to the response.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ApiError(Exception):
         if not context.is_anthropic:
             return Json(self.body, self.status, headers=self.headers)
         body = anthropic_error(self.status, self.message, context.id)
-        return Json(body, anthropic_status(self.status), headers=self.headers)
+        return Json(body, 529 if self.status == 503 else self.status, headers=self.headers)
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
@@ -83,18 +83,6 @@ def overloaded(message: str, code: str, retry_after: int = 1, *, close: bool = F
     """Return the error for a request to be retried later or elsewhere."""
     headers = {"Retry-After": str(retry_after), **({"Connection": "close"} if close else {})}
     return ApiError(503, OVERLOADED, message, code=code, headers=headers)
-
-
-def deadline_exceeded(seconds: float) -> ApiError:
-    """Return the error for an answer that was not complete in time; clients would begin it again by themselves."""
-    why = f"the answer was not complete within {seconds:g} s: ask for fewer tokens, or give it a longer timeout"
-    return ApiError(504, TIMEOUT, why, code="deadline_exceeded", headers={"x-should-retry": "false"})
-
-
-def kills_pass() -> ApiError:
-    """Return the error for a request that has failed alone before; it is not worth a retry."""
-    why = "this request has failed the model's pass twice, each time alone: change it; the server's log has the reason"
-    return ApiError(422, INVALID, why, code="request_kills_pass")
 
 
 def internal(request_id: str) -> ApiError:
@@ -126,32 +114,23 @@ def error_for(problem: BaseException, request_id: str) -> ApiError:
     return internal(request_id)
 
 
-def install(app: FastAPI) -> None:
-    """Make an app report errors raised before a route is reached in this form."""
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(ApiError, _api)
+NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", code="invalid_json")
 
 
-async def _api(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, ApiError)
-    return problem.response(request.scope)
-
-
-async def _http(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, HTTPException)
+async def error_response(request: Request, problem: Any) -> Response:
+    """Report an `ApiError`, or an `HTTPException` raised before a route is reached, in this form."""
     path = request.url.path
-    match problem.status_code:
-        case 404:
+    match problem:
+        case ApiError():
+            error = problem
+        case HTTPException(status_code=404):
             error = ApiError(404, NOT_FOUND, f"no endpoint at {path}: /openapi.json lists them", code="unknown_url")
-        case 405:
+        case HTTPException(status_code=405):
             why = f"{path} does not accept {request.method}: see /openapi.json"
             error = ApiError(405, INVALID, why, code="unknown_url", headers=problem.headers)
         case _:
             error = NOT_JSON
     return error.response(request.scope)
-
-
-NOT_JSON = ApiError(400, INVALID, "the body is not valid JSON: send an object", code="invalid_json")
 
 
 def validation_error(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -189,25 +168,18 @@ def _has(place: Any, part: str | int) -> bool:
     return isinstance(place, dict) and part in place
 
 
-_ANTHROPIC_OVERLOADED = 529
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
+    401: AUTHENTICATION,
+    403: PERMISSION,
+    404: NOT_FOUND,
     413: "request_too_large",
     429: RATE_LIMIT,
+    503: OVERLOADED,
     504: TIMEOUT,
-    _ANTHROPIC_OVERLOADED: "overloaded_error",
 }
-
-
-def anthropic_status(status: int) -> int:
-    """Return the status that Anthropic's API has for one of OpenAI's."""
-    return _ANTHROPIC_OVERLOADED if status == 503 else status
 
 
 def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
     """Return an error in Anthropic's format."""
-    default = "invalid_request_error" if status < 500 else "api_error"
-    kind = _ANTHROPIC_TYPES.get(anthropic_status(status), default)
+    kind = _ANTHROPIC_TYPES.get(status, INVALID if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -12,7 +12,7 @@ import logging
 import os
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +26,7 @@ import transformers
 from lade.errors import InputError
 from lade.files import write_whole
 from lade.server.access_log import facts_of
-from lade.server.errors import kills_pass
+from lade.server.errors import INVALID, ApiError
 from lade.server.request_context import RequestContext
 from lade.serving.snapshot import CurrentWork
 from lade.version import __version__
@@ -49,12 +49,8 @@ class Watchdog:
 
     Only the time of one piece of work counts, such as one pass, however long a request takes.
 
-    Args:
-        limit_s: seconds that a piece of work may take, set-up aside; 0 for no limit.
-        clock: returns the time in seconds, by the clock of `CurrentWork.began`.
-
     Attributes:
-        limit_s: the limit, which may be set at any time.
+        limit_s: seconds that a piece of work may take, set-up aside; 0 for no limit. It may be set at any time.
         reason: description of the work that takes too long; "" if none does.
     """
 
@@ -68,9 +64,6 @@ class Watchdog:
         """Look at what the engine does now; log once that it takes too long, and once that it has ended.
 
         The time between two looks counts as set-up if the later one finds it, so there should be several a second.
-
-        Args:
-            work: the engine's current work; None if it waits for requests.
         """
         now, began = self._clock(), None if work is None else work.began
         if began != self._began:
@@ -88,15 +81,10 @@ class Watchdog:
             logger.error("the engine makes no progress: %s\n%s", self.reason, described(work))
 
 
-def _calls(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def is_set_up(frame: FrameType | None) -> bool:
     """Return True if a call within `frame`'s stack does what is done once."""
-    return any((each.f_globals.get("__name__"), each.f_code.co_name) in SET_UP for each in _calls(frame))
+    calls = traceback.walk_stack(frame) if frame is not None else ()
+    return any((each.f_globals.get("__name__"), each.f_code.co_name) in SET_UP for each, _ in calls)
 
 
 def described(work: CurrentWork) -> str:
@@ -157,11 +145,7 @@ class CrashDump:
     def write(self, kind: str, reason: str, details: str, running: Iterable[RequestContext]) -> None:
         """Write a dump, once per kind; a disk that is full costs a line in the log and nothing else.
 
-        Args:
-            kind: "dead", "stuck" or "ended", for the name of the file.
-            reason: a line about it.
-            details: traceback, or what the engine was doing.
-            running: requests without an answer so far.
+        It begins with a line on the reason and details, which are a traceback or what the engine was doing.
         """
         if kind in self._written:
             return
@@ -198,14 +182,13 @@ class FailedRequests:
     """Remembers requests whose passes failed, so that clients' retries do not make all others' texts be fed again.
 
     Attributes:
-        TRIES: failures after which a request is refused.
-        SECONDS: time for which failures are remembered: lack of memory may pass.
-        MOST: number of requests that are remembered; the oldest are forgotten first.
         known: time of the last failure and number of failures by digest. Digesting a large body takes milliseconds, so
             nothing is checked while there are none.
     """
 
-    TRIES, SECONDS, MOST = 2, 600.0, 256
+    TRIES = 2  # failures after which a request is refused
+    SECONDS = 600.0  # for which failures are remembered: lack of memory may pass
+    MOST = 256  # requests that are remembered; the oldest are forgotten first
 
     def __init__(self) -> None:
         self.known: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
@@ -214,7 +197,8 @@ class FailedRequests:
         """Raise `ApiError` for a request that has failed too often."""
         last, failures = self.known.get(_digest_of(owner, body), (0.0, 0))
         if failures >= self.TRIES and perf_counter() - last < self.SECONDS:
-            raise kills_pass()
+            why = "this request has failed the model's pass twice, each time alone: change it"
+            raise ApiError(422, INVALID, f"{why}; the server's log has the reason", code="request_kills_pass")
 
     def add(self, owner: str, body: object) -> None:
         """Count a failure of a request; of one key, so that no other learns of it."""

@@ -21,17 +21,11 @@ _NAMED = re.compile(r"([\w.-]{1,64}):(\S+)")
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """Limits of a key; None for no limit.
-
-    Attributes:
-        requests_per_minute: answers begun per minute.
-        tokens_per_minute: prompt and answer tokens per minute.
-        rows: choices in the queue or decoded at a time.
-    """
+    """Limits of a key; None for no limit."""
 
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    rows: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers
+    rows: int | None = None  # choices in the queue or decoded at a time
 
 
 NO_LIMITS = KeyLimits()
@@ -40,13 +34,10 @@ _LIMIT = re.compile(rf"({'|'.join(each.name for each in fields(KeyLimits))})=([1
 
 @dataclass(frozen=True)
 class Key:
-    """An API key.
+    """An API key: its name in logs, and the secret that clients send.
 
     Attributes:
-        name: name in logs; the key's number if the file has none.
-        secret: the key as clients send it.
-        named: True if the name comes from the file or the environment.
-        limits: what may be used with this key.
+        named: True if the name comes from the file or the environment; otherwise it has the key's number.
     """
 
     name: str
@@ -65,11 +56,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Keys:
-    """The API keys.
-
-    Attributes:
-        all: all keys; if empty, requests need no key.
-    """
+    """All API keys; if there are none, requests need no key."""
 
     all: tuple[Key, ...] = ()
 
@@ -124,13 +111,11 @@ def _gather(found: list[Key], lines: Sequence[str], source: str, unit: str, reme
             continue
         word, *limits = line.split()
         named, given = _NAMED.fullmatch(word), [_LIMIT.fullmatch(limit) for limit in limits]
-        secret = named[2] if named else word
+        name, secret = named.groups() if named else (f"key-{len(found) + 1}", word)
         if not secret.isascii() or None in given:
             known = ", ".join(f"{each.name}=N" for each in fields(KeyLimits))
-            raise InputError(
-                f"{source}, {unit} {number}: keys are ASCII without spaces; after a key there may be {known}"
-            )
-        name = named[1] if named else f"key-{len(found) + 1}"
+            why = f"keys are ASCII without spaces; after a key there may be {known}"
+            raise InputError(f"{source}, {unit} {number}: {why}")
         allowed = KeyLimits(**{limit[1]: int(limit[2]) for limit in given if limit is not None})
         found.append(Key(name, secret, named=named is not None, limits=allowed))
     if len(found) == before:

@@ -43,12 +43,9 @@ saved memory and a log take a few more for a moment.
 """
 
 
-_LIMITLESS = -1
-
-
 def most_connections() -> int:
     """Return the limit on connections, by the files that this process may open at present."""
-    files = _LIMITLESS if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = -1 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return CONNECTIONS if files < 0 else max(1, min(CONNECTIONS, files - RESERVED_FILES))
 
 

@@ -129,26 +129,26 @@ def as_chat(request: CountRequest) -> ChatRequest:
     if request.n != 1:
         raise unsupported("n", "a message has one choice: use /v1/chat/completions")
     own = [tool for tool in request.tools or () if tool.type in (None, "custom")]
-    dropped = {f"tools.{tool.type}": "" for tool in request.tools or () if tool.type not in (None, "custom")}
+    ignored = [f"tools.{tool.type}" for tool in request.tools or () if tool.type not in (None, "custom")]
+    if request.output_config is not None:  # such as effort
+        ignored += [f"output_config.{name}" for name in request.output_config.model_extra or ()]
     choice, messages = request.tool_choice, messages_of(request)
     if not messages:
         raise invalid("messages", "no message has content: give text")
     continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    serial = None if choice is None else choice.disable_parallel_tool_use
+    thinks = {} if request.thinking is None else {"enable_thinking": request.thinking.type != "disabled"}
     return chat_request(
         request,
         messages=messages,
         stop=request.stop_sequences or None if isinstance(request, MessagesRequest) else None,
         tools=[_function(tool) for tool in own] or None,
         tool_choice=None if choice is None else _tool_choice(choice),
-        parallel_tool_calls=None
-        if choice is None or choice.disable_parallel_tool_use is None
-        else not choice.disable_parallel_tool_use,
+        parallel_tool_calls=None if serial is None else not serial,
         response_format=_form(request),
-        chat_template_kwargs={**_thinking(request.thinking), **(request.chat_template_kwargs or {})} or None,
+        chat_template_kwargs={**thinks, **(request.chat_template_kwargs or {})} or None,
         continue_final_message=continues or None,
-        **dropped,
-        **_dropped_citations(request.messages),
-        **_dropped_options(request.output_config),
+        **dict.fromkeys([*ignored, *_ignored_citations(request.messages)], ""),
     )
 
 
@@ -228,8 +228,7 @@ def _append_user(made: Messages, parts: list[dict[str, Any]]) -> None:
 
 def _result(block: Block, names: dict[str, str], place: str) -> dict[str, Any]:
     if block.tool_use_id is None:
-        where = f"{place}.tool_use_id"
-        raise invalid(where, "a tool_result needs the id of its tool_use")
+        raise invalid(f"{place}.tool_use_id", "a tool_result needs the id of its tool_use")
     name = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
     made = {"role": "tool", "tool_call_id": block.tool_use_id, **name}
     if not isinstance(block.content, list):
@@ -271,10 +270,9 @@ def _text(block: Block, place: str) -> str:
 
 
 def _function(tool: MessagesTool) -> dict[str, Any]:
-    described = {} if tool.description is None else {"description": tool.description}
-    strict = {} if tool.strict is None else {"strict": tool.strict}
     parameters = tool.input_schema or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": parameters, **strict}}
+    given = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 def _form(request: CountRequest) -> dict[str, Any] | None:
@@ -286,16 +284,11 @@ def _form(request: CountRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
 
 
-def _dropped_options(config: OutputConfig | None) -> dict[str, str]:
-    """Return the ignored options of `output_config`, such as effort."""
-    return {f"output_config.{name}": "" for name in (config and config.model_extra) or ()}
-
-
-def _dropped_citations(turns: Sequence[InputMessage]) -> dict[str, str]:
-    """Return an ignored field if citations of documents are enabled."""
+def _ignored_citations(turns: Sequence[InputMessage]) -> list[str]:
+    """Return the name of an ignored field if citations of documents are enabled."""
     blocks = (block for turn in turns if not isinstance(turn.content, str) for block in turn.content)
     options = [block.citations for block in blocks if block.type == "document" and isinstance(block.citations, dict)]
-    return {"citations": ""} if any(each.get("enabled") for each in options) else {}
+    return ["citations"] if any(each.get("enabled") for each in options) else []
 
 
 def _tool_choice(choice: ToolChoice) -> Any:
@@ -304,11 +297,6 @@ def _tool_choice(choice: ToolChoice) -> Any:
     if choice.name is None:
         raise invalid("tool_choice.name", "give the name of the tool to call")
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def _thinking(given: Thinking | None) -> dict[str, Any]:
-    """Return the template argument for thinking; a token budget is not enforced."""
-    return {} if given is None else {"enable_thinking": given.type != "disabled"}
 
 
 _DELTAS = {

@@ -6,7 +6,6 @@ import platform
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -64,13 +63,13 @@ class Metrics:
     """All series of one server, in a registry of its own.
 
     Args:
-        model: value of the `model_name` label.
         snapshot: function that returns the engine's snapshot; None before there is an engine.
         ready: function that returns True if requests are accepted.
         replica: value of the replica label; "" for a single server.
 
     Attributes:
         info: labels of `lade_info` besides the versions.
+        compiled: histogram of the time that grammars take to compile.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Metrics:
         self._labels = {"replica": replica} if replica else {}
         self._model, self._snapshot, self._ready = model, snapshot, ready
         self._registry = CollectorRegistry()
-        self._registry.register(_Collected(self._collect))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         self._requests = self._counter("requests", "Requests by outcome.", "endpoint", "outcome")
@@ -92,7 +91,7 @@ class Metrics:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a choice.", _TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Generated tokens of a choice.", _TOKENS)
         self._per_step = self._histogram("request_tokens_per_step", "Tokens per decoding step of a choice.", _PER_STEP)
-        self._compiled = self._histogram("grammar_compile_seconds", "Time to compile a grammar.", _SECONDS)
+        self.compiled = self._histogram("grammar_compile_seconds", "Time to compile a grammar.", _SECONDS)
         self._key_requests = self._counter("key_requests", "Requests by name of the key.", "key", "outcome")
         self._key_tokens = self._counter("key_tokens", "Tokens by name of the key.", "key", "kind")
         self._predicted = self._counter("prediction_tokens", "Tokens of predicted outputs by outcome.", "outcome")
@@ -103,11 +102,6 @@ class Metrics:
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Any:
         made = Histogram(f"lade_{name}", what, ("model",), registry=self._registry, buckets=buckets)
         return made.labels(self._model)
-
-    def compiling(self) -> AbstractContextManager[Any]:
-        """Count the block's time as grammar compilation, even if it fails."""
-        timer: AbstractContextManager[Any] = self._compiled.time()
-        return timer
 
     def add(self, context: RequestContext, known_path: str) -> None:
         """Count an answer; `known_path` is a route's path, which bounds the number of labels."""
@@ -147,53 +141,49 @@ class Metrics:
         """Return all series in Prometheus' text format."""
         return generate_latest(_Labelled(self._registry, self._labels))
 
-    def _collect(self) -> Iterator[Metric]:
-        yield self._gauge("ready", "1 if requests are accepted.", float(self._ready()))
+    def describe(self) -> list[Metric]:
+        """Return nothing, so that registration does not collect."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the series that are read from the engine."""
+        model = {"model": self._model}
+        yield _series(GaugeMetricFamily, "lade_ready", "1 if requests are accepted.", (model, float(self._ready())))
         versions = {"version": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        labels = {"model": self._model, **versions, "python": platform.python_version(), **self.info}
-        info = GaugeMetricFamily("lade_info", "Versions, device, dtype and method.", labels=list(labels))
-        info.add_metric(list(labels.values()), 1.0)
-        yield info
+        info = {**model, **versions, "python": platform.python_version(), **self.info}
+        yield _series(GaugeMetricFamily, "lade_info", "Versions, device, dtype and method.", (info, 1.0))
         now = self._snapshot()
         if now is None:
             return
         for name, (what, read) in _GAUGES.items():
-            yield self._gauge(name, what, read(now))
+            yield _series(GaugeMetricFamily, f"lade_{name}", what, (model, read(now)))
         for name, (what, read) in _COUNTERS.items():
-            counted = CounterMetricFamily(f"lade_{name}", what, labels=["model"])
-            counted.add_metric([self._model], read(now))
-            yield counted
-        accepted = CounterMetricFamily(
-            "lade_accepted_tokens", "Generated tokens by source.", labels=["model", "source"]
-        )
-        for source, tokens in now.sources.items():
-            accepted.add_metric([self._model, source], tokens)
-        yield accepted
+            yield _series(CounterMetricFamily, f"lade_{name}", what, (model, read(now)))
+        accepted = [({**model, "source": source}, tokens) for source, tokens in now.sources.items()]
+        yield _series(CounterMetricFamily, "lade_accepted_tokens", "Generated tokens by source.", *accepted)
         yield from self._collect_vllm(now)
 
     def _collect_vllm(self, now: EngineSnapshot) -> Iterator[Metric]:
         """Yield the speculative decoding counters under the names and labels that dashboards for vLLM have."""
-        engine = {"model_name": self._model, "engine": "0"}
+        engine, prefix = {"model_name": self._model, "engine": "0"}, "vllm:spec_decode_num"
         by_position = accepted_by_position(now.acceptance)
-        counters = {
-            "drafts": ("Decoding steps with drafts.", sum(now.acceptance.values())),
-            "draft_tokens": ("Draft tokens.", now.fed_tokens - now.steps),
-            "accepted_tokens": ("Accepted draft tokens.", sum(by_position)),
-        }
-        for name, (what, value) in counters.items():
-            counted = CounterMetricFamily(f"vllm:spec_decode_num_{name}", what, labels=list(engine))
-            counted.add_metric(list(engine.values()), value)
-            yield counted
-        name, what = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."
-        positions = CounterMetricFamily(name, what, labels=[*engine, "position"])
-        for position, tokens in enumerate(by_position):
-            positions.add_metric([*engine.values(), str(position)], tokens)
-        yield positions
+        drafts, drafted = sum(now.acceptance.values()), now.fed_tokens - now.steps
+        yield _series(CounterMetricFamily, f"{prefix}_drafts", "Decoding steps with drafts.", (engine, drafts))
+        yield _series(CounterMetricFamily, f"{prefix}_draft_tokens", "Draft tokens.", (engine, drafted))
+        name, what = f"{prefix}_accepted_tokens", "Accepted draft tokens"
+        yield _series(CounterMetricFamily, name, f"{what}.", (engine, sum(by_position)))
+        positions = [({**engine, "position": str(place)}, tokens) for place, tokens in enumerate(by_position)]
+        yield _series(CounterMetricFamily, f"{name}_per_pos", f"{what} by position in the draft.", *positions)
 
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        made = GaugeMetricFamily(f"lade_{name}", what, labels=["model"])
-        made.add_metric([self._model], value)
-        return made
+
+def _series(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, what: str, *samples: tuple[dict[str, str], float]
+) -> Metric:
+    """Return a series with its samples: the labels and the value of each."""
+    made = kind(name, what, labels=list(samples[0][0]) if samples else ())
+    for labels, value in samples:
+        made.add_metric(list(labels.values()), value)
+    return made
 
 
 def since(before: EngineSnapshot, now: EngineSnapshot) -> EngineSnapshot:
@@ -219,17 +209,6 @@ class _Labelled:
             yield metric
 
 
-class _Collected:
-    """A collector made of a function, which registration does not call."""
-
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self.collect = collect
-
-    def describe(self) -> list[Metric]:
-        """Return nothing, so that registration does not collect."""
-        return []
-
-
 def speculative_decoding(steps: Sequence[Step]) -> dict[str, Any]:
     """Return the acceptance metrics of one answer in the shape of vLLM's `metrics.speculative_decoding`.
 
@@ -244,6 +223,8 @@ def speculative_decoding(steps: Sequence[Step]) -> dict[str, Any]:
     for accepted, drafted in sizes:
         by_length[drafted][accepted] += 1
     largest = max(by_length, default=0)
+    sources = Tally(source for step in steps if step.index > 0 for source in step.sources)
+    del sources["bonus"]
     accepted_tokens, draft_tokens = sum(accepted for accepted, _ in sizes), sum(drafted for _, drafted in sizes)
     return {
         "mean_acceptance_length": 1.0 + accepted_tokens / max(1, len(sizes)),
@@ -256,25 +237,15 @@ def speculative_decoding(steps: Sequence[Step]) -> dict[str, Any]:
         "num_accepted_draft_tokens": accepted_tokens,
         "num_draft_tokens": draft_tokens,
         "num_spec_tokens": largest,
-        "accepted_by_source": _by_source(steps),
+        "accepted_by_source": dict(sources),
     }
 
 
 def accepted_by_position(acceptance: Mapping[int, int]) -> list[int]:
-    """Return how many draft tokens were accepted at each position of a draft, 0 for the first one.
-
-    Args:
-        acceptance: number of steps by accepted draft tokens.
-    """
+    """Return how many draft tokens were accepted at each position, from the numbers of steps by accepted tokens."""
     longest = max(acceptance, default=0)
     return [sum(steps for accepted, steps in acceptance.items() if accepted > position) for position in range(longest)]
 
 
 def _dense(counts: Mapping[int, int], length: int) -> list[int]:
     return [counts.get(accepted, 0) for accepted in range(length + 1)]
-
-
-def _by_source(steps: Sequence[Step]) -> dict[str, int]:
-    sources = Tally(source for step in steps if step.index > 0 for source in step.sources)
-    del sources["bonus"]
-    return dict(sources)

@@ -16,16 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.server.errors import (
-    AUTHENTICATION,
-    INVALID,
-    NOT_JSON,
-    PERMISSION,
-    ApiError,
-    invalid,
-    overloaded,
-    validation_error,
-)
+from lade.server import errors
+from lade.server.errors import ApiError, invalid, overloaded
 from lade.server.keys import Key, Keys
 from lade.server.request_context import CLIENT_CLOSED, ClientDisconnectedError, RequestContext, until_disconnect
 from lade.server.serialization import TooManyValuesError, decoded
@@ -53,25 +45,23 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._check(scope, Headers(scope=scope))
-        except ApiError as error:
-            await error.response(scope)(scope, receive, send)
-            return
+        if scope["type"] == "http":
+            try:
+                self._check(scope, Headers(scope=scope))
+            except ApiError as error:
+                await error.response(scope)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
         if not self._is_allowed_host(host):
             why = f"host {host[:100]!r} is not allowed: start the server with --allowed-host to allow it"
-            raise ApiError(403, PERMISSION, why, code="forbidden_host")
+            raise ApiError(403, errors.PERMISSION, why, code="forbidden_host")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and not self._is_allowed_origin(origin, host):
             why = f"origin {origin[:100]!r} is not allowed: start the server with --cors-origin to allow it"
-            raise ApiError(403, PERMISSION, why, code="forbidden_origin")
+            raise ApiError(403, errors.PERMISSION, why, code="forbidden_origin")
         if self._keys().all and not _is_open(scope):
             key, context = self._key(headers), RequestContext.of(scope)
             context.key, context.owner, context.limits = key.name, key.owner, key.limits
@@ -79,9 +69,12 @@ class AuthMiddleware:
     def _is_allowed_host(self, host: str) -> bool:
         try:
             name = (urlsplit(f"//{host}").hostname or "").lower()
+            if name and not self._hosts.isdisjoint(("*", name)):
+                return True
+            ipaddress.ip_address(name)
         except ValueError:
             return False
-        return bool(name) and ("*" in self._hosts or name in self._hosts or _is_ip_address(name))
+        return True
 
     def _is_allowed_origin(self, origin: str, host: str) -> bool:
         allowed = self._settings.cors_origins
@@ -96,7 +89,7 @@ class AuthMiddleware:
         if key is None:
             why = "missing or invalid API key: send the header  Authorization: Bearer KEY"
             headers_out = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, AUTHENTICATION, why, code="invalid_api_key", headers=headers_out)
+            raise ApiError(401, errors.AUTHENTICATION, why, code="invalid_api_key", headers=headers_out)
         return key
 
 
@@ -104,14 +97,6 @@ def _is_open(scope: Scope) -> bool:
     path = scope["path"]
     page = path in ("/", PAGE) or path.startswith(f"{PAGE}/")
     return path in OPEN or scope["method"] == "OPTIONS" or (page and scope["method"] in _SAFE)
-
-
-def _is_ip_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 _SECONDS = 30.0
@@ -131,8 +116,7 @@ class BodyMiddleware:
     Browsers send forms and plain text across origins without a preflight, but not JSON. So a content type is required.
 
     Args:
-        app: the inner application.
-        most_bytes: function that returns the maximum size; it may change when the model is loaded.
+        most_bytes: returns the maximum size, which may change when the model is loaded.
         wanted: predicate of a scope: True if its route reads a body.
         longest_kept: size in bytes up to which a body is kept in the request's context.
     """
@@ -158,7 +142,8 @@ class BodyMiddleware:
         try:
             whole = await asyncio.wait_for(self._whole(context, Headers(scope=scope), receive), _SECONDS)
         except TimeoutError:
-            whole = ApiError(408, INVALID, f"the body was not received within {_SECONDS:g} s", code="request_timeout")
+            why = f"the body was not received within {_SECONDS:g} s"
+            whole = ApiError(408, errors.INVALID, why, code="request_timeout")
         if isinstance(whole, ApiError):
             await whole.response(scope)(scope, receive, send)
         elif whole is not None:
@@ -170,11 +155,11 @@ class BodyMiddleware:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             why = f"content-type is {kind or 'missing'}: send JSON with the header  content-type: application/json"
-            return ApiError(415, INVALID, why, code="unsupported_media_type")
+            return ApiError(415, errors.INVALID, why, code="unsupported_media_type")
         coding = headers.get("content-encoding", "identity").lower()
         if coding != "identity":
             why = f"content-encoding {coding[:20]} is not supported: send the body uncompressed"
-            return ApiError(415, INVALID, why, code="unsupported_media_type")
+            return ApiError(415, errors.INVALID, why, code="unsupported_media_type")
         most = self._most_bytes()
         length = headers.get("content-length", "0")
         if not length.isdigit() or len(length) > 18 or int(length) > _DISCARDED * most:
@@ -222,11 +207,7 @@ class BodyRoute(APIRoute):
 
 
 async def in_worker_if_large(request: Request, work: Callable[[], T]) -> T:
-    """Run work for a request, in a worker thread if its body is large.
-
-    Raises:
-        ClientDisconnectedError: the client has disconnected.
-    """
+    """Run work for a request, in a worker thread if its body is large; see `until_disconnect`."""
     size = RequestContext.of(request.scope).size
     if size <= SMALL:
         return work()
@@ -256,16 +237,16 @@ def _checked(adapter: TypeAdapter[Any], raw: bytes) -> Any:
     except TooManyValuesError as problem:
         raise invalid(None, f"the body: {problem}") from None
     except (ValueError, RecursionError):
-        raise NOT_JSON from None
+        raise errors.NOT_JSON from None
     try:
         return adapter.validate_python(body)
     except ValidationError as problem:
-        raise validation_error(problem.errors(include_url=False), body) from None
+        raise errors.validation_error(problem.errors(include_url=False), body) from None
 
 
 def _too_large(most: int) -> ApiError:
     why = f"the body exceeds {most} bytes: send less, or start the server with a larger --max-body"
-    return ApiError(413, INVALID, why, code="request_too_large", headers={"Connection": "close"})
+    return ApiError(413, errors.INVALID, why, code="request_too_large", headers={"Connection": "close"})
 
 
 def _replayed(whole: bytes, receive: Receive) -> Receive:

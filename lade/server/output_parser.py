@@ -24,11 +24,6 @@ _Reading = Generator[None]
 """Coroutine that resumes with each new text and returns after what it parses."""
 
 
-def new_id() -> str:
-    """Return a new id of a tool call."""
-    return f"call_{secrets.token_hex(12)}"
-
-
 @dataclass
 class ToolCall:
     """A tool call, or an increment of one.
@@ -36,8 +31,7 @@ class ToolCall:
     Attributes:
         index: index among the tool calls of the answer.
         arguments: arguments as JSON text.
-        id: id for the client; "" in an increment of a call that has begun.
-        name: name of the function; "" in an increment of a call that has begun.
+        id, name: id for the client and name of the function; "" in an increment of a call that has begun.
     """
 
     index: int
@@ -58,13 +52,7 @@ class ToolCall:
 
 @dataclass
 class Parts:
-    """Parts of a message, or their increments.
-
-    Attributes:
-        content: text of the answer.
-        reasoning: text of the reasoning.
-        tool_calls: tool calls in order; in an increment the first may continue the previous call.
-    """
+    """Parts of a message, or their increments, in which the first tool call may continue the previous one."""
 
     content: str = ""
     reasoning: str = ""
@@ -90,7 +78,6 @@ class CallParser:
     Attributes:
         name: name of the function; None until it is complete.
         has_arguments: True once the arguments have begun.
-        ended: True if the object is complete.
         failed: True if the text is no call: not an object, or one without a name. Later text is ignored.
     """
 
@@ -208,30 +195,23 @@ class StreamedCall:
 
     def __init__(self, index: int, opening: str) -> None:
         self._index, self._text = index, CallParser()
-        self._held: str | None = opening
-        """Text held back; None once any of it was returned."""
+        self._held: str | None = opening  # None once any of it was returned
         self._is_call = False
 
     def push(self, text: str) -> Parts:
         """Return the new parts; text that cannot be a call is content."""
         arguments = self._text.push(text)
         if self._held is None:
-            more = self._is_call and arguments
-            return (
-                Parts(tool_calls=[ToolCall(self._index, arguments)]) if more else Parts("" if self._is_call else text)
-            )
+            if not self._is_call:
+                return Parts(text)
+            return Parts(tool_calls=[ToolCall(self._index, arguments)]) if arguments else Parts()
         self._held += text
         if self._text.failed:
             return self._as_content("")
         return self._begin(arguments) if self._text.name is not None and self._text.has_arguments else Parts()
 
     def close(self, closing: str, *, cut: bool) -> Parts:
-        """Return the parts at the end of the call.
-
-        Args:
-            closing: the tag after the call; "" if there is none.
-            cut: True if the answer was truncated, so that an incomplete call is dropped.
-        """
+        """Return the parts at the end of the call, with its closing tag; an incomplete call is dropped if truncated."""
         if self._held is None:
             return Parts() if self._is_call else Parts(closing)
         if self._text.ended:
@@ -242,7 +222,7 @@ class StreamedCall:
 
     def _begin(self, arguments: str) -> Parts:
         self._held, self._is_call = None, True
-        return Parts(tool_calls=[ToolCall(self._index, arguments, new_id(), self._text.name or "")])
+        return Parts(tool_calls=[ToolCall(self._index, arguments, _new_id(), self._text.name or "")])
 
     def _as_content(self, closing: str) -> Parts:
         held, self._held = self._held or "", None
@@ -258,6 +238,12 @@ _MIN_PARTIAL_TAG = 5
 """Minimum length of a partial tag that is nothing else."""
 _SPACES = r"\s{0,64}"
 """Spaces around tags, dropped. The bound keeps the search linear."""
+_THOUGHTS = {
+    "open_pattern": f"{_SPACES}<think>{_SPACES}",
+    "close_pattern": f"{_SPACES}</think>{_SPACES}",
+    "content": "text",
+}
+_CALLS = {"open_pattern": f"{_SPACES}{_CALL_MARKS[0]}", "close": _CALL_MARKS[1], "repeats": True, "content": "text"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of reasoning in response templates."""
 
@@ -272,11 +258,7 @@ class PlainParser:
         return Parts(text)
 
     def finish(self, *, cut: bool = False) -> Parts:
-        """Return held-back parts.
-
-        Args:
-            cut: True if the answer was truncated.
-        """
+        """Return held-back parts; `cut` if the answer was truncated."""
         return Parts()
 
 
@@ -289,9 +271,6 @@ class MarkupParser:
         opening: beginning of the message in the prompt, if `prefix` does not contain it.
         tools: the tools of the request; None for none.
         marks: tags around JSON calls, which are streamed; None to emit calls when complete.
-
-    Attributes:
-        in_reasoning: True while within reasoning.
     """
 
     def __init__(
@@ -324,11 +303,7 @@ class MarkupParser:
         return self._parts(events)
 
     def finish(self, *, cut: bool = False) -> Parts:
-        """Return held-back parts, without the markup of a truncated call.
-
-        Args:
-            cut: True if the answer was truncated.
-        """
+        """Return held-back parts, without the markup of a call if the answer was truncated."""
         if self._parser is None:
             return Parts()
         try:
@@ -361,7 +336,10 @@ class MarkupParser:
 
     def _call_parts(self, event: dict[str, Any], *, last: bool, cut: bool) -> Parts:
         if self._marks is None:
-            return self._whole_calls(event["value"]) if event["type"] == "region_close" else Parts()
+            if event["type"] != "region_close":
+                return Parts()
+            calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
+            return self._counted(Parts(tool_calls=[_call(self._calls + at, call) for at, call in enumerate(calls)]))
         if self._written is None:
             self._written = StreamedCall(self._calls, self._marks[0])
         if event["type"] == "region_chunk":
@@ -370,10 +348,6 @@ class MarkupParser:
             written, self._written = self._written, None
             return self._counted(written.close("" if last else self._marks[1], cut=cut))
         return Parts()
-
-    def _whole_calls(self, value: Any) -> Parts:
-        calls = value if isinstance(value, list) else [value]
-        return self._counted(Parts(tool_calls=[_call(self._calls + at, call) for at, call in enumerate(calls)]))
 
     def _counted(self, parts: Parts) -> Parts:
         self._calls += sum(bool(call.id) for call in parts.tool_calls)
@@ -395,17 +369,18 @@ def _call(index: int, call: dict[str, Any]) -> ToolCall:
     function = call.get("function", call)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(index, text, new_id(), str(function.get("name", "")))
+    return ToolCall(index, text, _new_id(), str(function.get("name", "")))
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 class Markup:
     """Chooses the parser of a model, by its response template or by the tags in its chat template."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._own: dict[str, Any] | None = getattr(model.tokenizer, "response_template", None)
-        self._own_marks: tuple[str, str] | None = None
-        if self._own is not None:
-            self._own, self._own_marks = _with_calls_as_text(self._own)
+        self._own, self._own_marks = _with_calls_as_text(getattr(model.tokenizer, "response_template", None))
         self._has_reasoning = "<think>" in model.chat_template
         self._calls = "<tool_call>" in model.chat_template
 
@@ -421,40 +396,25 @@ class Markup:
         return not self._has_reasoning and any(name in fields for name in REASONING)
 
     def parser(self, prompt: str, tools: list[Any] | None) -> PlainParser | MarkupParser:
-        """Return the parser of one answer.
-
-        Args:
-            prompt: the rendered prompt.
-            tools: the tools of the request; None if calls are not parsed.
-        """
+        """Return the parser of one answer to a rendered prompt; without tools, calls are not parsed."""
         if self._own is not None:
             return MarkupParser(self._own, prompt, "", tools, self._own_marks)
         if not self._has_reasoning and not (self._calls and tools):
             return PlainParser()
         fields: dict[str, Any] = {"content": {"content": "text"}}
         if self._has_reasoning:
-            thoughts = {
-                "open_pattern": f"{_SPACES}<think>{_SPACES}",
-                "close_pattern": f"{_SPACES}</think>{_SPACES}",
-                "content": "text",
-            }
-            fields["reasoning_content"] = thoughts
+            fields["reasoning_content"] = _THOUGHTS
         if self._calls and tools:
-            opening_mark, closing_mark = _CALL_MARKS
-            call = {
-                "open_pattern": f"{_SPACES}{opening_mark}",
-                "close": closing_mark,
-                "repeats": True,
-                "content": "text",
-            }
-            fields["tool_calls"] = call
+            fields["tool_calls"] = _CALLS
         template = {"start_anchor": "\0", "fields": fields}
         opening = "<think>" if self._has_reasoning and prompt.rstrip().endswith("<think>") else ""
         return MarkupParser(template, "", opening, tools, _CALL_MARKS)
 
 
-def _with_calls_as_text(template: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, str] | None]:
-    """Return the template with JSON calls left as text, and their tags; None if calls are not JSON."""
+def _with_calls_as_text(template: dict[str, Any] | None) -> tuple[dict[str, Any] | None, tuple[str, str] | None]:
+    """Return a response template with JSON calls left as text, and their tags; None if calls are not JSON."""
+    if template is None:
+        return None, None
     field = template.get("fields", {}).get("tool_calls", {})
     opening, closing = field.get("open"), field.get("close")
     plain = field.get("content") == "json" and not field.get("content_args") and field.get("transform") == _JSON_CALL

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from time import perf_counter, time_ns
 from typing import Any, TypeVar
@@ -29,21 +29,16 @@ class ClientDisconnectedError(Exception):
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; raise if the client disconnects first.
-
-    Raises:
-        ClientDisconnectedError: the client has disconnected.
-    """
-    tasks: Sequence[asyncio.Task[Any]] = (asyncio.create_task(work), asyncio.create_task(_disconnected(request)))
+    """Await `work`; raise `ClientDisconnectedError` if the client disconnects first."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            result: T = tasks[0].result()
-            return result
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
         raise ClientDisconnectedError
     finally:
-        for task in tasks:
-            task.cancel()
+        working.cancel()
+        leaving.cancel()
 
 
 async def _disconnected(request: Request) -> None:
@@ -55,12 +50,9 @@ TIMEOUT_HEADER = "x-request-timeout"
 
 
 def timeout_of(headers: Headers, given: float | None, limit: float | None) -> float | None:
-    """Return the time that a request has from its arrival to its last token, in seconds; None for no limit.
+    """Return the seconds that a request has from its arrival to its last token; None for no limit.
 
-    Args:
-        headers: headers of the request, which may have `TIMEOUT_HEADER`.
-        given: the body's `timeout`.
-        limit: the server's own limit in seconds, which no request may exceed; None for none.
+    The least counts of what its headers have, what is `given` in its body, and the server's own `limit`.
 
     Raises:
         ApiError: the header is not a number of seconds.
@@ -83,7 +75,6 @@ class InFlightRequest:
     Attributes:
         endpoint: name of the API, such as "chat" or "completions".
         owner: tenant of the key, see `Key.owner`.
-        slots: queue slots of the engine, one per choice.
         outcome: "stop", "length", "tool_calls", "rejected" or "error"; "cancelled" after a disconnect; None before.
         aborted: exception with which the server ended the request; None if it did not.
         problem: type and message of the exception that has ended the request; "" for none.
@@ -157,14 +148,10 @@ class RequestContext:
 
     Attributes:
         id: the client's request id, or a new one.
-        method: HTTP method.
-        path: URL path.
         key: name of the API key; "-" without keys.
         owner: tenant of the key, see `Key.owner`.
-        limits: limits of the key.
         size: size of the body in bytes.
         body: the body, if it is kept for crash dumps.
-        headers: headers of the request.
         status: HTTP status of the response; 0 before it begins.
         in_flight: the in-flight request; None if nothing is decoded.
         began: arrival time on the `perf_counter` clock.

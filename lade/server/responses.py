@@ -98,9 +98,6 @@ class Tools:
 
     The model sees a function of a namespace as `namespace__name`; the client gets the two names separately.
 
-    Args:
-        given: the tools of the request; None for none.
-
     Attributes:
         functions: the functions in the chat API's format.
         dropped: types of the tools that are not served.
@@ -284,18 +281,12 @@ def _format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _TEXTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
-_ARGUMENTS = "response.function_call_arguments"
 _SERVED = ("function", "namespace")
 FORMAT_NAMES = FormatNames("text.format", "text.format.schema")
 
 
 class ResponsesFormatter(Formatter):
-    """A response object, or the events of its items.
-
-    Args:
-        sent: the body as the client sent it, of which a response repeats fields.
-        output: the choice to write.
-    """
+    """A response object, or the events of its items; it repeats fields of the body as the client sent it."""
 
     endpoint = "responses"
     prompt_field = "input"
@@ -349,32 +340,33 @@ class ResponsesFormatter(Formatter):
         return serialization.event({"type": event_name, "sequence_number": self._sent - 1, **members}, event_name)
 
     def _changed(self, change: ItemChange) -> Iterator[bytes]:
-        item = change.item
-        place: dict[str, Any] = {"item_id": self._item_id(item), "output_index": item.index}
+        item, output_item = change.item, "response.output_item"
         if change.event == "added":
-            yield self._event("response.output_item.added", output_index=item.index, item=self._item(item, begun=True))
-            if item.kind != "call":
-                yield self._event("response.content_part.added", **place, content_index=0, part=_part(item))
+            yield self._event(f"{output_item}.added", output_index=item.index, item=self._item(item, begun=True))
+        yield from self._call_events(change) if item.call is not None else self._text_events(change)
+        if change.event == "done":
+            yield self._event(f"{output_item}.done", output_index=item.index, item=self._item(item))
+
+    def _call_events(self, change: ItemChange) -> Iterator[bytes]:
+        item, name = change.item, f"response.function_call_arguments.{change.event}"
+        place = {"item_id": self._item_id(item), "output_index": item.index}
+        if change.event == "delta":
+            yield self._event(name, **place, delta=change.text)
+        elif change.event == "done":
+            function = self._item(item)["name"]
+            yield self._event(name, **place, name=function, arguments=item.text)
+
+    def _text_events(self, change: ItemChange) -> Iterator[bytes]:
+        item, content_part = change.item, "response.content_part"
+        place = {"item_id": self._item_id(item), "output_index": item.index, "content_index": 0}
+        logprobs: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}  # always empty
+        if change.event == "added":
+            yield self._event(f"{content_part}.added", **place, part=_part(item))
         elif change.event == "delta":
-            yield self._delta(change, place)
+            yield self._event(f"{_TEXTS[item.kind]}.delta", **place, delta=change.text, **logprobs)
         else:
-            yield from self._done(item, place)
-            yield self._event("response.output_item.done", output_index=item.index, item=self._item(item))
-
-    def _delta(self, change: ItemChange, place: dict[str, Any]) -> bytes:
-        kind = change.item.kind
-        if kind == "call":
-            return self._event(f"{_ARGUMENTS}.delta", **place, delta=change.text)
-        return self._event(f"{_TEXTS[kind]}.delta", **place, content_index=0, delta=change.text, **_no_logprobs(kind))
-
-    def _done(self, item: OutputItem, place: dict[str, Any]) -> Iterator[bytes]:
-        kind = item.kind
-        if kind == "call":
-            name = self._names(item)["name"]
-            yield self._event(f"{_ARGUMENTS}.done", **place, name=name, arguments=item.text)
-            return
-        yield self._event(f"{_TEXTS[kind]}.done", **place, content_index=0, text=item.text, **_no_logprobs(kind))
-        yield self._event("response.content_part.done", **place, content_index=0, part=_part(item))
+            yield self._event(f"{_TEXTS[item.kind]}.done", **place, text=item.text, **logprobs)
+            yield self._event(f"{content_part}.done", **place, part=_part(item))
 
     def _status(self) -> str:
         return "incomplete" if self.output.choices[0].finish_reason == "length" else "completed"
@@ -447,17 +439,8 @@ class ResponsesFormatter(Formatter):
             case "text":
                 return {**made, "type": "message", "role": "assistant", "content": content}
         assert item.call is not None  # there is no other kind
-        call_id, arguments = item.call.id, "" if begun else item.text
-        return {**made, "type": "function_call", "call_id": call_id, **self._names(item), "arguments": arguments}
-
-    def _names(self, item: OutputItem) -> dict[str, str]:
-        """Return the members that name the called function."""
-        return self._tools.item_names("" if item.call is None else item.call.name)
-
-
-def _no_logprobs(kind: str) -> dict[str, Any]:
-    """Return the logprobs of a text event, which are always empty."""
-    return {"logprobs": []} if kind == "text" else {}
+        call, names = {"type": "function_call", "call_id": item.call.id}, self._tools.item_names(item.call.name)
+        return {**made, **call, **names, "arguments": "" if begun else item.text}
 
 
 def _part(item: OutputItem) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from lade.errors import EngineClosedError, EngineFullError
-from lade.server.answer import respond
+from lade.server.answer import Answer
 from lade.server.completions import ChatFormatter, ChatPreprocessor, CompletionFormatter, CompletionPreprocessor
 from lade.server.errors import NOT_FOUND, ApiError, error_for, invalid
 from lade.server.messages import CountRequest, MessagesFormatter, MessagesRequest
@@ -28,7 +28,7 @@ from lade.server.request_context import RequestContext, until_disconnect
 from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
-from lade.server.schemas import ChatRequest, CompletionRequest, Flag, Model, Text, TokenId, check_model
+from lade.server.schemas import ChatRequest, CompletionRequest, Flag, Model, Text, TokenId, check_model, not_served
 from lade.server.serialization import EventStream, Json, event
 from lade.server.service import Service, Serving
 from lade.server.settings import MAX_DETOKENIZED
@@ -102,13 +102,13 @@ def _service(request: Request) -> Service:
 @router.post("/v1/chat/completions", responses=CHAT)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    return await respond(request, ChatPreprocessor(body), ChatFormatter)
+    return await Answer(request, ChatPreprocessor(body), ChatFormatter).response()
 
 
 @router.post("/v1/completions", responses=CHAT)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue texts."""
-    return await respond(request, CompletionPreprocessor(body), CompletionFormatter)
+    return await Answer(request, CompletionPreprocessor(body), CompletionFormatter).response()
 
 
 @router.post("/v1/responses", responses=RESPONSE)
@@ -116,7 +116,7 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
     chat = await in_worker_if_large(request, partial(items_as_chat, body))
     preprocessor = ChatPreprocessor(chat, FORMAT_NAMES)
-    return await respond(request, preprocessor, partial(ResponsesFormatter, body), sent=body)
+    return await Answer(request, preprocessor, partial(ResponsesFormatter, body), sent=body).response()
 
 
 @router.post("/v1/responses/input_tokens", responses=whole(object=TEXT, input_tokens=COUNT))
@@ -134,7 +134,7 @@ async def tokens_of_input(request: Request, body: ResponsesRequest) -> Response:
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation as Anthropic's API does."""
     chat = await in_worker_if_large(request, partial(turns_as_chat, body))
-    return await respond(request, ChatPreprocessor(chat), MessagesFormatter, sent=body)
+    return await Answer(request, ChatPreprocessor(chat), MessagesFormatter, sent=body).response()
 
 
 @router.post("/v1/messages/count_tokens", responses={**ANTHROPICS_ERRORS, **whole(input_tokens=COUNT)})
@@ -245,8 +245,7 @@ async def model(request: Request, name: str) -> Response:
     """Describe one served model."""
     service = _service(request)
     if name not in service.settings.names:
-        why = f"model {name[:100]!r} is not served: give one of {', '.join(service.settings.names)}"
-        raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
+        raise not_served(name, service.settings)
     return Json(_described(service, name))
 
 
@@ -275,14 +274,8 @@ def _described(service: Service, name: str) -> dict[str, Any]:
 @router.get("/version", responses=whole(version=TEXT, torch=TEXT, transformers=TEXT, python=TEXT))
 async def version(request: Request) -> Response:
     """Return versions."""
-    return Json(
-        {
-            "version": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        }
-    )
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return Json({"version": __version__, **versions, "python": platform.python_version()})
 
 
 @router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))
@@ -293,16 +286,15 @@ async def status(request: Request) -> Response:
     rows = service.rows(RequestContext.of(request.scope).owner)
     alone = service.settings.share == "all" or len(service.keys.all) < 2
     used = {"used": now.slots, "reserved": now.room} if alone else {}  # they grow with others' texts
-    return Json(
-        {
-            "state": "ok",
-            **({"replica": service.settings.replica, "pid": os.getpid()} if service.settings.replica else {}),
-            "rows_limit": now.max_rows,
-            "waiting_limit": now.max_waiting,
-            "kv_slots": {**used, "limit": now.max_slots},
-            "rows": [_row(name, age_s, handle) for name, age_s, handle in rows],
-        }
-    )
+    body = {
+        "state": "ok",
+        **({"replica": service.settings.replica, "pid": os.getpid()} if service.settings.replica else {}),
+        "rows_limit": now.max_rows,
+        "waiting_limit": now.max_waiting,
+        "kv_slots": {**used, "limit": now.max_slots},
+        "rows": [_row(*row) for row in rows],
+    }
+    return Json(body)
 
 
 def _row(name: str, age_s: float, handle: Handle) -> dict[str, Any]:

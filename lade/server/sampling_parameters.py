@@ -113,12 +113,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate_arguments(body: BaseRequest, model: ServedModel, prompt_tokens: int) -> dict[str, Any]:
-    """Return the arguments of `model.generate` except the length.
-
-    Args:
-        body: the request body.
-        model: the served model, whose checkpoint has the defaults.
-        prompt_tokens: length of the prompt in tokens, images included.
+    """Return the arguments of `model.generate` for a prompt of `prompt_tokens` tokens, images included, but the length.
 
     Raises:
         ApiError: an id is outside the vocabulary.

@@ -21,24 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticUseDefault
 
+from lade.server import settings as limits
 from lade.server.errors import NOT_FOUND, ApiError, invalid, unsupported, validation_error
-from lade.server.settings import (
-    LONGEST_SCHEMA,
-    LONGEST_STOP,
-    LONGEST_TIMEOUT_S,
-    MAX_BIASES,
-    MAX_CHOICES,
-    MAX_IDS,
-    MAX_MEMBERS,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_PROMPTS,
-    MAX_STOPS,
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
-    MAX_WORDS,
-    Settings,
-)
 
 _ID_BITS = 2**31
 
@@ -64,13 +48,13 @@ def _nullable(kind: Any) -> BeforeValidator:
 
 # numbers and switches are strict, as in OpenAI's API: neither true nor "5" is a number
 Flag = Annotated[StrictBool, _nullable(StrictBool)]
-Choices = Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)]
+Choices = Annotated[StrictInt, Field(ge=1, le=limits.MAX_CHOICES)]
 Tokens = Annotated[StrictInt, Field(ge=0)]
 Text = Annotated[str, AfterValidator(_whole)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=_ID_BITS)]
 BiasedId = Annotated[int, Field(ge=0, lt=_ID_BITS)]
 """Token id as the key of a JSON object, which is a string."""
-Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[Text, Field(min_length=1, max_length=limits.LONGEST_STOP)]
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 
 
@@ -79,20 +63,20 @@ def _as_list(value: Any) -> Any:
 
 
 def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_MEMBERS:
-        raise ValueError(f"an object should have at most {MAX_MEMBERS} members")
+    if isinstance(value, dict) and len(value) > limits.MAX_MEMBERS:
+        raise ValueError(f"an object should have at most {limits.MAX_MEMBERS} members")
     return value
 
 
 # lists and objects are bounded, and validation stops at the first invalid item: otherwise a body of 4 MB could make a
 # million errors
-Object = Annotated[dict[str, Any], Field(max_length=MAX_MEMBERS), BeforeValidator(_few)]
-Names = Annotated[list[str], Field(fail_fast=True, max_length=MAX_MEMBERS)]
-Words = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_WORDS)]
-Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_IDS)]
-StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_BIASES)]
-Biases = Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_few)]
-_ListedStops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
+Object = Annotated[dict[str, Any], Field(max_length=limits.MAX_MEMBERS), BeforeValidator(_few)]
+Names = Annotated[list[str], Field(fail_fast=True, max_length=limits.MAX_MEMBERS)]
+Words = Annotated[list[Text], Field(fail_fast=True, max_length=limits.MAX_WORDS)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=limits.MAX_IDS)]
+StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=limits.MAX_BIASES)]
+Biases = Annotated[dict[BiasedId, Bias], Field(max_length=limits.MAX_BIASES), BeforeValidator(_few)]
+_ListedStops = Annotated[list[Stop], Field(fail_fast=True, max_length=limits.MAX_STOPS)]
 Stops = Annotated[_ListedStops, BeforeValidator(_as_list, json_schema_input_type=Stop | _ListedStops | None)]
 
 
@@ -103,7 +87,7 @@ class Model(BaseModel):
         extra="allow",
         allow_inf_nan=False,
         protected_namespaces=(),
-        json_schema_extra={"maxProperties": MAX_MEMBERS},
+        json_schema_extra={"maxProperties": limits.MAX_MEMBERS},
     )
 
     @model_validator(mode="before")
@@ -141,7 +125,7 @@ class Part(Model):
     image_url: ImageUrl | None = None
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=limits.MAX_PARTS)]
 
 
 class PredictedOutput(Model):
@@ -177,7 +161,7 @@ class BaseRequest(Model):
     n: Annotated[Choices, _nullable(Choices)] = 1
     best_of: StrictInt | None = Field(None, ge=1)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
-    timeout: StrictFloat | None = Field(None, gt=0, le=LONGEST_TIMEOUT_S)
+    timeout: StrictFloat | None = Field(None, gt=0, le=limits.LONGEST_TIMEOUT_S)
     temperature: StrictFloat | None = Field(None, ge=0, le=100)
     top_p: StrictFloat | None = Field(None, gt=0, le=1)
     top_k: StrictInt | None = Field(None, ge=-1, le=_ID_BITS)
@@ -226,11 +210,11 @@ class Message(Model):
 class ChatRequest(BaseRequest):
     """Request body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=limits.MAX_MESSAGES)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: StrictBool | None = None
-    top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Object], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=limits.MAX_TOP_LOGPROBS)
+    tools: Annotated[list[Object], Field(fail_fast=True, max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool | None = None
     response_format: Object | None = None
@@ -238,7 +222,7 @@ class ChatRequest(BaseRequest):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Object | None = None
-    generation_config: Annotated[str, Field(max_length=LONGEST_SCHEMA)] | None = None
+    generation_config: Annotated[str, Field(max_length=limits.LONGEST_SCHEMA)] | None = None
     verbosity: Any = None
 
     @model_validator(mode="after")
@@ -262,12 +246,12 @@ class CompletionRequest(BaseRequest):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=limits.MAX_PROMPTS)]
         | Ids
-        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=limits.MAX_PROMPTS)]
     )
     max_tokens: StrictInt | None = Field(None, ge=0)
-    logprobs: StrictInt | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: StrictInt | None = Field(None, ge=0, le=limits.MAX_TOP_LOGPROBS)
     echo: Flag = False
 
 
@@ -310,14 +294,19 @@ _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMED = 20
 
 
-def check_model(name: str | None, settings: Settings) -> None:
+def check_model(name: str | None, settings: limits.Settings) -> None:
     """Raise `ApiError` for a model that is not served."""
-    if name not in (None, _UNNAMED, *settings.names):
-        why = f"model {str(name)[:100]!r} is not served: give one of {', '.join(settings.names)}"
-        raise ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
+    if name is not None and name not in (_UNNAMED, *settings.names):
+        raise not_served(name, settings)
 
 
-def check(body: BaseRequest, settings: Settings) -> list[str]:
+def not_served(name: str, settings: limits.Settings) -> ApiError:
+    """Return the error for a model that is not served."""
+    why = f"model {name[:100]!r} is not served: give one of {', '.join(settings.names)}"
+    return ApiError(404, NOT_FOUND, why, param="model", code="model_not_found")
+
+
+def check(body: BaseRequest, settings: limits.Settings) -> list[str]:
     """Return the names of unknown fields, which are ignored.
 
     Raises:
@@ -334,8 +323,8 @@ def check(body: BaseRequest, settings: Settings) -> list[str]:
     if body.best_of is not None and body.best_of > body.n:
         why = f"{body.best_of} exceeds n={body.n}, and choices are not ranked: request n={body.best_of}"
         raise unsupported("best_of", f"{why}, and choose among them")
-    if isinstance(body, ChatRequest):
-        _check_chat(body)
+    if isinstance(body, ChatRequest) and body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
     unknown = [name if _NAME.fullmatch(name) else "?" for name in extra if name not in (*REFUSED, "modalities")]
     if unknown and settings.strict:
         raise invalid(unknown[0], "unknown field: leave it out")
@@ -344,9 +333,8 @@ def check(body: BaseRequest, settings: Settings) -> list[str]:
 
 def without_effect(requested: BaseRequest) -> list[str]:
     """Return the names of known fields that are set but have no effect."""
-    return [
-        name for name, anyway in _WITHOUT_EFFECT.items() if (_value(requested, name) or None) not in (None, *anyway)
-    ]
+    given = {name: _value(requested, name) or None for name in _WITHOUT_EFFECT}
+    return [name for name, value in given.items() if value not in (None, *_WITHOUT_EFFECT[name])]
 
 
 def unused_by_template(body: ChatRequest, template: str) -> list[str]:
@@ -365,17 +353,10 @@ def _value(requested: Any, name: str) -> Any:
     return functools.reduce(lambda inner, each: getattr(inner, each, None), name.split("."), requested)
 
 
-def _check_chat(body: ChatRequest) -> None:
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "needs logprobs: true")
-
-
 def chat_request(requested: BaseRequest, **fields: Any) -> ChatRequest:
-    """Convert a request of another API to a chat request.
+    """Convert a request of another API to a chat request with these fields, of which None stands for absent ones.
 
-    Args:
-        requested: the request body; shared and unknown fields are copied, to be checked by the same rules.
-        fields: fields of the chat request; None for absent ones.
+    Shared and unknown fields are copied, to be checked by the same rules.
 
     Raises:
         ApiError: the chat API does not accept a value.

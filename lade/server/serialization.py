@@ -113,11 +113,7 @@ class EventStream(StreamingResponse):
 async def interleaved(
     answers: Sequence[AsyncIterator[Step]], silence_s: float | None
 ) -> AsyncGenerator[tuple[int, Step | None] | None]:
-    """Yield the steps of several answers as they arrive.
-
-    Args:
-        answers: one stream of steps per answer.
-        silence_s: seconds of silence after which None is yielded; None for never.
+    """Yield the steps of several answers as they arrive, and None after `silence_s` seconds of silence.
 
     Yields:
         The index of an answer and its next step, or None in place of the step at its end.

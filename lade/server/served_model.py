@@ -21,7 +21,7 @@ class ServedModel:
 
     Attributes:
         model: a transformers causal language model with a greedy generation_config.
-        tokenizer: its tokenizer, with the chat template to use, if any.
+        tokenizer: with the chat template to use, if any.
         sampling: sampling defaults of the checkpoint, by argument of `model.generate`.
         context: context length in tokens; None if unknown.
         lookahead: default method of requests.
@@ -54,8 +54,7 @@ class ServedModel:
     def check_ids(self, field: str, ids: Collection[int]) -> None:
         """Raise `ApiError`, naming the field, for an id outside the vocabulary."""
         if max(ids, default=0) >= self.vocabulary:
-            why = f"token id {max(ids)} is outside the vocabulary: give ids below {self.vocabulary}"
-            raise invalid(field, why)
+            raise invalid(field, f"token id {max(ids)} is outside the vocabulary: give ids below {self.vocabulary}")
 
     @property
     def vocabulary(self) -> int:

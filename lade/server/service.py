@@ -72,15 +72,11 @@ class Serving:
 
     Args:
         model: the model that was loaded.
-        settings: configuration and limits of the server.
-        several_keys: function that tells whether requests of several keys are served now.
+        settings: those of the server.
+        several_keys: returns True if requests of several keys are served now.
 
     Attributes:
-        model: the model that was loaded.
         context: maximum tokens of prompt and answer; None for no limit.
-        engine: the engine that decodes with it.
-        template, markup, token_text, grammars: chat template, markup, texts of tokens, and grammars of the model.
-        memories: draft memories of the tenants.
         idle: snapshot after the warm-up, from which totals count; None before it is over.
     """
 
@@ -93,12 +89,13 @@ class Serving:
         self.markup, self.token_text = Markup(model), TokenText(model.tokenizer)
         self.memories = TenantMemories(model.lookahead, settings.share, several_keys)
         self.idle: EngineSnapshot | None = None
+        prefix_bytes = 0 if settings.share == "none" else settings.prefix_cache
         self.engine = Engine(
             model.model,
             max_rows=settings.max_rows,
             max_waiting=settings.max_waiting,
             max_tokens=settings.max_tokens,
-            prefix_cache=self._prefix_bytes(),
+            prefix_cache=default_prefix_bytes(model.model) if prefix_bytes is None else prefix_bytes,
         )
         self.grammars = GrammarCompiler(model)
         if model.save is not None and not self.memories.serves_file:
@@ -106,17 +103,6 @@ class Serving:
             logger.warning("with %s the file of --memory is neither read nor filled: its key is  --share all", of)
         if model.lookahead is not None and (note := precision_note(model.model)):
             logger.warning("%s", note)
-
-    def _prefix_bytes(self) -> int:
-        if self._settings.share == "none":
-            return 0
-        given = self._settings.prefix_cache
-        return default_prefix_bytes(self.model.model) if given is None else given
-
-    @property
-    def snapshot(self) -> EngineSnapshot | None:
-        """The engine's snapshot without the warm-up; None before that is over."""
-        return None if self.idle is None else since(self.idle, self.engine.snapshot())
 
     @property
     def fingerprint(self) -> str:
@@ -169,24 +155,20 @@ class Service:
     """State shared by the routes of a server.
 
     Args:
-        settings: configuration and limits.
+        settings: configuration and limits at the start; the attribute has the current ones.
         load: function that loads the model, called once in a thread of its own.
         announce: called with the model when the server is ready.
         log: access log; None for none.
 
     Attributes:
-        settings: configuration and limits.
-        phase: "loading", "ready", "draining" or "dead".
-        reason: description of the engine's failure, if dead.
+        reason: description of the engine's failure, if the phase is "dead".
         problem: exception that kept the model from being loaded, or None.
         unsaved: exception of the last save, or None.
         created: time of creation in seconds since the epoch.
-        keys: current API keys.
         observers: called with the context and the route of each response that has ended.
         reload: set to make `watch` read the files of keys and limits again.
         failed, quotas: requests whose passes failed, and what each key uses.
-        metrics: Prometheus series.
-        in_flight: in-flight requests and their contexts.
+        trials: runs the preparation of requests whose grammars need a trial.
         fingerprint: version, and a digest of the model once it is ready.
     """
 
@@ -213,7 +195,7 @@ class Service:
         self.fingerprint = _VERSION
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
-        self._trials = FairExecutor("lade.serve trial")
+        self.trials = FairExecutor("lade.serve trial")
         self._serving: Serving | None = None
         self._watchdog = Watchdog(self.settings.pass_timeout)
         self._crash_dump = None if (at := settings.crash_dump) is None else CrashDump(at, settings.name)
@@ -260,11 +242,6 @@ class Service:
         Raises:
             ApiError: requests are not accepted now.
         """
-        self._require()
-        assert self._serving is not None  # since it is ready
-        return self._serving
-
-    def _require(self) -> None:
         match self.phase:
             case "loading":
                 raise overloaded("the model is loading: retry later", "model_loading", 5)
@@ -272,6 +249,8 @@ class Service:
                 raise overloaded("this server is shutting down", "server_shutting_down", close=True)
             case "dead":
                 raise ApiError(500, "server_error", f"the engine failed: {self.reason}", code="engine_dead")
+        assert self._serving is not None  # since it is ready
+        return self._serving
 
     @property
     def max_body(self) -> int:
@@ -282,7 +261,10 @@ class Service:
 
     def snapshot(self) -> EngineSnapshot | None:
         """Return the engine's snapshot without the warm-up; None before that is over."""
-        return None if self._serving is None else self._serving.snapshot
+        serving = self._serving
+        if serving is None or serving.idle is None:
+            return None
+        return since(serving.idle, serving.engine.snapshot())
 
     def rows(self, owner: str) -> list[tuple[str, float, Handle]]:
         """Return request id, age in seconds and handle of each in-flight choice of a key; of all with `share="all"`."""
@@ -365,19 +347,9 @@ class Service:
             logger.error("the draft memory was not saved: %s", problem)
 
     async def in_worker(self, size: int, work: Callable[[], T]) -> T:
-        """Run work in a worker thread; work cancelled before its start never runs.
-
-        Args:
-            size: size of the request's body in bytes.
-            work: function to run.
-        """
+        """Run work for a request with a body of `size` bytes in a worker thread; cancelled before its start, never."""
         pool = self._preparing if size <= SMALL else self._preparing_large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
-
-    async def with_grammar_trials(self, client: str, work: Callable[[], T]) -> T:
-        """Run work with grammar trials, one request at a time, round robin over clients."""
-        grammars = self.serving.grammars
-        return await self._trials.run(client, lambda: grammars.trying(work))
 
     def track(self, context: RequestContext, endpoint: str) -> InFlightRequest:
         """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
@@ -416,7 +388,7 @@ class Service:
         """Stop all threads, save draft memories and close the model."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._preparing_large.shutdown(wait=False, cancel_futures=True)
-        self._trials.close()
+        self.trials.close()
         if self._serving is not None:
             self._serving.engine.close()
             self._serving.grammars.close()

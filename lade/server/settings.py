@@ -60,11 +60,10 @@ class Settings:
     """Configuration and limits of a server.
 
     Attributes:
-        host: address to listen on.
         names: names of the served model; the first one is reported to clients.
         keys: API keys; if empty, requests need none.
         read_keys: function that reads the keys again; None without a file of keys.
-        config: TOML file of `Changes`; None for none.
+        config: TOML file of `Changes`.
         allowed_hosts: accepted `Host` names besides this machine's own; "*" for any.
         cors_origins: origins whose pages may read answers; "*" for any.
         max_rows, max_waiting, max_tokens: see `lade.Engine`.
@@ -80,9 +79,8 @@ class Settings:
         pass_timeout: time in seconds after which a pass counts as hung, and the server as not alive; 0 for no limit.
         shutdown_timeout: time that running answers have after SIGTERM, in seconds.
         ping_s: seconds of silence in a stream after which a ping is sent.
-        metrics: True to serve `/metrics`.
+        metrics, page: True to serve `/metrics`, and the chat page.
         acceptance: acceptance of drafts in answers: "none" or "summary".
-        page: True to serve the chat page.
         strict: True to refuse unknown fields.
         replica: replica label of the metrics; "" for a single server.
         save_s: seconds between saves of draft memories.

@@ -14,9 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import lru_cache
 from time import thread_time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lade.backends.grammar.backend import GrammarProcessor, processor_of
 from lade.backends.grammar.compiled import KEPT, GrammarBudget, SlowGrammarError, Vocabulary, vocabulary_of_tokenizer
@@ -28,7 +28,6 @@ from lade.server.schemas import BaseRequest, ChatRequest, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
-T = TypeVar("T")
 MAX_CLIENTS = 16
 """Most clients whose compiled grammars are kept, up to `KEPT` each."""
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
@@ -47,70 +46,60 @@ CHAT_NAMES = FormatNames()
 
 
 class UntriedGrammarError(Exception):
-    """A grammar needs a trial before it is compiled, which may take long, see `GrammarCompiler.trying`."""
+    """A grammar needs a trial before it is compiled, which may take long, see `GrammarCompiler.serving`."""
+
+
+class _Request(threading.local):
+    """The client that a thread serves, and whether unknown grammars are tried."""
+
+    client = ""
+    tries = False
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests.
-
-    All methods may raise `UntriedGrammarError` outside of `trying`.
-
-    Args:
-        model: the served model, whose tokenizer is prepared once.
-    """
+    """Compiles the grammars of requests; may raise `UntriedGrammarError` where these are not tried, see `serving`."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._missing: MissingExtraError | None = None
-        self._unusable: InputError | None = None
+        self._unavailable = ""  # the reason, if grammars are
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
-        self._request = threading.local()
-        self._of_client: OrderedDict[str, Vocabulary] = OrderedDict()  # how soon one compiles tells what is known
-        self._lock = threading.Lock()
+        self._request = _Request()
+        self._of_client = lru_cache(MAX_CLIENTS)(self._with_trials)  # how soon one compiles tells what is known
         try:
             self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
             self._trial = GrammarTrial(self._vocabulary.specials)
-        except MissingExtraError as problem:
-            self._missing = problem
-        except InputError as problem:
-            self._unusable = problem
-
-    def trying(self, work: Callable[[], T]) -> T:
-        """Run work with trials of unknown grammars and return its result."""
-        self._request.tries = True
-        try:
-            return work()
-        finally:
-            self._request.tries = False
+        except (MissingExtraError, InputError) as problem:
+            self._unavailable = str(problem)
 
     @contextmanager
-    def serving(self, client: str) -> Iterator[None]:
-        """Serve a client in this thread: what is compiled for others is not used."""
-        self._request.client = client
+    def serving(self, client: str, *, tries: bool = False) -> Iterator[None]:
+        """Serve a client in this thread, with trials of unknown grammars or without; others' grammars are not used."""
+        self._request.client, self._request.tries = client, tries
         try:
             yield
         finally:
-            self._request.client = ""
+            self._request.client, self._request.tries = "", False
 
-    def _with_trials(self, vocabulary: Vocabulary) -> Vocabulary:
+    def _with_trials(self, client: str) -> Vocabulary:
         """Return a vocabulary for one client, whose untried grammars are tried in the process."""
+        assert self._vocabulary is not None and self._trial is not None
+        trial = self._trial
         slow: OrderedDict[str, str] = OrderedDict()  # failed grammars, and the reasons
 
         def try_first(grammar: str) -> None:
             if (why := slow.get(grammar)) is not None:
                 raise SlowGrammarError(why)
-            if not getattr(self._request, "tries", False):
+            if not self._request.tries:
                 raise UntriedGrammarError
-            assert self._trial is not None
             try:
-                self._trial(grammar)
+                trial(grammar)
             except SlowGrammarError as problem:
                 slow[grammar] = str(problem)
                 if len(slow) > KEPT:
                     slow.popitem(last=False)
                 raise
 
-        return vocabulary.with_trial(try_first)
+        return self._vocabulary.with_trial(try_first)
 
     @property
     def available(self) -> bool:
@@ -124,22 +113,15 @@ class GrammarCompiler:
             ApiError: grammars are not available, reported for the field `param`.
         """
         if self._vocabulary is None:
-            raise unsupported(param, str(self._missing or self._unusable))
-        client = getattr(self._request, "client", "")
-        with self._lock:
-            if client not in self._of_client:
-                self._of_client[client] = self._with_trials(self._vocabulary)
-            self._of_client.move_to_end(client)
-            while len(self._of_client) > MAX_CLIENTS:
-                self._of_client.popitem(last=False)
-            return self._of_client[client]
-
-    def require(self, grammar: Grammar, param: str) -> None:
-        """Raise `ApiError` for a grammar that cannot be used."""
-        self.processor(grammar, param)
+            raise unsupported(param, self._unavailable)
+        return self._of_client(self._request.client)
 
     def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
-        """Return the processor of one answer, with the request's common mask budget; raises like `require`."""
+        """Return the processor of one answer, with the request's common mask budget.
+
+        Raises:
+            ApiError: the grammar cannot be used.
+        """
         try:
             return processor_of([grammar], self.vocabulary(param), budget)
         except TrialError as problem:
@@ -177,21 +159,21 @@ def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tup
 
 
 _Constraints = list[tuple[Callable[[Any], Grammar], Any, str]]
+"""What makes a grammar, of which value, and the field that has it."""
 
 
 def _structured(given: StructuredOutputs | None) -> _Constraints:
     if given is None:
         return []
     where, flexible = "structured_outputs", given.whitespace
-    constraints: _Constraints = []
-    if given.json_schema is not None:
-        constraints.append((lambda schema: schema_of(schema, flexible), given.json_schema, f"{where}.json"))
-    if given.json_object:
-        constraints.append((lambda _: Grammar.json_object(whitespace=flexible), "", f"{where}.json_object"))
-    several = ((Grammar.regex, given.regex, "regex"), (Grammar.choice, given.choice, "choice"))
-    for make, value, name in (*several, (Grammar.lark, given.grammar, "grammar")):
-        if value is not None:
-            constraints.append((make, value, f"{where}.{name}"))
+    possible: _Constraints = [
+        (lambda schema: schema_of(schema, flexible), given.json_schema, f"{where}.json"),
+        (lambda _: Grammar.json_object(whitespace=flexible), "" if given.json_object else None, f"{where}.json_object"),
+        (Grammar.regex, given.regex, f"{where}.regex"),
+        (Grammar.choice, given.choice, f"{where}.choice"),
+        (Grammar.lark, given.grammar, f"{where}.grammar"),
+    ]
+    constraints = [each for each in possible if each[1] is not None]
     if not constraints:
         raise invalid(where, "empty: give json, json_object, regex, choice or grammar")
     return constraints
@@ -203,8 +185,7 @@ def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Const
         return []
     kind = given.get("type")
     if kind is None:
-        where = f"{names.whole}.type"
-        raise invalid(where, "missing: give json_schema, json_object or text")
+        raise invalid(f"{names.whole}.type", "missing: give json_schema, json_object or text")
     if kind == "text":
         return []
     if kind == "json_object" and given.get("schema") is None:
@@ -266,32 +247,19 @@ _NAME = re.compile(r"[\w.-]{1,128}")
 _REASONING_TAGS, _CALL_TAGS = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 
 
-@dataclass(frozen=True)
-class CallableTool:
-    """A tool that may be called.
-
-    Attributes:
-        name: name of the function.
-        arguments: grammar of the arguments.
-    """
+class CallableTool(NamedTuple):
+    """A tool that may be called: its name, and the grammar of its arguments."""
 
     name: str
     arguments: Grammar
 
 
-@dataclass(frozen=True)
-class Calls:
-    """Tool calls that an answer may contain.
-
-    Attributes:
-        tools: the callable tools.
-        forced: True if at least one call is required.
-        several: True if more than one call is allowed.
-    """
+class Calls(NamedTuple):
+    """Tool calls that an answer may contain."""
 
     tools: Sequence[CallableTool]
-    forced: bool
-    several: bool
+    forced: bool  # at least one call is required
+    several: bool  # more than one call is allowed
 
 
 def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
@@ -311,16 +279,16 @@ def requested_calls(body: ChatRequest, vocabulary: Vocabulary) -> Calls | None:
     if not tools:
         raise invalid("tool_choice", "no tools to call: give tools")
     if nameless:
-        param = f"tools[{nameless[0]}].function.name"
-        raise invalid(param, "give a name of letters, digits, - and _")
+        raise invalid(f"tools[{nameless[0]}].function.name", "give a name of letters, digits, - and _")
     named = _named(choice)
     if choice not in (None, "auto", "required") and named not in names:
         raise invalid("tool_choice", 'tool_choice: give "auto", "none", "required", or the name of a tool')
     numbers = range(len(tools)) if named is None else [names.index(named)]
     made, left, begun = list[CallableTool](), LONGEST_TOOLS, thread_time()
     for number in numbers:
-        length = length_of(_schema(tools[number]))
-        made.append(_call(tools[number], f"tools[{number}].function", vocabulary, length, left))
+        length, place = length_of(_schema(tools[number])), f"tools[{number}].function"
+        arguments = _arguments_grammar(tools[number], place, vocabulary, length, left)
+        made.append(CallableTool(str(names[number]), arguments))
         left -= length if length <= min(left, LONGEST_SCHEMA) else 0
         if thread_time() - begun > SLOWEST_TOOLS:
             raise invalid("tools", f"their schemas take more than {SLOWEST_TOOLS:g} s to compile", INVALID_SCHEMA)
@@ -342,9 +310,8 @@ def _schema(tool: dict[str, Any]) -> Any:
     return _function(tool).get("parameters") or {"type": "object"}
 
 
-def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> CallableTool:
-    """Return a callable tool; `left` is what remains of the request's limit on schema lengths."""
-    function = _function(tool)
+def _arguments_grammar(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int, left: int) -> Grammar:
+    """Return the grammar of a call's arguments; `left` is what remains of the request's limit on schema lengths."""
     try:
         if length > LONGEST_SCHEMA:
             raise InputError(f"more than {LONGEST_SCHEMA} characters")
@@ -353,28 +320,24 @@ def _call(tool: dict[str, Any], place: str, vocabulary: Vocabulary, length: int,
         made = schema_of(_schema(tool))
         vocabulary.compiled(made.source)
     except InputError as problem:
-        if function.get("strict") or isinstance(problem, SlowGrammarError):
+        if _function(tool).get("strict") or isinstance(problem, SlowGrammarError):
             raise invalid(f"{place}.parameters", str(problem), INVALID_SCHEMA) from problem
-        made = Grammar.json_object()
-    return CallableTool(str(function["name"]), made)
+        return Grammar.json_object()
+    return made
 
 
 def message_grammar(
     template: str, prompt: str, form: Grammar | None, calls: Calls | None, vocabulary: Vocabulary
 ) -> Grammar | None:
-    """Return the grammar of the model's whole output; None if unconstrained.
+    """Return the grammar of the model's whole output after a rendered prompt; None if unconstrained.
 
-    Args:
-        template: the chat template, which shows the markup.
-        prompt: the rendered prompt.
-        form: grammar of the answer; None for any text.
-        calls: allowed tool calls; None if unconstrained.
-        vocabulary: vocabulary with the special tokens of the markup.
+    The chat template shows the markup. Without a form answers are any text, and without calls these are unconstrained.
 
     Raises:
         ApiError: a call is forced in an unknown markup.
     """
-    if calls is not None and not _has_calls(template):
+    calls_are_json = _CALL_TAGS[0] in template and not re.search(r"<function=|<arg_key>|<parameter", template)
+    if calls is not None and not calls_are_json:
         if calls.forced:
             why = 'grammars do not support this model\'s tool call markup: give "auto" or "none"'
             raise unsupported("tool_choice", why)
@@ -387,11 +350,6 @@ def message_grammar(
     if form is not None and not rules:
         return form
     return Grammar.nested("\n".join([f"start: {thoughts}({body})", *rules]), parts)
-
-
-def _has_calls(template: str) -> bool:
-    """Return True if tool calls are JSON between tags."""
-    return _CALL_TAGS[0] in template and not re.search(r"<function=|<arg_key>|<parameter", template)
 
 
 def _reasoning_rule(template: str, prompt: str, rules: list[str], vocabulary: Vocabulary) -> str:

@@ -24,16 +24,10 @@ def _exceeded(what: str, wait_s: float) -> ApiError:
 
 @dataclass
 class _Bucket:
-    """The rest of an allowance per minute, which comes back evenly.
-
-    Attributes:
-        per_minute: the allowance.
-        level: what was left at `time_s`; below 0 if more was used than there was.
-        time_s: time of the last refill in seconds.
-    """
+    """The rest of an allowance per minute, which comes back evenly."""
 
     per_minute: int
-    level: float
+    level: float  # what was left at `time_s`; below 0 if more was used than there was
     time_s: float
 
     def refill(self, now: float) -> None:
@@ -46,9 +40,6 @@ class Quotas:
 
     Tokens are counted when an answer has ended, prompts and cached tokens included: a key may use more than its limit
     once, and waits until that has come back.
-
-    Args:
-        clock: function that returns the time in seconds since any moment.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -61,7 +52,7 @@ class Quotas:
 
         Args:
             owner: tenant of the key, see `Key.owner`.
-            limits: limits of the key, from the file that it was read from.
+            limits: limits of the key at present.
             choices: number of choices that the request asks for, those of all its prompts together.
             running: number of choices of this owner that are queued or decoded at the moment.
 
@@ -70,17 +61,15 @@ class Quotas:
         """
         now, most = self._clock(), limits.rows
         if most is not None and choices > most:
-            raise invalid(
-                None, f"{choices} choices, and this key may have {most}: ask for fewer", "too_large_for_server"
-            )
+            why = f"{choices} choices, and this key may have {most}: ask for fewer"
+            raise invalid(None, why, "too_large_for_server")
         if most is not None and running + choices > most:
             raise _exceeded(f"this key may have {most} choices at a time", 1)
         if (allowed := limits.tokens_per_minute) is not None:
             tokens = self._bucket(self._tokens, owner, allowed, now)
             if tokens.level <= 0:
-                raise _exceeded(
-                    f"this key may use {allowed} tokens per minute", _MINUTE_S * (1 - tokens.level) / allowed
-                )
+                wait_s = _MINUTE_S * (1 - tokens.level) / allowed
+                raise _exceeded(f"this key may use {allowed} tokens per minute", wait_s)
         if (allowed := limits.requests_per_minute) is not None:
             requests = self._bucket(self._requests, owner, allowed, now)
             if requests.level < 1:
@@ -131,12 +120,7 @@ class TenantMemories:
         return f"{'' if self._share == 'all' else key}\0{salt or ''}"
 
     def lookahead(self, requested: LookaheadConfig | str | None, scope: str | None) -> LookaheadConfig | None:
-        """Return the method of a request, with the memory of its scope.
-
-        Args:
-            requested: the request's method; a text for the server's default, None for plain decoding.
-            scope: tenant scope of the request.
-        """
+        """Return the requested method, the default for a text and plain decoding for None, with its scope's memory."""
         config = self._default if isinstance(requested, str) else requested
         if config is None or scope is None or not config.method.lacks_memory:
             return config
@@ -161,11 +145,8 @@ class TenantMemories:
 
         Clients choose salts freely; by age alone one client could evict all others' memories.
         """
-        several = Counter(map(_key, self._kept))
+        keys = {scope: scope.partition("\0")[0] for scope in self._kept}
+        several = Counter(keys.values())
         most = max(several.values())
-        of_key = [scope for scope in self._kept if several[_key(scope)] == most]
+        of_key = [scope for scope in self._kept if several[keys[scope]] == most]
         return next((scope for scope in of_key if most > 1 and not scope.endswith("\0")), of_key[0])
-
-
-def _key(scope: str) -> str:
-    return scope.partition("\0")[0]

@@ -1,8 +1,7 @@
 """Batch execution: chunked prefill, one decode step for all running rows, preemption.
 
-A preempted request is recomputed: its text, prompt and answer, is fed again. Some models give slightly different values
-for several tokens at once than for single tokens (see `lade.model.prefill`). For those the answer is fed as trees
-without branches, which give the values of single tokens, many per pass.
+A preempted request is recomputed: its text, prompt and answer, is fed again. Models that give slightly different values
+for several tokens at once (see `lade.model.prefill`) are fed the answer as trees without branches.
 """
 
 from __future__ import annotations
@@ -43,13 +42,7 @@ _MAX_CHAIN = 64
 
 
 def feed_chunk(active: ActiveRequest, row: Row, runner: EagerRunner, max_tokens: int) -> torch.Tensor:
-    """Feed the next chunk of a request's text to its own cache; a prompt with images is fed whole.
-
-    Args:
-        active: the request, whose `cache` and `fed` are updated.
-        row: the request's row, whose drafter learns from the prompt's logits.
-        runner: the eager runner that makes the forward pass.
-        max_tokens: upper bound on the tokens fed.
+    """Feed up to `max_tokens` more tokens of a request's text to its own cache; a prompt with images is fed whole.
 
     Returns:
         Logits of the last token fed, `[1, V]`.
@@ -72,7 +65,7 @@ def feed_chunk(active: ActiveRequest, row: Row, runner: EagerRunner, max_tokens:
 
 
 def _feed_chain(active: ActiveRequest, ids: list[int], runner: EagerRunner) -> torch.Tensor:
-    """Feed answer tokens as one chain, as many of `ids` as a tree may hold."""
+    """Feed answer tokens as a tree without branches, as many of `ids` as it may hold."""
     tree = TokenTree(ids[0], runner.room(active.fed))
     tree.add_path(ids[1:], "text")
     logits = runner.forward([tree], [active.text[: active.fed + 1]], active.cache)  # [1, S, V]
@@ -93,11 +86,8 @@ class EngineBatch:
     Args:
         model: a model that `lade.supports` accepts.
         plan: the mask plan that `lade.supports` returned.
-        prefill_tokens: upper bound on prompt tokens fed between two decode steps.
-        max_rows: upper bound on running requests.
-        max_tokens: slots of the KV cache over all rows; None sizes the cache by the memory available.
-        headroom: tokens of growth reserved per row at admission, see `HEADROOM`.
-        prefix_cache: size of the prefix cache in bytes; 0 disables it.
+        prefill_tokens, max_rows, max_tokens, prefix_cache: see `lade.Engine`.
+        headroom: tokens of growth reserved per row at admission.
 
     Attributes:
         running: the running set, which decides on admission and preemption.
@@ -164,7 +154,7 @@ class EngineBatch:
                 self._reset_if_empty()
             self.running.preempt(active)
             active.restart()
-            self.tally.add_displacement()
+            self.tally.add("displacements", 1)
         self.running.resume()
 
     def _cache_text(self, row: Row, place: int) -> None:
@@ -223,7 +213,8 @@ class EngineBatch:
     def _report_use(self) -> None:
         rows, slots = self._cache.room
         cached = self._reuse.prefix_cache
-        self.tally.set_use(sum(self._cache.lengths), rows * slots, len(cached), cached.nbytes)
+        held = {"slots": sum(self._cache.lengths), "room": rows * slots}
+        self.tally.set_use(**held, prefix_texts=len(cached), prefix_bytes=cached.nbytes)
 
     def close(self, problem: BaseException | None = None) -> None:
         """End all requests, cancelled or with an error, and free their memory."""
@@ -266,14 +257,12 @@ class EngineBatch:
         except Exception as problem:  # noqa: BLE001 - forwarded to the request's handle
             self._end(active, problem)
             if self._loop.rows and self._cache.room == (0, 0):  # the failed pass took the shared cache with it
-                self._end_rows(problem)
+                rows, self._loop.rows = self._loop.rows, []
+                for row in rows:
+                    self._end(self.running.decoding[row], problem)
 
     def _prefill_chunk(self, active: ActiveRequest, max_tokens: int) -> int:
-        """Feed the next chunk of a text, see `feed_chunk`; after the last chunk the row joins the batch.
-
-        Returns:
-            Number of tokens fed; 0 after an error, which ends the request.
-        """
+        """Feed the next chunk of a text, after the last of which the row joins; return the number of tokens fed."""
         with self._ending_on_error(active):
             start = perf_counter()
             self.work = "prefill", start
@@ -290,11 +279,7 @@ class EngineBatch:
         return 0
 
     def _prefill_together(self, group: Sequence[ActiveRequest]) -> int:
-        """Feed whole prompts in one pass, after which their rows join the batch.
-
-        Returns:
-            Number of tokens fed, padding included.
-        """
+        """Feed whole prompts in one pass, after which their rows join; return the tokens fed, padding included."""
         start, rows = perf_counter(), {}
         self.work = "prefill", start
         for active in group:
@@ -327,13 +312,9 @@ class EngineBatch:
     def _finish_prefill(
         self, active: ActiveRequest, row: Row, logits: torch.Tensor, argmax_ids: Sequence[int] | None
     ) -> None:
-        """Join a fully fed row to the batch; choose the first token unless the answer is being resumed.
+        """Join a fully fed row to the batch and choose its first token, from the last token's logits `[1, V]`.
 
-        Args:
-            active: the request whose text was fed.
-            row: the row that joins.
-            logits: logits of the last token, `[1, V]`.
-            argmax_ids: their argmax, `[1]`; None for an answer that is resumed.
+        An answer that is resumed has its first token, and None for `argmax_ids`.
         """
         start = perf_counter()
         if argmax_ids is not None:
@@ -353,7 +334,7 @@ class EngineBatch:
     def _count_prefill(self, start: float, starting: Iterable[ActiveRequest]) -> None:
         """Count the time since `start` as prefill, both in total and for requests without a token yet."""
         seconds = perf_counter() - start
-        self.tally.add_prefill(seconds)
+        self.tally.add("prefill_s", seconds)
         for active in starting:
             active.seconds += seconds
 
@@ -438,11 +419,6 @@ class EngineBatch:
             return active.row.problem or active.request.output(active.row)
         except Exception as problem:  # noqa: BLE001 - forwarded to the request
             return problem
-
-    def _end_rows(self, problem: BaseException) -> None:
-        rows, self._loop.rows = self._loop.rows, []
-        for row in rows:
-            self._end(self.running.decoding[row], problem)
 
     def _deliver(self, active: ActiveRequest, step: Step, forward_s: float = 0.0) -> None:
         row = active.row

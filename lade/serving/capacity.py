@@ -28,15 +28,10 @@ _UNKNOWN_HOST = 16 * 2**30
 
 @dataclass(frozen=True)
 class Need:
-    """Upper bound on the cache space of one request.
+    """Upper bound on the cache space of one request."""
 
-    Attributes:
-        tokens: maximum length of prompt and answer.
-        tree: maximum number of tokens fed in one step.
-    """
-
-    tokens: int
-    tree: int
+    tokens: int  # of prompt and answer
+    tree: int  # tokens fed in one step
 
     def limited(self, tokens: int) -> Need:
         """Return this need with its length capped at `tokens`."""
@@ -81,23 +76,15 @@ class Capacity:
         return len(needs) <= self.max_rows and self.sizing.buffer_rows(len(needs)) * slots <= self.max_tokens
 
     def slots(self, needs: Sequence[Need], longest: int | None = None) -> int:
-        """Return the slots per row needed to decode these requests; trees lie after the longest text.
+        """Return the slots per row needed to decode requests whose longest text has so many tokens, or all it may have.
 
-        Args:
-            needs: the needs of the requests.
-            longest: length of the longest text in tokens; None for the maximum of `needs`.
+        Trees lie after the longest text.
         """
         tokens = max(need.tokens for need in needs) if longest is None else longest
         return self.sizing.buffer_slots(tokens, max(need.tree for need in needs))
 
     def suffices(self, room: tuple[int, int], needs: Sequence[Need], now: int) -> bool:
-        """Return True if buffers hold one step of these requests without exceeding `max_tokens`.
-
-        Args:
-            room: rows and slots per row of the buffers.
-            needs: the needs of the requests in the batch.
-            now: current length of the longest text in tokens.
-        """
+        """Return True if buffers of so many rows and slots per row hold one step within `max_tokens`; see `room`."""
         rows, slots = room
         total = rows * (slots + self.state_slots)
         return rows >= len(needs) and slots >= self.slots(needs, now) and total <= self.max_tokens
@@ -109,11 +96,9 @@ class Capacity:
         return tokens - max(0, self.sizing.buffer_slots(tokens, tree) - slots)  # undo what rounding up adds
 
     def room(self, needs: Sequence[Need], now: int) -> tuple[int, int]:
-        """Return rows and slots per row to allocate: more than the next step takes, so that reallocation is rare.
+        """Return rows and slots per row to allocate for requests that fit, the longest of which has `now` tokens.
 
-        Args:
-            needs: the needs of requests that fit side by side.
-            now: current length of the longest text in tokens.
+        It is more than the next step takes, so that reallocation is rare.
         """
         most = self.slots(needs)
         most_fit = self.max_tokens // (most + self.state_slots)
@@ -131,13 +116,10 @@ def largest_tree(config: LookaheadConfig) -> int:
 
 
 def default_max_tokens(token_bytes: Mapping[torch.device, float]) -> int:
-    """Return the slots that fit in 25 % of the host's memory, or in 29 % of a device's free memory.
+    """Return the slots, of so many bytes on each device, that fit in 25 % of the host's or 29 % of a device's memory.
 
     On a device with memory of its own, growth of the cache to its full size at the worst moment stays within 80 % of
     what was free. If the layers lie on several devices, the one with room for the fewest slots decides.
-
-    Args:
-        token_bytes: bytes of one slot on each device.
     """
     return max(1, min(int(_cache_bytes(device) / size) for device, size in token_bytes.items()))
 
@@ -162,8 +144,11 @@ def weight_shares(model: PreTrainedModel) -> dict[torch.device, float]:
 
 def _cache_bytes(device: torch.device) -> float:
     """Return the memory budget of keys and values on a device."""
-    on_device = device.type != "cpu" and hasattr(torch.get_device_module(device), "mem_get_info")
-    return _SHARE_OF_DEVICE / _PEAK * _free_bytes(device) if on_device else _SHARE_OF_HOST * _host_bytes()
+    memory: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(memory, "mem_get_info"):
+        return _SHARE_OF_HOST * _host_bytes()
+    reserve = memory.memory_reserved(device) - memory.memory_allocated(device)  # held by torch's allocator
+    return _SHARE_OF_DEVICE / _PEAK * int(memory.mem_get_info(device)[0] + reserve)
 
 
 def row_bytes(runner: EagerRunner) -> tuple[dict[torch.device, int], int]:
@@ -175,13 +160,6 @@ def row_bytes(runner: EagerRunner) -> tuple[dict[torch.device, int], int]:
     runner.prefill([[0]], cache)
     device_bytes = {device: size for device, size in cache.device_bytes.items() if size}
     return device_bytes or {runner.device: 1}, cache.state_bytes
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return a device's free memory, including what torch's allocator holds in reserve."""
-    memory = torch.get_device_module(device)
-    free: int = memory.mem_get_info(device)[0]
-    return free + int(memory.memory_reserved(device)) - int(memory.memory_allocated(device))
 
 
 def _host_bytes() -> int:

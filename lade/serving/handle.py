@@ -336,14 +336,11 @@ class Handle:
                 self._wake()
 
     def end(self, result: Output | BaseException | None, reason: Reason | None = None) -> bool:
-        """End the request; only the first call has an effect. For the engine.
+        """End the request; only the first call has an effect, and returns True. For the engine.
 
         Args:
             result: the output, the exception that ended the request, or None if it was cancelled.
             reason: the reason, if `result` is an output.
-
-        Returns:
-            True on the first call.
         """
         with self._changed:
             if self._ended:  # cancelled by one thread while another closed the engine

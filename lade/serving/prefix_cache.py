@@ -78,14 +78,7 @@ class CachedLogits:
 
 
 class RecordingDrafter(ForwardingDrafter):
-    """A drafter that records the logits it learns from.
-
-    Args:
-        drafter: the drafter that does the work.
-
-    Attributes:
-        said: the logits recorded so far.
-    """
+    """A drafter that records the logits it learns from, in `said`."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
@@ -110,14 +103,11 @@ class CachedText:
 
     Attributes:
         scope: tenant that may reuse the text, None for requests without one, and the model's state, see `state_of`.
-        tokens: ids of the text, `[L]`.
-        cache: keys and values of `tokens`.
-        said: top-k logits of `tokens`, for drafters.
         client: client whose request left the text.
     """
 
     scope: Scope
-    tokens: Tokens
+    tokens: Tokens  # ids, [L]
     cache: TreeCache
     said: CachedLogits
     client: str | None = None
@@ -132,10 +122,7 @@ class PrefixCache:
     """Cached texts within a memory budget.
 
     The least recently used text of the client with most bytes is evicted first. Otherwise a client that sends many
-    texts, under any index of scopes, would evict all others'.
-
-    Args:
-        max_bytes: memory budget of all texts in bytes.
+    texts, under any number of scopes, would evict all others'.
 
     Attributes:
         max_bytes: memory budget of all texts in bytes.
@@ -238,19 +225,11 @@ def state_of(model: nn.Module) -> Hashable:
 
 
 class PrefixReuse:
-    """Reads and writes the prefix cache for the requests of a batch.
+    """Reads and writes the prefix cache for the requests of a batch; a budget of 0 bytes disables it."""
 
-    Args:
-        max_bytes: memory budget in bytes; 0 disables reuse.
-        most: maximum length of a shared prefix in tokens, see `TextPieces.shareable`.
-        model: the model, whose state is part of what a text is found by.
-
-    Attributes:
-        prefix_cache: the cached texts.
-    """
-
-    def __init__(self, max_bytes: int, most: int, model: nn.Module) -> None:
-        self.prefix_cache, self._most, self._model = PrefixCache(max_bytes), most, model
+    def __init__(self, max_bytes: int, most_tokens: int, model: nn.Module) -> None:
+        self.prefix_cache, self._model = PrefixCache(max_bytes), model
+        self._most = most_tokens  # of a shared prefix, see `TextPieces.shareable`
 
     def scope_of(self, active: ActiveRequest) -> Scope:
         """Return who may reuse a request's text, with the state of the model now."""
@@ -297,15 +276,7 @@ class PrefixReuse:
     def put(
         self, active: ActiveRequest, row: Row, tokens: int, copy_row: Callable[[int, int], TreeCache], place: int = 0
     ) -> None:
-        """Cache the first tokens of a row's text.
-
-        Args:
-            active: the request.
-            row: the request's row.
-            tokens: index of tokens to cache.
-            copy_row: function of a row index and a index of tokens that copies their keys and values.
-            place: index of the row for `copy_row`.
-        """
+        """Cache the first tokens of a row's text; `copy_row` copies so many of the row at an index, `place`."""
         tokens = min(tokens, self._most)
         text, scope = row.tokens[:tokens], active.scope
         if not self._serves(active) or not self.prefix_cache.lacks(scope, text) or self.scope_of(active) != scope:

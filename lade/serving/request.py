@@ -109,20 +109,14 @@ class EngineRequest:
 
     Args:
         prepared: the inputs that `model.generate` has prepared.
-        options: options beyond those of `model.generate`.
+        options: those beyond its own.
         text: the stopping criterion that detokenizes the answer; None if its text is not needed.
         plan: the model's mask plan, see `prepare`.
 
     Attributes:
-        text: the stopping criterion that detokenizes the answer, or None.
-        config: method and sizes.
-        scope: tenant whose cached prefixes the request shares.
-        client: client in whose turn the request is served.
         seed: seed of the draws; None if the request does not sample.
-        draft_spec: specification of the request's drafter.
         need: upper bound on the cache space of the request.
         ids: ids of the prompt, without padding.
-        prompt_tokens: length of `ids`.
         prompt_logprobs: collector of the prompt's logprobs; None if they are not requested.
         images: the prompt's other inputs, until it is prefilled; None for plain text.
 
@@ -133,30 +127,20 @@ class EngineRequest:
     """
 
     def __init__(
-        self,
-        prepared: Prepared,
-        *,
-        options: RequestOptions,
-        text: AnswerText | None,
-        plan: MaskPlan | None,
+        self, prepared: Prepared, *, options: RequestOptions, text: AnswerText | None, plan: MaskPlan | None
     ) -> None:
         generation_config, self.config = prepared.generation_config, options.config
         _, texts, self.images = check(prepared, plan=plan)
         if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
-        self._prepared, self.ids = (
-            replace(prepared, model_kwargs={}),
-            texts.ids[0],
-        )  # drop the images, which take memory
+        self._prepared = replace(prepared, model_kwargs={})  # drop the images, which take memory
+        self.ids = texts.ids[0]
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(self.config))
         self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)
         if generation_config.prefill_chunk_size is not None and (prepared.facts.recurrent or prepared.facts.indexers):
-            chunks = f"prefill_chunk_size={generation_config.prefill_chunk_size}"
-            refuse(
-                chunks,
-                "it feeds prompts in pieces of its own, and what this model writes depends on where a piece begins",
-            )
+            why = "it feeds prompts in pieces of its own, and what this model writes depends on where a piece begins"
+            refuse(f"prefill_chunk_size={generation_config.prefill_chunk_size}", why)
         self.text, self.scope, self.seed = text, options.scope, None
         self.client = options.scope if options.client is None else options.client
         if generation_config.do_sample:
@@ -185,12 +169,7 @@ class EngineRequest:
         return "stop_token" if reason == "eos" and own and row.tokens[-1] not in own else reason
 
     def annotated(self, step: Step, *, last: bool) -> Step:
-        """Return a step with its tokens' text and logprobs, if requested. Call once per step, in order.
-
-        Args:
-            step: the next step from the decode loop.
-            last: True if the answer has ended with this step.
-        """
+        """Return the next step, with which the answer ends if it is the last, with text and logprobs if requested."""
         tokens = len(step.tokens)
         logprobs = self._record.taken(tokens)
         if self.text is None:
@@ -214,12 +193,8 @@ def prepare(
 ) -> EngineRequest:
     """Prepare a request with `model.generate`, without feeding it.
 
-    Args:
-        model: a model that `lade.supports` accepts.
-        input_ids: ids of the prompt, `[L]` or `[1, L]`.
-        arguments: keyword arguments of `model.generate`.
-        options: options beyond those of `model.generate`.
-        plan: the model's mask plan from `lade.supports`; None to compute it, which walks through all modules.
+    The ids of the prompt are `[L]` or `[1, L]`. Without the model's mask plan, from `lade.supports`, it is computed,
+    which walks through all modules.
 
     Raises:
         InputError, UnsupportedModelError, UnsupportedArgumentError: see `EngineRequest`.
@@ -240,9 +215,8 @@ def prepare(
     use = custom_generate_for(make, model, prediction_ids(options.prediction, options.tokenizer))
     try:
         _refuse_contexts(unwrap(model), arguments)
-        request: EngineRequest = model.generate(
-            custom_generate=use, **arguments_for_callable(model, unwrap(model), arguments)
-        )
+        arguments = arguments_for_callable(model, unwrap(model), arguments)
+        request: EngineRequest = model.generate(custom_generate=use, **arguments)
     except BaseException as problem:
         clean_up(model)
         if isinstance(problem, UnsupportedArgumentError):
@@ -290,7 +264,5 @@ def _check_positions(model: PreTrainedModel, most_tokens: int) -> None:
     positions = Positions.of(config)
     for wall in (positions.longrope_switch, positions.dynamic):
         if wall is not None and most_tokens > wall:
-            refuse(
-                f"max_length={most_tokens}",
-                f"from {wall} tokens on, the length of one row changes how this model attends in the others",
-            )
+            why = f"from {wall} tokens on, the length of one row changes how this model attends in the others"
+            refuse(f"max_length={most_tokens}", why)

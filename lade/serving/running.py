@@ -20,15 +20,12 @@ class ActiveRequest:
     """A request that is being prefilled or decoded, or that was preempted.
 
     Attributes:
-        request: the prompt and its arguments.
-        handle: the client side, which gets the steps and the result.
         number: position in the order of admission.
         row: the row that writes the answer; None until prefill begins.
         cache: KV cache of the request's text until its row joins the batch.
         fed: number of tokens of `text` that `cache` holds.
         seconds: prefill time in seconds.
         cancelled: True if the request is to be evicted before the next step.
-        pinned: True if the request cannot be preempted, since images are not fed again.
         scope: who may reuse its text, and the state of the model when its text was begun, see `PrefixReuse`.
         failures: number of failed passes that the request was in.
     """
@@ -43,10 +40,9 @@ class ActiveRequest:
     cancelled: bool = False
     scope: tuple[str | None, Hashable] = (None, None)
     failures: int = 0
-    pinned: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pinned = self.request.images is not None
+        self.pinned = self.request.images is not None  # cannot be preempted: images are not fed again
 
     @property
     def text(self) -> list[int]:
@@ -87,12 +83,7 @@ class RunningSet:
     admitted last is preempted. It is resumed as soon as it fits, before any new request is admitted. The request
     admitted first is never preempted, so every request completes.
 
-    Args:
-        capacity: limits on rows and cache slots.
-        headroom: tokens of growth reserved per row at admission, see `HEADROOM`.
-
     Attributes:
-        capacity: limits on rows and cache slots.
         prefilling: requests whose text is being fed, in this order.
         decoding: requests in the batch by their rows.
         preempted: preempted requests in the order of admission.

@@ -77,13 +77,11 @@ class Scheduler:
 
     Args:
         batch: executes steps; used by the decoding thread only.
-        max_waiting: maximum number of waiting requests, beyond those that free rows could take.
+        max_waiting: see `Engine`; the attribute may be set at any time.
         ended: called when the thread has ended, with the exception that ended it, or None.
 
     Attributes:
-        max_waiting: the limit, which may be set at any time.
         problem: the exception that ended the thread; None if none did.
-        wakeups: wakes coroutines that wait for requests.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class Scheduler:
         self._blocked = False  # True if the first waiting request did not fit
         self._dirty = True  # True if the queue has changed, or the scheduler is closing
         self._admitted_at = -1  # `RunningSet.changes` at the last admission
-        self._changed, self.wakeups = threading.Condition(), Wakeups()
+        self._changed, self._wakeups = threading.Condition(), Wakeups()
         self._closed = False
         self.problem: BaseException | None = None
         self._process = os.getpid()
@@ -178,7 +176,7 @@ class Scheduler:
             on_step=on_step,
             prompt_tokens=request.prompt_tokens,
             text=request.text,
-            wakeups=self.wakeups,
+            wakeups=self._wakeups,
         )
         with self._changed:
             self._check_open()
@@ -226,7 +224,7 @@ class Scheduler:
         try:
             with torch.no_grad():
                 while self._admit():
-                    with self.wakeups:
+                    with self._wakeups:
                         self._batch.advance()
         except BaseException as unforeseen:
             problem = unforeseen

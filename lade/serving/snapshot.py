@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -12,7 +12,7 @@ from lade.locks import ForkSafeLock
 from lade.stats import Step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
     """State of an engine, and its totals since it was opened.
 
@@ -50,27 +50,27 @@ class EngineSnapshot:
     waiting: int
     max_waiting: int
     displaced: int
-    slots: int
-    room: int
+    slots: int = 0
+    room: int = 0
     max_slots: int
-    prefix_texts: int
-    prefix_bytes: int
+    prefix_texts: int = 0
+    prefix_bytes: int = 0
     max_prefix_bytes: int
     closed: bool
     requests: Mapping[str, int]
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    displacements: int
-    passes: int
-    steps: int
-    resting_steps: int
-    fed_tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    displacements: int = 0
+    passes: int = 0
+    steps: int = 0
+    resting_steps: int = 0
+    fed_tokens: int = 0
     sources: Mapping[str, int]
     acceptance: Mapping[int, int]
-    prefill_s: float
-    decode_s: float
-    forward_s: float
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    forward_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,27 +90,6 @@ class CurrentWork:
     frame: FrameType | None
 
 
-@dataclass
-class Counters:
-    """Totals and memory use, the mutable part of `EngineSnapshot`."""
-
-    slots: int = 0
-    room: int = 0
-    prefix_texts: int = 0
-    prefix_bytes: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    displacements: int = 0
-    passes: int = 0
-    steps: int = 0
-    resting_steps: int = 0
-    fed_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    forward_s: float = 0.0
-
-
 _MAX_PENDING = 256
 """Passes queued before they are counted."""
 
@@ -124,8 +103,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._pending = deque[tuple[Sequence[Step], float]]()
-        self._counters, self._requests, self._sources = Counters(), Counter[str](), Counter[str]()
-        self._acceptance = Counter[int]()
+        self._totals = defaultdict[str, float](int)  # by attribute of `EngineSnapshot`
+        self._requests, self._sources, self._acceptance = Counter[str](), Counter[str](), Counter[int]()
         self._lock = ForkSafeLock()  # never held during a pass
 
     def add_end(self, reason: str) -> None:
@@ -136,19 +115,14 @@ class Tally:
     def add_first(self, step: Step, prompt_tokens: int, cached_tokens: int) -> None:
         """Count a request's first token and its prompt."""
         with self._lock:
-            self._counters.prompt_tokens += prompt_tokens
-            self._counters.cached_tokens += cached_tokens
+            self._totals["prompt_tokens"] += prompt_tokens
+            self._totals["cached_tokens"] += cached_tokens
             self._add_tokens(step)
 
-    def add_displacement(self) -> None:
-        """Count a preemption."""
+    def add(self, total: str, amount: float) -> None:
+        """Add to one of the totals, by its name in `EngineSnapshot`."""
         with self._lock:
-            self._counters.displacements += 1
-
-    def add_prefill(self, seconds: float) -> None:
-        """Add prefill time."""
-        with self._lock:
-            self._counters.prefill_s += seconds
+            self._totals[total] += amount
 
     def add_pass(self, steps: Sequence[Step], forward_s: float) -> None:
         """Queue a pass over all rows, `forward_s` seconds of it in the model. Each emitted token takes one slot."""
@@ -159,35 +133,35 @@ class Tally:
 
     def _count(self) -> None:
         """Count queued passes; the caller holds the lock."""
+        totals = self._totals
         while self._pending:
             steps, forward_s = self._pending.popleft()
-            self._counters.passes += 1
-            self._counters.decode_s += steps[0].seconds
-            self._counters.forward_s += forward_s
+            totals["passes"] += 1
+            totals["decode_s"] += steps[0].seconds
+            totals["forward_s"] += forward_s
             for step in (step for step in steps if step.tokens):  # rows without tokens failed
-                self._counters.steps += 1
-                self._counters.resting_steps += step.rested
-                self._counters.fed_tokens += step.fed
+                totals["steps"] += 1
+                totals["resting_steps"] += step.rested
+                totals["fed_tokens"] += step.fed
                 if step.fed > 1:
                     self._acceptance[step.accepted_drafts] += 1
-                self._counters.slots += len(step.tokens)
+                totals["slots"] += len(step.tokens)
                 self._add_tokens(step)
 
     def _add_tokens(self, step: Step) -> None:
-        self._counters.new_tokens += len(step.tokens)
+        self._totals["new_tokens"] += len(step.tokens)
         self._sources.update(step.sources)
 
-    def set_use(self, slots: int, room: int, prefix_texts: int, prefix_bytes: int) -> None:
-        """Set the current memory use, see `EngineSnapshot`."""
+    def set_use(self, **use: int) -> None:
+        """Set the current memory use, by its names in `EngineSnapshot`."""
         with self._lock:
             self._count()
-            self._counters.slots, self._counters.room = slots, room
-            self._counters.prefix_texts, self._counters.prefix_bytes = prefix_texts, prefix_bytes
+            self._totals.update(use)
 
     def snapshot(self, **known: Any) -> EngineSnapshot:
         """Return a copy of the counters together with the scheduler's own figures."""
         with self._lock:
             self._count()
             known |= {"requests": dict(self._requests), "sources": dict(self._sources)}
-            known |= {"acceptance": dict(self._acceptance), **asdict(self._counters)}
+            known |= {"acceptance": dict(self._acceptance), **self._totals}
         return EngineSnapshot(**known)

@@ -57,7 +57,7 @@ def test_the_youngest_makes_room_and_goes_on(name, prefill_tokens):
         driven.advance()
         assert 0 not in [each.number for each in driven.batch.running.preempted], "the oldest one stays"
     told = counters_of(driven.batch)
-    assert told.displacements >= 2
+    assert told["displacements"] >= 2
     driven.finish()
     check(asked)
 
