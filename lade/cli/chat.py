@@ -18,7 +18,7 @@ import typer
 from lade.cli.options import decoding as options
 from lade.cli.options.decoding import Choices
 from lade.cli.prompts import check_text
-from lade.cli.terminal import Terminal, terminal
+from lade.cli.terminal import Terminal, count, terminal
 from lade.errors import ConfigError, InputError, LadeError
 
 if TYPE_CHECKING:
@@ -29,33 +29,14 @@ if TYPE_CHECKING:
 
 
 def check_choices(choices: Choices) -> None:
-    """Check options before the model is loaded.
-
-    Raises:
-        ConfigError, InputError: a value is out of range, unused, or for beam search.
-    """
+    """Raise `ConfigError` or `InputError` for values that are wrong for any model, or for beam search."""
     choices.settled(by_default=True)  # whether the checkpoint samples is not known yet
     if choices.num_beams > 1:
         raise ConfigError("num-beams", choices.num_beams, "not available in a chat: use lade generate")
 
 
-def resolved(choices: Choices, loaded: LoadedModel) -> Choices:
-    """Return the settled choices; without `--temperature` and `--do-sample` the checkpoint decides about sampling.
-
-    Raises:
-        ConfigError: an option needs sampling, and the checkpoint asks for none.
-    """
-    return choices.settled(by_default=_checkpoint_samples(loaded))
-
-
 def described(choices: Choices, given: Choices, loaded: LoadedModel) -> str:
-    """Return the line at the start of a chat that says how tokens are chosen.
-
-    Args:
-        choices: settled choices of the chat.
-        given: choices as on the command line.
-        loaded: model with the defaults of its checkpoint.
-    """
+    """Return the line at the start of a chat that says how tokens are chosen: settled choices, and those as given."""
     if choices.do_sample:
         from lade.cli.loading import SAMPLING_FIELDS
         from lade.cli.run import generate_arguments
@@ -120,7 +101,7 @@ def chat(
 
         loaded = load(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant)
         lookahead = with_memory(loaded, lookahead, speed.memory)
-        settled = resolved(choices, loaded)
+        settled = choices.settled(by_default=_checkpoint_samples(loaded))
         check_served(loaded, lookahead, settled)
         lines = LineInput(None if no_history else history_path())
         talk = Chat(loaded, template, lookahead, settled, max_new_tokens, term, lines)
@@ -129,17 +110,7 @@ def chat(
 
 
 class Chat:
-    """Reads turns and commands, and answers them, until the end of input.
-
-    Args:
-        loaded: model to generate with, and its tokenizer.
-        template: options of the chat template.
-        lookahead: argument of `lade.generate`.
-        choices: settled choices; each answer has the next seed.
-        max_new_tokens: token limit of an answer.
-        term: terminal to write to.
-        lines: input to read from.
-    """
+    """Reads turns and commands, and answers them, each with the next seed of the settled choices."""
 
     def __init__(
         self,
@@ -160,23 +131,15 @@ class Chat:
         self._total, self._answers, self._fed = Generation(), 0, 0
 
     def begin(self, description: str, system: str | None) -> None:
-        """Introduce the model, and set the system prompt.
-
-        Raises:
-            InputError: the model does not support a system prompt.
-        """
+        """Introduce the model, and set the system prompt; raises `InputError` where it is not supported."""
         if system is not None:
             self._conversation.set_system(system)
-        loaded = self._loaded
-        self._term.say(
-            f"{loaded.name} · {type(loaded.model).__name__} · {loaded.dtype}{loaded.layout} · /help lists the commands",
-            "dim",
-        )
+        loaded, kind = self._loaded, type(self._loaded.model).__name__
+        self._term.say(f"{loaded.name} · {kind} · {loaded.dtype}{loaded.layout} · /help lists the commands", "dim")
         self._term.say(description, "dim")
         if not self._conversation.templated:
-            self._term.say(
-                "This model has no chat template: turns and answers are one text, which it continues.", "dim"
-            )
+            note = "This model has no chat template: turns and answers are one text, which it continues."
+            self._term.say(note, "dim")
         if self._lines.problem:
             self._term.say(self._lines.problem, "yellow")
 
@@ -243,11 +206,6 @@ class Chat:
             raise InputError("/image needs a file: /image FILE")
         self._conversation.attach_image(Path(file).expanduser())
         self._term.say(f"{file!r} goes with the next turn", "dim")
-
-    def _length(self) -> str:
-        """Return the length of the conversation as text."""
-        turns = self._conversation.turns
-        return f"{turns} turn{'' if turns == 1 else 's'}, {self._conversation.tokens} tokens"
 
     def _say(self, text: str) -> None:
         try:
@@ -326,7 +284,8 @@ class Chat:
     def _say_stats(self) -> None:
         context = self._loaded.context
         of = f" of {context}" if context else ""
-        self._term.say(f"conversation: {self._length()}{of}, {self._conversation.cached} in the cache")
+        length = f"{count(self._conversation.turns, 'turn')}, {self._conversation.tokens} tokens"
+        self._term.say(f"conversation: {length}{of}, {self._conversation.cached} in the cache")
         self._term.say(f"prefill of the last turn: {self._fed} new tokens")
         self._term.say(self._total.summary())
         if self._total.config is not None:

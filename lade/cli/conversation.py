@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lade.cli.encoder import ImagePrompt, content, encode, open_image
 from lade.cli.loading import LoadedModel
-from lade.cli.options.model import NO_TEMPLATE_OPTIONS, Template
+from lade.cli.options.model import Template
 from lade.cli.run import Generation
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
@@ -22,23 +22,14 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the user that waits for its answer.
-
-    Attributes:
-        text: message of the user.
-        prompt: ids of the conversation including this turn, which the answer continues.
-        messages: messages of the earlier turns.
-        ids: ids of the conversation before this turn.
-        images: images by message number, those of this turn included.
-        media: images as arguments of `generate`.
-    """
+    """A turn of the user that waits for its answer."""
 
     text: str
-    prompt: list[int]
-    messages: list[Message]
-    ids: list[int]
-    images: Mapping[int, list[Any]] = field(default_factory=dict)
-    media: Mapping[str, Any] = field(default_factory=dict)
+    prompt: list[int]  # ids of the conversation including this turn, which the answer continues
+    messages: list[Message]  # of the earlier turns
+    ids: list[int]  # of the conversation before this turn
+    images: Mapping[int, list[Any]]  # by message number, those of this turn included
+    media: Mapping[str, Any]  # images as arguments of `generate`
 
 
 class Conversation:
@@ -46,17 +37,13 @@ class Conversation:
 
     With a chat template the conversation is templated anew each turn, and the cache keeps the common prefix. Without
     one, the turns are one text. A conversation with images is fed anew each turn, since `generate` takes the pixels
-    of all images or of none.
-
-    Args:
-        loaded: the model and its tokenizer.
-        template: checked options; their system message is ignored.
+    of all images or of none. The template's system message is ignored.
 
     Raises:
         ConfigError: there are template variables, and the model has no chat template.
     """
 
-    def __init__(self, loaded: LoadedModel, template: Template = NO_TEMPLATE_OPTIONS) -> None:
+    def __init__(self, loaded: LoadedModel, template: Template) -> None:
         self._loaded, self._arguments = loaded, template.arguments
         self.templated = not template.raw and bool(getattr(loaded.tokenizer, "chat_template", None))
         if self._arguments and not self.templated:
@@ -162,7 +149,12 @@ class Conversation:
             prompt = ImagePrompt(
                 self._templated([*self._system(), *messages, message]) if self.templated else self._continued(ids, text)
             )
-        self._check_length(prompt.ids, "with this turn the conversation", "say something shorter, or give /reset")
+        context = self._loaded.context
+        if context and len(prompt.ids) >= context:
+            raise InputError(
+                f"with this turn the conversation has {len(prompt.ids)} tokens, and the model's context is {context}: "
+                "say something shorter, or give /reset"
+            )
         self._loaded.check(prompt.ids)
         if images:
             self.drop_cache()
@@ -187,11 +179,6 @@ class Conversation:
         probe = [{"role": "user", "content": "?"}]
         if self._templated([{"role": "system", "content": system}, *probe]) == self._templated(probe):
             raise InputError("the model's chat template ignores system prompts: send it as a turn")
-
-    def _check_length(self, ids: list[int], what: str, remedy: str) -> None:
-        context = self._loaded.context
-        if context and len(ids) >= context:
-            raise InputError(f"{what} has {len(ids)} tokens, and the model's context is {context}: {remedy}")
 
     def _templated(self, messages: list[Message]) -> list[int]:
         try:

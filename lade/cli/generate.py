@@ -118,8 +118,9 @@ def _run(
         encoded = [plan.encode(prompt) for prompt in prompts]  # check all before the first is decoded
     if predicted is not None:
         more = {**more, "prediction": loaded.tokenizer(predicted, add_special_tokens=False)["input_ids"]}
+    if plan.grammar is not None:
+        more = {**more, "grammar": plan.grammar, "tokenizer": loaded.tokenizer}
     check_served(loaded, lookahead, choices)
-    more = {**more, **plan.grammar_arguments}
     warn_of_length(loaded, max(map(len, encoded)), plan.max_new_tokens, term)
     wanted = plan.max_new_tokens
     begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term, more=more)

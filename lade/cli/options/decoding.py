@@ -68,16 +68,7 @@ _METHOD = "plain, adaptive, lookahead (the paper's), or auto: adaptive if suppor
 
 @dataclass(frozen=True)
 class Speed:
-    """Drafting options; None is "not given".
-
-    Attributes:
-        method: one of `METHODS`.
-        window, ngram, guesses: W, N and G of the paper's method.
-        budget: tokens fed per step of the adaptive method.
-        memory: file of a draft memory for the adaptive method.
-        pack: prepack linear layers for the CPU; None if that pays.
-        invariant: make the model batch invariant; None for a model on the CPU whose rounding would show.
-    """
+    """Drafting options; None is "not given"."""
 
     method: str | None = _speed(None, "NAME", _METHOD, words=METHODS)
     memory: Path | None = _speed(None, "FILE", "Draft memory made by lade warm, for the adaptive method.")
@@ -91,14 +82,8 @@ class Speed:
     def lookahead(self, *, new_memory: bool = False) -> Lookahead:
         """Return the `lookahead` argument of `lade.generate`.
 
-        The memory is not loaded, since that takes a tokenizer: see `loading.with_memory`.
-
-        Args:
-            new_memory: accept a memory file that does not exist.
-
-        Raises:
-            ConfigError: a value is out of range, or options contradict each other.
-            InputError: the memory file does not exist.
+        The memory is not loaded, since that takes a tokenizer: see `loading.with_memory`. Its file has to exist,
+        unless `new_memory`.
         """
         method = self.method
         if method not in (*METHODS, None):
@@ -267,13 +252,7 @@ class StructuredOutput:
     grammar: Path | None = _grammar_option(None, "FILE", "Answer with text of the Lark grammar in this file.")
 
     def read(self) -> Grammar | None:
-        """Return the grammar; None without these options.
-
-        Raises:
-            ConfigError: several are given, or the grammar is invalid.
-            InputError: a file cannot be read.
-            MissingExtraError: llguidance is not installed.
-        """
+        """Return the grammar; None without these options."""
         if not self._given:
             return None
         if len(self._given) > 1:
@@ -291,17 +270,7 @@ class StructuredOutput:
         return Grammar.regex(self.regex or "")
 
     def check(self, grammar: Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
-        """Compile the result of `read`, which finds most errors of grammars.
-
-        Args:
-            grammar: grammar of the answers, or None.
-            tokenizer: tokenizer of the model.
-            eos_token_id: ids of the tokens that end an answer.
-
-        Raises:
-            ConfigError: the tokenizer cannot encode the grammar.
-            MissingExtraError: llguidance is not installed.
-        """
+        """Compile the result of `read` for a tokenizer, which finds most errors of grammars."""
         if grammar is not None:
             with self._named():
                 grammar.processor(tokenizer, eos_token_id)
