@@ -16,7 +16,6 @@ import platformdirs
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.options.decoding import Choices
 from lade.cli.prompts import check_text
 from lade.cli.terminal import Terminal, count, terminal
 from lade.errors import ConfigError, InputError, LadeError
@@ -28,15 +27,8 @@ if TYPE_CHECKING:
     from lade.config import Lookahead
 
 
-def check_choices(choices: Choices) -> None:
-    """Raise `ConfigError` or `InputError` for values that are wrong for any model, or for beam search."""
-    choices.settled(by_default=True)  # whether the checkpoint samples is not known yet
-    if choices.num_beams > 1:
-        raise ConfigError("num-beams", choices.num_beams, "not available in a chat: use lade generate")
-
-
-def described(choices: Choices, given: Choices, loaded: LoadedModel) -> str:
-    """Return the line at the start of a chat that says how tokens are chosen: settled choices, and those as given."""
+def described(choices: options.Choices, given: options.Choices, loaded: LoadedModel) -> str:
+    """Return the line at the start of a chat that says how tokens are chosen, by choices as settled and as given."""
     if choices.do_sample:
         from lade.cli.loading import SAMPLING_FIELDS
         from lade.cli.run import generate_arguments
@@ -93,7 +85,9 @@ def chat(
     with terminal(output) as term:
         lookahead = speed.lookahead()
         loading.check_layout(speed.pack, invariant=speed.invariant)
-        check_choices(choices)
+        choices.settled(by_default=True)  # whether the checkpoint samples is not known yet
+        if choices.num_beams > 1:
+            raise ConfigError("num-beams", choices.num_beams, "not available in a chat: use lade generate")
         options.check_max_new_tokens(max_new_tokens)
         template.check()
         from lade.cli.loading import load, with_memory
@@ -268,18 +262,9 @@ class Chat:
             return "[interrupted]"
         if context and len(prompt) + len(answer.token_ids) >= context:
             return f"[cut off: the context of {context} tokens is full; /reset starts over]"
-        if len(answer.token_ids) < room or self._ended(answer):
+        if answer.finish_reason == "stop":
             return None
         return f"[cut off after {room} tokens; --max-new-tokens allows more]"
-
-    def _ended(self, answer: Generation) -> bool:
-        """Return True if a stop token or a `--stop` text ended the answer."""
-        from lade.cli.conversation import stop_ids
-
-        text = self._loaded.tokenizer.decode(answer.token_ids)
-        return answer.token_ids[-1] in stop_ids(self._loaded.model) or any(
-            stop in text for stop in self._choices.stop or ()
-        )
 
     def _say_stats(self) -> None:
         context = self._loaded.context

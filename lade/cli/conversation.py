@@ -10,7 +10,7 @@ from typing import Any
 from lade.cli.encoder import ImagePrompt, content, encode, open_image
 from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
-from lade.cli.run import Generation
+from lade.cli.run import Generation, stop_ids
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 from lade.model.kv_cache import TreeCache
@@ -84,21 +84,13 @@ class Conversation:
         return 0 if self.cache is None else self.cache.get_seq_length()
 
     def set_system(self, system: str | None) -> None:
-        """Set or remove the system prompt, from the next turn on.
-
-        Raises:
-            InputError: the model has no chat template, or it ignores system prompts; nothing has changed.
-        """
+        """Set or remove the system prompt, from the next turn on; raises `InputError` where that has no effect."""
         if system is not None:
             self._check_system(system)
         self.system = system
 
     def attach_image(self, path: Path) -> None:
-        """Attach an image to the next turn.
-
-        Raises:
-            InputError: the image cannot be read, or the model takes no images.
-        """
+        """Attach an image to the next turn; raises `InputError` if it cannot be read, or the model takes none."""
         if not self.templated:
             raise InputError("images need a chat template")
         self._loaded.processor()
@@ -107,19 +99,13 @@ class Conversation:
     def next_turn(self, text: str) -> Turn:
         """Return the user's next turn, and crop the cache to the common prefix.
 
-        Nothing else changes before `add_answer`, so that a failed turn leaves the conversation as it was.
-
-        Raises:
-            InputError: the turn exceeds the model's context, or the chat template refuses it.
+        Nothing else changes before `add_answer`, so that a failed turn leaves the conversation as it was. Raises
+        `InputError` if the turn exceeds the model's context, or the chat template refuses it.
         """
         return self._turn(text, self._turns, self._ids, self._next_images)
 
     def retry(self) -> Turn:
-        """Return the last turn again; its answer will replace the one it has.
-
-        Raises:
-            InputError: there is no turn.
-        """
+        """Return the last turn again; its answer will replace the one it has. Without one raise `InputError`."""
         if not self._turns:
             raise InputError("there is no answer to retry yet")
         shown = self._images.get(len(self._turns) - 2, [])
@@ -209,9 +195,3 @@ class Conversation:
         keep = min(shared, len(ids) - 1)
         if self.cached > keep:
             self.cache.crop(keep - self.cached)
-
-
-def stop_ids(model: Any) -> set[int]:
-    """Return the stop token ids of the model's generation_config."""
-    eos = model.generation_config.eos_token_id
-    return set(eos if isinstance(eos, list) else [] if eos is None else [eos])

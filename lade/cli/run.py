@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,9 +44,7 @@ class Interrupt(StoppingCriteria):
             self._previous = signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
 
@@ -177,12 +175,17 @@ def generate_arguments(loaded: LoadedModel, choices: Choices) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+def stop_ids(model: Any) -> set[int]:
+    """Return the stop token ids of the model's generation_config."""
+    eos = model.generation_config.eos_token_id
+    return set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
 def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
     """Return the finish reason of a generation that was not interrupted; see `Generation`."""
     if len(run.token_ids) < room:
         return "stop"
-    end = loaded.model.generation_config.eos_token_id
-    if run.token_ids[-1] in (end if isinstance(end, list) else [end]):
+    if run.token_ids[-1] in stop_ids(loaded.model):
         return "stop"
     if not run.choices.stop:
         return "length"
