@@ -38,10 +38,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda value: 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
     "min_p": (lambda value: 0.0 <= value <= 1.0, "give a number from 0 to 1"),
     "seed": (lambda value: 0 <= value < _SEEDS, f"give a whole number from 0 to {_SEEDS - 1}"),
-    "repetition_penalty": (
-        lambda value: 0.01 <= value <= 100.0,
-        "give a number > 0, 0.01 to 100; 1 is no penalty",
-    ),
+    "repetition_penalty": (lambda value: 0.01 <= value <= 100.0, "give a number > 0, 0.01 to 100; 1 is no penalty"),
     "num_beams": (lambda value: 1 <= value <= _MAX_BEAMS, f"give a whole number >= 1 and <= {_MAX_BEAMS}"),
 }
 
@@ -182,11 +179,7 @@ class Choices:
     def settled(self, *, by_default: bool = False) -> Choices:
         """Return the choices, checked, with `do_sample` resolved and a seed if tokens are sampled.
 
-        Args:
-            by_default: sample where neither `--temperature` nor `--do-sample` is given.
-
-        Raises:
-            ConfigError, InputError: a value is out of range, or unused.
+        Where neither `--temperature` nor `--do-sample` is given, they are sampled `by_default`.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         check_ranges(given)
@@ -222,11 +215,7 @@ GREEDY = Choices()
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first value out of its range.
-
-    Args:
-        values: values by the names of `Choices`' fields; None and unknown names are skipped.
-    """
+    """Raise `ConfigError` for the first value, by the name of its field, out of its range; None is in all of them."""
     for name, (fits, remedy) in _RANGES.items():
         value = values.get(name)
         if value is not None and not fits(value):
