@@ -10,6 +10,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lade.errors import (
+    CaptureWarning,
+    ClusterError,
+    ConfigError,
+    DrafterError,
+    EngineClosedError,
+    EngineFullError,
+    FallbackWarning,
+    InputError,
+    LadeError,
+    MissingExtraError,
+    PrecisionWarning,
+    UnsupportedArgumentError,
+    UnsupportedError,
+    UnsupportedModelError,
+)
 from lade.version import __version__, refuse_free_threading, warn_if_shadowed
 
 if TYPE_CHECKING:
@@ -24,22 +40,6 @@ if TYPE_CHECKING:
     from lade.config import LookaheadConfig
     from lade.drafter import Continuation, Drafter
     from lade.engines.drafter import EngineDraft, EngineDrafter
-    from lade.errors import (
-        CaptureWarning,
-        ClusterError,
-        ConfigError,
-        DrafterError,
-        EngineClosedError,
-        EngineFullError,
-        FallbackWarning,
-        InputError,
-        LadeError,
-        MissingExtraError,
-        PrecisionWarning,
-        UnsupportedArgumentError,
-        UnsupportedError,
-        UnsupportedModelError,
-    )
     from lade.grammar import Grammar
     from lade.hf.distributed import follow
     from lade.hf.enable import disable, enable
@@ -113,22 +113,6 @@ _HOMES = {
     "lade.drafter": ("Continuation", "Drafter"),
     "lade.memory": ("Memory",),
     "lade.engines.drafter": ("EngineDraft", "EngineDrafter"),
-    "lade.errors": (
-        "CaptureWarning",
-        "ClusterError",
-        "ConfigError",
-        "DrafterError",
-        "EngineClosedError",
-        "EngineFullError",
-        "FallbackWarning",
-        "InputError",
-        "LadeError",
-        "MissingExtraError",
-        "PrecisionWarning",
-        "UnsupportedArgumentError",
-        "UnsupportedError",
-        "UnsupportedModelError",
-    ),
     "lade.hf.legacy_api": ("augment_all", "config_lade", "log_history", "restore_all", "save_log"),
     "lade.hf.enable": ("disable", "enable"),
     "lade.hf.distributed": ("follow",),

@@ -41,10 +41,7 @@ def is_interactive() -> bool:
 def contention(threads: int, cores: int, load: float) -> str:
     """Return a note if torch's threads compete for cores; empty if they do not.
 
-    Args:
-        threads: number of threads of torch's parallel operations.
-        cores: number of cores that this process may use.
-        load: mean number of runnable threads on the machine in the last minute, those of this process included.
+    The load is the mean number of runnable threads on the machine in the last minute, those of this process included.
     """
     if threads < 2:
         return ""

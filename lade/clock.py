@@ -68,11 +68,9 @@ class Clock(Protocol):
 
     def start(self) -> Moment:
         """Return the current readings."""
-        ...
 
     def since(self, start: Moment) -> Duration:
         """Return the time spent since `start`."""
-        ...
 
 
 class WallClock:

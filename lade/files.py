@@ -62,16 +62,11 @@ class Records:
     It is only a cache: a file that is damaged, foreign or older than 30 days is as good as none, since a key covers
     neither drivers nor power settings, and a folder that cannot be written to costs the work again at the next start.
     So none of this is an error; the logger `lade` tells.
-
-    Args:
-        kind: name of the folder.
-        what: what a record holds, for the logger.
-        folder: folder of the files; None for that in the user's cache folder.
     """
 
-    kind: str
-    what: str
-    folder: Path | None = None
+    kind: str  # name of the folder in the user's cache folder
+    what: str  # a record holds, for the logger
+    folder: Path | None = None  # another folder for the files
 
     def path_of(self, key: Mapping[str, object]) -> Path:
         """Return the path of a key's file."""
@@ -79,11 +74,9 @@ class Records:
         return (self.folder or users / self.kind) / f"{digest_of(key)}.json"
 
     def load(self, key: Mapping[str, object], read: Callable[[dict[str, Any]], T]) -> T | None:
-        """Return what is saved under a key; None if nothing is that can be used.
+        """Return what `read` makes of the fields saved under a key; None if there is nothing that can be used.
 
-        Args:
-            key: what it was saved under.
-            read: makes it of the fields; raises `ValueError`, `KeyError` or `TypeError` if these are damaged.
+        For damaged fields `read` raises `ValueError`, `KeyError` or `TypeError`.
         """
         path = self.path_of(key)
         try:

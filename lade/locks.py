@@ -12,11 +12,7 @@ from weakref import WeakSet
 
 
 class ForkSafeLock:
-    """A reentrant lock that is free in a newly forked process.
-
-    Attributes:
-        lock: the lock itself, of this process.
-    """
+    """A reentrant lock that is free in a newly forked process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

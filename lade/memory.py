@@ -57,17 +57,8 @@ def fingerprint_of(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def agreed_fingerprint(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> str | None:
-    """Return the tokenizer fingerprint to save a memory with.
-
-    Args:
-        path: path of the file, for the error message.
-        known: fingerprint of the tokenizer that the memory was loaded or saved with before; None if there is none.
-        tokenizer: tokenizer to save it with; None keeps `known`.
-
-    Raises:
-        InputError: `known` is the fingerprint of another tokenizer.
-    """
+def _agreed_fingerprint(path: str | os.PathLike[str], known: str | None, tokenizer: Any) -> str | None:
+    """Return the fingerprint to save a memory with: that of a tokenizer, or without one that which is known."""
     if tokenizer is None:
         return known
     given = fingerprint_of(tokenizer)
@@ -76,29 +67,12 @@ def agreed_fingerprint(path: str | os.PathLike[str], known: str | None, tokenize
     return given
 
 
-def write(path: str | os.PathLike[str], snapshot: Snapshot, fingerprint: str | None) -> None:
-    """Write a memory file atomically: after a failure the old file is intact.
-
-    A new file is readable by its owner alone, since its content reveals texts. A replaced file keeps its permissions.
-
-    Args:
-        path: the file to write; its folder must exist.
-        snapshot: contents of the memory.
-        fingerprint: fingerprint of the tokenizer whose ids the memory holds; None if unknown.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    tensors: dict[str, npt.NDArray[Any]] = {"old": snapshot.old, "young": snapshot.young, "weights": snapshot.weights}
-    whole = _sealed(container.save(tensors, _metadata(snapshot.max_bytes, fingerprint)))
-    with _writing(path) as target:
-        write_whole(target, whole, durable=True)
-
-
 def check(path: str | os.PathLike[str]) -> None:
-    """Raise `InputError` if `write` would fail, as far as that can be known beforehand."""
-    with _writing(path) as target:
-        _check_writable(target)
+    """Raise `InputError` if `Memory.save` would fail, as far as that can be known beforehand."""
+    with _writing(path) as target:  # the permissions of its folder alone do not always tell
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
+        os.close(handle)
+        Path(name).unlink()
 
 
 @contextmanager
@@ -126,19 +100,8 @@ def _check_name(path: str | os.PathLike[str], what: str) -> None:
         raise InputError(f"{_named(path)} cannot be {what}: its name has a NUL; give another one")
 
 
-def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot, str | None]:
-    """Read a memory file and validate all of it.
-
-    Args:
-        path: the file to read.
-        tokenizer: tokenizer that the memory is to be used with; None skips the check that it matches the file.
-
-    Returns:
-        The memory's contents and the fingerprint of their tokenizer; None if that is unknown.
-
-    Raises:
-        InputError: the file cannot be read, is damaged, has another format, or belongs to another tokenizer.
-    """
+def _read(path: str | os.PathLike[str], tokenizer: Any) -> tuple[Snapshot, str | None]:
+    """Read a memory file and validate all of it; return contents and the fingerprint of their tokenizer, if known."""
     _check_name(path, "read")
     try:
         whole = Path(path).read_bytes()
@@ -149,8 +112,7 @@ def read(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Snapshot,
         ) from problem
     try:
         metadata = _checked_metadata(whole)
-        arrays = _checked_arrays(container.load(whole))
-        snapshot = _snapshot(metadata, arrays)
+        snapshot = _snapshot(metadata, container.load(whole))
     except (_InvalidFileError, SafetensorError, KeyError) as problem:  # KeyError: a dtype that numpy does not have
         reason = problem.args[0] if isinstance(problem, _InvalidFileError) else f"is damaged ({problem})"
         raise InputError(f"{_named(path)} {reason}; {REMEDY}") from problem
@@ -247,8 +209,8 @@ def _checksum(whole: bytes, place: re.Match[bytes]) -> bytes:
     return digest.hexdigest().encode()
 
 
-def _checked_arrays(arrays: Arrays) -> Arrays:
-    """Return the tensors, if their dtypes, shapes and values are valid."""
+def _check_arrays(arrays: Arrays) -> None:
+    """Check dtypes, shapes and values of the tensors."""
     for name in ("old", "young"):
         slots = _checked(arrays, name, np.int32, None, 2 + WIDTH)
         kinds = slots[:, 0] & KINDS
@@ -260,7 +222,6 @@ def _checked_arrays(arrays: Arrays) -> Arrays:
             raise _InvalidFileError(f"is damaged: {name} has a key twice")
     if not np.isfinite(_checked(arrays, "weights", np.float64, WEIGHT_SETS, END + 1)).all():
         raise _InvalidFileError("is damaged: weights are not finite")
-    return arrays
 
 
 def _checked(arrays: Arrays, name: str, dtype: npt.DTypeLike, *shape: int | None) -> npt.NDArray[Any]:
@@ -278,6 +239,7 @@ def _checked(arrays: Arrays, name: str, dtype: npt.DTypeLike, *shape: int | None
 
 
 def _snapshot(metadata: Mapping[str, str], arrays: Arrays) -> Snapshot:
+    _check_arrays(arrays)
     try:
         max_bytes = int(metadata["max_bytes"])
     except (KeyError, ValueError) as problem:
@@ -316,6 +278,8 @@ class Memory(ContextMemory):
     def save(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Save the memory to a file, atomically. Other threads may keep learning meanwhile.
 
+        A new file is readable by its owner alone, as its content reveals texts. A replaced one keeps its permissions.
+
         >>> memory.save("stories.memory", tokenizer)
         >>> memory = lade.Memory.load("stories.memory", tokenizer)
 
@@ -327,8 +291,11 @@ class Memory(ContextMemory):
         Raises:
             InputError: the file cannot be written, or the memory belongs to another tokenizer.
         """
-        fingerprint = agreed_fingerprint(path, self.fingerprint, tokenizer)
-        write(path, self.snapshot(), fingerprint)
+        fingerprint, snapshot = _agreed_fingerprint(path, self.fingerprint, tokenizer), self.snapshot()
+        tensors: Arrays = {"old": snapshot.old, "young": snapshot.young, "weights": snapshot.weights}
+        whole = _sealed(container.save(dict(tensors), _metadata(snapshot.max_bytes, fingerprint)))
+        with _writing(path) as target:
+            write_whole(target, whole, durable=True)
         self.fingerprint = fingerprint
 
     @classmethod
@@ -345,15 +312,7 @@ class Memory(ContextMemory):
             InputError: the file cannot be read, is damaged, or belongs to another tokenizer.
             ConfigError: `max_bytes` is not a whole number, or too small.
         """
-        snapshot, fingerprint = read(path, tokenizer)
+        snapshot, fingerprint = _read(path, tokenizer)
         memory = cls.of(snapshot, max_bytes)
         memory.fingerprint = fingerprint
         return memory
-
-
-def _check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise `OSError` if the file cannot be written; the permissions of its folder alone do not always tell."""
-    target = Path(os.path.realpath(path))
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
-    os.close(handle)
-    Path(name).unlink()

@@ -75,14 +75,6 @@ def _rotary(vocabulary: int, positions: int) -> dict[str, Any]:
     }
 
 
-def _llama(vocabulary: int, positions: int) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**_rotary(vocabulary, positions)))
-
-
-def _qwen3(vocabulary: int, positions: int) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**_rotary(vocabulary, positions), head_dim=8))
-
-
 def _gpt2(vocabulary: int, positions: int) -> PreTrainedModel:
     return GPT2LMHeadModel(
         GPT2Config(
@@ -98,4 +90,8 @@ def _gpt2(vocabulary: int, positions: int) -> PreTrainedModel:
     )
 
 
-_FAMILIES: dict[str, Callable[[int, int], PreTrainedModel]] = {"llama": _llama, "qwen3": _qwen3, "gpt2": _gpt2}
+_FAMILIES: dict[str, Callable[[int, int], PreTrainedModel]] = {
+    "llama": lambda *sizes: LlamaForCausalLM(LlamaConfig(**_rotary(*sizes))),
+    "qwen3": lambda *sizes: Qwen3ForCausalLM(Qwen3Config(**_rotary(*sizes), head_dim=8)),
+    "gpt2": _gpt2,
+}

@@ -16,7 +16,6 @@ TESTED_TRANSFORMERS = (5, 24)
 
 logger = logging.getLogger(__name__)
 
-
 REMEDY = "pip uninstall lade && pip install --force-reinstall --no-deps ."
 
 
@@ -40,11 +39,7 @@ def minor_version(installed: str) -> tuple[int, int]:
 
 
 def note_untested_version(installed: str) -> None:
-    """Say once if transformers is newer than all that was tested; a renamed argument may end all acceleration.
-
-    Args:
-        installed: its version.
-    """
+    """Say once if transformers is newer than all that was tested; a renamed argument may end all acceleration."""
     tested = ".".join(map(str, TESTED_TRANSFORMERS))
     if minor_version(installed) > TESTED_TRANSFORMERS:
         announce_once(

@@ -32,19 +32,12 @@ _LONGEST_SHOWN = 60
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a batch file.
+    """A request of a batch file."""
 
-    Attributes:
-        custom_id: name of the request, unique in the file.
-        url: endpoint, one of `URLS`.
-        body: JSON body for the endpoint.
-        number: line number in the file, from 1.
-    """
-
-    custom_id: str
-    url: str
+    custom_id: str  # unique in the file
+    url: str  # one of `URLS`
     body: dict[str, Any] = field(repr=False)
-    number: int = 0
+    number: int = 0  # of its line, from 1
 
     @property
     def id(self) -> str:
@@ -54,11 +47,7 @@ class Request:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Return all requests of a file, skipping empty lines.
-
-    Raises:
-        InputError: the file cannot be read, a line is not a request, or a `custom_id` occurs twice.
-    """
+    """Return all requests of a file, skipping empty lines; or raise `InputError`, also for a `custom_id` used twice."""
     requests = list(_parsed(read_utf8(path, "request file").split("\n"), path))
     if not requests:
         raise InputError(f"{str(path)!r} has no requests: write one per line")
@@ -115,10 +104,7 @@ _OK = 200
 class Results:
     """Results in a JSON Lines file, in the order of completion, matched by `custom_id`.
 
-    Args:
-        path: location of the file; its folder has to exist.
-        requests: all requests of this run.
-        resume: accept a file that has lines, and continue it.
+    With `resume` a file that has lines is continued.
 
     Attributes:
         path: location of the file.
@@ -177,11 +163,7 @@ def _is_success(line: dict[str, Any]) -> bool:
 
 
 def _whole_lines(raw: bytes, path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines. A torn last line, left by a killed process, is skipped.
-
-    Raises:
-        InputError: a complete line is not a JSON object.
-    """
+    """Yield the complete lines; a torn last one, left by a killed process, is skipped. Others must be JSON objects."""
     for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
         try:
             found = json.loads(line)
@@ -200,9 +182,6 @@ def sharded(items: Sequence[T], text: str | None) -> list[T]:
     """Return every N-th item, from the I-th on, of a `--shard` I/N; all of them for None.
 
     Lines appended to the file later do not move earlier ones.
-
-    Raises:
-        ConfigError: the text is not I/N with 1 <= I <= N.
     """
     if text is None:
         return list(items)

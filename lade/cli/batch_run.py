@@ -28,13 +28,7 @@ POLL_S = 0.01
 
 
 def run(service: Service, results: Results, total: int, term: Terminal) -> None:
-    """Answer the requests without a result, write their results, and report.
-
-    Args:
-        service: not yet started; it is closed afterwards.
-        results: result file of the requests.
-        total: number of requests, those answered by an earlier run included.
-        term: terminal for the progress bar, the summary and warnings.
+    """Answer the requests without a result, of `total` ones, by a service that is started and closed here.
 
     Raises:
         Exception: whatever kept the model from being loaded.
@@ -100,13 +94,9 @@ def _conclude(
 async def completed(
     app: ASGIApp, requests: Sequence[Request], in_flight: int, stopped: Callable[[], bool]
 ) -> AsyncGenerator[tuple[Request, Reply]]:
-    """Post requests to their endpoints and yield those that are answered; on exit the others are cancelled.
+    """Post requests to their endpoints, in order, and yield those that are answered; on exit the others are cancelled.
 
-    Args:
-        app: the application from `build_app`.
-        requests: what to post, in this order.
-        in_flight: largest number of requests that are posted and not answered.
-        stopped: polled; True ends the generator after the requests that are answered.
+    At most `in_flight` requests are posted and not answered. `stopped` is polled: True ends the generator.
     """
     ahead, posted = iter(requests), dict[asyncio.Task[Reply], Request]()
     try:

@@ -16,9 +16,8 @@ import platformdirs
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.options.decoding import Choices
 from lade.cli.prompts import check_text
-from lade.cli.terminal import Terminal, terminal
+from lade.cli.terminal import Terminal, count, terminal
 from lade.errors import ConfigError, InputError, LadeError
 
 if TYPE_CHECKING:
@@ -28,34 +27,8 @@ if TYPE_CHECKING:
     from lade.config import Lookahead
 
 
-def check_choices(choices: Choices) -> None:
-    """Check options before the model is loaded.
-
-    Raises:
-        ConfigError, InputError: a value is out of range, unused, or for beam search.
-    """
-    choices.settled(by_default=True)  # whether the checkpoint samples is not known yet
-    if choices.num_beams > 1:
-        raise ConfigError("num-beams", choices.num_beams, "not available in a chat: use lade generate")
-
-
-def resolved(choices: Choices, loaded: LoadedModel) -> Choices:
-    """Return the settled choices; without `--temperature` and `--do-sample` the checkpoint decides about sampling.
-
-    Raises:
-        ConfigError: an option needs sampling, and the checkpoint asks for none.
-    """
-    return choices.settled(by_default=_checkpoint_samples(loaded))
-
-
-def described(choices: Choices, given: Choices, loaded: LoadedModel) -> str:
-    """Return the line at the start of a chat that says how tokens are chosen.
-
-    Args:
-        choices: settled choices of the chat.
-        given: choices as on the command line.
-        loaded: model with the defaults of its checkpoint.
-    """
+def described(choices: options.Choices, given: options.Choices, loaded: LoadedModel) -> str:
+    """Return the line at the start of a chat that says how tokens are chosen, by choices as settled and as given."""
     if choices.do_sample:
         from lade.cli.loading import SAMPLING_FIELDS
         from lade.cli.run import generate_arguments
@@ -112,7 +85,9 @@ def chat(
     with terminal(output) as term:
         lookahead = speed.lookahead()
         loading.check_layout(speed.pack, invariant=speed.invariant)
-        check_choices(choices)
+        choices.settled(by_default=True)  # whether the checkpoint samples is not known yet
+        if choices.num_beams > 1:
+            raise ConfigError("num-beams", choices.num_beams, "not available in a chat: use lade generate")
         options.check_max_new_tokens(max_new_tokens)
         template.check()
         from lade.cli.loading import load, with_memory
@@ -120,7 +95,7 @@ def chat(
 
         loaded = load(loading, term=term, pack=speed.pack, images=None, invariant=speed.invariant)
         lookahead = with_memory(loaded, lookahead, speed.memory)
-        settled = resolved(choices, loaded)
+        settled = choices.settled(by_default=_checkpoint_samples(loaded))
         check_served(loaded, lookahead, settled)
         lines = LineInput(None if no_history else history_path())
         talk = Chat(loaded, template, lookahead, settled, max_new_tokens, term, lines)
@@ -129,17 +104,7 @@ def chat(
 
 
 class Chat:
-    """Reads turns and commands, and answers them, until the end of input.
-
-    Args:
-        loaded: model to generate with, and its tokenizer.
-        template: options of the chat template.
-        lookahead: argument of `lade.generate`.
-        choices: settled choices; each answer has the next seed.
-        max_new_tokens: token limit of an answer.
-        term: terminal to write to.
-        lines: input to read from.
-    """
+    """Reads turns and commands, and answers them, each with the next seed of the settled choices."""
 
     def __init__(
         self,
@@ -160,23 +125,15 @@ class Chat:
         self._total, self._answers, self._fed = Generation(), 0, 0
 
     def begin(self, description: str, system: str | None) -> None:
-        """Introduce the model, and set the system prompt.
-
-        Raises:
-            InputError: the model does not support a system prompt.
-        """
+        """Introduce the model, and set the system prompt; raises `InputError` where it is not supported."""
         if system is not None:
             self._conversation.set_system(system)
-        loaded = self._loaded
-        self._term.say(
-            f"{loaded.name} · {type(loaded.model).__name__} · {loaded.dtype}{loaded.layout} · /help lists the commands",
-            "dim",
-        )
+        loaded, kind = self._loaded, type(self._loaded.model).__name__
+        self._term.say(f"{loaded.name} · {kind} · {loaded.dtype}{loaded.layout} · /help lists the commands", "dim")
         self._term.say(description, "dim")
         if not self._conversation.templated:
-            self._term.say(
-                "This model has no chat template: turns and answers are one text, which it continues.", "dim"
-            )
+            note = "This model has no chat template: turns and answers are one text, which it continues."
+            self._term.say(note, "dim")
         if self._lines.problem:
             self._term.say(self._lines.problem, "yellow")
 
@@ -244,11 +201,6 @@ class Chat:
         self._conversation.attach_image(Path(file).expanduser())
         self._term.say(f"{file!r} goes with the next turn", "dim")
 
-    def _length(self) -> str:
-        """Return the length of the conversation as text."""
-        turns = self._conversation.turns
-        return f"{turns} turn{'' if turns == 1 else 's'}, {self._conversation.tokens} tokens"
-
     def _say(self, text: str) -> None:
         try:
             check_text(text, "the turn")
@@ -310,23 +262,15 @@ class Chat:
             return "[interrupted]"
         if context and len(prompt) + len(answer.token_ids) >= context:
             return f"[cut off: the context of {context} tokens is full; /reset starts over]"
-        if len(answer.token_ids) < room or self._ended(answer):
+        if answer.finish_reason == "stop":
             return None
         return f"[cut off after {room} tokens; --max-new-tokens allows more]"
-
-    def _ended(self, answer: Generation) -> bool:
-        """Return True if a stop token or a `--stop` text ended the answer."""
-        from lade.cli.conversation import stop_ids
-
-        text = self._loaded.tokenizer.decode(answer.token_ids)
-        return answer.token_ids[-1] in stop_ids(self._loaded.model) or any(
-            stop in text for stop in self._choices.stop or ()
-        )
 
     def _say_stats(self) -> None:
         context = self._loaded.context
         of = f" of {context}" if context else ""
-        self._term.say(f"conversation: {self._length()}{of}, {self._conversation.cached} in the cache")
+        length = f"{count(self._conversation.turns, 'turn')}, {self._conversation.tokens} tokens"
+        self._term.say(f"conversation: {length}{of}, {self._conversation.cached} in the cache")
         self._term.say(f"prefill of the last turn: {self._fed} new tokens")
         self._term.say(self._total.summary())
         if self._total.config is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lade.cli.encoder import ImagePrompt, content, encode, open_image
 from lade.cli.loading import LoadedModel
-from lade.cli.options.model import NO_TEMPLATE_OPTIONS, Template
-from lade.cli.run import Generation
+from lade.cli.options.model import Template
+from lade.cli.run import Generation, stop_ids
 from lade.cli.terminal import one_line
 from lade.errors import ConfigError, InputError
 from lade.model.kv_cache import TreeCache
@@ -22,23 +22,14 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the user that waits for its answer.
-
-    Attributes:
-        text: message of the user.
-        prompt: ids of the conversation including this turn, which the answer continues.
-        messages: messages of the earlier turns.
-        ids: ids of the conversation before this turn.
-        images: images by message number, those of this turn included.
-        media: images as arguments of `generate`.
-    """
+    """A turn of the user that waits for its answer."""
 
     text: str
-    prompt: list[int]
-    messages: list[Message]
-    ids: list[int]
-    images: Mapping[int, list[Any]] = field(default_factory=dict)
-    media: Mapping[str, Any] = field(default_factory=dict)
+    prompt: list[int]  # ids of the conversation including this turn, which the answer continues
+    messages: list[Message]  # of the earlier turns
+    ids: list[int]  # of the conversation before this turn
+    images: Mapping[int, list[Any]]  # by message number, those of this turn included
+    media: Mapping[str, Any]  # images as arguments of `generate`
 
 
 class Conversation:
@@ -46,17 +37,13 @@ class Conversation:
 
     With a chat template the conversation is templated anew each turn, and the cache keeps the common prefix. Without
     one, the turns are one text. A conversation with images is fed anew each turn, since `generate` takes the pixels
-    of all images or of none.
-
-    Args:
-        loaded: the model and its tokenizer.
-        template: checked options; their system message is ignored.
+    of all images or of none. The template's system message is ignored.
 
     Raises:
         ConfigError: there are template variables, and the model has no chat template.
     """
 
-    def __init__(self, loaded: LoadedModel, template: Template = NO_TEMPLATE_OPTIONS) -> None:
+    def __init__(self, loaded: LoadedModel, template: Template) -> None:
         self._loaded, self._arguments = loaded, template.arguments
         self.templated = not template.raw and bool(getattr(loaded.tokenizer, "chat_template", None))
         if self._arguments and not self.templated:
@@ -97,21 +84,13 @@ class Conversation:
         return 0 if self.cache is None else self.cache.get_seq_length()
 
     def set_system(self, system: str | None) -> None:
-        """Set or remove the system prompt, from the next turn on.
-
-        Raises:
-            InputError: the model has no chat template, or it ignores system prompts; nothing has changed.
-        """
+        """Set or remove the system prompt, from the next turn on; raises `InputError` where that has no effect."""
         if system is not None:
             self._check_system(system)
         self.system = system
 
     def attach_image(self, path: Path) -> None:
-        """Attach an image to the next turn.
-
-        Raises:
-            InputError: the image cannot be read, or the model takes no images.
-        """
+        """Attach an image to the next turn; raises `InputError` if it cannot be read, or the model takes none."""
         if not self.templated:
             raise InputError("images need a chat template")
         self._loaded.processor()
@@ -120,19 +99,13 @@ class Conversation:
     def next_turn(self, text: str) -> Turn:
         """Return the user's next turn, and crop the cache to the common prefix.
 
-        Nothing else changes before `add_answer`, so that a failed turn leaves the conversation as it was.
-
-        Raises:
-            InputError: the turn exceeds the model's context, or the chat template refuses it.
+        Nothing else changes before `add_answer`, so that a failed turn leaves the conversation as it was. Raises
+        `InputError` if the turn exceeds the model's context, or the chat template refuses it.
         """
         return self._turn(text, self._turns, self._ids, self._next_images)
 
     def retry(self) -> Turn:
-        """Return the last turn again; its answer will replace the one it has.
-
-        Raises:
-            InputError: there is no turn.
-        """
+        """Return the last turn again; its answer will replace the one it has. Without one raise `InputError`."""
         if not self._turns:
             raise InputError("there is no answer to retry yet")
         shown = self._images.get(len(self._turns) - 2, [])
@@ -162,7 +135,12 @@ class Conversation:
             prompt = ImagePrompt(
                 self._templated([*self._system(), *messages, message]) if self.templated else self._continued(ids, text)
             )
-        self._check_length(prompt.ids, "with this turn the conversation", "say something shorter, or give /reset")
+        context = self._loaded.context
+        if context and len(prompt.ids) >= context:
+            raise InputError(
+                f"with this turn the conversation has {len(prompt.ids)} tokens, and the model's context is {context}: "
+                "say something shorter, or give /reset"
+            )
         self._loaded.check(prompt.ids)
         if images:
             self.drop_cache()
@@ -187,11 +165,6 @@ class Conversation:
         probe = [{"role": "user", "content": "?"}]
         if self._templated([{"role": "system", "content": system}, *probe]) == self._templated(probe):
             raise InputError("the model's chat template ignores system prompts: send it as a turn")
-
-    def _check_length(self, ids: list[int], what: str, remedy: str) -> None:
-        context = self._loaded.context
-        if context and len(ids) >= context:
-            raise InputError(f"{what} has {len(ids)} tokens, and the model's context is {context}: {remedy}")
 
     def _templated(self, messages: list[Message]) -> list[int]:
         try:
@@ -222,9 +195,3 @@ class Conversation:
         keep = min(shared, len(ids) - 1)
         if self.cached > keep:
             self.cache.crop(keep - self.cached)
-
-
-def stop_ids(model: Any) -> set[int]:
-    """Return the stop token ids of the model's generation_config."""
-    eos = model.generation_config.eos_token_id
-    return set(eos if isinstance(eos, list) else [] if eos is None else [eos])

@@ -57,21 +57,13 @@ With your model:
 
 @dataclass
 class Lane:
-    """One method's answer.
+    """One method's answer."""
 
-    Attributes:
-        name: one of `METHODS`.
-        token_ids: its tokens.
-        passes: forward passes, prefill included.
-        seconds: time from the call to the last token, without that of drawing.
-        text: its text, with a colour for each pass of several tokens.
-    """
-
-    name: str
+    name: str  # one of `METHODS`
     token_ids: list[int] = field(default_factory=list)
-    passes: int = 0
-    seconds: float = 0.0
-    text: Text = field(default_factory=Text)
+    passes: int = 0  # prefill included
+    seconds: float = 0.0  # from the call to the last token, without drawing
+    text: Text = field(default_factory=Text)  # with a colour for each pass of several tokens
 
     def add(self, tokens: list[int], piece: str) -> None:
         """Add the tokens of one pass."""
@@ -153,14 +145,7 @@ def _model_to_show(choice: options.ModelChoice, term: Terminal) -> tuple[options
 
 
 class Demo:
-    """Runs the methods one after the other, each on its own clock, and shows them side by side.
-
-    Args:
-        loaded: the model and its tokenizer.
-        max_new_tokens: limit for each answer.
-        style: "live" panels, "text", or "json" at the end.
-        term: terminal to write to.
-    """
+    """Runs the methods one after the other, each on its own clock, and shows them: "live", as "text", or as "json"."""
 
     def __init__(self, loaded: LoadedModel, max_new_tokens: int, style: str, term: Terminal) -> None:
         self._loaded, self._max_new_tokens, self._style, self._term = loaded, max_new_tokens, style, term
@@ -227,11 +212,7 @@ class Demo:
         out.print()
 
     def conclude(self, about: str) -> None:
-        """Say how much faster it was, and whether all tokens are equal.
-
-        Raises:
-            typer.Exit: a text differs.
-        """
+        """Say how much faster it was; raises `typer.Exit` if a text differs."""
         same = all(lane.token_ids == lanes[0].token_ids for lanes in self._races for lane in lanes)
         total = {name: sum(lanes[place].seconds for lanes in self._races) for place, name in enumerate(METHODS)}
         speeds = {name: total[PLAIN] / total[name] for name in METHODS[1:]}

@@ -8,13 +8,15 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from time import time
 from typing import Any
 
 import torch
 import transformers
+from rich.table import Table
+from rich.text import Text
 
 from lade.announcements import contention_now
 from lade.backends.cpu.kernels import kernel
@@ -29,20 +31,20 @@ from lade.cli.loading import LoadedModel
 from lade.cli.options.model import Template
 from lade.cli.prompts import Prompt
 from lade.cli.run import Generation, decode
-from lade.cli.terminal import Terminal
+from lade.cli.terminal import Terminal, count
 from lade.decoding.drafting.step_cost import KNOTS, StepCost
 from lade.model.facts import ModelFacts
 from lade.model.runner import runner_for
 from lade.model.supports import supports, unwrap
 from lade.native import COMPILER_REMEDY, WITHOUT, library, library_path, processor_name
 from lade.tuning import cost_cache
-from lade.tuning.cost_cache import key_of
 from lade.version import TESTED_TRANSFORMERS, __version__, minor_version
 
 FREE = 1.2
 """A pass of several tokens counts as free up to this multiple of the time of one token."""
 TRIAL_S = 30.0
 LONGEST_ANSWER, SHORTEST_ANSWER, _WARMUP_TOKENS = 96, 24, 8
+_BAR_WIDTH = 32
 _ROUNDS = 10_000  # the time limit comes first
 _INSTRUCTIONS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "plain")
 _PRODUCTS = {0: "oneDNN", DOT_PANEL: "AVX512-BF16", TILE_PANEL: "AMX"}
@@ -111,17 +113,11 @@ def _product(layer: PackedLinear) -> str:
 
 @dataclass
 class Curve:
-    """Times of passes by the number of tokens they feed.
+    """Times of passes by the number of tokens they feed."""
 
-    Attributes:
-        cached: number of tokens in the cache during each pass.
-        samples: seconds of each pass by number of fed tokens, without the first of several, which warms up.
-        saved: path of the file that later generations read; None if it cannot be written.
-    """
-
-    cached: int
-    samples: dict[int, list[float]] = field(default_factory=dict)
-    saved: str | None = None
+    cached: int  # tokens in the cache during each pass
+    samples: dict[int, list[float]]  # seconds by number of fed tokens, without the first of several, which warms up
+    saved: str | None = None  # path of the file that later generations read; None if it cannot be written
 
     @property
     def free(self) -> int:
@@ -141,14 +137,32 @@ class Curve:
         ]
         return {"cached": self.cached, "free_tokens": self.free, "saved": self.saved, "sizes": points}
 
+    @property
+    def title(self) -> str:
+        """The heading of its table."""
+        price = f"{count(self.free, 'token')} for the price of one (up to {FREE:g} times)"
+        return f"passes over {count(self.cached, 'cached token')}: {price}"
+
+    def table(self) -> Table:
+        """Return the times as a table with bars, those of free passes in green."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("tokens", "ms", "relative"):
+            table.add_column(name, justify="right")
+        table.add_column("")
+        longest = max(map(self.median, self.samples))
+        for size in self.samples:
+            middle = self.median(size)
+            bar = "█" * max(1, round(_BAR_WIDTH * middle / longest))
+            style = "green" if size <= self.free else "cyan"
+            table.add_row(str(size), f"{1e3 * middle:.2f}", f"{middle / self.median(1):.2f}", Text(bar, style))
+        return table
+
 
 def measured_curve(loaded: LoadedModel, cached: int, seconds: float) -> Curve:
     """Measure a model's passes within a time limit, and save their cost for later generations.
 
-    Args:
-        loaded: a model that `lade.supports`.
-        cached: number of tokens in the cache meanwhile; fewer if the model has no positions for them.
-        seconds: time limit of the measurement; the first two sizes take what they take.
+    There are `cached` tokens in the cache, or as many as the model has positions for. The first two sizes take what
+    they take.
     """
     model = unwrap(loaded.model)
     runner = runner_for(ModelFacts.of(model), supports(model).require(), model.generation_config)
@@ -160,20 +174,14 @@ def measured_curve(loaded: LoadedModel, cached: int, seconds: float) -> Curve:
         for size, each in cost_cache.samples_of(timer, sizes, budget_s=seconds, rounds=_ROUNDS):
             taken.setdefault(size, []).append(each)
     curve = Curve(timer.cached, {size: taken[size][1:] or taken[size] for size in sorted(taken)})
-    key, cost = key_of(model, runner), StepCost.of(curve.samples, measured_at=time())
+    key, cost = cost_cache.key_of(model, runner), StepCost.of(curve.samples, measured_at=time())
     if cost_cache.use(model, key, cost):
         curve.saved = str(cost_cache.RECORDS.path_of(key))
     return curve
 
 
 def trial(loaded: LoadedModel, curve: Curve, term: Terminal) -> dict[str, Any]:
-    """Answer three short prompts plainly and with drafts, in turn, and compare texts and times.
-
-    Args:
-        loaded: a model that `lade.supports`.
-        curve: times of its passes, by which the answers are kept short.
-        term: shows which prompt is being answered, and what is measured.
-    """
+    """Answer three prompts plainly and with drafts, in turn, as short as the curve tells; compare texts and times."""
     encoder, totals = Encoder(loaded, Template()), {None: Generation(), "auto": Generation()}
     prompts = [encoder(Prompt(text)) for text in questions_for(encoder)]
     longest = int(TRIAL_S / (len(prompts) * len(totals) * curve.median(1)))
@@ -205,11 +213,7 @@ def _answer(loaded: LoadedModel, prompt: list[int], method: Any, tokens: int, te
 
 
 def advice(found: Mapping[str, Any]) -> list[str]:
-    """Return what to change, most important first; empty if all is well.
-
-    Args:
-        found: the parts that `lade doctor --json` prints, by their names.
-    """
+    """Return what to change, most important first, given what `lade doctor --json` prints; empty if all is well."""
     here, used, model = found["machine"], found["versions"], found["model"]
     lacks_kernels = here["kernels"] != "compiled"
     return [

@@ -21,23 +21,14 @@ _FORMATS = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """A prompt with images.
+    """A prompt with images."""
 
-    Attributes:
-        ids: token ids, with placeholders for the images.
-        media: further arguments of `generate`: pixels and their layout.
-    """
-
-    ids: list[int]
-    media: Mapping[str, Any] = field(default_factory=dict)
+    ids: list[int]  # with placeholders for the images
+    media: Mapping[str, Any] = field(default_factory=dict)  # arguments of `generate`: pixels and their layout
 
 
 def open_image(path: Path) -> Any:
-    """Read an image as RGB.
-
-    Raises:
-        InputError: Pillow is not installed, or the file is not an image.
-    """
+    """Read an image as RGB; raises `InputError` without Pillow, and for a file that is no image."""
     if find_spec("PIL") is None:
         raise InputError(f"image {str(path)!r} cannot be read without Pillow: run  pip install pillow")
     from PIL import Image
@@ -56,12 +47,7 @@ def content(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def encode(loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> ImagePrompt:
-    """Apply the chat template of the model's processor to a conversation with images.
-
-    Args:
-        loaded: model with a processor.
-        messages: messages; those with images have a `content` as made by `content`.
-        arguments: variables of the chat template.
+    """Apply the chat template of the model's processor to messages; those with images were made by `content`.
 
     Raises:
         InputError: there is no processor or chat template, or it refuses or ignores the images.
@@ -115,11 +101,7 @@ class Encoder:
                 raise ConfigError(name, value, f"{loaded.name!r} has no chat template")
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt, special tokens included.
-
-        Raises:
-            InputError: the prompt is empty or too long, or the chat template refuses it.
-        """
+        """Return the ids of a prompt; raises `InputError` if it is empty, too long, or refused by the chat template."""
         if not self.templated:
             if prompt.messages is not None:
                 why = "--raw was given" if self._template.raw else f"{self._loaded.name!r} has no chat template"
@@ -130,11 +112,7 @@ class Encoder:
         return ids
 
     def with_images(self, prompt: Prompt, files: Sequence[Path]) -> ImagePrompt:
-        """Return the prompt of a text after images.
-
-        Raises:
-            InputError: an image cannot be read, or the model takes no images.
-        """
+        """Return the prompt of a text after images; raises `InputError` for a model that takes none."""
         message = content(prompt.text, [open_image(path) for path in files])
         return encode(self._loaded, self._with_system([{"role": "user", "content": message}]), self._template.arguments)
 

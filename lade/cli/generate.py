@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lade.cli.options import decoding as options
-from lade.cli.options.decoding import StructuredOutput
-from lade.cli.options.model import Template
 from lade.cli.prompts import PromptSource, read_text
 from lade.cli.terminal import ASIDE, EXIT_INTERRUPTED, Terminal, terminal
 from lade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lade.cli.options.decoding import Choices
     from lade.cli.prompts import Prompt
     from lade.cli.run import Generation, GenerationPlan
     from lade.config import Lookahead
@@ -36,7 +33,7 @@ def generate(
     *,
     template: options.Template,
     choices: options.Choices,
-    form: StructuredOutput,
+    form: options.StructuredOutput,
     speed: options.Speed,
     loading: options.Loading,
     json: options.Json = False,
@@ -71,7 +68,9 @@ def generate(
                 _run(plan, prompts, term, image or [], predicted, json=json)
 
 
-def _read_prompts(source: PromptSource, images: list[Path] | None, template: Template, term: Terminal) -> list[Prompt]:
+def _read_prompts(
+    source: PromptSource, images: list[Path] | None, template: options.Template, term: Terminal
+) -> list[Prompt]:
     """Return the prompts; raises `ConfigError` if images do not go with them."""
     if source.piped:
         term.show_status("reading standard input")
@@ -86,7 +85,9 @@ def _read_prompts(source: PromptSource, images: list[Path] | None, template: Tem
     return prompts
 
 
-def _read_prediction(path: Path | None, prompts: list[Prompt], lookahead: Lookahead, choices: Choices) -> str | None:
+def _read_prediction(
+    path: Path | None, prompts: list[Prompt], lookahead: Lookahead, choices: options.Choices
+) -> str | None:
     """Return the expected answer, if given; raises `ConfigError` if nothing would use it."""
     if path is None:
         return None
@@ -118,8 +119,9 @@ def _run(
         encoded = [plan.encode(prompt) for prompt in prompts]  # check all before the first is decoded
     if predicted is not None:
         more = {**more, "prediction": loaded.tokenizer(predicted, add_special_tokens=False)["input_ids"]}
+    if plan.grammar is not None:
+        more = {**more, "grammar": plan.grammar, "tokenizer": loaded.tokenizer}
     check_served(loaded, lookahead, choices)
-    more = {**more, **plan.grammar_arguments}
     warn_of_length(loaded, max(map(len, encoded)), plan.max_new_tokens, term)
     wanted = plan.max_new_tokens
     begin = partial(decode, loaded, lookahead=lookahead, choices=choices, max_new_tokens=wanted, term=term, more=more)

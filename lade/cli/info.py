@@ -11,10 +11,9 @@ from rich.text import Text
 
 from lade.cli.options import Checked, Takes, options_in
 from lade.cli.options import decoding as options
-from lade.cli.terminal import Terminal, count, terminal
+from lade.cli.terminal import Terminal, terminal
 
 if TYPE_CHECKING:
-    from lade.cli.diagnosis import Curve
     from lade.cli.loading import LoadedModel
 
 EXAMPLE = "Example:  [bold]lade info gpt2[/bold]"
@@ -93,7 +92,6 @@ DOCTOR_EXAMPLE = "Example:  [bold]lade doctor --model gpt2[/bold]"
 _CACHED: Takes = (lambda value: 1 <= value <= 10**6, "give a whole number >= 1 and <= 1000000")
 _SECONDS: Takes = (lambda value: 0 < value <= 86_400, "give a number > 0 and <= 86400, a day")
 _what = options_in("What to measure")
-_BAR_WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,9 @@ def doctor(
             term.say(f"measuring passes: {wanted.seconds:g} s", "dim")
             curve = diagnosis.measured_curve(loaded, wanted.cached, wanted.seconds)
             found["curve"] = curve.as_dict()
-            _show_curve(curve, term)
+            _title(curve.title, term)
+            term.out.print(curve.table())
+            term.say(f"saved to {curve.saved}" if curve.saved else "not saved", "dim")
             term.say("answering three prompts with and without drafts", "dim")
             found["trial"] = diagnosis.trial(loaded, curve, term)
             _show("trial", found["trial"], term)
@@ -164,22 +164,3 @@ def _title(text: str, term: Terminal) -> None:
 def _show(part: str, facts: Mapping[str, Any], term: Terminal) -> None:
     _title(part, term)
     show_facts({name: value for name, value in facts.items() if value is not None}, term)
-
-
-def _show_curve(curve: Curve, term: Terminal) -> None:
-    from lade.cli.diagnosis import FREE
-
-    price = f"{count(curve.free, 'token')} for the price of one (up to {FREE:g} times)"
-    _title(f"passes over {count(curve.cached, 'cached token')}: {price}", term)
-    table = Table(box=None, pad_edge=False)
-    for name in ("tokens", "ms", "relative"):
-        table.add_column(name, justify="right")
-    table.add_column("")
-    longest = max(map(curve.median, curve.samples))
-    for size in curve.samples:
-        middle = curve.median(size)
-        bar = "█" * max(1, round(_BAR_WIDTH * middle / longest))
-        style = "green" if size <= curve.free else "cyan"
-        table.add_row(str(size), f"{1e3 * middle:.2f}", f"{middle / curve.median(1):.2f}", Text(bar, style))
-    term.out.print(table)
-    term.say(f"saved to {curve.saved}" if curve.saved else "not saved", "dim")

@@ -38,11 +38,7 @@ class PackOptions:
     save: Path | None = option(None, "DIR", "Save the packed model to this folder, for --model.")
 
     def text(self) -> str:
-        """Return the text to compare on; empty without `--check`.
-
-        Raises:
-            ConfigError, InputError: an option is out of range, or there is nothing to do.
-        """
+        """Return the text to compare on; empty without `--check`."""
         if self.check is None and self.save is None:
             raise InputError("nothing to do: give --check FILE, --save DIR, or both")
         if self.tokens < 2:
@@ -74,8 +70,8 @@ def pack(
         loaded = load(plain, term=term)
         if loaded.variant.get("weights"):
             raise InputError(f"model {loaded.name!r} is packed already: give the original")
-        ids = [] if wanted.check is None else encode_text(loaded, text, wanted.check, wanted.tokens)
-        facts, errors = Packing(loaded, loading.weights or "", wanted.keep or (), wanted.save).run(ids, term)
+        ids = [] if wanted.check is None else _encoded(loaded, text, wanted.check, wanted.tokens)
+        facts, errors = _packed(loaded, wanted, loading.weights or "", ids, term)
         if json:
             term.write_json({**facts, "errors": [asdict(error) for error in errors]})
         else:
@@ -115,77 +111,55 @@ def _show(facts: dict[str, Any], errors: list[LayerError], term: Terminal) -> No
 LONGEST_WINDOW = 1024
 
 
-@dataclass(frozen=True)
-class Packing:
-    """A model to be packed.
+def _packed(
+    loaded: LoadedModel, wanted: PackOptions, weights: str, ids: list[int], term: Terminal
+) -> tuple[dict[str, Any], list[LayerError]]:
+    """Pack a model; return the fields that `--json` prints, and the errors of layers on the text of `ids`, if any."""
+    from lade.backends.cpu.packing import folder, integers
+    from lade.backends.cpu.packing import pack as packing
 
-    Args:
-        loaded: model and tokenizer; the model is packed in place.
-        weights: integer format of the weights, "int8" or "int4".
-        keep: patterns of layer names that keep their dtype.
-        save: folder to write, or None.
-    """
-
-    loaded: LoadedModel
-    weights: str
-    keep: Sequence[str]
-    save: Path | None
-
-    def run(self, ids: list[int], term: Terminal) -> tuple[dict[str, Any], list[LayerError]]:
-        """Pack the model; return the fields that `--json` prints, and the errors of layers.
-
-        Args:
-            ids: text to compare on; empty for no comparison.
-            term: terminal that shows the progress.
-
-        Raises:
-            ConfigError: `keep` leaves no layer to round.
-            InputError: no layer is large enough, or the folder cannot be written.
-        """
-        from lade.backends.cpu.packing import folder, integers
-        from lade.backends.cpu.packing import pack as packing
-
-        loaded, model = self.loaded, self.loaded.model
-        errors: list[LayerError] = []
-        facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": self.weights}
-        before, window = _bytes(model), min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
-        self._check()
-        if ids:
-            term.show_status("reading the text with the model as it is")
-            before_packing = integers.perplexity(model, ids, window)
-            facts |= {"tokens": len(ids), "window": window, "perplexity_before": before_packing}
-        term.show_status("packing the weights")
-        packing.pack(model, keep_original=bool(ids), weights=self.weights, keep=self.keep)
-        if ids:
-            term.show_status(f"reading the text in {self.weights}")
-            with integers.watched(model) as errors:
-                facts["perplexity_after"] = integers.perplexity(model, ids, window)
-        facts |= {"int8_layers": packing.int8_layers(model), "int4_layers": packing.int4_layers(model)}
-        facts |= {"kept_layers": packing.kept_layers(model)}
-        facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
-        if self.save is not None:
-            term.show_status("writing the model")
-            folder.save_packed(model, self.save, loaded.tokenizer)
-            facts["saved"] = str(self.save)
-        return facts, errors
-
-    def _check(self) -> None:
-        """Check what would otherwise fail at the end."""
-        from lade.backends.cpu.packing import folder
-        from lade.backends.cpu.packing import pack as packing
-        from lade.backends.cpu.packing.integers import Int8Linear
-
-        kinds = packing.packable(self.loaded.model, weights=self.weights, keep=self.keep)
-        small = f"linear layers below {packing.MIN_WEIGHTS:,} weights keep their dtype"
-        if not kinds:
-            raise InputError(f"nothing to round to {self.weights}: {small}; give a larger model")
-        if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
-            raise ConfigError("keep", ",".join(self.keep), f"no layer is left to round: {small}")
-        if self.save is not None:
-            folder.check_target(self.save)
+    model, keep = loaded.model, wanted.keep or ()
+    errors: list[LayerError] = []
+    facts: dict[str, Any] = {"model": loaded.name, "dtype": loaded.dtype, "weights": weights}
+    before, window = _bytes(model), min(LONGEST_WINDOW, loaded.context or LONGEST_WINDOW)
+    _check(model, weights, keep, wanted.save)
+    if ids:
+        term.show_status("reading the text with the model as it is")
+        before_packing = integers.perplexity(model, ids, window)
+        facts |= {"tokens": len(ids), "window": window, "perplexity_before": before_packing}
+    term.show_status("packing the weights")
+    packing.pack(model, keep_original=bool(ids), weights=weights, keep=keep)
+    if ids:
+        term.show_status(f"reading the text in {weights}")
+        with integers.watched(model) as errors:
+            facts["perplexity_after"] = integers.perplexity(model, ids, window)
+    facts |= {"int8_layers": packing.int8_layers(model), "int4_layers": packing.int4_layers(model)}
+    facts |= {"kept_layers": packing.kept_layers(model)}
+    facts |= {"bytes_before": before, "bytes_after": _bytes(model), "saved": None}
+    if wanted.save is not None:
+        term.show_status("writing the model")
+        folder.save_packed(model, wanted.save, loaded.tokenizer)
+        facts["saved"] = str(wanted.save)
+    return facts, errors
 
 
-def encode_text(loaded: LoadedModel, text: str, path: Path, tokens: int) -> list[int]:
+def _check(model: Any, weights: str, keep: Sequence[str], save: Path | None) -> None:
+    """Check what would otherwise fail at the end."""
+    from lade.backends.cpu.packing import folder
+    from lade.backends.cpu.packing import pack as packing
+    from lade.backends.cpu.packing.integers import Int8Linear
+
+    kinds = packing.packable(model, weights=weights, keep=keep)
+    small = f"linear layers below {packing.MIN_WEIGHTS:,} weights keep their dtype"
+    if not kinds:
+        raise InputError(f"nothing to round to {weights}: {small}; give a larger model")
+    if not any(issubclass(kind, Int8Linear) for kind in kinds.values()):
+        raise ConfigError("keep", ",".join(keep), f"no layer is left to round: {small}")
+    if save is not None:
+        folder.check_target(save)
+
+
+def _encoded(loaded: LoadedModel, text: str, path: Path, tokens: int) -> list[int]:
     """Return the first ids of a text; raises `InputError`, naming its file, for fewer than two."""
     ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"][:tokens]
     if len(ids) < 2:

@@ -19,15 +19,10 @@ ONE_PER_LINE = 'write {"prompt": "..."} or {"messages": [...]} on each line'
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, or a conversation to answer.
+    """A text to continue, or a conversation to answer."""
 
-    Attributes:
-        text: text of the prompt, or of the conversation's last message.
-        messages: conversation in the format of chat templates; None for a text.
-    """
-
-    text: str
-    messages: Messages | None = None
+    text: str  # of the prompt, or of the conversation's last message
+    messages: Messages | None = None  # a conversation in the format of chat templates
 
 
 @dataclass(frozen=True)
@@ -64,11 +59,7 @@ class PromptSource:
             )
 
     def read(self) -> list[Prompt]:
-        """Return the prompts; none of them is empty.
-
-        Raises:
-            InputError: see `check`; or a prompt cannot be read.
-        """
+        """Return the prompts; raises `InputError` as `check` does, and if one of them is empty or cannot be read."""
         self.check()
         if self.prompts is not None:
             return read_file(self.prompts)
@@ -82,22 +73,14 @@ class PromptSource:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file, which messages call `what`.
-
-    Raises:
-        InputError: it cannot be read, or is empty.
-    """
+    """Return the text of a file, which messages call `what`; raises `InputError` if it cannot be read, or is empty."""
     text = read_utf8(path, f"{what} file")
     check_text(text, f"the {what}")
     return text
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """Return the prompts of a file: one per line of a `.jsonl` file, one of any other file.
-
-    Raises:
-        InputError: it cannot be read, has no prompt, or a line without one.
-    """
+    """Return the prompts of a file: one per line of a `.jsonl` file, one of any other file; or raise `InputError`."""
     text = read_utf8(path, "prompt file")
     if path.suffix != ".jsonl":
         check_text(text, "the prompt")
@@ -120,11 +103,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def read_utf8(path: Path, kind: str) -> str:
-    """Return the text of a file, which messages call by its kind and path.
-
-    Raises:
-        InputError: the file cannot be read, or is not UTF-8.
-    """
+    """Return the text of a file, which messages call by its kind and path; or raise `InputError`."""
     name = f"{kind} {str(path)!r}"
     try:
         raw = path.read_bytes()

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,9 +44,7 @@ class Interrupt(StoppingCriteria):
             self._previous = signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
 
@@ -62,30 +60,17 @@ class Interrupt(StoppingCriteria):
 
 @dataclass
 class Generation:
-    """Result of a generation.
+    """Result of a generation."""
 
-    Attributes:
-        token_ids: ids of the new tokens.
-        prompt: ids of the prompt.
-        stats: statistics of the generation.
-        config: configuration of the drafts; None for plain decoding.
-        choices: settled choices of the generation.
-        interrupted: Ctrl-C ended the generation.
-        torn: it did so within a forward pass, which leaves the cache unusable.
-        predicted: number of tokens accepted from the `--prediction-file`.
-        finish_reason: "stop": a stop token or text; "length": the token limit or the context;
-            "interrupted".
-    """
-
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # without the prompt's
     prompt: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
-    config: LookaheadConfig | None = None
+    config: LookaheadConfig | None = None  # of the drafts; None for plain decoding
     choices: Choices = GREEDY
     interrupted: bool = False
-    torn: bool = False
-    predicted: int = 0
-    finish_reason: str = "stop"
+    torn: bool = False  # interrupted within a forward pass, which leaves the cache unusable
+    predicted: int = 0  # number of tokens accepted from the `--prediction-file`
+    finish_reason: str = "stop"  # "stop": a stop token or text; "length": token limit or context; "interrupted"
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -153,12 +138,7 @@ def _how(config: LookaheadConfig | None) -> str:
 
 
 def check_served(loaded: LoadedModel, lookahead: Lookahead, choices: Choices = GREEDY) -> None:
-    """Check the model and the choices before the first prompt.
-
-    Raises:
-        UnsupportedModelError: the method does not support the model.
-        ConfigError: the tokenizer cannot spell a stop text.
-    """
+    """Check before the first prompt that the method supports the model, and that its tokenizer can spell stop texts."""
     if isinstance(lookahead, LookaheadConfig):
         supports(loaded.model).require()
     for text in choices.stop or ():
@@ -195,12 +175,17 @@ def generate_arguments(loaded: LoadedModel, choices: Choices) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+def stop_ids(model: Any) -> set[int]:
+    """Return the stop token ids of the model's generation_config."""
+    eos = model.generation_config.eos_token_id
+    return set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
 def finish_reason(loaded: LoadedModel, run: Generation, room: int) -> str:
     """Return the finish reason of a generation that was not interrupted; see `Generation`."""
     if len(run.token_ids) < room:
         return "stop"
-    end = loaded.model.generation_config.eos_token_id
-    if run.token_ids[-1] in (end if isinstance(end, list) else [end]):
+    if run.token_ids[-1] in stop_ids(loaded.model):
         return "stop"
     if not run.choices.stop:
         return "length"
@@ -223,16 +208,8 @@ def decode(
 ) -> Generation:
     """Generate, passing each step to `on_step`, or each token of a beam search once it is complete.
 
-    Args:
-        loaded: model to generate with, and its tokenizer.
-        prompt: token ids, at least one.
-        lookahead: argument of `lade.generate`.
-        max_new_tokens: token limit, at least 1.
-        term: terminal that shows the status.
-        on_step: called with each `Step`; its time is not measured with lookahead.
-        choices: settled choices; their seed is set in torch's generator.
-        cache: `TreeCache` with a prefix of the prompt or empty; afterwards it holds all tokens but the last.
-        more: further arguments of `lade.generate`, such as images and a prediction.
+    The seed of the settled `choices` is set in torch's generator. A `cache` is empty or holds a prefix of the prompt;
+    afterwards it holds all tokens but the last. `more` has further arguments of `lade.generate`, such as images.
     """
     run = Generation(prompt=prompt, choices=choices)
     ids, room = torch.tensor([prompt], device=loaded.model.device), loaded.room(prompt, max_new_tokens)
@@ -295,16 +272,7 @@ def _beams(loaded: LoadedModel, arguments: dict[str, Any], run: Generation, on_s
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Settings shared by all prompts of a command.
-
-    Attributes:
-        loaded: model to generate with, and its tokenizer.
-        encode: encoder of prompts.
-        lookahead: argument of `lade.generate`.
-        choices: settled choices of all prompts.
-        max_new_tokens: token limit of each prompt.
-        grammar: grammar of the answers, or None.
-    """
+    """Settings shared by all prompts of a command."""
 
     loaded: LoadedModel
     encode: Encoder
@@ -312,11 +280,6 @@ class GenerationPlan:
     choices: Choices
     max_new_tokens: int
     grammar: Grammar | None = None
-
-    @property
-    def grammar_arguments(self) -> dict[str, Any]:
-        """Arguments of `lade.generate` for the grammar."""
-        return {} if self.grammar is None else {"grammar": self.grammar, "tokenizer": self.loaded.tokenizer}
 
 
 RUNS = ("bold green", "bold cyan")

@@ -16,15 +16,13 @@ from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
 import typer
 
 from lade.cli.options import AT_LEAST_ONE, Checked, Takes, options_in
 from lade.cli.options import decoding as options
-from lade.cli.options.decoding import Speed
-from lade.cli.options.model import Loading, Template
 from lade.cli.prompts import read_utf8
 from lade.cli.terminal import Terminal, terminal
 from lade.errors import ConfigError, MissingExtraError
@@ -72,7 +70,7 @@ class ServedTemplate:
     @property
     def arguments(self) -> dict[str, Any]:
         """Template variables; raises `ConfigError` if they are not a JSON object."""
-        return Template(chat_template_kwargs=self.chat_template_kwargs).arguments
+        return options.Template(chat_template_kwargs=self.chat_template_kwargs).arguments
 
     def text(self) -> str | None:
         """Return the text of the template file; None without one."""
@@ -120,7 +118,7 @@ class Listening(Checked):
                 raise ConfigError("name", name[:60], "give 1 to 200 characters that can be printed")
 
 
-def served_names(names: list[str] | None, loading: Loading) -> tuple[str, ...]:
+def served_names(names: list[str] | None, loading: options.Loading) -> tuple[str, ...]:
     """Return the names that requests may use: those given, or the last part of the model's name, never a path."""
     return tuple(names or [loading.name.rstrip("/").rpartition("/")[2]])
 
@@ -207,11 +205,7 @@ class Limits(EngineLimits):
 
 
 def size_in_bytes(name: str, text: str) -> int:
-    """Return a size such as `4MiB` in bytes; `k`, `m`, `g` are powers of 1024.
-
-    Raises:
-        ConfigError: the text is not a size.
-    """
+    """Return a size such as `4MiB` in bytes, where `k`, `m`, `g` are powers of 1024; or raise `ConfigError`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(name, text[:40], "give bytes, or a size such as 4MiB or 2GiB")
@@ -221,28 +215,12 @@ def size_in_bytes(name: str, text: str) -> int:
 _PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
-class Group(Protocol):
-    """A group of options with a check of its own."""
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
-
-
 def check_all(
-    *groups: Group, loading: Loading, speed: Speed, template: ServedTemplate, new_memory: bool = False
+    *groups: Checked, loading: options.Loading, speed: options.Speed, template: ServedTemplate, new_memory: bool = False
 ) -> None:
-    """Check all options before the model is loaded.
+    """Check the `serve` extra and all options before the model is loaded, `groups` first.
 
-    Args:
-        groups: further groups, checked first, in this order.
-        loading: options of the model.
-        speed: options of drafting and packing.
-        template: options of the chat template.
-        new_memory: accept a `--memory` file that does not exist, since it is written.
-
-    Raises:
-        MissingExtraError: a package of the `serve` extra is not installed.
-        ConfigError, InputError: an option is wrong.
+    With `new_memory` the file of `--memory` need not exist, since it is written.
     """
     for name in _PACKAGES:
         if find_spec(name) is None:

@@ -26,14 +26,9 @@ def load_split(loading: Loading, speed: Speed, term: Terminal, processes: int) -
 
 
 def load(loading: Loading, speed: Speed, chat_template: str | None, term: Terminal, processes: int = 1) -> ServedModel:
-    """Load the model, in a thread of a server that listens already.
+    """Load the model, in a thread of a server that listens already, in the first of the processes that share it.
 
-    Args:
-        loading: options of the model.
-        speed: drafting options; a memory's file need not exist.
-        chat_template: template in place of the model's own; None keeps that.
-        term: terminal that shows the progress.
-        processes: number of processes that share the model; this is the first.
+    The file of a draft memory need not exist. A `chat_template` takes the place of the model's own.
 
     Raises:
         ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded or served.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Event, RLock, Thread, Timer
 from time import monotonic
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 from rich import progress
@@ -39,12 +39,7 @@ _OPTIONS = {
 
 
 class Status:
-    """Status line with a spinner and the elapsed seconds of the current work.
-
-    Args:
-        console: console that nothing else writes to through this object.
-        shown: show the line at all.
-    """
+    """Status line with a spinner and the elapsed seconds of the current work, on a console of its own."""
 
     def __init__(self, console: Console, *, shown: bool) -> None:
         self._console, self._shown, self._lock = console, shown, RLock()
@@ -93,10 +88,6 @@ class StatusLog:
     """Stands in for a `Status` off a terminal: work that takes longer than `LINE_S` is named by a line, once each.
 
     Work that goes on is named again every `LINE_EVERY_S`, with the seconds it has taken.
-
-    Args:
-        console: console of the lines.
-        shown: whether to write any lines.
     """
 
     def __init__(self, console: Console, *, shown: bool) -> None:
@@ -203,18 +194,13 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all 
 
 
 class Terminal:
-    """Writes results to standard output, and everything else to standard error.
-
-    Args:
-        output: options of the `Output` panel.
-    """
+    """Writes results to standard output, and everything else to standard error."""
 
     def __init__(self, output: Output = SAYS_ALL) -> None:
         colors: dict[str, Any] = {"no_color": True} if output.no_color else {}  # else rich decides, NO_COLOR included
         self.debug, self.quiet = output.debug, output.quiet
-        own = Console(highlight=False, stderr=True, **colors)
-        self._log = StatusLog(own, shown=not (own.is_interactive or self.quiet or self.debug))
-        shown = own.is_interactive and not (self.quiet or self.debug)
+        own, shown = Console(highlight=False, stderr=True, **colors), not (self.quiet or self.debug)
+        self._log = StatusLog(own, shown=shown and not own.is_interactive)
         self._status: Status | StatusLog = Status(own, shown=shown) if own.is_interactive else self._log
         self.out: Console = YieldingConsole(self._status, highlight=False, **colors)
         self.err: Console = YieldingConsole(self._status, highlight=False, stderr=True, **colors)
@@ -291,23 +277,15 @@ class Terminal:
         self.say(Text.assemble(("error: ", "bold red"), one_line(problem)))
 
     def show_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **named: Any
     ) -> None:
         """Replace `warnings.showwarning`: fallbacks are one yellow line, precision warnings dim."""
-        text = one_line(message)
         if issubclass(category, PrecisionWarning):
-            self.say(in_the_shell(text), ASIDE)
-            return
-        if not issubclass(category, FallbackWarning):
-            self.say(warnings.formatwarning(message, category, filename, lineno, line).rstrip(), "dim")
-            return
-        self.say(text, "yellow")
+            self.say(in_the_shell(one_line(message)), ASIDE)
+        elif issubclass(category, FallbackWarning):
+            self.say(one_line(message), "yellow")
+        else:
+            self.say(warnings.formatwarning(message, category, filename, lineno).rstrip(), "dim")
 
 
 @contextmanager

@@ -68,11 +68,7 @@ class WarmOptions(Checked):
         return self.out.exists() and not self.fresh
 
     def memory(self, loaded: LoadedModel) -> Memory:
-        """Return the memory to start with.
-
-        Raises:
-            UnsupportedModelError: the model cannot be decoded with a memory.
-        """
+        """Return the memory to start with; raises `UnsupportedModelError` for a model decoded without."""
         from lade.cli.run import check_served
         from lade.config import LookaheadConfig
         from lade.decoding.drafting.memory import DEFAULT_BYTES
@@ -173,17 +169,11 @@ SAVE_EVERY_S = 60.0
 
 @dataclass
 class WarmResult:
-    """Result of filling a memory.
+    """Result of filling a memory."""
 
-    Attributes:
-        runs: statistics of each answer.
-        skipped: names of unusable prompts, with the reasons.
-        interrupted: Ctrl-C ended the run.
-    """
-
-    runs: list[Stats] = field(default_factory=list)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    interrupted: bool = False
+    runs: list[Stats] = field(default_factory=list)  # of each answer
+    skipped: list[tuple[str, str]] = field(default_factory=list)  # names of unusable prompts, with the reasons
+    interrupted: bool = False  # Ctrl-C ended the run
 
     @property
     def new_tokens(self) -> int:
@@ -224,16 +214,9 @@ def fill_memory(
     save: Callable[[], None],
     term: Terminal,
 ) -> WarmResult:
-    """Fill a memory from a model's answers, one prompt after the other.
+    """Fill a memory from a model's answers, one prompt after the other, each with its name for messages.
 
-    Args:
-        memory: draft memory to fill.
-        encode: encoder of the prompts.
-        loaded: model and tokenizer.
-        prompts: prompts with their names for messages.
-        max_new_tokens: token limit of each answer.
-        save: saves the memory; called every minute, at the end, and after Ctrl-C.
-        term: terminal that shows the progress.
+    `save` is called every minute, at the end, and after Ctrl-C.
     """
     from lade.cli.run import Interrupt
 

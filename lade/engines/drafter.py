@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, NoReturn
 
@@ -84,21 +84,13 @@ _Learned = tuple["_EngineRequest", Hashable, Sequence[int] | npt.NDArray[Any], n
 
 @dataclass(slots=True, eq=False)
 class _EngineRequest:
-    """The state of a request.
+    """The state of a request."""
 
-    Attributes:
-        tree: grows its drafts; it takes some 130 KiB.
-        memory: what it learns from and adds to.
-        tokens: its text, prompt included.
-        draft: the draft that the engine verifies; None where nothing has been proposed after the last token.
-        is_sure: whether the text has been learned as rows that are certain of it, as no logits came.
-    """
-
-    tree: NativeTree
-    memory: ContextMemory
-    tokens: list[int]
-    draft: EngineDraft | None = None
-    is_sure: bool = field(default=False)
+    tree: NativeTree  # grows its drafts; it takes some 130 KiB
+    memory: ContextMemory  # what it learns from and adds to
+    tokens: list[int]  # its text, prompt included
+    draft: EngineDraft | None = None  # what the engine verifies; None if nothing was proposed after the last token
+    is_sure: bool = False  # whether the text was learned as rows that are certain of it, as no logits came
 
 
 class _EngineRequests(dict[Hashable, _EngineRequest]):
@@ -363,9 +355,8 @@ class EngineDrafter:
             InputError: the logits are of another dtype or shape.
         """
         if logits.ndim != 2 or not logits.is_floating_point():
-            raise InputError(
-                f"logits are {logits.dtype} of shape {list(logits.shape)}: give floating-point ones [M, V]"
-            )
+            found = f"{logits.dtype} of shape {list(logits.shape)}"
+            raise InputError(f"logits are {found}: give floating-point ones [M, V]")
         parts = [readout.packed(part, wants_entries=True) for part in logits.detach().split(_ROWS_AT_ONCE)]
         return torch.cat(parts)
 

@@ -69,14 +69,12 @@ class Proposer:
             model.get_vocab_size(), excluded, memory=_loaded(path), price=settings.get("price")
         )
         if path is not None:
-            weakref.finalize(self, _save, self.drafter.memory, path)
+            weakref.finalize(self, self.drafter.memory.save, path)
         self._runner: Any = None
         self._scheduled: Any = None
         self._packed: Any = None
         self._started: float | None = None
-        self._last: tuple[int, int] | None = (
-            None  # tokens fed and emitted by the last pass, if it was over drafts alone
-        )
+        self._last: tuple[int, int] | None = None  # fed and emitted by the last pass, if it was over drafts alone
         _hook_runner()
 
     def load_model(self, model: Any) -> None:
@@ -93,12 +91,7 @@ class Proposer:
         model.compute_logits = compute_logits
 
     def begin_pass(self, runner: Any, scheduled: Any) -> None:
-        """Note what the runner is going to execute.
-
-        Args:
-            runner: the `GPUModelRunner`.
-            scheduled: a `SchedulerOutput`.
-        """
+        """Note what a `GPUModelRunner` is going to execute, a `SchedulerOutput`."""
         self._runner, self._packed = runner, None
         for request in set(scheduled.finished_req_ids).intersection(self.drafter.requests):
             self.drafter.end(request)
@@ -207,10 +200,6 @@ def _loaded(path: str | None) -> Memory:
     from lade.memory import Memory
 
     return Memory() if path is None or not os.path.exists(path) else Memory.load(path)
-
-
-def _save(memory: Memory, path: str) -> None:
-    memory.save(path)
 
 
 def _hook_runner() -> None:

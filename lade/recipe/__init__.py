@@ -25,13 +25,8 @@ def recipe_path() -> Path:
 def export_recipe(folder: Path, *, force: bool = False) -> list[Path]:
     """Write the recipe to a folder, which is made if it is not there; an earlier recipe in it is replaced.
 
-    Args:
-        folder: where to.
-        force: add the recipe to a folder that holds other files, such as a model, and replace another recipe there. No
-            file outside `custom_generate/` is touched then.
-
-    Returns:
-        The files written.
+    With `force` it is added to a folder that holds other files, such as a model, and replaces another recipe there. No
+    file outside `custom_generate/` is touched then. Returns the files written.
 
     Raises:
         InputError: the folder holds other files and `force` is not given, or it cannot be written.

@@ -47,6 +47,8 @@ from lade.model.runner import EagerRunner
 from lade.native import processor_name
 from lade.version import __version__
 
+logger = logging.getLogger(__name__)
+
 SIZES = (1, 8, 32, 2, 4, 16, 64, 128)
 """In this order: should the time be over early, the first ones tell most."""
 CACHED_TOKENS = 256
@@ -59,24 +61,13 @@ _DEPTH = 7
 
 
 class StepTimer:
-    """Times single passes.
+    """Times single passes of up to `largest` tokens in each of `batch` equal rows.
 
-    Args:
-        runner: runs the model; its `pass_time` is what a pass took, and changes.
-        vocabulary: V, number of token ids that the model knows.
-        largest: the largest size that will be timed.
-        cached: tokens in the cache; fewer where the model's positions end before.
-        batch: B, rows that are all equal.
+    The cache holds `cached` tokens, or as many as the model has positions for. Passes change the runner's `pass_time`.
     """
 
     def __init__(
-        self,
-        runner: EagerRunner,
-        *,
-        vocabulary: int,
-        largest: int,
-        cached: int = CACHED_TOKENS,
-        batch: int = 1,
+        self, runner: EagerRunner, *, vocabulary: int, largest: int, cached: int = CACHED_TOKENS, batch: int = 1
     ) -> None:
         depth = runner.room(0)
         self.cached = cached if depth is None else min(cached, max(1, depth - _DEPTH))
@@ -133,17 +124,8 @@ def samples_of(
 ) -> Iterator[tuple[int, float]]:
     """Time the sizes in turn, so that a drift of the machine's speed meets all of them.
 
-    A size that would not end in time is left out: then the smaller ones are measured more often.
-
-    Args:
-        timer: seconds of a pass of this size.
-        sizes: some of `KNOTS`; the first two are measured once whatever they take.
-        budget_s: seconds for all of it.
-        rounds: greatest number of passes of each size.
-        clock: returns the time in seconds.
-
-    Yields:
-        A size and what a pass took, as soon as it is known.
+    A size that would not end in time is left out: then the smaller ones are measured more often. The first two are
+    measured once whatever they take. Yields a size and the seconds that a pass took, as soon as they are known.
     """
     deadline = clock() + budget_s
     samples: dict[int, list[float]] = {size: [] for size in sizes}
@@ -168,15 +150,7 @@ def measure_step_cost(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = perf_counter,
 ) -> StepCost:
-    """Measure what a pass costs by its size.
-
-    Args:
-        runner: runs the model.
-        vocabulary: V, number of token ids that the model knows.
-        cached: tokens in the cache while it is measured; fewer if the model has no positions for them.
-        batch: B, rows that are all equal.
-        budget_s: seconds for all passes but those of the cache's first tokens; the first two sizes run regardless.
-        clock: returns the time in seconds.
+    """Measure what a pass costs by its size, see `StepTimer` and `samples_of`.
 
     >>> cost = measure_step_cost(runner, vocabulary=32000)
     >>> cost.seconds(16) / cost.seconds(1)
@@ -261,8 +235,6 @@ def _device_name(device: torch.device) -> str:
     return f"{processor_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.type
 
 
-logger = logging.getLogger(__name__)
-
 WORTH_SAVING = 0.1
 """Relative change of a curve's worst size at which it is saved again."""
 SAVE_EVERY_S = 30.0
@@ -274,21 +246,15 @@ file takes as long to write as half a step of a small model."""
 class CurveInUse:
     """A curve that steps refresh.
 
-    Attributes:
-        key: what it is valid for.
-        cost: refreshed by every step.
-        saved: its `table` as it is in the file.
-        saved_at: when it was saved because steps had moved it, by a monotonic clock; -inf if it never was.
-        shapes: of passes that have been made, see `EagerRunner.shapes`.
-        is_kept: false if it was measured on a busy machine, where threads wait for each other and passes of all sizes
-            take nearly as long: then it is not saved, and measured again once the machine is quiet.
+    One that was measured on a busy machine, where threads wait for each other and passes of all sizes take nearly as
+    long, is not kept: it is not saved, and measured again once the machine is quiet.
     """
 
     key: Key
     cost: StepCost
-    saved: Sequence[float]
-    saved_at: float = -math.inf
-    shapes: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    saved: Sequence[float]  # its `table` as it is in the file
+    saved_at: float = -math.inf  # when it was saved because steps had moved it, by a monotonic clock
+    shapes: set[tuple[int, int]] = dataclasses.field(default_factory=set)  # of passes made, see `EagerRunner.shapes`
     is_kept: bool = True
 
 
@@ -300,12 +266,7 @@ def step_cost_for(model: PreTrainedModel, runner: EagerRunner, *, batch: int = 1
     """The step cost of a model as this runner runs it; measured now, in a second or two, if it never was.
 
     The same object is returned as long as model, settings and machine are the same: what one generation observes, the
-    next one knows.
-
-    Args:
-        model: a model that `lade.supports`.
-        runner: runs the steps.
-        batch: B, rounded up to a power of two, so that a batch that loses rows seldom measures again.
+    next one knows. The batch is rounded up to a power of two, so that one that loses rows seldom measures again.
     """
     key = key_of(model, runner, batch)
     name = digest_of(key)
@@ -335,7 +296,7 @@ def forget_texts(model: PreTrainedModel) -> None:
 
 def _new_curve(key: Key, model: PreTrainedModel, runner: EagerRunner, *, batch: int) -> CurveInUse | None:
     """The saved curve, or one that is measured and saved now; None if it cannot be measured."""
-    cost, is_kept = _load(key), True
+    cost, is_kept = RECORDS.load(key, lambda record: StepCost.from_json(record["cost"])), True
     if cost is None:
         cost, is_kept = _measured(model, runner, batch), not _is_busy(model)
         if cost is None:
@@ -347,10 +308,6 @@ def _new_curve(key: Key, model: PreTrainedModel, runner: EagerRunner, *, batch: 
     else:
         logger.debug("step cost of %s, batch of %d, loaded: %s", type(model).__name__, batch, _summary(cost))
     return CurveInUse(key, cost, cost.table, is_kept=is_kept)
-
-
-def _load(key: Key) -> StepCost | None:
-    return RECORDS.load(key, lambda record: StepCost.from_json(record["cost"]))
 
 
 def _save(key: Key, cost: StepCost) -> bool:

@@ -24,13 +24,7 @@ TOLERANCE = 1.02
 def pack_if_it_pays(model: PreTrainedModel) -> str | None:
     """Pack a model if passes over a few tokens get faster by it, and those over one token no slower.
 
-    So no text is decoded more slowly than without, guessed or not.
-
-    Args:
-        model: unpacked, on the CPU; packed afterwards, or as it was.
-
-    Returns:
-        Why it was not packed; None if it was.
+    So no text is decoded more slowly than without, guessed or not. Returns why it was not packed; None if it was.
     """
     try:
         if not packing.packable(model):

@@ -4,7 +4,7 @@ from shell_fixtures import press_ctrl_c
 
 from lade.cli.conversation import Conversation
 from lade.cli.loading import load
-from lade.cli.options.model import Loading
+from lade.cli.options.model import Loading, Template
 from lade.cli.run import Generation, decode
 from lade.cli.terminal import terminal
 from lade.errors import InputError
@@ -49,7 +49,7 @@ def fresh(subject, prompt, new=15):
 @pytest.mark.parametrize("kind", ["folder", "templated", "unsupported"])
 def test_answers_are_those_of_a_fresh_generation_from_the_whole_conversation(subject, request, kind, method):
     chatting = subject(request.getfixturevalue(kind))
-    conversation = Conversation(chatting)
+    conversation = Conversation(chatting, Template())
     for text in ("tell me a story", "and then, what came", "more"):
         prompt, answer, _ = turn(conversation, chatting, text, method)
         assert answer.token_ids == fresh(chatting, prompt)
@@ -58,7 +58,7 @@ def test_answers_are_those_of_a_fresh_generation_from_the_whole_conversation(sub
 @pytest.mark.parametrize("kind", ["folder", "templated"])
 def test_the_second_turn_feeds_only_what_is_new(subject, request, kind):
     chatting = subject(request.getfixturevalue(kind))
-    conversation = Conversation(chatting)
+    conversation = Conversation(chatting, Template())
     first, answer, fed = turn(conversation, chatting, "tell me a long story about a cat")
     assert fed == len(first)
     second, _, fed = turn(conversation, chatting, "more")
@@ -67,7 +67,7 @@ def test_the_second_turn_feeds_only_what_is_new(subject, request, kind):
 
 def test_a_turn_that_changes_what_was_said_drops_just_that_from_the_cache(subject, templated):
     chatting = subject(templated)
-    conversation = Conversation(chatting)
+    conversation = Conversation(chatting, Template())
     first, _, _ = turn(conversation, chatting, "one")
     conversation._turns[-1]["content"] = "@"
     second, answer, fed = turn(conversation, chatting, "two")
@@ -77,7 +77,7 @@ def test_a_turn_that_changes_what_was_said_drops_just_that_from_the_cache(subjec
 
 def test_the_same_prompt_again_feeds_its_last_token(subject, folder):
     chatting = subject(folder)
-    conversation = Conversation(chatting)
+    conversation = Conversation(chatting, Template())
     prompt, _, _ = turn(conversation, chatting, "abc")
     assert conversation.retry().prompt == prompt
     assert conversation.cached == len(prompt) - 1
@@ -85,7 +85,7 @@ def test_the_same_prompt_again_feeds_its_last_token(subject, folder):
 
 def test_after_a_torn_pass_the_cache_is_a_new_one(subject, folder):
     chatting = subject(folder)
-    conversation = Conversation(chatting)
+    conversation = Conversation(chatting, Template())
     _, answer, _ = turn(conversation, chatting, "abc")
     conversation.add_answer(conversation.retry(), Generation(token_ids=answer.token_ids, torn=True))
     assert conversation.cached == 0
@@ -95,7 +95,7 @@ def test_after_a_torn_pass_the_cache_is_a_new_one(subject, folder):
 
 def test_a_conversation_that_outgrows_the_context_is_refused_and_unchanged(subject, templated):
     chatting = subject(templated)
-    conversation = Conversation(chatting)
+    conversation = Conversation(chatting, Template())
     turn(conversation, chatting, "one")
     tokens, cached = conversation.tokens, conversation.cached
     with pytest.raises(InputError, match=f"{CONTEXT}.*/reset"):
@@ -109,7 +109,7 @@ def test_a_session_in_a_pipe(lade, templated, subject):
         "chat", "-m", templated, "-n", 10, stdin="/stats\nhello\n\n/what\nagain\n/stats\n/reset\nhello\n/help\n"
     )
     assert result.exit_code == 0, result.output
-    conversation = Conversation(chatting)
+    conversation = Conversation(chatting, Template())
     answers = [turn(conversation, chatting, text, new=10)[1].token_ids for text in ("hello", "again")]
     answers.append(answers[0])
     assert result.stdout == "".join(chatting.tokenizer.decode(ids) + "\n" for ids in answers)

@@ -6,7 +6,7 @@ import functools
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,31 +55,17 @@ _DECIDED_BY_THE_SHELL = frozenset(
 """Fields of a checkpoint's generation_config that the shell's options replace, beside those above."""
 
 
-def _no_processor() -> Any:
-    raise InputError("this model takes no images")
-
-
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model with its tokenizer.
+    """A loaded model with its tokenizer."""
 
-    Attributes:
-        name: name as the user gave it, or "embedded".
-        model: transformers causal language model, whose generation_config is greedy.
-        tokenizer: tokenizer of the model.
-        checkpoint_defaults: sampling and beam settings of the checkpoint, which `model` lacks.
-        variant: options that change its output; see `Loading.variant`.
-        processor: loads the image processor, once; raises `InputError` for models without one.
-        undone: reasons why it is not "packed" or "invariant", of those that it is not.
-    """
-
-    name: str
-    model: Any
+    name: str  # as the user gave it, or "embedded"
+    model: Any  # its generation_config is greedy
     tokenizer: Any
-    checkpoint_defaults: Mapping[str, Any] = field(default_factory=dict)
-    variant: Mapping[str, str] = field(default_factory=dict)
-    processor: Callable[[], Any] = _no_processor
-    undone: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_defaults: Mapping[str, Any]  # of sampling and beams, which `model` lacks
+    variant: Mapping[str, str]  # options that change its output, see `Loading.variant`
+    processor: Callable[[], Any]  # loads the image processor, once; `InputError` without one
+    undone: Mapping[str, str]  # why it is not "packed" or "invariant", where it is not
 
     @property
     def dtype(self) -> str:
@@ -170,9 +156,6 @@ def load(
         invariant: make the model batch invariant; None on a CPU in 16 bits, int8 or int4, if possible.
         threads: CPU threads; None for torch's default, and 1 for the embedded model.
         processes: number of processes to split the layers over; each of them calls this.
-
-    Raises:
-        ConfigError, InputError, UnsupportedModelError: an option is wrong, or the model cannot be loaded.
     """
     loading.check()
     if processes > 1:
@@ -218,11 +201,7 @@ def _make_greedy(model: Any, shown: str) -> dict[str, Any]:
 
 
 def with_memory(loaded: LoadedModel, lookahead: Lookahead, memory: Path | None) -> Lookahead:
-    """Return `lookahead` with the draft memory of a file; None for the file changes nothing.
-
-    Raises:
-        InputError: the file cannot be read, is damaged, or belongs to another tokenizer.
-    """
+    """Return `lookahead` with the draft memory of a file; None for the file changes nothing."""
     if memory is None:
         return lookahead
     assert isinstance(lookahead, LookaheadConfig), "Speed.lookahead ensures it"

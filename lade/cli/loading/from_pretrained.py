@@ -15,12 +15,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -72,29 +67,17 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Arguments of `from_pretrained` for a model.
+    """Arguments of `from_pretrained` for a model."""
 
-    Attributes:
-        shown: name as the user gave it.
-        name: path of a folder, or hub id.
-        local: do not access the network.
-        download: the weights have yet to be downloaded.
-        is_gguf: the name is the path of a GGUF file.
-    """
-
-    shown: str
-    name: str
-    local: bool
-    download: bool = False
+    shown: str  # name as the user gave it
+    name: str  # path of a folder or GGUF file, or hub id
+    local: bool  # do not access the network
+    download: bool = False  # the weights have yet to be downloaded
     is_gguf: bool = False
 
 
 def find(loading: Loading) -> ModelSource:
-    """Return where to load a model from.
-
-    Raises:
-        ConfigError, InputError: the folder does not exist, or the hub lacks the model or cannot be reached.
-    """
+    """Return where to load a model from; raises if it is neither here nor on the hub, or that cannot be reached."""
     name = loading.model
     if name is None:
         from lade.embedded import model_path
@@ -183,17 +166,11 @@ def gated(name: str) -> str:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A quantization scheme.
-
-    Attributes:
-        package: name of its library for pip.
-        module: name of its library for Python.
-        config: returns transformers' configuration; imports the library only then.
-    """
+    """A quantization scheme, by a library with one name for pip and one for Python."""
 
     package: str
     module: str
-    config: Callable[[], Any]
+    config: Callable[[], Any]  # returns transformers' configuration; imports the library only then
 
     @property
     def installed(self) -> bool:
@@ -204,9 +181,9 @@ class Scheme:
             return False
 
 
-def _torchao(name: str, **fields: Any) -> Scheme:
+def _torchao(name: str) -> Scheme:
     def config() -> Any:
-        return transformers.TorchAoConfig(getattr(import_module("torchao.quantization"), name)(**fields))
+        return transformers.TorchAoConfig(getattr(import_module("torchao.quantization"), name)())
 
     return Scheme("torchao", "torchao", config)
 
@@ -230,11 +207,7 @@ SCHEMES = {
 
 
 def quantization_config(name: str) -> Any:
-    """Return `quantization_config` of `from_pretrained` for a scheme.
-
-    Raises:
-        ConfigError: the scheme is unknown, or its library is not installed or cannot be imported.
-    """
+    """Return `quantization_config` of `from_pretrained` for a scheme, whose library has to be installed."""
     scheme = SCHEMES.get(name)
     if scheme is None:
         here = ", ".join(each for each, scheme in SCHEMES.items() if scheme.installed) or "none"
@@ -249,16 +222,7 @@ def quantization_config(name: str) -> Any:
 
 
 def put_adapter(model: Any, loading: Loading, source: ModelSource) -> None:
-    """Load the adapter into a model, its weights unmerged, so that results equal PEFT's.
-
-    Args:
-        model: transformers model, changed in place.
-        loading: options with the adapter.
-        source: origin of the model.
-
-    Raises:
-        ConfigError, InputError: the adapter does not exist or does not fit, or PEFT is not installed.
-    """
+    """Load the adapter into a model, its weights unmerged, so that results equal PEFT's."""
     adapter = loading.adapter
     if find_spec("peft") is None:
         raise ConfigError("adapter", adapter, "needs PEFT: run  pip install peft")
@@ -277,11 +241,7 @@ def put_adapter(model: Any, loading: Loading, source: ModelSource) -> None:
 
 
 def load_processor(source: ModelSource, loading: Loading) -> Any:
-    """Load the processor of a model, which prepares images.
-
-    Raises:
-        InputError: Pillow is missing, or the checkpoint has no usable processor.
-    """
+    """Load the processor of a model, which prepares images; raises `InputError` where there is no usable one."""
     if find_spec("PIL") is None:
         raise InputError("images need Pillow: run  pip install pillow")
     try:
@@ -304,11 +264,7 @@ _UNKNOWN_CLASS = "Unrecognized configuration class"
 
 
 def load_tokenizer(source: ModelSource, loading: Loading) -> Any:
-    """Load the tokenizer of a model.
-
-    Raises:
-        InputError: the tokenizer cannot be loaded, or has no vocabulary.
-    """
+    """Load the tokenizer of a model; raises `InputError` if that fails, or it has no vocabulary."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.name, local_files_only=source.local, trust_remote_code=loading.trust_remote_code, **loading.hub
@@ -324,18 +280,9 @@ def load_tokenizer(source: ModelSource, loading: Loading) -> Any:
 def load_model(
     source: ModelSource, loading: Loading, target: torch.device | None, images: bool | None, processes: int = 1
 ) -> Any:
-    """Load a model onto its device, or several.
+    """Load a model onto its device, or onto several: those of `device_map`, or of the processes.
 
-    Args:
-        source: origin of the model.
-        loading: options of the model.
-        target: device; None if `device_map` or the split over processes decides.
-        images: load the class that takes images; None if there is one.
-        processes: number of processes to split the layers over.
-
-    Raises:
-        ConfigError: an option does not fit the model.
-        InputError: the model cannot be loaded, lacks weights, or does not fit on the device.
+    With `images` the class that takes images is loaded; for None, if there is one.
     """
     arguments = _arguments(loading, target)
     if processes > 1:

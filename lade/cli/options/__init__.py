@@ -82,9 +82,6 @@ def grouped(command: Callable[..., T]) -> Callable[..., T]:
     """Expand every parameter annotated with a dataclass into options, one per field.
 
     The fields take the parameter's place, so the help lists options in the order of the signature.
-
-    Args:
-        command: function whose parameters have annotations of typer, or dataclasses whose fields have them.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
@@ -97,7 +94,9 @@ def grouped(command: Callable[..., T]) -> Callable[..., T]:
 
     parameters = []
     for each in own:
-        parameters += _options_of(each.annotation) if each.name in groups else [_by_keyword(each)]
+        # By keyword, so that defaults may stand in any order: typer calls by keyword.
+        own_option = each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        parameters += _options_of(each.annotation) if each.name in groups else [own_option]
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     del run.__dict__["__wrapped__"]  # typer would inspect the original signature
@@ -112,11 +111,6 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
         hint = kind if shown is None else Annotated[kind, shown]
         found.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
     return found
-
-
-def _by_keyword(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter as keyword-only, so that defaults may stand in any order; typer calls by keyword."""
-    return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 class ShellCommand(TyperCommand):

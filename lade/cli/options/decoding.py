@@ -38,10 +38,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda value: 0.0 < value <= 1.0, "give a number > 0 and <= 1"),
     "min_p": (lambda value: 0.0 <= value <= 1.0, "give a number from 0 to 1"),
     "seed": (lambda value: 0 <= value < _SEEDS, f"give a whole number from 0 to {_SEEDS - 1}"),
-    "repetition_penalty": (
-        lambda value: 0.01 <= value <= 100.0,
-        "give a number > 0, 0.01 to 100; 1 is no penalty",
-    ),
+    "repetition_penalty": (lambda value: 0.01 <= value <= 100.0, "give a number > 0, 0.01 to 100; 1 is no penalty"),
     "num_beams": (lambda value: 1 <= value <= _MAX_BEAMS, f"give a whole number >= 1 and <= {_MAX_BEAMS}"),
 }
 
@@ -68,16 +65,7 @@ _METHOD = "plain, adaptive, lookahead (the paper's), or auto: adaptive if suppor
 
 @dataclass(frozen=True)
 class Speed:
-    """Drafting options; None is "not given".
-
-    Attributes:
-        method: one of `METHODS`.
-        window, ngram, guesses: W, N and G of the paper's method.
-        budget: tokens fed per step of the adaptive method.
-        memory: file of a draft memory for the adaptive method.
-        pack: prepack linear layers for the CPU; None if that pays.
-        invariant: make the model batch invariant; None for a model on the CPU whose rounding would show.
-    """
+    """Drafting options; None is "not given"."""
 
     method: str | None = _speed(None, "NAME", _METHOD, words=METHODS)
     memory: Path | None = _speed(None, "FILE", "Draft memory made by lade warm, for the adaptive method.")
@@ -91,14 +79,8 @@ class Speed:
     def lookahead(self, *, new_memory: bool = False) -> Lookahead:
         """Return the `lookahead` argument of `lade.generate`.
 
-        The memory is not loaded, since that takes a tokenizer: see `loading.with_memory`.
-
-        Args:
-            new_memory: accept a memory file that does not exist.
-
-        Raises:
-            ConfigError: a value is out of range, or options contradict each other.
-            InputError: the memory file does not exist.
+        The memory is not loaded, since that takes a tokenizer: see `loading.with_memory`. Its file has to exist,
+        unless `new_memory`.
         """
         method = self.method
         if method not in (*METHODS, None):
@@ -197,11 +179,7 @@ class Choices:
     def settled(self, *, by_default: bool = False) -> Choices:
         """Return the choices, checked, with `do_sample` resolved and a seed if tokens are sampled.
 
-        Args:
-            by_default: sample where neither `--temperature` nor `--do-sample` is given.
-
-        Raises:
-            ConfigError, InputError: a value is out of range, or unused.
+        Where neither `--temperature` nor `--do-sample` is given, they are sampled `by_default`.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         check_ranges(given)
@@ -237,11 +215,7 @@ GREEDY = Choices()
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first value out of its range.
-
-    Args:
-        values: values by the names of `Choices`' fields; None and unknown names are skipped.
-    """
+    """Raise `ConfigError` for the first value, by the name of its field, out of its range; None is in all of them."""
     for name, (fits, remedy) in _RANGES.items():
         value = values.get(name)
         if value is not None and not fits(value):
@@ -267,13 +241,7 @@ class StructuredOutput:
     grammar: Path | None = _grammar_option(None, "FILE", "Answer with text of the Lark grammar in this file.")
 
     def read(self) -> Grammar | None:
-        """Return the grammar; None without these options.
-
-        Raises:
-            ConfigError: several are given, or the grammar is invalid.
-            InputError: a file cannot be read.
-            MissingExtraError: llguidance is not installed.
-        """
+        """Return the grammar; None without these options."""
         if not self._given:
             return None
         if len(self._given) > 1:
@@ -291,17 +259,7 @@ class StructuredOutput:
         return Grammar.regex(self.regex or "")
 
     def check(self, grammar: Grammar | None, tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> None:
-        """Compile the result of `read`, which finds most errors of grammars.
-
-        Args:
-            grammar: grammar of the answers, or None.
-            tokenizer: tokenizer of the model.
-            eos_token_id: ids of the tokens that end an answer.
-
-        Raises:
-            ConfigError: the tokenizer cannot encode the grammar.
-            MissingExtraError: llguidance is not installed.
-        """
+        """Compile the result of `read` for a tokenizer, which finds most errors of grammars."""
         if grammar is not None:
             with self._named():
                 grammar.processor(tokenizer, eos_token_id)

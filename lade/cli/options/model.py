@@ -24,7 +24,6 @@ WEIGHTS = ("int8", "int4")
 """Integer formats of `lade.pack`."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *ALIASES)
 
-
 _option, _expert = options_in(PANEL), options_in("Model loading")
 
 
@@ -206,11 +205,7 @@ class Template:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Template variables for `apply_chat_template`.
-
-        Raises:
-            ConfigError: the text is not a JSON object, or names a reserved argument.
-        """
+        """Template variables for `apply_chat_template`; raises `ConfigError` for text that has none."""
         text, remedy = self.chat_template_kwargs, 'give an object, such as {"enable_thinking": false}'
         if text is None:
             return {}
@@ -223,7 +218,3 @@ class Template:
         for name in sorted(_RESERVED & set(found)):
             raise ConfigError("chat-template-kwargs", text[:60], f"{name!r} is not a template variable")
         return found
-
-
-NO_TEMPLATE_OPTIONS = Template()
-"""The model's chat template without further options."""
