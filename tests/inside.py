@@ -35,6 +35,16 @@ def force_attention(model: Any, name: str) -> None:
     model.config._attn_implementation = name
 
 
+def lock_of(engine: Engine) -> Any:
+    """What the decoding thread takes to admit requests, and to forget those that have ended."""
+    return engine._scheduler._changed
+
+
+def capacity_of(engine: Engine) -> Any:
+    """What decides how many requests fit."""
+    return engine._scheduler._capacity
+
+
 def batch_of(engine: Engine) -> EngineBatch:
     """What an engine decodes; only for what no snapshot tells."""
     return engine._scheduler._batch

@@ -138,7 +138,8 @@ class Scheduler:
             self._check_open()
             held = len(self._waiting) + len(self._slots)
             blocked = self._blocked and self._waiting
-            if held >= self.max_waiting + (0 if blocked else self._capacity.max_rows - len(self._running)):
+            taken = sum(not handle.done() for handle in self._running)  # rows of others are free in the next pass
+            if held >= self.max_waiting + (0 if blocked else self._capacity.max_rows - taken):
                 raise EngineFullError(
                     f"the queue is full ({held} waiting): add this one later, or give the engine a larger max_waiting"
                 )

@@ -83,6 +83,22 @@ def test_a_row_feeds_no_more_than_it_has_found():
     assert budget.fill_size(3) >= size, "the rest is for the window: the pass is that long anyway"
 
 
+def test_a_step_without_candidates_feeds_a_window_where_that_is_cheap():
+    """What it teaches comes soonest at the beginning of a text: no node is known to be unlikely."""
+
+    def filled(cost, *found):
+        budget = Controller(cost)
+        budget.skip_drafting()
+        budget.decide(found)
+        return budget.fill_size(1)
+
+    flat = StepCost.of({1: [PLAIN_S] * 9, 128: [1.3 * PLAIN_S] * 9})
+    unlikely = [1.0, 1e-4]
+    assert filled(flat, [1.0]) == filled(flat, [1.0], [1.0]) == 128
+    assert filled(flat, unlikely) < 8 and filled(flat, [1.0], unlikely) < 8
+    assert filled(steep_cost(), [1.0]) == 1
+
+
 def test_all_rows_rest_in_the_same_steps():
     budget, rests = Controller(steep_cost()), []
     for _ in range(60):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from comparing import CONFIGS, PAPER, assert_requests, assert_same, batch, lookahead, only_fallback, plain, prompt
 from families import RECURRENT_FAMILIES, family
+from inside import capacity_of
 from test_batch_families import LENGTHS, assert_same_batch
 from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessor
@@ -186,7 +187,7 @@ def test_states_count_as_memory_of_their_rows():
     states = 3 * (4 * 8 * 8 * 4 + 64 * 4 * 8)  # float32 [4, 8, 8], and float64 inputs of 64 channels
     assert cache.state_bytes == states
     with lade.Engine(model, max_rows=8, max_tokens=2000) as engine:
-        capacity = engine._scheduler._capacity
+        capacity = capacity_of(engine)
         assert capacity.state_slots == -(-states // engine.token_bytes)
         need = Need(tokens=100, tree=20)
         rows = next(rows for rows in range(1, 99) if not capacity.fits([need] * (rows + 1)))
@@ -196,7 +197,7 @@ def test_states_count_as_memory_of_their_rows():
 def test_where_all_layers_are_recurrent_a_slot_is_a_byte_of_the_states():
     states = 4 * (8 * 8 * 8 * 4 + 96 * 4 * 8)  # float32 [8, 8, 8], and float64 inputs of 96 channels
     with lade.Engine(family("mamba2").build(), max_rows=8, max_tokens=3 * states) as engine:
-        capacity, need = engine._scheduler._capacity, Need(tokens=100, tree=20)
+        capacity, need = capacity_of(engine), Need(tokens=100, tree=20)
         assert (capacity.token_bytes, capacity.state_slots) == (1, states)
         assert capacity.fits([need] * 2) and not capacity.fits([need] * 3)
 

@@ -244,7 +244,8 @@ def test_the_warm_up_decodes_with_each_number_of_rows():
         seen, add = [], engine.add
         engine.add = lambda *arguments, **named: seen.append(engine.snapshot().requests) or add(*arguments, **named)
         warm_up(engine, SERVED, replace(SETTINGS, max_rows=5))
-        assert [sum(ended.values()) for ended in seen] == [0, 1, 1, 3, 3, 3, 3]
+        ended = [sum(reasons.values()) for reasons in seen]
+        assert (ended[0], ended[1], ended[3]) == (0, 1, 3), "1, 2 and 4 rows, each time when all others have ended"
         assert engine.snapshot().requests == {"length": 7}
     assert gc.get_freeze_count() > 10_000
     gc.unfreeze()

@@ -11,6 +11,7 @@ from itertools import chain
 
 import pytest
 from forked import in_fork
+from inside import lock_of
 from serving_toys import VOCABULARY, alone, new_tokens, random_ids
 
 import lade
@@ -68,7 +69,7 @@ def going_on(engine):
 
     handle = engine.add(IDS, max_new_tokens=30, on_step=on_step)
     assert reached.wait(SOON)
-    with held(engine._scheduler._changed, handle._changed):
+    with held(lock_of(engine), handle._changed):
         yield handle
     opened.set()
     assert new_tokens(handle, IDS) == alone(LLAMA, IDS, max_new_tokens=30), "the first process is not affected"

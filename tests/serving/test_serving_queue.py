@@ -11,6 +11,7 @@ from spies import answered, watched
 from lade import ConfigError, Engine, EngineClosedError, EngineFullError, UnsupportedArgumentError
 from lade.hf import refusals
 from lade.serving import engine as engine_module
+from lade.serving.scheduler import Scheduler
 from lade.testing import toy_model
 
 LLAMA = toy_model("llama", vocabulary=VOCABULARY)
@@ -64,6 +65,25 @@ def test_as_many_get_a_place_as_can_be_served_or_wait(gate):
         for seed, handle in enumerate(handles):
             if handle is not None:
                 assert new_tokens(handle, random_ids(4, seed)) == expected(seed, max_new_tokens=5)
+
+
+def test_the_row_of_a_request_that_has_ended_is_free(gate, monkeypatch):
+    """Also before the decoding thread has noticed: clients ask again as soon as they have their answer."""
+    places = []
+
+    def ask(scheduler):
+        if handle.done() and not places:
+            places.extend([scheduler.reserve(), scheduler.reserve()])
+
+    with Engine(LLAMA, max_rows=1, max_waiting=1) as engine:
+        handle = engine.add(random_ids(4), on_step=gate, max_new_tokens=5)
+        watched(monkeypatch, Scheduler, "_forget_ended", ask)
+        gate.opened.set()
+        assert new_tokens(handle, random_ids(4)) == expected(0, max_new_tokens=5)
+        at_rest(engine)
+        assert len(places) == 2
+        for place in places:
+            place.release()
 
 
 def test_free_rows_are_no_places_where_the_next_one_lacks_room():

@@ -247,7 +247,7 @@ class Controller:
         self._lost = self._tokens = 0.0
         self._rows, self._size, self._fed = 0, 1, 1
         self._skipping: bool | None = None
-        self._looked = True
+        self._looked, self._is_new = True, False
         self._node_s = self._plain_own_s = self._rate = 0.0
         self._measure_own_time()
 
@@ -357,6 +357,7 @@ class Controller:
         if not any(candidates):
             return
         found = [scores or [1.0] for scores in candidates]
+        self._is_new = max(map(len, found)) == 1
         size = self._best(self._mean(found, emitted, self._ratio))
         if size == 1:  # explore: trust the raw scores
             size = self._best(self._mean(found, emitted, None))
@@ -400,7 +401,9 @@ class Controller:
         table, filled = self._cost.table, size
         for end in self._sizes(size):
             price = self._rate * (table[end] - table[size] + self._node_s * (end - size))
-            if end > size and LEARNING_GAIN * (_LEARNING[end - 1] - _LEARNING[size - 1]) > price:
+            # where the memory knows nothing of the context no node is likelier than another: each counts as the first
+            nodes = end - size if self._is_new else _LEARNING[end - 1] - _LEARNING[size - 1]
+            if end > size and LEARNING_GAIN * nodes > price:
                 filled = end
         return max(size, min(filled, self._affordable))
 
