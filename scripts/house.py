@@ -22,6 +22,8 @@ CORE = "lade.hf.generate"
 BACKENDS = "lade.backends"
 ROLE = "Role"
 """The class through which the core reaches a backend: `Role[P]`, with P a protocol."""
+TUNED = ("lade.decoding.drafting.", "lade.decoding.kernels.", "lade.decoding.mtp", "lade.tuning.")
+"""Modules whose numbers decide about drafts."""
 LAB = "lade_lab"
 ROOT = "lade"
 """Has the lab as a lazy name, `lade.bench`."""
@@ -125,6 +127,13 @@ class House:
                     found += [ast.unparse(role)] if protocol is None else _untyped_members(protocol, classes)
         return found
 
+    def constants(self) -> list[str]:
+        """Return the names that have a number, or several, as their value in the modules that decide about drafts."""
+        sources = [each for name, each in self.sources.items() if name.startswith(TUNED)]
+        assigned = [node for each in sources for node in each.tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+        targets = [getattr(node, "target", None) or node.targets[0] for node in assigned if _is_number(node.value)]
+        return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+
     def figures(self) -> dict[str, float]:
         """Return every figure by its name."""
         sources = list(self.sources.values())
@@ -151,6 +160,7 @@ class House:
             "imports of backends by the core": sum(
                 sum(target.startswith(BACKENDS) for target in self.imports(name)) for name in outside
             ),
+            "constants of drafting and tuning": len(self.constants()),
             "results of backends without a type": len(self.untyped_results()),
             "files that import the lab": sum(
                 bool(re.search(rf"\b{LAB}\b", each.text)) for name, each in self.sources.items() if name != ROOT
@@ -188,6 +198,17 @@ def _is_private(node: ast.Attribute) -> bool:
 
 def _is_patch(node: ast.Call) -> bool:
     return isinstance(node.func, ast.Attribute) and node.func.attr in PATCHES
+
+
+def _is_number(value: ast.AST | None) -> bool:
+    """Whether a value is made of numbers alone: a literal, a tuple, or arithmetic."""
+    parts = [] if value is None else list(ast.walk(value))
+    numbers = [part.value for part in parts if isinstance(part, ast.Constant)]
+    return (
+        bool(numbers)
+        and {int, float} >= set(map(type, numbers))
+        and not any(isinstance(part, ast.Name | ast.Call) for part in parts)
+    )
 
 
 def _span(node: ast.AST) -> int:
