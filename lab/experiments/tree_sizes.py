@@ -269,7 +269,7 @@ def main() -> None:
     machines = args.machine or [machine for machine in PASSES_MS if machine != "small"]
     files = {path.stem: read(path) for path in args.prompts or ()} or {"functions": prompts()}
     for (name, lines), tokens in product(files.items(), args.tokens or (32, 128)):
-        batches = [lines[start : start + args.rows] for start in range(0, args.limit, args.rows)]
+        batches = [lines[start : start + args.rows] for start in range(0, min(args.limit, len(lines)), args.rows)]
         texts = Texts(model, list(map(encoded, batches)), args.temperature, recorder)
         title = f"{args.model.stem if args.model else 'embedded'} {name} {args.limit} {args.temperature}"
         title += f" {args.rows} rows" if args.rows > 1 else ""
