@@ -13,14 +13,14 @@ from scripts import house
 PACKAGE = Path(lade.__file__).parent
 MOST = {
     "files": 214,
-    "lines": 46_155,
+    "lines": 46_156,
     "files under 40 lines of code": 9,
     "lines of the largest file": 480,
     "imports, per cent of code": 10.3,  # of 2,900 lines fewer
     "lines of a function, p90": 17,
     "lines of the longest function": 50,
     "files that generate imports": 50,
-    "lines that generate imports": 12_231,
+    "lines that generate imports": 12_232,
     "imports of backends by the core": 0,
     "constants of drafting and tuning": 98,
     "results of backends without a type": 0,
@@ -28,7 +28,7 @@ MOST = {
     "class names used more than once": 1,
     "docstrings that begin with What, Whether or Of": 13,
     "entries of Args that are fragments, per cent": 1.3,
-    "lines of tests": 58_460,
+    "lines of tests": 58_474,
     "private attributes in tests": 161,
     "patches in tests": 310,
 }

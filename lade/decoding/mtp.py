@@ -194,6 +194,7 @@ class MtpPasses(BatchDrafter):
         self._layer, self._habits, self._clock, self.fixed = layer, habits, clock, fixed
         self.weights = habits.weights
         self._failed = False  # whether a pass has; texts go on without predictions
+        self._paused = False  # whether no row drafts in this step
         self._cost, self._gathers = habits.cost, False  # of the passes of this step
 
     @property
@@ -207,8 +208,8 @@ class MtpPasses(BatchDrafter):
 
     @property
     def _resting(self) -> bool:
-        """True where passes fail, or do not pay and the next trial is far: then not even states are kept."""
-        return self._failed or (self.fixed is None and 0 < self._habits.refused < _RETRIAL - _STATES)
+        """True if passes fail, drafting is paused, or they do not pay and the next trial is far: no states are kept."""
+        return self._failed or (self.fixed is None and (self._paused or 0 < self._habits.refused < _RETRIAL - _STATES))
 
     def watching(self) -> AbstractContextManager[object]:
         """See `BatchDrafter`."""
@@ -231,9 +232,9 @@ class MtpPasses(BatchDrafter):
 
     def draft(self, rows: Sequence[DraftedRow], depths: Sequence[int | None]) -> None:
         """See `BatchDrafter`."""
-        self.spent_s = 0.0
+        self.spent_s, self._paused = 0.0, all(row.drafter.rests for row in rows)
         if self._resting:
-            self._habits.refused += 1
+            self._habits.refused += not self._paused
             return
         try:
             self._draft(rows, depths)

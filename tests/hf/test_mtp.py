@@ -1,5 +1,7 @@
 """Drafting with a checkpoint's MTP layer: the tokens of plain decoding, whatever the layer is worth."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -365,6 +367,18 @@ def test_where_passes_do_not_pay_no_states_are_kept_until_shortly_before_the_nex
     steps = list(lade.stream(MODEL, PROMPT, max_new_tokens=400, lookahead=BUDGET))
     assert [token for step in steps for token in step.tokens] == plain[0, 8:].tolist()
     assert len(steps) > 150 and 0.1 < len(watched) / len(steps) < 0.5
+
+
+@pytest.mark.parametrize("rows", [(True,), (False,), (True, True), (True, False)])
+def test_while_drafting_is_paused_in_all_rows_no_states_are_kept(rows):
+    layer, watched = KnowsTexts([]), []
+    layer.watching = lambda: watched.append(1) or torch.no_grad()
+    passes = MtpPasses(layer, MtpHabits(), WallClock())
+    passes.draft(
+        [SimpleNamespace(drafter=SimpleNamespace(rests=rests, mtp=None)) for rests in rows], [None] * len(rows)
+    )
+    with passes.watching():
+        assert bool(watched) == (not all(rows))
 
 
 def test_transformers_own_argument_is_understood(model):
