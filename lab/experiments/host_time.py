@@ -398,8 +398,8 @@ def engine(
 ) -> None:
     """CPU time of `EngineDrafter.propose` and `learn_batch`, which neighbours change less; median and least."""
     spent, texts = Counter[str](), MadeUpTexts()
-    for name in "propose", "learn_requests":
-        setattr(engine_drafter, name, timed(getattr(engine_drafter, name), name, spent, thread_time))
+    for owner, name in (engine_drafter.Requests, "propose"), (engine_drafter, "learn_requests"):
+        setattr(owner, name, timed(getattr(owner, name), name, spent, thread_time))
     for count in requests or [64, 256]:
         drafter, names, rng = lade.EngineDrafter(VOCABULARY, price=1e-3), list(range(count)), Random(0)
         drafter.memory.learn(tails_of(np.array(texts.all), 1, len(texts.all) - 1), texts.rows(texts.all))
