@@ -52,17 +52,15 @@ INLINE void rotate_head(char* x, const char* cos, const char* sin, int64_t kind,
 
 static void rotate(int64_t* fields) {
     const auto call = arguments_of<Rotation>(fields);
-    const int64_t parts = fields[1], length = item_size(call.kind) * call.size;
-    for (int64_t part; (part = next_part(fields)) < parts;) {
-        for (int64_t token = call.tokens * part / parts; token < call.tokens * (part + 1) / parts; token++) {
-            const char *cos = call.cos + length * (token % call.positions), *sin = call.sin + length * (token % call.positions);
-            for (int64_t head = 0; head < call.heads; head++) {
-                char* x = call.x + length * (token * call.heads + head);
-                if (call.kind == BFLOAT16)
-                    rotate_head(x, cos, sin, BFLOAT16, call.size);
-                else
-                    rotate_head(x, cos, sin, 0, call.size);
-            }
+    const int64_t length = item_size(call.kind) * call.size;
+    for_own_share(fields, call.tokens, [&](int64_t token) {
+        const char *cos = call.cos + length * (token % call.positions), *sin = call.sin + length * (token % call.positions);
+        for (int64_t head = 0; head < call.heads; head++) {
+            char* x = call.x + length * (token * call.heads + head);
+            if (call.kind == BFLOAT16)
+                rotate_head(x, cos, sin, BFLOAT16, call.size);
+            else
+                rotate_head(x, cos, sin, 0, call.size);
         }
-    }
+    });
 }

@@ -55,15 +55,12 @@ INLINE void normalise_row(const Norm& call, int64_t row, int64_t kind, bool roun
 
 static void normalise(int64_t* fields) {
     const auto call = arguments_of<Norm>(fields);
-    const int64_t parts = fields[1];
-    for (int64_t part; (part = next_part(fields)) < parts;) {
-        for (int64_t row = call.rows * part / parts; row < call.rows * (part + 1) / parts; row++) {
-            if (call.kind != BFLOAT16)
-                normalise_row(call, row, 0, false);
-            else if (call.rounded)
-                normalise_row(call, row, BFLOAT16, true);
-            else
-                normalise_row(call, row, BFLOAT16, false);
-        }
-    }
+    for_own_share(fields, call.rows, [&](int64_t row) {
+        if (call.kind != BFLOAT16)
+            normalise_row(call, row, 0, false);
+        else if (call.rounded)
+            normalise_row(call, row, BFLOAT16, true);
+        else
+            normalise_row(call, row, BFLOAT16, false);
+    });
 }

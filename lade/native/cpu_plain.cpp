@@ -97,17 +97,14 @@ struct NewStates {
 
 static void store_states(int64_t* fields) {
     const auto call = arguments_of<NewStates>(fields);
-    for (int64_t part; (part = next_part(fields)) < fields[1];) {
-        const int64_t count = call.rows * call.tokens, last = count * (part + 1) / fields[1];
-        for (int64_t token = count * part / fields[1]; token < last; token++) {
-            const int64_t to = token / call.tokens * call.row + (call.first + token % call.tokens) * call.step;
-            for (int64_t head = 0; head < call.heads; head++) {
-                const int64_t from = call.size * (token * call.heads + head);
-                memcpy(call.to_keys + to + head * call.head, call.keys + from, call.size);
-                memcpy(call.to_values + to + head * call.head, call.values + from, call.size);
-            }
+    for_own_share(fields, call.rows * call.tokens, [&](int64_t token) {
+        const int64_t to = token / call.tokens * call.row + (call.first + token % call.tokens) * call.step;
+        for (int64_t head = 0; head < call.heads; head++) {
+            const int64_t from = call.size * (token * call.heads + head);
+            memcpy(call.to_keys + to + head * call.head, call.keys + from, call.size);
+            memcpy(call.to_values + to + head * call.head, call.values + from, call.size);
         }
-    }
+    });
 }
 
 // Kernels that one thread runs one after the other: how many, and for each of them its address, the number of its fields,

@@ -4,17 +4,15 @@
 // Lays bfloat16 rows out in blocks.
 static void block_rows(int64_t* fields) {
     const auto call = arguments_of<RowBlocks>(fields);
-    const int64_t parts = fields[1], length = 2 * call.inputs, blocks = ceil_div(length, LINE);
-    for (int64_t part; (part = next_part(fields)) < parts;) {
-        for (int64_t row = call.rows * part / parts; row < call.rows * (part + 1) / parts; row++) {
-            for (int64_t block = 0; block < blocks; block++) {
-                char* to = call.to + block_place(row, block, call.together, blocks);
-                const int64_t count = smaller(LINE, length - LINE * block);
-                if (count < LINE) memset(to, 0, LINE);
-                memcpy(to, call.x + length * row + LINE * block, count);
-            }
+    const int64_t length = 2 * call.inputs, blocks = ceil_div(length, LINE);
+    for_own_share(fields, call.rows, [&](int64_t row) {
+        for (int64_t block = 0; block < blocks; block++) {
+            char* to = call.to + block_place(row, block, call.together, blocks);
+            const int64_t count = smaller(LINE, length - LINE * block);
+            if (count < LINE) memset(to, 0, LINE);
+            memcpy(to, call.x + length * row + LINE * block, count);
         }
-    }
+    });
 }
 
 // Stores codes, and returns their sum. The conversion truncates, so adding one half rounds; the offset of 128 is removed by
@@ -55,16 +53,14 @@ INLINE void quantise(const char* x, int64_t kind, int64_t inputs, char* to, char
 
 static void quantise_rows(int64_t* fields) {
     const auto call = arguments_of<RowBlocks>(fields);
-    const int64_t parts = fields[1], item = item_size(call.kind), blocks = ceil_div(call.inputs, LINE);
-    for (int64_t part; (part = next_part(fields)) < parts;) {
-        for (int64_t row = call.rows * part / parts; row < call.rows * (part + 1) / parts; row++) {
-            const int64_t first = row / call.together * call.together;
-            for (int64_t half = 0; half < 2 * blocks; half++) {
-                const int64_t inputs = smaller(32, call.inputs - 32 * half);
-                char* to = call.to + block_place(row, half / 2, call.together, blocks) + half % 2 * 32;
-                char* facts = call.facts + 16 * (first * 2 * blocks + half * call.together + row - first);
-                quantise(call.x + item * (call.inputs * row + 32 * half), call.kind, inputs, to, facts);
-            }
+    const int64_t item = item_size(call.kind), blocks = ceil_div(call.inputs, LINE);
+    for_own_share(fields, call.rows, [&](int64_t row) {
+        const int64_t first = row / call.together * call.together;
+        for (int64_t half = 0; half < 2 * blocks; half++) {
+            const int64_t inputs = smaller(32, call.inputs - 32 * half);
+            char* to = call.to + block_place(row, half / 2, call.together, blocks) + half % 2 * 32;
+            char* facts = call.facts + 16 * (first * 2 * blocks + half * call.together + row - first);
+            quantise(call.x + item * (call.inputs * row + 32 * half), call.kind, inputs, to, facts);
         }
-    }
+    });
 }

@@ -97,20 +97,18 @@ struct TileProduct {
 static void multiply_few(int64_t* fields) {
     const auto product = arguments_of<TileProduct>(fields);
     const PanelProduct results = product.results();
-    const int64_t parts = fields[1], whole = product.whole();
+    const int64_t whole = product.whole();
     alignas(64) char sums[TILE_BLOCK];
     Tiles::configure(product.rows);
-    for (int64_t part; (part = next_part(fields)) < parts;) {
-        for (int64_t panel = product.panels() * part / parts; panel < product.panels() * (part + 1) / parts; panel++) {
-            const char* weight = product.weight + TILE_BLOCK * product.blocks() * panel;
-            zero_sums();
-            for (int64_t block = 0; block < whole; block++)
-                add_block(product.x + LINE * block, 2 * product.inputs, weight + TILE_BLOCK * block);
-            if (product.rest) add_block(product.rest, LINE, weight + TILE_BLOCK * whole);
-            store_panel(sums);
-            write_results(results, 0, product.rows, TILE_PANEL * panel, sums, TILE_PANEL);
-        }
-    }
+    for_own_share(fields, product.panels(), [&](int64_t panel) {
+        const char* weight = product.weight + TILE_BLOCK * product.blocks() * panel;
+        zero_sums();
+        for (int64_t block = 0; block < whole; block++)
+            add_block(product.x + LINE * block, 2 * product.inputs, weight + TILE_BLOCK * block);
+        if (product.rest) add_block(product.rest, LINE, weight + TILE_BLOCK * whole);
+        store_panel(sums);
+        write_results(results, 0, product.rows, TILE_PANEL * panel, sums, TILE_PANEL);
+    });
     Tiles::release();
 }
 

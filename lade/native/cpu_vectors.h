@@ -7,6 +7,13 @@ typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
+// Calls a function with each of `count` items that is in one of this thread's parts. Not in cpu.h: it has to be compiled
+// for the same instructions as what it calls.
+template <class Act> INLINE void for_own_share(int64_t* fields, int64_t count, Act act) {
+    for (int64_t part; (part = next_part(fields)) < fields[1];)
+        for (int64_t item = count * part / fields[1]; item < count * (part + 1) / fields[1]; item++) act(item);
+}
+
 template <class Vector> INLINE Vector read(const char* address) {
     Vector found;
     memcpy(&found, address, sizeof found);
