@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lade.server.errors import internal, invalid
 from lade.server.keys import NO_LIMITS, KeyLimits
 from lade.server.settings import LONGEST_TIMEOUT_S
-from lade.serving.handle import Handle, QueueSlot
+from lade.serving.handle import Handle
+from lade.serving.scheduler import QueueSlot
 
 T = TypeVar("T")
 

@@ -29,7 +29,6 @@ from lade.server.served_model import ServedModel, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
 from lade.server.tenants import Quotas, TenantMemories
-from lade.serving.capacity import default_prefix_bytes
 from lade.serving.engine import Engine
 from lade.serving.handle import Handle
 from lade.serving.snapshot import EngineSnapshot
@@ -89,13 +88,12 @@ class Serving:
         self.markup, self.token_text = Markup(model), TokenText(model.tokenizer)
         self.memories = TenantMemories(model.lookahead, settings.share, several_keys)
         self.idle: EngineSnapshot | None = None
-        prefix_bytes = 0 if settings.share == "none" else settings.prefix_cache
         self.engine = Engine(
             model.model,
             max_rows=settings.max_rows,
             max_waiting=settings.max_waiting,
             max_tokens=settings.max_tokens,
-            prefix_cache=default_prefix_bytes(model.model) if prefix_bytes is None else prefix_bytes,
+            prefix_cache=0 if settings.share == "none" else settings.prefix_cache,
         )
         self.grammars = GrammarCompiler(model)
         if model.save is not None and not self.memories.serves_file:

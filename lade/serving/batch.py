@@ -24,7 +24,7 @@ from lade.decoding.tree import TokenTree
 from lade.hf.job import DecodeJob, Output, engine_runner
 from lade.model.inputs import MaskPlan
 from lade.model.runner import CAPTURED_RUNNERS, EagerRunner
-from lade.serving.capacity import Capacity, default_max_tokens, row_bytes
+from lade.serving.capacity import Capacity, default_max_tokens, default_prefix_bytes, row_bytes
 from lade.serving.prefix_cache import PrefixReuse, prefill_group
 from lade.serving.request import EngineRequest
 from lade.serving.running import HEADROOM, ActiveRequest, KvAllocator, RunningSet
@@ -105,7 +105,7 @@ class EngineBatch:
         max_rows: int,
         max_tokens: int | None,
         headroom: int = HEADROOM,
-        prefix_cache: int = 0,
+        prefix_cache: int | None = 0,
     ) -> None:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._runner = engine_runner(model, plan)
@@ -114,9 +114,12 @@ class EngineBatch:
         self._prefill_runner = self._runner.eager()
         device_bytes, state_bytes = row_bytes(self._prefill_runner)
         token_bytes = sum(device_bytes.values())
-        if max_tokens is None:
+        if max_tokens is None or prefix_cache is None:
             _release(model)  # captured graphs that are idle count as free memory
+        if max_tokens is None:
             max_tokens = default_max_tokens(device_bytes)
+        if prefix_cache is None:
+            prefix_cache = 0 if state_bytes else default_prefix_bytes(device_bytes)
         self._cache = self._runner.new_cache(limit=max_tokens)
         state_slots = -(-state_bytes // token_bytes)
         capacity = Capacity(max_rows, max_tokens, token_bytes, self._runner.sizing, state_slots)

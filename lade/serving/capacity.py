@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
 from lade.decoding.drafting.controller import LARGEST
 from lade.errors import InputError
-from lade.model.facts import ModelFacts
 from lade.model.kv_cache import BufferSizes, TreeCache
-from lade.model.runner import EagerRunner, input_device
-from lade.model.supports import unwrap
+from lade.model.runner import EagerRunner
 
 _SHARE_OF_HOST, _SHARE_OF_DEVICE, _SHARE_OF_PREFIXES = 0.25, 0.8, 0.1
 _PEAK = 2.75
@@ -124,22 +121,9 @@ def default_max_tokens(token_bytes: Mapping[torch.device, float]) -> int:
     return max(1, min(int(_cache_bytes(device) / size) for device, size in token_bytes.items()))
 
 
-def default_prefix_bytes(model: Any) -> int:
-    """Return a tenth of the default size of a model's KV cache in bytes; 0 if its states cannot be cached."""
-    inner = unwrap(model)
-    if ModelFacts.of(inner).recurrent:
-        return 0
-    return int(_SHARE_OF_PREFIXES * default_max_tokens(weight_shares(inner)))
-
-
-def weight_shares(model: PreTrainedModel) -> dict[torch.device, float]:
-    """Return the share of a model's weights on each device, an estimate of the share of its KV cache."""
-    weights: dict[torch.device, float] = {}
-    for weight in model.parameters():
-        if weight.device.type != "meta":  # offloaded weights run on a device that holds others
-            weights[weight.device] = weights.get(weight.device, 0.0) + weight.nbytes
-    total = sum(weights.values())
-    return {device: size / total for device, size in weights.items()} or {input_device(model): 1.0}
+def default_prefix_bytes(token_bytes: Mapping[torch.device, float]) -> int:
+    """Return a tenth of the KV cache's default size in bytes."""
+    return int(_SHARE_OF_PREFIXES * default_max_tokens(token_bytes) * sum(token_bytes.values()))
 
 
 def _cache_bytes(device: torch.device) -> float:

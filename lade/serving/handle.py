@@ -1,4 +1,4 @@
-"""The client side of a request: its queue slot, step stream, result and cancellation."""
+"""The client side of a request: its step stream, result and cancellation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import torch
 
@@ -364,53 +364,3 @@ def check_process(home: int) -> None:
             f"this engine decodes in process {home}, and process {os.getpid()}, which was forked from it, has no "
             "thread for that: make a new lade.Engine in this process"
         )
-
-
-class Queue(Protocol):
-    """The owner of queue slots."""
-
-    def release_slot(self, place: QueueSlot) -> Handle | None:
-        """Free a slot that no request has taken; otherwise return that request's handle."""
-        ...
-
-
-class QueueSlot:
-    """A slot in an engine's queue, from `Engine.reserve`. All methods are thread-safe.
-
-    A slot counts as a waiting request, so a full queue is noticed before the request is prepared. At the end of the
-    block a slot that no request has taken is free again.
-
-    >>> with engine.reserve() as place:
-    ...     ids = tokenizer("Once upon a time").input_ids
-    ...     handle = engine.add(ids, place=place, max_new_tokens=200)
-
-    Attributes:
-        handle: handle of the request that has taken the slot; None before.
-        engine: the queue that the slot belongs to.
-        released: True if the slot was released before a request took it.
-    """
-
-    def __init__(self, engine: Queue) -> None:
-        self.engine = engine
-        self.handle: Handle | None = None
-        self.released = False
-
-    def __repr__(self) -> str:
-        state = "taken" if self.handle is not None else "released" if self.released else "free"
-        return f"QueueSlot({state})"
-
-    def release(self) -> None:
-        """Release the slot unless a request has taken it. A request in preparation for it never starts."""
-        self.engine.release_slot(self)
-
-    def cancel(self) -> None:
-        """Release the slot, or cancel the request that has taken it."""
-        handle = self.engine.release_slot(self)
-        if handle is not None:
-            handle.cancel()
-
-    def __enter__(self) -> QueueSlot:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self.release()

@@ -1,4 +1,4 @@
-"""Admission: the waiting queue of an engine, and the thread that runs its batch."""
+"""Admission: the waiting queue of an engine, its slots, and the thread that runs its batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lade.errors import ConfigError, EngineClosedError, EngineFullError
 from lade.serving.batch import EngineBatch
 from lade.serving.capacity import Capacity
-from lade.serving.handle import Handle, QueueSlot, Wakeups, check_process
+from lade.serving.handle import Handle, Wakeups, check_process
 from lade.serving.request import EngineRequest
 from lade.serving.running import ActiveRequest
 from lade.serving.snapshot import CurrentWork, EngineSnapshot
@@ -68,6 +68,48 @@ class WaitingQueue:
         handles = [handle for queue in self._queues.values() for _, handle in queue]
         self._queues.clear()
         return handles
+
+
+class QueueSlot:
+    """A slot in an engine's queue, from `Engine.reserve`. All methods are thread-safe.
+
+    A slot counts as a waiting request, so a full queue is noticed before the request is prepared. At the end of the
+    block a slot that no request has taken is free again.
+
+    >>> with engine.reserve() as place:
+    ...     ids = tokenizer("Once upon a time").input_ids
+    ...     handle = engine.add(ids, place=place, max_new_tokens=200)
+
+    Attributes:
+        handle: handle of the request that has taken the slot; None before.
+        scheduler: the scheduler of the engine that the slot belongs to.
+        released: True if the slot was released before a request took it.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.handle: Handle | None = None
+        self.released = False
+
+    def __repr__(self) -> str:
+        state = "taken" if self.handle is not None else "released" if self.released else "free"
+        return f"QueueSlot({state})"
+
+    def release(self) -> None:
+        """Release the slot unless a request has taken it. A request in preparation for it never starts."""
+        self.scheduler.release_slot(self)
+
+    def cancel(self) -> None:
+        """Release the slot, or cancel the request that has taken it."""
+        handle = self.scheduler.release_slot(self)
+        if handle is not None:
+            handle.cancel()
+
+    def __enter__(self) -> QueueSlot:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.release()
 
 
 class Scheduler:
@@ -158,7 +200,7 @@ class Scheduler:
 
     def check_slot(self, place: QueueSlot) -> None:
         """Raise what `submit` would raise for a slot, before the request is prepared."""
-        if place.handle is not None or place.engine is not self:
+        if place.handle is not None or place.scheduler is not self:
             raise ConfigError(
                 "place", place, "give a slot that reserve() of this engine returned and no request has taken"
             )
