@@ -127,10 +127,9 @@ def facts_of(context: RequestContext) -> dict[str, Any]:
         "status": context.status,
         "ms": round(1e3 * context.seconds),
     }
-    in_flight = context.in_flight
-    if in_flight is None:
+    if not context.endpoint:
         return facts
-    handles = in_flight.handles
+    handles = context.handles
     steps = sum(handle.stats.steps for handle in handles)
     accepted = sum(handle.stats.accepted_tokens for handle in handles)
     queued = [handle.queue_s for handle in handles if handle.queue_s is not None]
@@ -140,9 +139,9 @@ def facts_of(context: RequestContext) -> dict[str, Any]:
         "cached": sum(handle.cached_tokens for handle in handles),
         "answer": sum(handle.stats.new_tokens for handle in handles),
         "queue_ms": round(1e3 * max(queued, default=0.0)),
-        "first_ms": None if in_flight.first_s is None else round(1e3 * in_flight.first_s),
+        "first_ms": None if context.first_s is None else round(1e3 * context.first_s),
         "tokens_per_step": round(accepted / steps, 2) if steps else None,
-        "end": in_flight.outcome,
+        "end": context.outcome,
     }
 
 

@@ -210,7 +210,7 @@ class Answer:
         self._context = RequestContext.of(request.scope)
         self._output = RequestOutput(self._service, self._body, self._context.id)
         self._formatter, self._sent = make_formatter(self._output), sent or self._body
-        self._in_flight = self._service.track(self._context, self._formatter.endpoint)
+        self._service.track(self._context, self._formatter.endpoint)
         self._headers: dict[str, str] = {}
         self._budget = GrammarBudget(MASK_SECONDS, MASK_TOKEN_SECONDS)
 
@@ -237,16 +237,16 @@ class Answer:
         why = f"the answer was not complete within {seconds:g} s: ask for fewer tokens, or give it a longer timeout"
         again = {"x-should-retry": "false"}  # clients would begin it again by themselves
         error = ApiError(504, TIMEOUT, why, code="deadline_exceeded", headers=again)
-        self._in_flight.call_later(left, self._in_flight.abort, error)
+        self._context.call_later(left, self._context.abort, error)
         return left
 
     def _failed(self, problem: Exception) -> ApiError:
-        problem = self._in_flight.aborted or problem
-        self._in_flight.problem = f"{type(problem).__name__}: {problem}"
+        problem = self._context.aborted or problem
+        self._context.problem = f"{type(problem).__name__}: {problem}"
         error = error_for(problem, self._context.id)
-        if error.status == 500 and any(handle.failed_alone for handle in self._in_flight.handles):
+        if error.status == 500 and any(handle.failed_alone for handle in self._context.handles):
             self._service.failed.add(self._context.owner, self._body)
-        self._in_flight.outcome = "error" if error.status == 500 else "rejected"
+        self._context.outcome = "error" if error.status == 500 else "rejected"
         field = (error.param or "").partition("[")[0].partition(".")[0]
         error.param = self._formatter.field_names.get(field, error.param)
         return error
@@ -263,7 +263,7 @@ class Answer:
             running = sum(len(each.slots) for each in self._service.in_flight if each.owner == owner)
             self._service.quotas.take(owner, limits, count, running)
         for _ in range(count):
-            self._in_flight.slots.append(self._serving.engine.reserve())
+            self._context.slots.append(self._serving.engine.reserve())
         try:
             choices = await self._service.in_worker(self._context.size, self._prepare)
         except UntriedGrammarError:  # raised before the first choice is submitted, as all share the grammar
@@ -296,7 +296,7 @@ class Answer:
         if body.prediction is not None:
             predicted = serving.model.ids(body.prediction.text, add_special_tokens=False)
             self._output.predicted = predicted[: serving.context]
-        choices, slots = list[Choice](), iter(list(self._in_flight.slots))
+        choices, slots = list[Choice](), iter(list(self._context.slots))
         for prompt in self._prompts():
             if not prompt.ids:
                 raise invalid(None, "the prompt has no tokens: send a longer one")
@@ -317,7 +317,7 @@ class Answer:
     def _prompts(self) -> list[EncodedPrompt]:
         prompts = list[EncodedPrompt]()
         for prompt in self._preprocessor.prompts(self._serving):
-            if self._in_flight.outcome is not None:
+            if self._context.outcome is not None:
                 raise ClientDisconnectedError
             prompts.append(prompt)
         return prompts
@@ -361,11 +361,11 @@ class Answer:
                     yield None
                     continue
                 number, step = found
-                if step is not None:
-                    self._in_flight.saw_token()
+                if self._context.first_s is None and step is not None:
+                    self._context.first_s = self._context.seconds
                 yield choices[number], choices[number].finish() if step is None else choices[number].take(step)
-        self._in_flight.outcome = choices[0].finish_reason
-        self._in_flight.predictions = self._output.predictions()
+        self._context.outcome = choices[0].finish_reason
+        self._context.predictions = self._output.predictions()
 
     async def _whole(self) -> Response:
         async for _ in self._deltas(None):
@@ -384,8 +384,8 @@ class Answer:
             async with aclosing(self._deltas(self._service.settings.ping_s)) as deltas:
                 async for found in deltas:
                     if found is None:
-                        if self._in_flight.aborted is not None:  # and the engine does not end its row
-                            raise self._in_flight.aborted
+                        if self._context.aborted is not None:  # and the engine does not end its row
+                            raise self._context.aborted
                         yield formatter.ping()
                         continue
                     for event in () if begun else formatter.first():

@@ -111,13 +111,11 @@ class DumpedRequest(msgspec.Struct):
 
 
 def _recorded(context: RequestContext) -> dict[str, Any]:
-    at = context.in_flight
-    assert at is not None  # only those of the engine are dumped
     return {
         "received": datetime.fromtimestamp(context.received_ns / 1e9, UTC).isoformat(),
-        "state": "running" if at.outcome is None else "failed" if at.problem else "done",
+        "state": "running" if context.outcome is None else "failed" if context.problem else "done",
         **facts_of(context),
-        "error": at.problem,
+        "error": context.problem,
         "bytes": context.size,
         "body": json.loads(context.body or b"null", object_hook=_bare),
     }
@@ -139,7 +137,7 @@ class CrashDump:
 
     def add(self, context: RequestContext, route: str) -> None:
         """Keep an answer that has ended, whatever its route."""
-        if context.in_flight is not None:
+        if context.endpoint:
             self._finished.append(_recorded(context))
 
     def write(self, kind: str, reason: str, details: str, running: Iterable[RequestContext]) -> None:

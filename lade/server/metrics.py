@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from lade.server.request_context import InFlightRequest, RequestContext
+from lade.server.request_context import RequestContext
 from lade.serving.snapshot import EngineSnapshot
 from lade.stats import Step
 from lade.version import __version__
@@ -106,27 +106,27 @@ class Metrics:
     def add(self, context: RequestContext, known_path: str) -> None:
         """Count an answer; `known_path` is a route's path, which bounds the number of labels."""
         self._responses.labels(self._model, known_path, str(context.status)).inc()
-        if context.in_flight is not None:
-            self._add_in_flight(context.in_flight, context.seconds)
+        if context.endpoint:
+            self._add_decoded(context)
             if context.key != "-":
-                self._add_for_key(context.key, context.in_flight)
+                self._add_for_key(context)
 
-    def _add_for_key(self, key: str, in_flight: InFlightRequest) -> None:
-        self._key_requests.labels(self._model, key, in_flight.outcome).inc()
+    def _add_for_key(self, context: RequestContext) -> None:
+        self._key_requests.labels(self._model, context.key, context.outcome).inc()
         for kind, tokens in (
-            ("prompt", sum(handle.prompt_tokens for handle in in_flight.handles)),
-            ("generation", sum(handle.stats.new_tokens for handle in in_flight.handles)),
+            ("prompt", sum(handle.prompt_tokens for handle in context.handles)),
+            ("generation", sum(handle.stats.new_tokens for handle in context.handles)),
         ):
-            self._key_tokens.labels(self._model, key, kind).inc(tokens)
+            self._key_tokens.labels(self._model, context.key, kind).inc(tokens)
 
-    def _add_in_flight(self, in_flight: InFlightRequest, seconds: float) -> None:
-        self._requests.labels(self._model, in_flight.endpoint, in_flight.outcome).inc()
-        if in_flight.first_s is not None:
-            self._first.observe(in_flight.first_s)
-            self._whole.observe(seconds)
-        for outcome, tokens in zip(("accepted", "rejected"), in_flight.predictions, strict=True):
+    def _add_decoded(self, context: RequestContext) -> None:
+        self._requests.labels(self._model, context.endpoint, context.outcome).inc()
+        if context.first_s is not None:
+            self._first.observe(context.first_s)
+            self._whole.observe(context.seconds)
+        for outcome, tokens in zip(("accepted", "rejected"), context.predictions, strict=True):
             self._predicted.labels(self._model, outcome).inc(tokens)
-        for handle in in_flight.handles:
+        for handle in context.handles:
             if handle.queue_s is not None:
                 self._queued.observe(handle.queue_s)
             if handle.stats.new_tokens == 0:

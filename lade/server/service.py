@@ -24,7 +24,7 @@ from lade.server.errors import ApiError, overloaded
 from lade.server.failures import CrashDump, FailedRequests, Watchdog, described
 from lade.server.metrics import Metrics, since
 from lade.server.output_parser import Markup
-from lade.server.request_context import InFlightRequest, RequestContext
+from lade.server.request_context import RequestContext
 from lade.server.served_model import ServedModel, TokenText
 from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
@@ -186,7 +186,7 @@ class Service:
         self._saved = (perf_counter(), 0)  # time and token count of the last save
         self.created = int(time.time())
         self.keys, self.reload = settings.keys, False
-        self.in_flight: dict[InFlightRequest, RequestContext] = {}
+        self.in_flight: list[RequestContext] = []
         self.failed = FailedRequests()
         self.quotas = Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
@@ -268,10 +268,10 @@ class Service:
         """Return request id, age in seconds and handle of each in-flight choice of a key; of all with `share="all"`."""
         now, shared = perf_counter(), self.settings.share == "all"
         return [
-            (context.id, now - request.began, each)
-            for request, context in self.in_flight.items()
-            if shared or request.owner == owner
-            for each in request.handles
+            (context.id, now - context.began, each)
+            for context in self.in_flight
+            if shared or context.owner == owner
+            for each in context.handles
         ]
 
     @property
@@ -310,7 +310,7 @@ class Service:
     def dump(self, kind: str, reason: str, details: str) -> None:
         """Write the last requests to the folder of crash dumps, if there is one; see `CrashDump.write`."""
         if self._crash_dump is not None:
-            self._crash_dump.write(kind, reason, details, list(self.in_flight.values()))
+            self._crash_dump.write(kind, reason, details, list(self.in_flight))
 
     def _reload(self) -> None:
         """Read the files of keys and limits again; an error in one leaves its settings as they were."""
@@ -349,28 +349,26 @@ class Service:
         pool = self._preparing if size <= SMALL else self._preparing_large
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    def track(self, context: RequestContext, endpoint: str) -> InFlightRequest:
+    def track(self, context: RequestContext, endpoint: str) -> None:
         """Register an in-flight request, which is aborted if it exceeds the queue timeout."""
-        request = context.in_flight = InFlightRequest(endpoint, context.owner)
-        self.in_flight[request] = context
+        context.endpoint = endpoint
+        self.in_flight.append(context)
         limit = self.settings.queue_timeout
         if limit is not None:
-            request.call_later(limit, _expire, request, limit)
-        return request
+            context.call_later(limit, _expire, context, limit)
 
     def ended(self, context: RequestContext, known_path: str) -> None:
         """Count and log a response that has ended; a fault in this costs no answer."""
-        request = context.in_flight
-        if request is not None and context.limits.tokens_per_minute is not None:
-            self.quotas.use(context.owner, request.tokens)
+        if context.endpoint and context.limits.tokens_per_minute is not None:
+            self.quotas.use(context.owner, context.tokens)
         try:
             self.metrics.add(context, known_path)
             for observe in self.observers:
                 observe(context, known_path)
         except Exception:
             logger.exception("%s was not counted", context.id)
-        if request is not None:  # after the observers: a dump by another thread finds it at one of the two places
-            self.in_flight.pop(request, None)
+        if context.endpoint:  # after the observers: a dump by another thread finds it at one of the two places
+            self.in_flight.remove(context)
 
     def drain(self) -> None:
         """Stop accepting requests; running ones continue."""
@@ -379,8 +377,8 @@ class Service:
 
     def abort(self) -> None:
         """Abort all in-flight requests."""
-        for request in list(self.in_flight):
-            request.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
+        for context in self.in_flight:
+            context.abort(overloaded("this server is shutting down", "server_shutting_down", close=True))
 
     def close(self) -> None:
         """Stop all threads, save draft memories and close the model."""
@@ -395,7 +393,7 @@ class Service:
         self._flush()
 
 
-def _expire(request: InFlightRequest, seconds: float) -> None:
-    if request.outcome is None and request.waiting:
+def _expire(context: RequestContext, seconds: float) -> None:
+    if context.outcome is None and context.waiting:
         why = f"no row became free within {seconds:g} s: retry later"
-        request.abort(overloaded(why, "queue_timeout"))
+        context.abort(overloaded(why, "queue_timeout"))
