@@ -78,18 +78,15 @@ class AccessLog(logging.Handler):
         """Log the work since the last line, if it is due and anything was decoded."""
         if snapshot is None or self._clock() < self._next:
             return
-        self._next, last, self._last = self._clock() + EVERY_S, self._last, snapshot
-        new = snapshot.new_tokens - (last.new_tokens if last else 0)
-        steps = snapshot.steps - (last.steps if last else 0)
-        prompt = snapshot.prompt_tokens - (last.prompt_tokens if last else 0)
-        cached = snapshot.cached_tokens - (last.cached_tokens if last else 0)
-        if new:
+        new = snapshot if self._last is None else snapshot.since(self._last)
+        self._next, self._last = self._clock() + EVERY_S, snapshot
+        if new.new_tokens:
             facts = {
-                "rows": snapshot.rows,
-                "waiting": snapshot.waiting,
-                "tokens_per_s": round(new / EVERY_S, 1),
-                "tokens_per_step": round(new / steps, 2) if steps else 0.0,
-                "cached": round(cached / prompt, 2) if prompt else 0.0,
+                "rows": new.rows,
+                "waiting": new.waiting,
+                "tokens_per_s": round(new.new_tokens / EVERY_S, 1),
+                "tokens_per_step": round(new.new_tokens / new.steps, 2) if new.steps else 0.0,
+                "cached": round(new.cached_tokens / new.prompt_tokens, 2) if new.prompt_tokens else 0.0,
             }
             self._line("info", facts)
 

@@ -6,7 +6,6 @@ import platform
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,11 +51,6 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "host_seconds": ("Seconds of decoding outside of forward passes.", lambda now: now.decode_s - now.forward_s),
     "prefill_seconds": ("Seconds of prefill.", lambda now: now.prefill_s),
 }
-
-_SUMS = (
-    "requests", "prompt_tokens", "cached_tokens", "new_tokens", "displacements", "passes", "steps",
-    "resting_steps", "fed_tokens", "sources", "acceptance", "prefill_s", "decode_s", "forward_s",
-)  # fmt: skip
 
 
 class Metrics:
@@ -184,15 +178,6 @@ def _series(
     for labels, value in samples:
         made.add_metric(list(labels.values()), value)
     return made
-
-
-def since(before: EngineSnapshot, now: EngineSnapshot) -> EngineSnapshot:
-    """Return a snapshot whose totals are relative to an earlier one."""
-    values: dict[str, Any] = {}
-    for name in _SUMS:
-        old, new = getattr(before, name), getattr(now, name)
-        values[name] = {key: new[key] - old.get(key, 0) for key in new} if isinstance(new, Mapping) else new - old
-    return replace(now, **values)
 
 
 class _Labelled:

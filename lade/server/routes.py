@@ -29,7 +29,7 @@ from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesReq
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
 from lade.server.schemas import ChatRequest, CompletionRequest, Flag, Model, Text, TokenId, check_model, not_served
-from lade.server.serialization import EventStream, Json, event
+from lade.server.serialization import Json, event
 from lade.server.service import Service, Serving
 from lade.server.settings import MAX_DETOKENIZED
 from lade.serving.handle import Handle
@@ -330,8 +330,4 @@ async def load_model(request: Request, body: LoadRequest) -> Response:
     """Report the model as loaded, for `transformers chat`."""
     service = _service(request)
     ready_now = {"status": "ready", "cached": service.serving is not None, "model": service.settings.name}
-
-    async def once() -> Any:
-        yield event(ready_now)
-
-    return EventStream(once())
+    return Response(event(ready_now), media_type="text/event-stream")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from lade.config import Lookahead
 from lade.model.prepared import ids_of, vocabulary_of
 from lade.model.supports import unwrap
@@ -79,7 +81,7 @@ class TokenText:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         kind = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
         self._byte_level, self._spaced = "ByteLevel" in kind, "▁" in kind
-        self._bytes = byte_alphabet() if self._byte_level else {}
+        self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()} if self._byte_level else {}
 
     def text(self, token: int) -> str:
         """Return the text of a token: its name if special, with replacement characters if it splits a character."""
@@ -127,10 +129,3 @@ class TextOffsets:
 def finite(logprob: float) -> float:
     """Return a logprob that JSON can represent."""
     return max(logprob, -9999.0)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return the characters that byte-level tokenizers map bytes to (openai/gpt-2, encoder.py)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

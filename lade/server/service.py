@@ -22,7 +22,7 @@ from lade.server.access_log import AccessLog
 from lade.server.chat_template import ChatTemplate
 from lade.server.errors import ApiError, overloaded
 from lade.server.failures import CrashDump, FailedRequests, Watchdog, described
-from lade.server.metrics import Metrics, since
+from lade.server.metrics import Metrics
 from lade.server.output_parser import Markup
 from lade.server.request_context import RequestContext
 from lade.server.served_model import ServedModel, TokenText
@@ -262,7 +262,7 @@ class Service:
         serving = self._serving
         if serving is None or serving.idle is None:
             return None
-        return since(serving.idle, serving.engine.snapshot())
+        return serving.engine.snapshot().since(serving.idle)
 
     def rows(self, owner: str) -> list[tuple[str, float, Handle]]:
         """Return request id, age in seconds and handle of each in-flight choice of a key; of all with `share="all"`."""

@@ -156,9 +156,7 @@ class PrefixCache:
 
     def lacks(self, scope: Scope, tokens: Sequence[int]) -> bool:
         """Return True if no cached text begins with these tokens and they are long enough to be cached."""
-        wanted = np.asarray(tokens, dtype=np.int64)
-        known = any(common(text.tokens, wanted) == len(wanted) for _, text in self._in_scope(scope))
-        return len(wanted) >= MIN_PREFIX and not known
+        return len(tokens) >= MIN_PREFIX and self._longest(scope, tokens)[0] < len(tokens)
 
     def put(self, text: CachedText) -> None:
         """Add a text, replacing texts that are prefixes of it. A text larger than the cache is not added."""
