@@ -19,11 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message
 
 from lade.server.errors import ApiError, error_response
-from lade.server.failures import LONGEST_BODY
-from lade.server.middleware import AuthMiddleware, BodyMiddleware
+from lade.server.middleware import AuthMiddleware
 from lade.server.request_context import RequestContextMiddleware
 from lade.server.routes import router
 from lade.server.service import Service
@@ -91,9 +90,7 @@ def build_app(service: Service) -> FastAPI:
     settings = service.settings
     if settings.page:
         mount_page(app)
-    kept = 0 if settings.crash_dump is None else LONGEST_BODY
     # the middleware added last runs first
-    app.add_middleware(BodyMiddleware, most_bytes=lambda: service.max_body, wanted=_wants_body, longest_kept=kept)
     app.add_middleware(AuthMiddleware, settings=settings, keys=lambda: service.keys)
     if settings.cors_origins:
         app.add_middleware(
@@ -105,11 +102,6 @@ def build_app(service: Service) -> FastAPI:
         )
     app.add_middleware(RequestContextMiddleware, ended=lambda context: service.ended(context, _known(context.path)))
     return app
-
-
-def _wants_body(scope: Scope) -> bool:
-    """Return True if a route reads the body: unknown routes get 404 before their body is read."""
-    return scope["method"] == "POST" and any(route.matches(scope)[0] is Match.FULL for route in router.routes)
 
 
 def _known(path: str) -> str:

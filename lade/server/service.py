@@ -164,6 +164,7 @@ class Service:
         unsaved: exception of the last save, or None.
         created: time of creation in seconds since the epoch.
         observers: called with the context and the route of each response that has ended.
+        body_bytes: size of all request bodies in memory, in bytes.
         reload: set to make `watch` read the files of keys and limits again.
         failed, quotas: requests whose passes failed, and what each key uses.
         trials: runs the preparation of requests whose grammars need a trial.
@@ -187,6 +188,7 @@ class Service:
         self.created = int(time.time())
         self.keys, self.reload = settings.keys, False
         self.in_flight: list[RequestContext] = []
+        self.body_bytes = 0
         self.failed = FailedRequests()
         self.quotas = Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
@@ -359,6 +361,7 @@ class Service:
 
     def ended(self, context: RequestContext, known_path: str) -> None:
         """Count and log a response that has ended; a fault in this costs no answer."""
+        self.body_bytes -= context.size
         if context.endpoint and context.limits.tokens_per_minute is not None:
             self.quotas.use(context.owner, context.tokens)
         try:
