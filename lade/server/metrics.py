@@ -135,10 +135,6 @@ class Metrics:
         """Return all series in Prometheus' text format."""
         return generate_latest(_Labelled(self._registry, self._labels))
 
-    def describe(self) -> list[Metric]:
-        """Return nothing, so that registration does not collect."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Yield the series that are read from the engine."""
         model = {"model": self._model}

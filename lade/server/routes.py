@@ -281,10 +281,10 @@ async def version(request: Request) -> Response:
 @router.get("/v1/lade/status", responses=whole(state=TEXT, rows=ROWS))
 async def status(request: Request) -> Response:
     """List the running requests of this key, without their texts; those of others are told by no number here."""
-    service = _service(request)
-    now = service.serving.engine.snapshot()
-    rows = service.rows(RequestContext.of(request.scope).owner)
-    alone = service.settings.share == "all" or len(service.keys.all) < 2
+    service, owner = _service(request), RequestContext.of(request.scope).owner
+    now, shared = service.serving.engine.snapshot(), service.settings.share == "all"
+    own = [each for each in service.in_flight if shared or each.owner == owner]
+    alone = shared or len(service.keys.all) < 2
     used = {"used": now.slots, "reserved": now.room} if alone else {}  # they grow with others' texts
     body = {
         "state": "ok",
@@ -292,17 +292,17 @@ async def status(request: Request) -> Response:
         "rows_limit": now.max_rows,
         "waiting_limit": now.max_waiting,
         "kv_slots": {**used, "limit": now.max_slots},
-        "rows": [_row(*row) for row in rows],
+        "rows": [_row(context, handle) for context in own for handle in context.handles],
     }
     return Json(body)
 
 
-def _row(name: str, age_s: float, handle: Handle) -> dict[str, Any]:
+def _row(context: RequestContext, handle: Handle) -> dict[str, Any]:
     state = "queued" if handle.queue_s is None else "prefill" if handle.prefill_s is None else "decoding"
     return {
-        "id": name,
+        "id": context.id,
         "state": state,
-        "age_s": round(age_s, 3),
+        "age_s": round(context.seconds, 3),
         "prompt_tokens": handle.prompt_tokens,
         "answer_tokens": handle.stats.new_tokens,
         "tokens_per_step": round(handle.stats.tokens_per_step, 3),

@@ -30,7 +30,6 @@ from lade.server.settings import Settings
 from lade.server.structured_output import GrammarCompiler
 from lade.server.tenants import Quotas, TenantMemories
 from lade.serving.engine import Engine
-from lade.serving.handle import Handle
 from lade.serving.snapshot import EngineSnapshot
 from lade.version import __version__
 
@@ -265,16 +264,6 @@ class Service:
         if serving is None or serving.idle is None:
             return None
         return serving.engine.snapshot().since(serving.idle)
-
-    def rows(self, owner: str) -> list[tuple[str, float, Handle]]:
-        """Return request id, age in seconds and handle of each in-flight choice of a key; of all with `share="all"`."""
-        now, shared = perf_counter(), self.settings.share == "all"
-        return [
-            (context.id, now - context.began, each)
-            for context in self.in_flight
-            if shared or context.owner == owner
-            for each in context.handles
-        ]
 
     @property
     def health(self) -> dict[str, str]:

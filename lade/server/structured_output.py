@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from time import thread_time
 from typing import Any, NamedTuple
@@ -49,11 +49,8 @@ class UntriedGrammarError(Exception):
     """A grammar needs a trial before it is compiled, which may take long, see `GrammarCompiler.serving`."""
 
 
-class _Request(threading.local):
-    """The client that a thread serves, and whether unknown grammars are tried."""
-
-    client = ""
-    tries = False
+_serving = ContextVar("serving", default=("", False))
+"""The client that a thread serves, and whether unknown grammars are tried."""
 
 
 class GrammarCompiler:
@@ -63,7 +60,6 @@ class GrammarCompiler:
         self._unavailable = ""  # the reason, if grammars are
         self._vocabulary: Vocabulary | None = None
         self._trial: GrammarTrial | None = None
-        self._request = _Request()
         self._of_client = lru_cache(MAX_CLIENTS)(self._with_trials)  # how soon one compiles tells what is known
         try:
             self._vocabulary = vocabulary_of_tokenizer(model.tokenizer, model.ends)
@@ -74,11 +70,11 @@ class GrammarCompiler:
     @contextmanager
     def serving(self, client: str, *, tries: bool = False) -> Iterator[None]:
         """Serve a client in this thread, with trials of unknown grammars or without; others' grammars are not used."""
-        self._request.client, self._request.tries = client, tries
+        token = _serving.set((client, tries))
         try:
             yield
         finally:
-            self._request.client, self._request.tries = "", False
+            _serving.reset(token)
 
     def _with_trials(self, client: str) -> Vocabulary:
         """Return a vocabulary for one client, whose untried grammars are tried in the process."""
@@ -89,7 +85,7 @@ class GrammarCompiler:
         def try_first(grammar: str) -> None:
             if (why := slow.get(grammar)) is not None:
                 raise SlowGrammarError(why)
-            if not self._request.tries:
+            if not _serving.get()[1]:
                 raise UntriedGrammarError
             try:
                 trial(grammar)
@@ -114,7 +110,7 @@ class GrammarCompiler:
         """
         if self._vocabulary is None:
             raise unsupported(param, self._unavailable)
-        return self._of_client(self._request.client)
+        return self._of_client(_serving.get()[0])
 
     def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
         """Return the processor of one answer, with the request's common mask budget.

@@ -322,7 +322,6 @@ class EngineBatch:
         start = perf_counter()
         if argmax_ids is not None:
             active.request.images = None
-            active.handle.set_prompt_logprobs(active.prompt_logprobs)
             self._reuse.put_prompt(active)
             row.choose_first(logits, argmax_ids)
             self._count_prefill(start, [active])

@@ -156,6 +156,7 @@ class Handle:
         seed: int | None,
         on_step: Callable[[Step], None] | None = None,
         prompt_tokens: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
         text: AnswerText | None = None,
         wakeups: Wakeups | None = None,
     ) -> None:
@@ -167,10 +168,9 @@ class Handle:
         self.reason: Reason | None = None
         self.began = perf_counter()
         self.ended: float | None = None
-        self._cancel, self._on_step, self._text = cancel, on_step, text
+        self._cancel, self._on_step, self._text, self._prompt_logprobs = cancel, on_step, text, prompt_logprobs
         self._wakeups = Wakeups() if wakeups is None else wakeups
         self._steps: list[Step] = []
-        self._prompt_logprobs: PromptLogprobs | None = None
         self._result: Output | BaseException | None = None  # None after the end: cancelled
         self._ended = False
         self._changed = threading.Condition()
@@ -208,7 +208,7 @@ class Handle:
 
         None before the first step, and if `Engine.add` was not asked for them.
         """
-        return None if self._prompt_logprobs is None else self._prompt_logprobs.tokens()
+        return self._prompt_logprobs.tokens() if self._prompt_logprobs is not None and self._steps else None
 
     @property
     def stop_text(self) -> str | None:
@@ -317,10 +317,6 @@ class Handle:
         """Record the start of prefill; later calls, after a preemption, have no effect. For the engine."""
         if self.queue_s is None:
             self.queue_s = perf_counter() - self.began
-
-    def set_prompt_logprobs(self, logprobs: PromptLogprobs | None) -> None:
-        """Set the logprobs of the prompt, which has been fed. For the engine."""
-        self._prompt_logprobs = logprobs
 
     def add_step(self, step: Step, forward_s: float) -> None:
         """Add a step, which took `forward_s` seconds in the model; raise what `on_step` raises. For the engine."""

@@ -218,6 +218,7 @@ class Scheduler:
             seed=request.seed,
             on_step=on_step,
             prompt_tokens=request.prompt_tokens,
+            prompt_logprobs=request.prompt_logprobs,
             text=request.text,
             wakeups=self._wakeups,
         )
