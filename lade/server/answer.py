@@ -40,19 +40,13 @@ from lade.server.structured_output import UntriedGrammarError, check_ends, reque
 
 
 class Preprocessor(ABC):
-    """Converts a request body to inputs of the engine.
-
-    Attributes:
-        parses_markup: True if answers have the markup of messages, whose tags may be special tokens.
-        prompt_count: number of prompts.
-        top_logprobs, prompt_logprobs: numbers of alternatives per token of answer and prompt; None for no logprobs.
-    """
+    """Converts a request body to inputs of the engine."""
 
     body: BaseRequest
-    parses_markup = False
+    parses_markup = False  # True if answers have the markup of messages, whose tags may be special tokens
     prompt_count = 1
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    top_logprobs: int | None = None  # number of alternatives per token of the answer; None for no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt
 
     @abstractmethod
     def prompts(self, serving: Serving) -> Iterable[EncodedPrompt]:

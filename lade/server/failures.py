@@ -47,16 +47,13 @@ SET_UP = frozenset(
 class Watchdog:
     """Watches the decoding thread of an engine.
 
-    Only the time of one piece of work counts, such as one pass, however long a request takes.
-
-    Attributes:
-        limit_s: seconds that a piece of work may take, set-up aside; 0 for no limit. It may be set at any time.
-        reason: description of the work that takes too long; "" if none does.
+    Only the time of one piece of work counts, such as one pass, however long a request takes. `limit_s` is what it may
+    take, set-up aside, 0 for no limit; it may be set at any time.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = perf_counter) -> None:
         self.limit_s, self._clock = limit_s, clock
-        self.reason = ""
+        self.reason = ""  # describes the work that takes too long
         self._began: float | None = None  # of the work that is watched
         self._looked = self._set_up_s = 0.0
 
@@ -179,9 +176,7 @@ def read_dump(path: Path) -> list[DumpedRequest]:
 class FailedRequests:
     """Remembers requests whose passes failed, so that clients' retries do not make all others' texts be fed again.
 
-    Attributes:
-        known: time of the last failure and number of failures by digest. Digesting a large body takes milliseconds, so
-            nothing is checked while there are none.
+    Digesting a large body takes milliseconds, so nothing is checked while there are none.
     """
 
     TRIES = 2  # failures after which a request is refused
@@ -189,7 +184,7 @@ class FailedRequests:
     MOST = 256  # requests that are remembered; the oldest are forgotten first
 
     def __init__(self) -> None:
-        self.known: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self.known: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # last time, and number of failures
 
     def check(self, owner: str, body: object) -> None:
         """Raise `ApiError` for a request that has failed too often."""

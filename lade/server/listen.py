@@ -216,9 +216,6 @@ class Server(uvicorn.Server):
 
     After the first signal new requests are refused and `/ready` reports it, over connections that stay open; uvicorn
     would close them. Once the last answer has ended or timed out, uvicorn shuts down as usual.
-
-    Attributes:
-        ends_at: the time by which running answers have to end, on the `perf_counter` clock; None before a signal.
     """
 
     def __init__(self, service: Service) -> None:
@@ -236,7 +233,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
-        self.ends_at: float | None = None
+        self.ends_at: float | None = None  # when running answers have to end; None before a signal
         self._left = 0  # answers in flight when the shutdown began: those refused since are none
         self._aborted = self._told = self._dying = False
 

@@ -60,16 +60,12 @@ class Metrics:
         snapshot: function that returns the engine's snapshot; None before there is an engine.
         ready: function that returns True if requests are accepted.
         replica: value of the replica label; "" for a single server.
-
-    Attributes:
-        info: labels of `lade_info` besides the versions.
-        compiled: histogram of the time that grammars take to compile.
     """
 
     def __init__(
         self, model: str, snapshot: Callable[[], EngineSnapshot | None], ready: Callable[[], bool], replica: str = ""
     ) -> None:
-        self.info: dict[str, str] = {}
+        self.info: dict[str, str] = {}  # labels of `lade_info` besides the versions
         self._labels = {"replica": replica} if replica else {}
         self._model, self._snapshot, self._ready = model, snapshot, ready
         self._registry = CollectorRegistry()

@@ -27,18 +27,12 @@ _DECODER = json.JSONDecoder(strict=False)
 
 @dataclass
 class ToolCall:
-    """A tool call, or an increment of one.
+    """A tool call, or an increment of one."""
 
-    Attributes:
-        index: index among the tool calls of the answer.
-        arguments: arguments as JSON text.
-        id, name: id for the client and name of the function; "" in an increment of a call that has begun.
-    """
-
-    index: int
-    arguments: str = ""
-    id: str = ""
-    name: str = ""
+    index: int  # among the tool calls of the answer
+    arguments: str = ""  # as JSON
+    id: str = ""  # for the client; "" in an increment of a call that has begun
+    name: str = ""  # of the function; "" as well
 
     @property
     def whole(self) -> dict[str, Any]:

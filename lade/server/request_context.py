@@ -79,44 +79,27 @@ _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 @dataclass(eq=False)
 class RequestContext:
-    """A request and its response; if tokens are decoded for it, from its queue slots to its last token.
+    """A request and its response; if tokens are decoded for it, from its queue slots to its last token."""
 
-    Attributes:
-        id: the client's request id, or a new one.
-        key: name of the API key; "-" without keys.
-        owner: tenant of the key, see `Key.owner`.
-        size: size of the body in bytes.
-        body: the body, if it is kept for crash dumps.
-        status: HTTP status of the response; 0 before it begins.
-        began: arrival time on the `perf_counter` clock.
-        received_ns: arrival time in nanoseconds since the epoch.
-        endpoint: name of the API, such as "chat" or "completions"; "" if nothing is decoded.
-        outcome: "stop", "length", "tool_calls", "rejected" or "error"; "cancelled" after a disconnect; None before.
-        aborted: exception with which the server ended the request; None if it did not.
-        problem: type and message of the exception that has ended the request; "" for none.
-        first_s: seconds until the first token; None before.
-        predictions: numbers of accepted and rejected tokens of the predicted output, set at the end.
-    """
-
-    id: str
+    id: str  # the client's, or a new one
     path: str
     method: str = "-"
-    key: str = "-"
-    owner: str = "-"
+    key: str = "-"  # name of the API key; "-" without keys
+    owner: str = "-"  # tenant of the key, see `Key.owner`
     limits: KeyLimits = NO_LIMITS
-    size: int = 0
-    body: bytes = field(default=b"", repr=False)
+    size: int = 0  # of the body, in bytes
+    body: bytes = field(default=b"", repr=False)  # if it is kept for crash dumps
     headers: Headers = field(default_factory=Headers, repr=False)
-    status: int = 0
-    began: float = field(default_factory=perf_counter)
-    received_ns: int = field(default_factory=time_ns)
-    endpoint: str = ""
+    status: int = 0  # of the response; 0 before it begins
+    began: float = field(default_factory=perf_counter)  # when it arrived
+    received_ns: int = field(default_factory=time_ns)  # the same, since the epoch
+    endpoint: str = ""  # name of the API, such as "chat" or "completions"; "" if nothing is decoded
     slots: list[QueueSlot] = field(default_factory=list)
-    outcome: str | None = None
-    aborted: Exception | None = None
-    problem: str = ""
-    first_s: float | None = None
-    predictions: tuple[int, int] = (0, 0)
+    outcome: str | None = None  # "stop", "length", "tool_calls", "rejected", "error" or "cancelled"; None before
+    aborted: Exception | None = None  # with which the server ended the request
+    problem: str = ""  # type and message of the exception that has ended the request
+    first_s: float | None = None  # seconds until the first token; None before
+    predictions: tuple[int, int] = (0, 0)  # accepted and rejected tokens of the predicted output, set at the end
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     @classmethod

@@ -97,15 +97,11 @@ class Tools:
     """The functions of a request, alone or in namespaces.
 
     The model sees a function of a namespace as `namespace__name`; the client gets the two names separately.
-
-    Attributes:
-        functions: the functions in the chat API's format.
-        dropped: types of the tools that are not served.
     """
 
     def __init__(self, given: Sequence[ResponsesTool] | None) -> None:
-        self.functions: list[dict[str, Any]] = []
-        self.dropped: list[str] = []
+        self.functions: list[dict[str, Any]] = []  # in the chat API's format
+        self.dropped: list[str] = []  # types of the tools that are not served
         self._places: dict[str, dict[str, str]] = {}
         for tool in given or ():
             if tool.type == "namespace":

@@ -22,25 +22,18 @@ class ServedModel:
     """A model, its tokenizer and the sampling defaults of its checkpoint.
 
     Attributes:
-        model: a transformers causal language model with a greedy generation_config.
-        tokenizer: with the chat template to use, if any.
-        sampling: sampling defaults of the checkpoint, by argument of `model.generate`.
-        context: context length in tokens; None if unknown.
-        lookahead: default method of requests.
         encode_images: function of messages with images and template arguments, which returns ids and further arguments
             of `generate`; None if the model takes no images.
-        save: function that saves draft memories, raising `LadeError` on failure; None to save nothing.
-        close: called when the server has ended.
     """
 
-    model: Any
-    tokenizer: Any
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    context: int | None = None
-    lookahead: Lookahead = "auto"
+    model: Any  # a transformers causal language model with a greedy generation_config
+    tokenizer: Any  # with the chat template to use, if any
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's, by argument of `model.generate`
+    context: int | None = None  # length in tokens; None if unknown
+    lookahead: Lookahead = "auto"  # default method of requests
     encode_images: Callable[..., tuple[list[int], Mapping[str, Any]]] | None = None
-    save: Callable[[], None] | None = None
-    close: Callable[[], None] = lambda: None
+    save: Callable[[], None] | None = None  # saves draft memories, raising `LadeError` on failure
+    close: Callable[[], None] = lambda: None  # called when the server has ended
 
     @property
     def chat_template(self) -> str:
@@ -107,14 +100,10 @@ class TokenText:
 
 
 class TextOffsets:
-    """Incremental offsets of tokens in a text, in characters.
-
-    Attributes:
-        end: length of the text so far.
-    """
+    """Incremental offsets of tokens in a text, in characters."""
 
     def __init__(self, token_text: TokenText) -> None:
-        self._token_text, self.end = token_text, 0
+        self._token_text, self.end = token_text, 0  # the end is the length of the text so far
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
     def take(self, tokens: Iterable[int]) -> list[int]:

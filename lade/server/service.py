@@ -72,21 +72,17 @@ class Serving:
         model: the model that was loaded.
         settings: those of the server.
         several_keys: returns True if requests of several keys are served now.
-
-    Attributes:
-        context: maximum tokens of prompt and answer; None for no limit.
-        idle: snapshot after the warm-up, from which totals count; None before it is over.
     """
 
     def __init__(self, model: ServedModel, settings: Settings, several_keys: Callable[[], bool]) -> None:
         model.ids("")  # resets truncation and padding once, before other threads encode
         self.model, self._settings = model, settings
         limits = [limit for limit in (settings.context, model.context) if limit is not None]
-        self.context = min(limits, default=None)
+        self.context = min(limits, default=None)  # most tokens of prompt and answer
         self.template = ChatTemplate(model, settings.template_arguments)
         self.markup, self.token_text = Markup(model), TokenText(model.tokenizer)
         self.memories = TenantMemories(model.lookahead, settings.share, several_keys)
-        self.idle: EngineSnapshot | None = None
+        self.idle: EngineSnapshot | None = None  # after the warm-up; totals count from there
         self.engine = Engine(
             model.model,
             max_rows=settings.max_rows,
@@ -156,18 +152,6 @@ class Service:
         load: function that loads the model, called once in a thread of its own.
         announce: called with the model when the server is ready.
         log: access log; None for none.
-
-    Attributes:
-        reason: description of the engine's failure, if the phase is "dead".
-        problem: exception that kept the model from being loaded, or None.
-        unsaved: exception of the last save, or None.
-        created: time of creation in seconds since the epoch.
-        observers: called with the context and the route of each response that has ended.
-        body_bytes: size of all request bodies in memory, in bytes.
-        reload: set to make `watch` read the files of keys and limits again.
-        failed, quotas: requests whose passes failed, and what each key uses.
-        trials: runs the preparation of requests whose grammars need a trial.
-        fingerprint: version, and a digest of the model once it is ready.
     """
 
     def __init__(
@@ -180,24 +164,25 @@ class Service:
         self._given, self.settings = settings, settings.current()
         self._load, self._announce, self._log = load, announce, log
         self.phase: Phase = "loading"
-        self.reason = ""
-        self.problem: BaseException | None = None
-        self.unsaved: Exception | None = None
+        self.reason = ""  # of the engine's failure, if the phase is "dead"
+        self.problem: BaseException | None = None  # that kept the model from being loaded
+        self.unsaved: Exception | None = None  # of the last save
         self._saved = (perf_counter(), 0)  # time and token count of the last save
         self.created = int(time.time())
-        self.keys, self.reload = settings.keys, False
+        self.keys = settings.keys
+        self.reload = False  # set to make `watch` read the files of keys and limits again
         self.in_flight: list[RequestContext] = []
-        self.body_bytes = 0
-        self.failed = FailedRequests()
-        self.quotas = Quotas()
+        self.body_bytes = 0  # of all requests in memory
+        self.failed, self.quotas = FailedRequests(), Quotas()
         self.metrics = Metrics(settings.name, self.snapshot, lambda: self.phase == "ready", settings.replica)
-        self.fingerprint = _VERSION
+        self.fingerprint = _VERSION  # with a digest of the model once it is ready
         self._preparing = ThreadPoolExecutor(PREPARING, thread_name_prefix="lade.serve")
         self._preparing_large = ThreadPoolExecutor(PREPARING_LARGE, thread_name_prefix="lade.serve large")
-        self.trials = FairExecutor("lade.serve trial")
+        self.trials = FairExecutor("lade.serve trial")  # prepares requests whose grammars need a trial
         self._serving: Serving | None = None
         self._watchdog = Watchdog(self.settings.pass_timeout)
         self._crash_dump = None if (at := settings.crash_dump) is None else CrashDump(at, settings.name)
+        # called with the context and the route of each response that has ended
         self.observers = [each.add for each in (self._crash_dump, log) if each is not None]
         self._flush: Callable[[], None] = lambda: None
         if settings.otel:

@@ -57,66 +57,37 @@ class Changes(Struct, forbid_unknown_fields=True, rename="kebab"):
 
 @dataclass(frozen=True)
 class Settings:
-    """Configuration and limits of a server.
-
-    Attributes:
-        names: names of the served model; the first one is reported to clients.
-        keys: API keys; if empty, requests need none.
-        read_keys: function that reads the keys again; None without a file of keys.
-        config: TOML file of `Changes`.
-        allowed_hosts: accepted `Host` names besides this machine's own; "*" for any.
-        cors_origins: origins whose pages may read answers; "*" for any.
-        max_rows, max_waiting, max_tokens: see `lade.Engine`.
-        context: maximum tokens of prompt and answer; None for the model's own limit.
-        answer_tokens: maximum tokens of an answer if the request sets no limit.
-        prefix_cache: size of the prefix cache in bytes; None: a tenth of the KV cache's default size, or 0 if the
-            model's states cannot be cached.
-        share: scope of cached prefixes and draft memories: "key", "all" or "none".
-        template_arguments: default arguments of the chat template.
-        max_body: maximum size of a request body in bytes; None: 4 MiB, or 16 MiB if the model takes images.
-        queue_timeout: maximum time in the queue in seconds; None for no limit.
-        request_timeout: maximum time of a request from its arrival to its last token in seconds; None for no limit.
-        pass_timeout: time in seconds after which a pass counts as hung, and the server as not alive; 0 for no limit.
-        shutdown_timeout: time that running answers have after SIGTERM, in seconds.
-        ping_s: seconds of silence in a stream after which a ping is sent.
-        metrics, page: True to serve `/metrics`, and the chat page.
-        acceptance: acceptance of drafts in answers: "none" or "summary".
-        strict: True to refuse unknown fields.
-        replica: replica label of the metrics; "" for a single server.
-        save_s: seconds between saves of draft memories.
-        otel: True to make OpenTelemetry spans.
-        crash_dump: folder for the last requests when the engine fails or hangs; None to keep no requests.
-    """
+    """Configuration and limits of a server."""
 
     host: str = "127.0.0.1"
-    names: tuple[str, ...] = ("model",)
-    keys: Keys = NO_KEYS
-    read_keys: Callable[[], Keys] | None = None
-    config: Path | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("model",)  # of the served model; the first one is reported to clients
+    keys: Keys = NO_KEYS  # if empty, requests need none
+    read_keys: Callable[[], Keys] | None = None  # reads the keys again; None without a file of keys
+    config: Path | None = None  # TOML file of `Changes`
+    allowed_hosts: tuple[str, ...] = ()  # accepted `Host` names besides this machine's own; "*" for any
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may read answers; "*" for any
     max_rows: int = 16
     max_waiting: int = 64
-    max_tokens: int | None = None
-    context: int | None = None
-    answer_tokens: int = 1024
-    prefix_cache: int | None = None
-    share: str = "key"
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    max_body: int | None = None
-    queue_timeout: float | None = None
-    request_timeout: float | None = None
-    pass_timeout: float = 120.0
-    shutdown_timeout: float = 30.0
-    ping_s: float = 15.0
+    max_tokens: int | None = None  # see `lade.Engine`, also for the two before
+    context: int | None = None  # most tokens of prompt and answer; None for the model's own limit
+    answer_tokens: int = 1024  # most tokens of an answer if the request sets no limit
+    prefix_cache: int | None = None  # bytes, see `lade.Engine`
+    share: str = "key"  # scope of cached prefixes and draft memories: "key", "all" or "none"
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # defaults for the chat template
+    max_body: int | None = None  # bytes of a request's body; None: 4 MiB, or 16 MiB if the model takes images
+    queue_timeout: float | None = None  # most seconds in the queue; None for no limit
+    request_timeout: float | None = None  # most seconds from arrival to the last token; None for no limit
+    pass_timeout: float = 120.0  # seconds until a pass counts as hung, and the server as not alive; 0 for no limit
+    shutdown_timeout: float = 30.0  # seconds that running answers have after SIGTERM
+    ping_s: float = 15.0  # seconds of silence in a stream after which a ping is sent
     metrics: bool = True
-    acceptance: str = "none"
+    acceptance: str = "none"  # acceptance of drafts in answers: "none" or "summary"
     page: bool = True
-    strict: bool = False
-    replica: str = ""
-    save_s: float = 180.0
-    otel: bool = False
-    crash_dump: Path | None = None
+    strict: bool = False  # unknown fields are refused
+    replica: str = ""  # label of the metrics; "" for a single server
+    save_s: float = 180.0  # seconds between saves of draft memories
+    otel: bool = False  # OpenTelemetry spans are made
+    crash_dump: Path | None = None  # folder for the last requests when the engine fails or hangs; None to keep none
 
     def current(self) -> Settings:
         """Return these settings with those that the file has at present; raises `InputError` if they are wrong."""
