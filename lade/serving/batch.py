@@ -88,12 +88,6 @@ class EngineBatch:
         plan: the mask plan that `lade.supports` returned.
         prefill_tokens, max_rows, max_tokens, prefix_cache: see `lade.Engine`.
         headroom: tokens of growth reserved per row at admission.
-
-    Attributes:
-        running: the running set, which decides on admission and preemption.
-        tally: counters behind `Engine.snapshot`.
-        prefix_cache: size of the prefix cache in bytes.
-        work: what `advance` does at the moment and since when, see `CurrentWork`; None between its calls.
     """
 
     def __init__(
@@ -132,7 +126,7 @@ class EngineBatch:
         self._allocator = KvAllocator(self._cache, self.running)
         self.prefix_cache = prefix_cache
         self.tally = Tally()
-        self.work: tuple[str, float] | None = None
+        self.work: tuple[str, float] | None = None  # of `advance` and since when, see `CurrentWork`
         self._lost = 0  # requests that ended alone in a failing pass, since one succeeded
 
     @property

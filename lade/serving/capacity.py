@@ -41,20 +41,13 @@ class Capacity:
 
     Every row has as many slots as the longest text plus the largest tree, so a batch of B rows takes B times these
     slots, times `token_bytes`. The states of recurrent layers count as extra slots of each row.
-
-    Attributes:
-        max_rows: maximum number of requests decoded at a time.
-        max_tokens: maximum number of slots over all rows.
-        token_bytes: bytes of one slot.
-        sizing: how the cache rounds up rows and slots.
-        state_slots: recurrent states of one row, in slots; independent of its length.
     """
 
-    max_rows: int
-    max_tokens: int
-    token_bytes: int
-    sizing: BufferSizes = TreeCache
-    state_slots: int = 0
+    max_rows: int  # requests decoded at a time
+    max_tokens: int  # slots over all rows
+    token_bytes: int  # of one slot
+    sizing: BufferSizes = TreeCache  # how the cache rounds up rows and slots
+    state_slots: int = 0  # recurrent states of one row, in slots; independent of its length
 
     def check(self, need: Need) -> None:
         """Raise `InputError` if a request does not fit even alone."""

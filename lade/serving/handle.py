@@ -32,14 +32,12 @@ class PromptLogprobs:
         ids: ids of the prompt.
         top: number of top ids to keep at each position.
         vocabulary: V, the vocabulary size.
-
-    Attributes:
-        piece_tokens: maximum number of tokens to feed at a time, as each of them has V logits.
     """
 
     def __init__(self, ids: Sequence[int], top: int, vocabulary: int) -> None:
         self._ids, self._top = ids, top
-        self._most_tokens, self.piece_tokens = _MOST_LOGITS // vocabulary, max(1, PIECE_LOGITS // vocabulary)
+        self._most_tokens = _MOST_LOGITS // vocabulary
+        self.piece_tokens = max(1, PIECE_LOGITS // vocabulary)  # to feed at a time, as each of them has V logits
         self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def check_piece(self, tokens: int) -> None:

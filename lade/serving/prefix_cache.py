@@ -36,6 +36,7 @@ MIN_PREFIX = 32
 
 Tokens = npt.NDArray[np.int64]
 Scope = tuple[str | None, Hashable]
+"""Tenant that may reuse a text, None for requests without one, and the model's state, see `state_of`."""
 SAMPLED_WEIGHTS = 16
 """Weights of which a value is part of a model's state: enough to see a step of training that wrote through `.data`."""
 
@@ -99,18 +100,13 @@ class RecordingDrafter(ForwardingDrafter):
 
 @dataclass(frozen=True)
 class CachedText:
-    """A text in the prefix cache.
-
-    Attributes:
-        scope: tenant that may reuse the text, None for requests without one, and the model's state, see `state_of`.
-        client: client whose request left the text.
-    """
+    """A text in the prefix cache."""
 
     scope: Scope
     tokens: Tokens  # ids, [L]
     cache: TreeCache
     said: CachedLogits
-    client: str | None = None
+    client: str | None = None  # whose request left the text
 
     @property
     def nbytes(self) -> int:
@@ -123,10 +119,6 @@ class PrefixCache:
 
     The least recently used text of the client with most bytes is evicted first. Otherwise a client that sends many
     texts, under any number of scopes, would evict all others'.
-
-    Attributes:
-        max_bytes: memory budget of all texts in bytes.
-        nbytes: memory in use in bytes.
     """
 
     def __init__(self, max_bytes: int) -> None:

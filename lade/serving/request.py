@@ -113,13 +113,6 @@ class EngineRequest:
         text: the stopping criterion that detokenizes the answer; None if its text is not needed.
         plan: the model's mask plan, see `prepare`.
 
-    Attributes:
-        seed: seed of the draws; None if the request does not sample.
-        need: upper bound on the cache space of the request.
-        ids: ids of the prompt, without padding.
-        prompt_logprobs: collector of the prompt's logprobs; None if they are not requested.
-        images: the prompt's other inputs, until it is prefilled; None for plain text.
-
     Raises:
         InputError: the prompt is empty, has ids outside the vocabulary, or is with its answer longer than a table of
             positions.
@@ -130,11 +123,11 @@ class EngineRequest:
         self, prepared: Prepared, *, options: RequestOptions, text: AnswerText | None, plan: MaskPlan | None
     ) -> None:
         generation_config, self.config = prepared.generation_config, options.config
-        _, texts, self.images = check(prepared, plan=plan)
+        _, texts, self.images = check(prepared, plan=plan)  # images, until they are prefilled
         if len(texts) > 1:
             refuse(f"num_return_sequences={generation_config.num_return_sequences}", "add a request for each of them")
         self._prepared = replace(prepared, model_kwargs={})  # drop the images, which take memory
-        self.ids = texts.ids[0]
+        self.ids = texts.ids[0]  # without padding
         self.need = Need(generation_config.max_length - texts.hidden[0], largest_tree(self.config))
         self.prompt_tokens = len(self.ids)
         _check_positions(prepared.model, self.need.tokens)

@@ -82,7 +82,6 @@ class QueueSlot:
 
     Attributes:
         handle: handle of the request that has taken the slot; None before.
-        scheduler: the scheduler of the engine that the slot belongs to.
         released: True if the slot was released before a request took it.
     """
 
@@ -121,9 +120,6 @@ class Scheduler:
         batch: executes steps; used by the decoding thread only.
         max_waiting: see `Engine`; the attribute may be set at any time.
         ended: called when the thread has ended, with the exception that ended it, or None.
-
-    Attributes:
-        problem: the exception that ended the thread; None if none did.
     """
 
     def __init__(
@@ -139,7 +135,7 @@ class Scheduler:
         self._admitted_at = -1  # `RunningSet.changes` at the last admission
         self._changed, self._wakeups = threading.Condition(), Wakeups()
         self._closed = False
-        self.problem: BaseException | None = None
+        self.problem: BaseException | None = None  # that ended the thread
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="lade.Engine", daemon=True)
         self._thread.start()
