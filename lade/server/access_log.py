@@ -23,11 +23,7 @@ _LOGGERS = {"lade": logging.INFO, "uvicorn": logging.WARNING, "opentelemetry": l
 class AccessLog(logging.Handler):
     """Writes log lines, each with time and level; also those of libraries, see `listening`.
 
-    Args:
-        write: function that takes a line.
-        as_json: True for lines of JSON.
-        debug: True to log probes and all of the library's messages.
-        clock: returns the time in seconds.
+    With `debug` it logs probes, too, and all of the library's messages.
     """
 
     def __init__(

@@ -185,11 +185,7 @@ class ChunkFormatter(Formatter):
 class Answer:
     """Submits the choices of one request and sends them.
 
-    Args:
-        request: the HTTP request.
-        preprocessor: converts its body.
-        make_formatter: returns the formatter of its API.
-        sent: the body as the client sent it, if to another API than the preprocessor's; None for the same.
+    `sent` is the body as the client sent it, if to another API than the preprocessor's.
     """
 
     def __init__(

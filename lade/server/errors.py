@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from fastapi import Request
@@ -24,31 +25,20 @@ INVALID_SCHEMA = "invalid_schema"
 _MAX_SHOWN = 60
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An error response.
+    """An error response."""
 
-    Args:
-        status: HTTP status.
-        kind: one of the error types above.
-        message: the problem and its remedy.
-        param: path of the field in question, such as `messages[2].content`.
-        code: machine-readable name of the case.
-        headers: those to add to the response.
-    """
+    status: int
+    kind: str  # one of the error types above
+    message: str  # the problem and its remedy
+    _: KW_ONLY
+    param: str | None = None  # path of the field in question, such as `messages[2].content`
+    code: str | None = None  # machine-readable name of the case
+    headers: Mapping[str, str] | None = None  # to add to the response
 
-    def __init__(
-        self,
-        status: int,
-        kind: str,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.message = status, kind, message
-        self.param, self.code, self.headers = param, code, dict(headers or {})
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:

@@ -65,29 +65,25 @@ def errors(schema: dict[str, Any] = _ERROR) -> Described:
     return {"4XX": _as_json(schema, "What is wrong, and the remedy"), "5XX": _as_json(schema, "Not now, or not at all")}
 
 
-def whole(**members: Any) -> Described:
-    """Return the description of a response object."""
-    return {200: _as_json(_object(**members), "The answer")}
-
-
-def whole_or_stream(**members: Any) -> Described:
-    """Return the description of a response object, or events if the request has `stream`."""
-    described = whole(**members)
-    described[200]["content"]["text/event-stream"] = _STREAM
-    return described
+def whole(*, streams: bool = False, **members: Any) -> Described:
+    """Return the description of a response object, or of events if the request has `stream`."""
+    answer = _as_json(_object(**members), "The answer")
+    if streams:
+        answer["content"]["text/event-stream"] = _STREAM
+    return {200: answer}
 
 
 ERRORS, ANTHROPICS_ERRORS = errors(), errors(_ANTHROPICS)
 HEALTH: Described = {200: _as_json(_STATUS, "Yes"), 503: _as_json(_STATUS, "No")}
 EVENTS: Described = {200: {"description": "Server-sent events", "content": {"text/event-stream": _STREAM}}}
 OBJECT = {"type": "object"}
-CHAT = whole_or_stream(id=TEXT, object=TEXT, created=COUNT, model=TEXT, choices=_list_of(OBJECT), usage=OBJECT)
-RESPONSE = whole_or_stream(id=TEXT, object=TEXT, status=TEXT, output=_list_of(OBJECT), usage=OBJECT)
-MESSAGE = whole_or_stream(id=TEXT, type=TEXT, role=TEXT, content=_list_of(OBJECT), stop_reason=TEXT, usage=OBJECT)
+CHAT = whole(streams=True, id=TEXT, object=TEXT, created=COUNT, model=TEXT, choices=_list_of(OBJECT), usage=OBJECT)
+RESPONSE = whole(streams=True, id=TEXT, object=TEXT, status=TEXT, output=_list_of(OBJECT), usage=OBJECT)
+MESSAGE = whole(streams=True, id=TEXT, type=TEXT, role=TEXT, content=_list_of(OBJECT), stop_reason=TEXT, usage=OBJECT)
 LIST = _list_of(TEXT)
 TOKENS = whole(count=COUNT, tokens=_list_of(COUNT))
 ROWS = _list_of(_object(id=TEXT, state=TEXT, prompt_tokens=COUNT, answer_tokens=COUNT))
-MODEL = {"id": TEXT, "object": TEXT, "created": COUNT, "owned_by": TEXT}
+MODEL: dict[str, Any] = {"id": TEXT, "object": TEXT, "created": COUNT, "owned_by": TEXT}
 MODELS = whole(object={"const": "list"}, data=_list_of(_object(**MODEL)), has_more={"type": "boolean"})
 
 

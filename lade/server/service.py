@@ -66,13 +66,7 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
 
 
 class Serving:
-    """A loaded model with its engine, and what requests share.
-
-    Args:
-        model: the model that was loaded.
-        settings: those of the server.
-        several_keys: returns True if requests of several keys are served now.
-    """
+    """A loaded model with its engine, and what requests share."""
 
     def __init__(self, model: ServedModel, settings: Settings, several_keys: Callable[[], bool]) -> None:
         model.ids("")  # resets truncation and padding once, before other threads encode

@@ -145,7 +145,8 @@ def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tup
     (make, given, param), *more = made
     if more:
         raise invalid(more[0][2], f"contradicts {param}: leave out one of them")
-    _check_length(given, param)
+    if length_of(given) > LONGEST_SCHEMA:
+        raise invalid(param, f"more than {LONGEST_SCHEMA} characters: shorten it", INVALID_SCHEMA)
     try:
         return make(given), param
     except InputError as problem:
@@ -206,11 +207,6 @@ def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
     if isinstance(schema, bool | int | float | list):
         raise InputError("a JSON schema must be an object")
     return Grammar.json_schema(schema, whitespace=whitespace)
-
-
-def _check_length(given: Any, param: str) -> None:
-    if length_of(given) > LONGEST_SCHEMA:
-        raise invalid(param, f"more than {LONGEST_SCHEMA} characters: shorten it", INVALID_SCHEMA)
 
 
 def length_of(given: Any) -> int:

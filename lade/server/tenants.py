@@ -48,13 +48,7 @@ class Quotas:
         self._tokens: dict[str, _Bucket] = {}
 
     def take(self, owner: str, limits: KeyLimits, choices: int, running: int) -> None:
-        """Count a request.
-
-        Args:
-            owner: tenant of the key, see `Key.owner`.
-            limits: limits of the key at present.
-            choices: number of choices that the request asks for, those of all its prompts together.
-            running: number of choices of this owner that are queued or decoded at the moment.
+        """Count a request for so many choices, all prompts together; `running` ones of its owner have not ended.
 
         Raises:
             ApiError: a limit is exceeded; status 429 unless the request alone exceeds it.

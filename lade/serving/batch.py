@@ -83,11 +83,7 @@ class EngineBatch:
     is ended. Where that happens several times in a row, a single token is fed: if not even that succeeds, as on a
     device that is gone, `advance` raises.
 
-    Args:
-        model: a model that `lade.supports` accepts.
-        plan: the mask plan that `lade.supports` returned.
-        prefill_tokens, max_rows, max_tokens, prefix_cache: see `lade.Engine`.
-        headroom: tokens of growth reserved per row at admission.
+    The limits are those of `lade.Engine`, and `headroom` the tokens of growth reserved per row at admission.
     """
 
     def __init__(

@@ -26,13 +26,7 @@ _MOST_LOGITS = 2**28
 
 
 class PromptLogprobs:
-    """Collects the log-probabilities of a prompt's tokens while it is fed.
-
-    Args:
-        ids: ids of the prompt.
-        top: number of top ids to keep at each position.
-        vocabulary: V, the vocabulary size.
-    """
+    """Collects the log-probabilities of a prompt's tokens, and the `top` ids at each position, while it is fed."""
 
     def __init__(self, ids: Sequence[int], top: int, vocabulary: int) -> None:
         self._ids, self._top = ids, top

@@ -105,19 +105,7 @@ _REFUSED = {
 
 
 class EngineRequest:
-    """A prepared prompt, its options and its output.
-
-    Args:
-        prepared: the inputs that `model.generate` has prepared.
-        options: those beyond its own.
-        text: the stopping criterion that detokenizes the answer; None if its text is not needed.
-        plan: the model's mask plan, see `prepare`.
-
-    Raises:
-        InputError: the prompt is empty, has ids outside the vocabulary, or is with its answer longer than a table of
-            positions.
-        UnsupportedModelError, UnsupportedArgumentError: the request cannot be served exactly.
-    """
+    """A prepared prompt, its options and its output."""
 
     def __init__(
         self, prepared: Prepared, *, options: RequestOptions, text: AnswerText | None, plan: MaskPlan | None
@@ -190,7 +178,9 @@ def prepare(
     which walks through all modules.
 
     Raises:
-        InputError, UnsupportedModelError, UnsupportedArgumentError: see `EngineRequest`.
+        InputError: the prompt is empty, has ids outside the vocabulary, or is with its answer longer than a table of
+            positions.
+        UnsupportedModelError, UnsupportedArgumentError: the request cannot be served exactly.
     """
     arguments = with_present_cache_name(arguments)
     for name, remedy in _REFUSED.items():
