@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from lade.backends.grammar.compiled import GrammarBudget
 from lade.grammar import Grammar
@@ -33,7 +33,7 @@ from lade.server.request_context import (
 )
 from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import BaseRequest, ChatRequest
-from lade.server.serialization import EventStream, Json
+from lade.server.serialization import STREAM_HEADERS, Json
 from lade.server.service import Service, Serving
 from lade.server.settings import MASK_SECONDS, MASK_TOKEN_SECONDS
 from lade.server.structured_output import UntriedGrammarError, check_ends, requested_grammar
@@ -211,7 +211,8 @@ class Answer:
             async with asyncio.timeout(self._time_left()):
                 await until_disconnect(request, self._submit())
                 if self._body.stream:
-                    return EventStream(self._events(), self._headers)
+                    headers = {**STREAM_HEADERS, **self._headers}
+                    return StreamingResponse(self._events(), media_type="text/event-stream", headers=headers)
                 return await until_disconnect(request, self._whole())
         except ClientDisconnectedError:
             return Response(status_code=CLIENT_CLOSED)

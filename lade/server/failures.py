@@ -33,14 +33,12 @@ from lade.version import __version__
 
 logger = logging.getLogger(__name__)
 
-SET_UP = frozenset(
-    [
-        ("lade.backends.cuda_graphs.buffers", "record"),
-        ("lade.tuning.cost_cache", "measure_step_cost"),
-        ("torch._dynamo.convert_frame", "__call__"),
-        ("triton.compiler.compiler", "compile"),
-    ]
-)
+SET_UP = {
+    ("lade.backends.cuda_graphs.buffers", "record"),
+    ("lade.tuning.cost_cache", "measure_step_cost"),
+    ("torch._dynamo.convert_frame", "__call__"),
+    ("triton.compiler.compiler", "compile"),
+}
 """Modules and functions that do what is done once: capture, measure and compile passes. Their time does not count."""
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lade.config import Lookahead
-from lade.model.prepared import ids_of, vocabulary_of
-from lade.model.supports import unwrap
+from lade.model.prepared import ids_of
 from lade.server.errors import invalid
 
 
@@ -54,7 +53,7 @@ class ServedModel:
     @property
     def vocabulary(self) -> int:
         """Size of the vocabulary; ids below it can be fed."""
-        return vocabulary_of(unwrap(self.model))
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def ends(self) -> list[int]:

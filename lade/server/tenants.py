@@ -34,6 +34,11 @@ class _Bucket:
         self.level = min(self.per_minute, self.level + (now - self.time_s) * self.per_minute / _MINUTE_S)
         self.time_s = now
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the level is 1."""
+        return _MINUTE_S * (1 - self.level) / self.per_minute
+
 
 class Quotas:
     """Counts what the keys use. Not thread-safe: it belongs to the event loop.
@@ -62,13 +67,11 @@ class Quotas:
         if (allowed := limits.tokens_per_minute) is not None:
             tokens = self._bucket(self._tokens, owner, allowed, now)
             if tokens.level <= 0:
-                wait_s = _MINUTE_S * (1 - tokens.level) / allowed
-                raise _exceeded(f"this key may use {allowed} tokens per minute", wait_s)
+                raise _exceeded(f"this key may use {allowed} tokens per minute", tokens.wait_s)
         if (allowed := limits.requests_per_minute) is not None:
             requests = self._bucket(self._requests, owner, allowed, now)
             if requests.level < 1:
-                wait_s = _MINUTE_S * (1 - requests.level) / allowed
-                raise _exceeded(f"this key may send {allowed} requests per minute", wait_s)
+                raise _exceeded(f"this key may send {allowed} requests per minute", requests.wait_s)
             requests.level -= 1
 
     def use(self, owner: str, tokens: int) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lade.config import Lookahead
 from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError, whole_number
 from lade.grammar import Grammar
-from lade.hf.call import Prediction, check_stats
+from lade.hf.call import Prediction
 from lade.model.facts import ModelFacts
 from lade.model.supports import may_be_shared, supports, unwrap
 from lade.serving.batch import EngineBatch
@@ -162,17 +162,16 @@ class Engine:
             concurrent.futures.CancelledError: `place` was released before the request was prepared.
         """
         text = stop_texts, tokenizer, skip_special_tokens
-        options = RequestOptions(lookahead, seed, prediction, grammar, logprobs, prompt_logprobs, *text, scope, client)
-        check_stats(stats)
-        if on_step is not None and not callable(on_step):
-            raise ConfigError("on_step", on_step, "give a function that takes a Step, or None")
+        given = lookahead, seed, prediction, grammar, logprobs, prompt_logprobs, *text, scope, client, on_step, stats
+        return self._add(input_ids, generate_arguments, RequestOptions(*given), place)
+
+    def _add(self, ids: Any, arguments: dict[str, Any], options: RequestOptions, place: QueueSlot | None) -> Handle:
         if not isinstance(place, QueueSlot | None):
             raise ConfigError("place", place, "give a slot that reserve() returned, or None")
         with self.reserve() if place is None else nullcontext(place) as slot:
             self._scheduler.check_slot(slot)
             plan = None if unwrap(self._model).training else self._plan  # training mode may change what is supported
-            request = prepare(self._model, input_ids, generate_arguments, options=options, plan=plan)
-            return self._scheduler.submit(request, slot, Stats() if stats is None else stats, on_step)
+            return self._scheduler.submit(prepare(self._model, ids, arguments, options=options, plan=plan), slot)
 
     def reserve(self) -> QueueSlot:
         """Reserve a queue slot before the request is prepared, so that a full queue is noticed at no cost.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lade.grammar import GRAMMARS, Grammar
 from lade.hf.call import (
     Prediction,
     arguments_for_callable,
+    check_stats,
     clean_up,
     not_ids_message,
     prediction_ids,
@@ -39,7 +40,7 @@ from lade.model.runner import input_device
 from lade.model.supports import unwrap
 from lade.serving.capacity import Need, largest_tree
 from lade.serving.handle import PromptLogprobs
-from lade.stats import Step
+from lade.stats import Stats, Step
 
 PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
 """The empty tree: one token per step."""
@@ -65,9 +66,14 @@ class RequestOptions:
     skip_special_tokens: bool = True
     scope: str | None = None
     client: str | None = None
+    on_step: Callable[[Step], None] | None = None
+    stats: Stats | None = None
 
     def __post_init__(self) -> None:
         refuse_unused_prediction(self.prediction, resolve(self.lookahead)[0])
+        check_stats(self.stats)
+        if self.on_step is not None and not callable(self.on_step):
+            raise ConfigError("on_step", self.on_step, "give a function that takes a Step, or None")
         seed, stops = self.seed, self.stop_texts
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS):
             raise ConfigError("seed", seed, "give a whole number from 0 to 2**64 - 1, or None to have one drawn")
@@ -122,6 +128,7 @@ class EngineRequest:
         if generation_config.prefill_chunk_size is not None and (prepared.facts.recurrent or prepared.facts.indexers):
             why = "it feeds prompts in pieces of its own, and what this model writes depends on where a piece begins"
             refuse(f"prefill_chunk_size={generation_config.prefill_chunk_size}", why)
+        self.stats, self.on_step = Stats() if options.stats is None else options.stats, options.on_step
         self.text, self.scope, self.seed = text, options.scope, None
         self.client = options.scope if options.client is None else options.client
         if generation_config.do_sample:

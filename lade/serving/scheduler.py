@@ -18,7 +18,6 @@ from lade.serving.handle import Handle, Wakeups, check_process
 from lade.serving.request import EngineRequest
 from lade.serving.running import ActiveRequest
 from lade.serving.snapshot import CurrentWork, EngineSnapshot
-from lade.stats import Stats, Step
 
 Entry = tuple[EngineRequest, Handle]
 
@@ -203,16 +202,14 @@ class Scheduler:
         if place.released:
             raise CancelledError("its place was released")
 
-    def submit(
-        self, request: EngineRequest, place: QueueSlot, stats: Stats, on_step: Callable[[Step], None] | None = None
-    ) -> Handle:
+    def submit(self, request: EngineRequest, place: QueueSlot) -> Handle:
         """Queue a prepared request and return its handle."""
         self._capacity.check(request.need)
         handle = Handle(
             self.cancel,
-            stats=stats,
+            stats=request.stats,
             seed=request.seed,
-            on_step=on_step,
+            on_step=request.on_step,
             prompt_tokens=request.prompt_tokens,
             prompt_logprobs=request.prompt_logprobs,
             text=request.text,
