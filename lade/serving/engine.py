@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.config import Lookahead
-from lade.errors import ConfigError, UnsupportedArgumentError, UnsupportedModelError, whole_number
+from lade.errors import UnsupportedArgumentError, UnsupportedModelError, whole_number
 from lade.grammar import Grammar
 from lade.hf.call import Prediction
 from lade.model.facts import ModelFacts
@@ -166,8 +166,6 @@ class Engine:
         return self._add(input_ids, generate_arguments, RequestOptions(*given), place)
 
     def _add(self, ids: Any, arguments: dict[str, Any], options: RequestOptions, place: QueueSlot | None) -> Handle:
-        if not isinstance(place, QueueSlot | None):
-            raise ConfigError("place", place, "give a slot that reserve() returned, or None")
         with self.reserve() if place is None else nullcontext(place) as slot:
             self._scheduler.check_slot(slot)
             plan = None if unwrap(self._model).training else self._plan  # training mode may change what is supported

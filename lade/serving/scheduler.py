@@ -95,13 +95,14 @@ class QueueSlot:
 
     def release(self) -> None:
         """Release the slot unless a request has taken it. A request in preparation for it never starts."""
-        self.scheduler.release_slot(self)
+        if self.handle is None:
+            self.scheduler.release_slot(self)
 
     def cancel(self) -> None:
         """Release the slot, or cancel the request that has taken it."""
-        handle = self.scheduler.release_slot(self)
-        if handle is not None:
-            handle.cancel()
+        self.release()
+        if self.handle is not None:
+            self.handle.cancel()
 
     def __enter__(self) -> QueueSlot:
         return self
@@ -184,21 +185,18 @@ class Scheduler:
             self._slots.add(place)
         return place
 
-    def release_slot(self, place: QueueSlot) -> Handle | None:
-        """See `QueueSlot.release`; return the handle of the request that has taken the slot, or None."""
-        if place.handle is None:
-            check_process(self._process)
-            with self._changed:
-                place.released = place.handle is None
-                self._slots.discard(place)
-        return place.handle
+    def release_slot(self, place: QueueSlot) -> None:
+        """See `QueueSlot.release`."""
+        check_process(self._process)
+        with self._changed:
+            place.released = place.handle is None
+            self._slots.discard(place)
 
     def check_slot(self, place: QueueSlot) -> None:
         """Raise what `submit` would raise for a slot, before the request is prepared."""
-        if place.handle is not None or place.scheduler is not self:
-            raise ConfigError(
-                "place", place, "give a slot that reserve() of this engine returned and no request has taken"
-            )
+        if not isinstance(place, QueueSlot) or place.handle is not None or place.scheduler is not self:
+            remedy = "give a slot that reserve() of this engine returned and no request has taken, or None"
+            raise ConfigError("place", place, remedy)
         if place.released:
             raise CancelledError("its place was released")
 
