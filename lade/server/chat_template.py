@@ -161,7 +161,12 @@ class ChatTemplate:
         contents = [each.content for each in body.messages if isinstance(each.content, list)]
         if any(part.type == "image_url" for parts in contents for part in parts):
             with self._image_lock:  # also bounds the memory of decoded images
-                return self._with_images(self._messages(body), arguments)
+                messages, encode = self._messages(body), self._model.encode_images
+                assert encode is not None  # else the image was refused
+                try:
+                    return encode(messages, arguments)
+                except Exception as problem:
+                    raise _rejected(problem) from problem
         messages = self._messages(body)
         try:
             return self._apply(messages, arguments), {}
@@ -187,15 +192,6 @@ class ChatTemplate:
         variables = {**tokenizer.special_tokens_map, **arguments}
         rendered: Any = render_jinja_template([list(map(dict, messages))], chat_template=template, **variables)
         return str(rendered[0][0])
-
-    def _with_images(self, messages: Messages, arguments: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
-        encode = self._model.encode_images
-        if encode is None:
-            raise invalid("messages", "this model takes no images: leave them out", "unsupported_parameter")
-        try:
-            return encode(messages, arguments)
-        except Exception as problem:
-            raise _rejected(problem) from problem
 
     def _arguments(self, body: ChatRequest) -> dict[str, Any]:
         given = body.chat_template_kwargs or {}

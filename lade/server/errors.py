@@ -142,11 +142,10 @@ def _fit(kind: str) -> int:
 def _place(found: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
     """Return path and value of an error, without the names of union branches in its location."""
     value, names = body, list[str | int]()
-    location = [part for part in found["loc"] if part != "body"]
-    for number, part in enumerate(location, start=1):
+    for number, part in enumerate(found["loc"], start=1):
         if _has(value, part):
             value = value[part]
-        elif found["type"] != "missing" or number < len(location):
+        elif found["type"] != "missing" or number < len(found["loc"]):
             continue
         names.append(part if isinstance(part, int) else part[:_MAX_SHOWN])
     return names, value
