@@ -50,22 +50,14 @@ class Preprocessor(ABC):
 
     @abstractmethod
     def prompts(self, serving: Serving) -> Iterable[EncodedPrompt]:
-        """Yield the prompts to continue. Called in a worker thread.
-
-        Raises:
-            ApiError: a prompt is invalid.
-        """
+        """Yield the prompts to continue, in a worker thread; raise `ApiError` for an invalid one."""
 
     def parser(self, prompt: EncodedPrompt, serving: Serving) -> PlainParser | MarkupParser:
         """Return the parser of an answer to a prompt."""
         return PlainParser()
 
     def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
-        """Return the grammar of an answer and the field that sets it; None if unconstrained.
-
-        Raises:
-            ApiError: the constraint cannot be served.
-        """
+        """Return an answer's grammar and the field that sets it, or None; raise `ApiError` for a wrong one."""
         return requested_grammar(self.body)
 
 

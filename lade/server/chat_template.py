@@ -35,11 +35,7 @@ class Images:
         self._count = self._pixels = 0
 
     def read(self, url: str, place: str) -> Any:
-        """Return the image of a URL such as `data:image/png;base64,iVBOR...`, in RGB.
-
-        Raises:
-            ApiError: not a data URL or image, too large, too many images, or Pillow is missing.
-        """
+        """Return the image of a URL such as `data:image/png;base64,iVBOR...`, in RGB; raise `ApiError` for another."""
         head, comma, data = url.partition(",")
         if not head.startswith("data:") or not comma or not head.endswith(";base64"):
             raise unsupported(place, "image URLs are not fetched: send  data:image/png;base64,...")
@@ -149,11 +145,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in self._text
 
     def encode(self, body: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
-        """Return the ids of a conversation, and the arguments of `generate` for its images.
-
-        Raises:
-            ApiError: there is no template, it raises, or it cannot render the content.
-        """
+        """Return its ids, and arguments of `generate` for its images; raise `ApiError` for what cannot be rendered."""
         if not self._text:
             why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             raise invalid("messages", why, "no_chat_template")

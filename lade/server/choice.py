@@ -74,11 +74,7 @@ class Choice:
         return self._added(ChoiceDelta(parts, step, texts))
 
     def finish(self) -> ChoiceDelta:
-        """End the choice and return held-back text.
-
-        Raises:
-            ApiError: the engine cancelled the request.
-        """
+        """End the choice and return held-back text; raise `ApiError` if the engine cancelled the request."""
         reason = self.handle.reason
         if reason == "cancelled":
             raise overloaded("the engine was closed: retry the request", "engine_closed")

@@ -159,11 +159,7 @@ class CompletionLogprobs:
 
 
 class ChatPreprocessor(Preprocessor):
-    """Renders a conversation by the chat template; one prompt.
-
-    Raises:
-        ApiError: the request's `generation_config` is invalid.
-    """
+    """Renders a conversation by the chat template; one prompt."""
 
     body: ChatRequest
     parses_markup = True

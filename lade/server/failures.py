@@ -159,11 +159,7 @@ class CrashDump:
 
 
 def read_dump(path: Path) -> list[DumpedRequest]:
-    """Return the requests of a dump in the order of arrival.
-
-    Raises:
-        InputError: the file cannot be read, or is no dump.
-    """
+    """Return the requests of a dump in the order of arrival; raise `InputError` if the file is no dump."""
     try:
         _, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return msgspec.convert(lines, list[DumpedRequest])

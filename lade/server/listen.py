@@ -172,11 +172,7 @@ _ABORT_GRACE_S = 2.0
 
 
 def run(service: Service, listening: socket.socket) -> int:
-    """Serve until a signal, a failed load or an engine failure; return the exit code.
-
-    Raises:
-        Exception: the exception that kept the model from being loaded.
-    """
+    """Serve until a signal or a failure of the engine; return the exit code, or raise why no model was loaded."""
     raise_file_limit()
     server = Server(service)
     before = sys.getswitchinterval()

@@ -146,11 +146,7 @@ Messages = list[dict[str, Any]]
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Convert to a chat request.
-
-    Raises:
-        ApiError: stored state or another unsupported feature is requested, or an item is invalid.
-    """
+    """Convert to a chat request; raise `ApiError` for invalid items, and stored state or other unsupported fields."""
     extra = request.model_extra or {}
     for name, remedy in _NOT_KEPT.items():
         if extra.get(name):

@@ -186,11 +186,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 
 async def _tokenized(request: Request, name: str | None, work: Callable[[Serving], dict[str, Any]]) -> Response:
-    """Run work like the preparation of a request: in a queue slot and in a worker thread.
-
-    Raises:
-        ApiError: the model is not served, the queue is full, or what the work raises.
-    """
+    """Run work like the preparation of a request: in a queue slot and in a worker thread."""
     service, context = _service(request), RequestContext.of(request.scope)
     check_model(name, service.settings)
     serving = service.serving

@@ -307,11 +307,7 @@ def not_served(name: str, settings: limits.Settings) -> ApiError:
 
 
 def check(body: BaseRequest, settings: limits.Settings) -> list[str]:
-    """Return the names of unknown fields, which are ignored.
-
-    Raises:
-        ApiError: a field must not be ignored.
-    """
+    """Return the names of unknown fields, which are ignored; raise `ApiError` for those that must not be."""
     extra = body.model_extra or {}
     for name, why in REFUSED.items():
         value = extra.get(name)

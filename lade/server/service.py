@@ -43,9 +43,6 @@ def warm_up(engine: Engine, model: ServedModel, settings: Settings) -> None:
 
     Each batch size has step costs of its own, measured once per machine; otherwise requests would wait for that. What
     these texts teach about drafting is forgotten.
-
-    Raises:
-        Exception: the model cannot decode.
     """
     ids = model.ids("The") or [0]
     rows = 1
@@ -215,11 +212,7 @@ class Service:
 
     @property
     def serving(self) -> Serving:
-        """The model and all that comes with it.
-
-        Raises:
-            ApiError: requests are not accepted now.
-        """
+        """The model and all that comes with it; raises `ApiError` if requests are not accepted now."""
         match self.phase:
             case "loading":
                 raise overloaded("the model is loading: retry later", "model_loading", 5)

@@ -110,11 +110,7 @@ _BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 picks a free one.
-
-    Raises:
-        InputError: the address is in use or not one of this machine's.
-    """
+    """Return a listening socket, port 0 for a free one; raise `InputError` if the address cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)

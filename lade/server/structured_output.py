@@ -103,21 +103,13 @@ class GrammarCompiler:
         return self._vocabulary is not None
 
     def vocabulary(self, param: str) -> Vocabulary:
-        """Return the vocabulary of the model's tokenizer, with the grammars of the client that is served.
-
-        Raises:
-            ApiError: grammars are not available, reported for the field `param`.
-        """
+        """Return the vocabulary with the grammars of the client that is served; raise `ApiError` if there is none."""
         if self._vocabulary is None:
             raise unsupported(param, self._unavailable)
         return self._of_client(_serving.get()[0])
 
     def processor(self, grammar: Grammar, param: str, budget: GrammarBudget | None = None) -> GrammarProcessor:
-        """Return the processor of one answer, with the request's common mask budget.
-
-        Raises:
-            ApiError: the grammar cannot be used.
-        """
+        """Return the processor of one answer, with its request's mask budget; raise `ApiError` if there is none."""
         try:
             return processor_of([grammar], self.vocabulary(param), budget)
         except TrialError as problem:
@@ -132,11 +124,7 @@ class GrammarCompiler:
 
 
 def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
-    """Return the grammar of a request and the field that sets it; None if unconstrained.
-
-    Raises:
-        ApiError: the grammar is invalid, too long, or set twice.
-    """
+    """Return a request's grammar and the field that sets it, or None; raise `ApiError` for a wrong one, or two."""
     made = _structured(body.structured_outputs)
     if isinstance(body, ChatRequest):
         made += _response_format(body.response_format, names)
@@ -199,11 +187,7 @@ def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Const
 
 
 def schema_of(schema: Any, whitespace: bool = False) -> Grammar:
-    """Return the grammar of a JSON schema.
-
-    Raises:
-        InputError: invalid schema.
-    """
+    """Return the grammar of a JSON schema; raise `InputError` for an invalid one."""
     if isinstance(schema, bool | int | float | list):
         raise InputError("a JSON schema must be an object")
     return Grammar.json_schema(schema, whitespace=whitespace)

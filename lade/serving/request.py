@@ -49,11 +49,7 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Per-request options that `model.generate` lacks, by the names that `Engine.add` has for them.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+    """Per-request options that `model.generate` lacks, by the names that `Engine.add` has for them."""
 
     lookahead: Lookahead = None
     seed: int | None = None
