@@ -25,11 +25,9 @@ from lade.server.errors import TIMEOUT, ApiError, error_for, invalid, too_long
 from lade.server.keys import NO_LIMITS
 from lade.server.output_parser import MarkupParser, PlainParser
 from lade.server.request_context import (
-    CLIENT_CLOSED,
     ClientDisconnectedError,
     RequestContext,
     timeout_of,
-    until_disconnect,
 )
 from lade.server.sampling_parameters import generate_arguments, lookahead_of, seed_of
 from lade.server.schemas import BaseRequest, ChatRequest
@@ -198,18 +196,15 @@ class Answer:
 
     async def response(self) -> Response:
         """Return the response: whole, a stream, or an error."""
-        request = self._request
         try:
             async with asyncio.timeout(self._time_left()):
-                await until_disconnect(request, self._submit())
+                await self._submit()
                 if self._body.stream:
                     headers = {**STREAM_HEADERS, **self._headers}
                     return StreamingResponse(self._events(), media_type="text/event-stream", headers=headers)
-                return await until_disconnect(request, self._whole())
-        except ClientDisconnectedError:
-            return Response(status_code=CLIENT_CLOSED)
+                return await self._whole()
         except Exception as problem:  # noqa: BLE001 - every problem is reported to the client
-            return self._failed(problem).response(request.scope)
+            return self._failed(problem).response(self._request.scope)
 
     def _time_left(self) -> float | None:
         """Return the seconds until the deadline, at which the request is aborted; None without one."""

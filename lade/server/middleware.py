@@ -169,7 +169,7 @@ def _check_headers(headers: Headers, most: int) -> None:
 class BodyRoute(APIRoute):
     """Route that reads and validates the body before FastAPI does, in a worker thread if it is large.
 
-    FastAPI would read it whatever its size, and validate it on the event loop.
+    FastAPI would read it whatever its size, validate it on the event loop, and go on after a disconnect.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -179,24 +179,26 @@ class BodyRoute(APIRoute):
             return handle
         adapter = TypeAdapter[Any](cast(Any, self.body_field.field_info.annotation))
 
-        async def checked(request: Request) -> Response:
+        async def checked(request: Request, raw: bytes) -> Response:
+            found = await in_worker_if_large(request, partial(_checked, adapter, raw))
+            return await handle(_Checked(request, found))
+
+        async def until_disconnected(request: Request) -> Response:
             try:
-                raw = await _read(request)
-                found = await in_worker_if_large(request, partial(_checked, adapter, raw))
-                return await handle(_Checked(request, found))
+                return await until_disconnect(request, checked(request, await _read(request)))
             except ClientDisconnectedError:
                 return Response(status_code=CLIENT_CLOSED)
 
-        return checked
+        return until_disconnected
 
 
 async def in_worker_if_large(request: Request, work: Callable[[], T]) -> T:
-    """Run work for a request, in a worker thread if its body is large; see `until_disconnect`."""
+    """Run work for a request, in a worker thread if its body is large."""
     size = RequestContext.of(request.scope).size
     if size <= SMALL:
         return work()
     service: Service = request.app.state.service
-    return await until_disconnect(request, service.in_worker(size, work))
+    return await service.in_worker(size, work)
 
 
 class _Checked(Request):

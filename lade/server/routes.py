@@ -24,7 +24,7 @@ from lade.server.messages import CountRequest, MessagesFormatter, MessagesReques
 from lade.server.messages import as_chat as turns_as_chat
 from lade.server.metrics import CONTENT_TYPE
 from lade.server.middleware import BodyRoute, in_worker_if_large
-from lade.server.request_context import RequestContext, until_disconnect
+from lade.server.request_context import RequestContext
 from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
@@ -192,7 +192,7 @@ async def _tokenized(request: Request, name: str | None, work: Callable[[Serving
     serving = service.serving
     try:
         with serving.engine.reserve():
-            return await until_disconnect(request, service.in_worker(context.size, lambda: Json(work(serving))))
+            return await service.in_worker(context.size, lambda: Json(work(serving)))
     except (EngineFullError, EngineClosedError) as problem:
         raise error_for(problem, context.id) from None
 
