@@ -106,10 +106,8 @@ class ChunkFormatter(Formatter):
     """Writes an answer in the envelopes of OpenAI's completions APIs: a whole answer, or a stream of chunks."""
 
     id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    """`object` of a whole answer."""
-    chunk_kind: ClassVar[str]
-    """`object` of a chunk."""
+    kind: ClassVar[str]  # `object` of a whole answer
+    chunk_kind: ClassVar[str]  # `object` of a chunk
 
     @abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:

@@ -122,8 +122,7 @@ class CompletionFormatter(ChunkFormatter):
         return {name: [*echoed.get(name, ()), *values] for name, values in own.items()}
 
 
-LogprobLists = dict[str, list[Any]]
-"""Logprobs of `/v1/completions`: lists of equal length."""
+LogprobLists = dict[str, list[Any]]  # logprobs of `/v1/completions`: lists of equal length
 
 
 class CompletionLogprobs:

@@ -89,8 +89,7 @@ def described(work: CurrentWork) -> str:
     return f"phase {work.phase}, tokens of prompt + answer of each row: {rows or '-'}\n{stack.rstrip()}"
 
 
-FINISHED = 32
-"""Number of ended requests that are kept."""
+FINISHED = 32  # number of ended requests that are kept
 LONGEST_BODY = 2**20
 """Bytes up to which the body of a request is kept; of a longer one the dump has the size alone."""
 

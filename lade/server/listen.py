@@ -167,8 +167,7 @@ SWITCH_S = 1e-3
 """Thread switch interval in seconds. At Python's default of 5 ms the decoding thread would wait that long for every
 answer being written.
 """
-_ABORT_GRACE_S = 2.0
-"""Time for aborted answers to send their error event."""
+_ABORT_GRACE_S = 2.0  # time for aborted answers to send their error event
 
 
 def run(service: Service, listening: socket.socket) -> int:

@@ -27,8 +27,7 @@ from lade.server.settings import PROBES, Settings
 
 T = TypeVar("T")
 
-OPEN = PROBES - {"/metrics"}
-"""Paths that need no key, for orchestrators."""
+OPEN = PROBES - {"/metrics"}  # paths that need no key, for orchestrators
 PAGE = "/page"
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
@@ -100,8 +99,7 @@ def _is_open(scope: Scope) -> bool:
     return path in OPEN or scope["method"] == "OPTIONS" or (page and scope["method"] in _SAFE)
 
 
-_SECONDS = 30.0
-"""Time that a client has to send a whole body."""
+_SECONDS = 30.0  # time that a client has to send a whole body
 _DISCARDED = 8
 """Multiple of the size limit up to which an oversized body is read and discarded: clients still sending when the
 connection is closed would miss the answer.

@@ -17,8 +17,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from lade.server.served_model import ServedModel
 
-_HEAD = re.compile(r'\s*(\{\s*(["}]|$)|$)')
-"""Of a text that may be a call."""
+_HEAD = re.compile(r'\s*(\{\s*(["}]|$)|$)')  # of a text that may be a call
 _NAME = re.compile(r'"name"\s*:\s*"(?:[^"\\]|\\.)*"')
 _ARGUMENTS = re.compile(r'"arguments"\s*:\s*(?=\{)')
 _MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
@@ -150,10 +149,8 @@ logger = logging.getLogger(__name__)
 _CALL_MARKS = ("<tool_call>", "</tool_call>")
 _JSON_CALL = {"type": "function", "function": "{content}"}
 """Response templates' description of a call written as `{"name": ..., "arguments": ...}`."""
-_MIN_PARTIAL_TAG = 5
-"""Minimum length of a partial tag that is nothing else."""
-_SPACES = r"\s{0,64}"
-"""Spaces around tags, dropped. The bound keeps the search linear."""
+_MIN_PARTIAL_TAG = 5  # minimum length of a partial tag that is nothing else
+_SPACES = r"\s{0,64}"  # spaces around tags, dropped. The bound keeps the search linear
 _THOUGHTS = {
     "open_pattern": f"{_SPACES}<think>{_SPACES}",
     "close_pattern": f"{_SPACES}</think>{_SPACES}",

@@ -72,8 +72,7 @@ def timeout_of(headers: Headers, given: float | None, limit: float | None) -> fl
 
 logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED = 499
-"""Status in logs and metrics of an answer whose client disconnected."""
+CLIENT_CLOSED = 499  # status in logs and metrics of an answer whose client disconnected
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 

@@ -35,8 +35,7 @@ from lade.server.settings import MAX_DETOKENIZED
 from lade.serving.handle import Handle
 from lade.version import __version__
 
-Described = dict[int | str, dict[str, Any]]
-"""Responses by status, as FastAPI takes them."""
+Described = dict[int | str, dict[str, Any]]  # responses by status, as FastAPI takes them
 _NULLABLE = {"type": ["string", "null"]}
 
 

@@ -58,8 +58,7 @@ class Penalties(LogitsProcessor):
         return self._prompt_length
 
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below it mean greedy decoding, as division would overflow."""
+GREEDY_BELOW = 1e-5  # temperatures below it mean greedy decoding, as division would overflow
 _SEEDS, _DRAWN_SEEDS = 2**64, 2**32
 _LOOKAHEAD_FIELDS = frozenset(field.name for field in fields(LookaheadConfig)) - {"memory", "only", "sources"}
 _FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -288,8 +288,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "verbosity": ("medium",),
 }
 """Fields that are accepted for compatibility, with the values that ask for nothing."""
-_UNNAMED = "dummy"
-"""Model name that huggingface_hub sends if the user names none."""
+_UNNAMED = "dummy"  # model name that huggingface_hub sends if the user names none
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMED = 20
 

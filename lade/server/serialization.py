@@ -82,8 +82,7 @@ class Json(Response):
         return encoded(content)
 
 
-BUCKET = 256
-"""Size in bytes that padded events are a multiple of."""
+BUCKET = 256  # size in bytes that padded events are a multiple of
 
 
 def padded(value: dict[str, Any]) -> dict[str, Any]:

@@ -17,25 +17,19 @@ from lade.server.keys import NO_KEYS, Keys
 
 MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 16, 64, 4096, 512
 MAX_STOPS, LONGEST_STOP, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 256, 1024, 20
-MAX_OBJECTS, MAX_VALUES = 2**16, 2**20
-"""Lists and objects, and values, of a whole body."""
-MAX_IMAGES, MAX_PIXELS = 64, 32 * 2**20
-"""Limits per request."""
+MAX_OBJECTS, MAX_VALUES = 2**16, 2**20  # lists and objects, and values, of a whole body
+MAX_IMAGES, MAX_PIXELS = 64, 32 * 2**20  # limits per request
 MAX_PARTS, MAX_WORDS, MAX_MEMBERS, MAX_IDS = 4096, 16384, 1024, 2**20
 """Parts of a message, words of a choice, members of an object, token ids of a text."""
 MAX_DETOKENIZED = 2**17
 """Token ids per request: tokenizers hold the interpreter lock while they convert them."""
-MAX_ECHOED = 2**18
-"""Log-probabilities of prompts per request with `echo`."""
-LONGEST_TIMEOUT_S = 1e6
-"""Seconds that a request may give as its timeout."""
+MAX_ECHOED = 2**18  # log-probabilities of prompts per request with `echo`
+LONGEST_TIMEOUT_S = 1e6  # seconds that a request may give as its timeout
 PROBES = frozenset(["/live", "/ready", "/health", "/v1/health", "/metrics"])
 """Paths that monitoring polls every few seconds."""
 LONGEST_SCHEMA = 32 * 2**10  # characters of JSON without annotations
-LONGEST_TOOLS = 2 * LONGEST_SCHEMA
-"""Total of all tools of one request."""
-SLOWEST_TOOLS = 1.0
-"""CPU time in seconds for compiling the schemas of one request."""
+LONGEST_TOOLS = 2 * LONGEST_SCHEMA  # total of all tools of one request
+SLOWEST_TOOLS = 1.0  # CPU time in seconds for compiling the schemas of one request
 MASK_SECONDS, MASK_TOKEN_SECONDS = 0.5, 1e-3
 """CPU time in seconds for grammar masks per request, and in addition per token; other requests wait meanwhile."""
 

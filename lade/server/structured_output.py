@@ -28,8 +28,7 @@ from lade.server.schemas import BaseRequest, ChatRequest, StructuredOutputs
 from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
-MAX_CLIENTS = 16
-"""Most clients whose compiled grammars are kept, up to `KEPT` each."""
+MAX_CLIENTS = 16  # most clients whose compiled grammars are kept, up to `KEPT` each
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Schema keywords whose values are not schemas."""

@@ -88,8 +88,7 @@ class Quotas:
         return bucket
 
 
-MAX_SCOPES, _BYTES = 16, 64 * 2**20
-"""Maximum number of memories, and size of each in bytes."""
+MAX_SCOPES, _BYTES = 16, 64 * 2**20  # maximum number of memories, and size of each in bytes
 
 
 class TenantMemories:

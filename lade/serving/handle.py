@@ -107,8 +107,7 @@ def _set(loop: asyncio.AbstractEventLoop, events: Iterable[asyncio.Event]) -> No
         loop.call_soon_threadsafe(set_all)
 
 
-Reason = Literal[StopReason, "cancelled", "error"]
-"""Why a request has ended, see `Handle.reason`."""
+Reason = Literal[StopReason, "cancelled", "error"]  # why a request has ended, see `Handle.reason`
 
 
 class Handle:

@@ -31,8 +31,7 @@ from lade.model.kv_cache import TreeCache
 from lade.model.runner import EagerRunner
 from lade.serving.running import ActiveRequest
 
-MIN_PREFIX = 32
-"""Minimum length of a shared prefix in tokens, below which a copy does not pay."""
+MIN_PREFIX = 32  # minimum length of a shared prefix in tokens, below which a copy does not pay
 
 Tokens = npt.NDArray[np.int64]
 Scope = tuple[str | None, Hashable]

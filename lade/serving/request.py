@@ -42,8 +42,7 @@ from lade.serving.capacity import Need, largest_tree
 from lade.serving.handle import PromptLogprobs
 from lade.stats import Stats, Step
 
-PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)
-"""The empty tree: one token per step."""
+PLAIN = LookaheadConfig(window=0, ngram=2, guesses=0)  # the empty tree: one token per step
 _SEEDS = 2**64
 
 

@@ -61,8 +61,7 @@ class ActiveRequest:
             self.row, self.handle.cached_tokens = None, 0
 
 
-HEADROOM = 128
-"""Tokens of growth reserved for each row when another request is admitted."""
+HEADROOM = 128  # tokens of growth reserved for each row when another request is admitted
 
 
 class RunningSet:

@@ -99,8 +99,7 @@ class CurrentWork:
     frame: FrameType | None
 
 
-_MAX_PENDING = 256
-"""Passes queued before they are counted."""
+_MAX_PENDING = 256  # passes queued before they are counted
 
 
 class Tally:
