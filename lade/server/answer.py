@@ -110,17 +110,28 @@ class ChunkFormatter(Formatter):
     chunk_kind: ClassVar[str]  # `object` of a chunk
 
     @abstractmethod
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """Return the JSON of a whole choice."""
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """Return the members of a whole choice that have its text and its logprobs."""
 
     @abstractmethod
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the JSON of a part of a choice."""
+    def increment(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the same members of a part of a choice."""
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        ends = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": choice.index, **self.message(choice), **ends, **self._ids(choice.tokens)}
+
+    def _delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        made = self.increment(choice, delta)
+        return {"index": choice.index, **made, "finish_reason": None, **self._ids(delta.tokens)}
+
+    def _ids(self, tokens: list[int]) -> dict[str, Any]:
+        return {"token_ids": tokens} if self.output.body.return_token_ids else {}
 
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
         output = self.output
-        own = {"choices": list(map(self.choice, output.choices)), "usage": output.usage(), "lade": output.figures()}
+        own = {"choices": list(map(self._choice, output.choices)), "usage": output.usage(), "lade": output.figures()}
         return {**self._head(self.kind), **own, **output.metrics()}
 
     def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
@@ -139,11 +150,11 @@ class ChunkFormatter(Formatter):
             if self.output.body.lade.trace:
                 members = {"tokens": step.tokens, "texts": delta.texts, "sources": step.sources, "fed": step.fed}
                 trace = {"lade": members}
-            yield self.chunk(self.delta(choice, delta), **trace)
+            yield self.chunk(self._delta(choice, delta), **trace)
             return
         if delta.parts:
-            yield self.chunk(self.delta(choice, delta))
-        end = {**self.delta(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
+            yield self.chunk(self._delta(choice, delta))
+        end = {**self._delta(choice, ChoiceDelta(type(delta.parts)())), "finish_reason": choice.finish_reason}
         if choice.stop_reason is not None:
             end["stop_reason"] = choice.stop_reason
         yield self.chunk(end, lade=choice.figures)

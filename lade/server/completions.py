@@ -83,32 +83,19 @@ class CompletionFormatter(ChunkFormatter):
                 ids = {"prompt_token_ids": choice.prompt.ids} if body.return_token_ids else {}
                 yield self.chunk({"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None, **ids})
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `ChunkFormatter.choice`."""
-        body = self._body
-        echo = choice.prompt.text if body.echo else ""
-        ids = {"prompt_token_ids": choice.prompt.ids, "token_ids": choice.tokens} if body.return_token_ids else {}
-        return {
-            "index": choice.index,
-            "text": echo + choice.parts.content,
-            "logprobs": self._formatted_logprobs(choice, choice.steps, first=True),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **ids,
-        }
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """See `ChunkFormatter.message`."""
+        echo = choice.prompt.text if self._body.echo else ""
+        logprobs = self._formatted_logprobs(choice, choice.steps, first=True)
+        ids = {"prompt_token_ids": choice.prompt.ids} if self._body.return_token_ids else {}
+        return {"text": echo + choice.parts.content, "logprobs": logprobs, **ids}
 
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        """See `ChunkFormatter.delta`."""
+    def increment(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """See `ChunkFormatter.increment`."""
         first = delta is choice.deltas[0]
         echo = choice.prompt.text if first and self._echoes_logprobs else ""
-        steps = [] if delta.step is None else [delta.step]
-        return {
-            "index": choice.index,
-            "text": echo + delta.parts.content,
-            "logprobs": self._formatted_logprobs(choice, steps, first=first) if steps else None,
-            "finish_reason": None,
-            **({"token_ids": delta.tokens} if self._body.return_token_ids else {}),
-        }
+        logprobs = None if delta.step is None else self._formatted_logprobs(choice, [delta.step], first=first)
+        return {"text": echo + delta.parts.content, "logprobs": logprobs}
 
     def _formatted_logprobs(self, choice: Choice, steps: Sequence[Step], *, first: bool) -> LogprobLists | None:
         """Return the logprobs of the next steps; those of an echoed prompt precede the first step's."""
@@ -202,10 +189,6 @@ class ChatFormatter(ChunkFormatter):
     endpoint = "chat"
     id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, output: RequestOutput) -> None:
-        super().__init__(output)
-        self._returns_ids = output.body.return_token_ids
-
     def whole(self) -> dict[str, Any]:
         """See `Formatter.whole`."""
         return {**super().whole(), **self._prompt_ids(self.output.choices[0])}
@@ -219,36 +202,23 @@ class ChatFormatter(ChunkFormatter):
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         """Return the ids of the prompt where vLLM has them: beside the choices, which share it."""
-        return {"prompt_token_ids": choice.prompt.ids} if self._returns_ids else {}
+        return {"prompt_token_ids": choice.prompt.ids} if self.output.body.return_token_ids else {}
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `ChunkFormatter.choice`."""
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """See `ChunkFormatter.message`."""
         parts = choice.parts
         calls = {"tool_calls": [call.whole for call in parts.tool_calls]} if parts.tool_calls else {}
         message = {"role": "assistant", "refusal": None, **_texts(parts), **calls}
         if not parts.content:
             message["content"] = None if parts.tool_calls else ""
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice.steps),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **({"token_ids": choice.tokens} if self._returns_ids else {}),
-        }
+        return {"message": message, "logprobs": self._logprobs(choice.steps)}
 
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        """See `ChunkFormatter.delta`."""
+    def increment(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        """See `ChunkFormatter.increment`."""
         members = _texts(delta.parts)
         if delta.parts.tool_calls:
             members["tool_calls"] = [call.delta for call in delta.parts.tool_calls]
-        return {
-            "index": choice.index,
-            "delta": members,
-            "logprobs": self._logprobs([] if delta.step is None else [delta.step]),
-            "finish_reason": None,
-            **({"token_ids": delta.tokens} if self._returns_ids else {}),
-        }
+        return {"delta": members, "logprobs": self._logprobs([] if delta.step is None else [delta.step])}
 
     def _logprobs(self, steps: list[Step]) -> dict[str, Any] | None:
         """Return the logprobs of all tokens of some steps, each with its alternatives."""

@@ -279,10 +279,9 @@ class Service:
         """Read the files of keys and limits again; an error in one leaves its settings as they were."""
         try:
             self.keys = self.keys if self.settings.read_keys is None else self.settings.read_keys()
+            logger.info("reloaded the API keys: %d", len(self.keys.all))
         except InputError as problem:
             logger.error("keeping the previous API keys: %s", problem)
-        else:
-            logger.info("reloaded the API keys: %d", len(self.keys.all))
         try:
             self.settings = self._given.current()
         except InputError as problem:
