@@ -16,7 +16,7 @@ from lade.server.schemas import ChatRequest, CompletionRequest
 from lade.server.served_model import ServedModel, TextOffsets, TokenText, finite
 from lade.server.service import Serving
 from lade.server.settings import MAX_ECHOED
-from lade.server.structured_output import CHAT_NAMES, FormatNames, message_grammar, requested_calls, requested_grammar
+from lade.server.structured_output import RESPONSE_FORMAT, message_grammar, requested_calls, requested_grammar
 from lade.stats import Step, TokenLogprobs
 
 
@@ -150,8 +150,8 @@ class ChatPreprocessor(Preprocessor):
     body: ChatRequest
     parses_markup = True
 
-    def __init__(self, body: ChatRequest, names: FormatNames = CHAT_NAMES) -> None:
-        self._names = names
+    def __init__(self, body: ChatRequest, format_field: str = RESPONSE_FORMAT) -> None:
+        self._format_field = format_field
         self.body = with_generation_config(body)
         self.top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
@@ -168,7 +168,7 @@ class ChatPreprocessor(Preprocessor):
     def grammar(self, prompt: EncodedPrompt, serving: Serving) -> tuple[Grammar, str] | None:
         """See `Preprocessor.grammar`; tool calls follow their schemas where these can be compiled."""
         body, grammars, markup = self.body, serving.grammars, serving.markup
-        form, param = requested_grammar(body, self._names) or (None, "tool_choice")
+        form, param = requested_grammar(body, self._format_field) or (None, "tool_choice")
         if form is None and body.tool_choice in (None, "auto", "none"):
             continues = body.ignore_eos or body.min_tokens
             if not body.tools or continues or not grammars.available or markup.has_other_reasoning:

@@ -15,7 +15,6 @@ from lade.server.choice import Choice, ChoiceDelta, ItemChange, OutputItem, Outp
 from lade.server.errors import ApiError, invalid, unsupported
 from lade.server.schemas import BaseRequest, ChatRequest, Model, Names, Object, Text, chat_request
 from lade.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from lade.server.structured_output import FormatNames
 
 
 class InputPart(Model):
@@ -278,7 +277,6 @@ _CONTENTS = {
     "call": "response.function_call_arguments",
 }
 _SERVED = ("function", "namespace")
-FORMAT_NAMES = FormatNames("text.format", "text.format.schema")
 
 
 class ResponsesFormatter(Formatter):

@@ -25,7 +25,7 @@ from lade.server.messages import as_chat as turns_as_chat
 from lade.server.metrics import CONTENT_TYPE
 from lade.server.middleware import BodyRoute, in_worker_if_large
 from lade.server.request_context import RequestContext
-from lade.server.responses import FORMAT_NAMES, ResponsesFormatter, ResponsesRequest
+from lade.server.responses import ResponsesFormatter, ResponsesRequest
 from lade.server.responses import as_chat as items_as_chat
 from lade.server.sampling_parameters import sampling_defaults
 from lade.server.schemas import ChatRequest, CompletionRequest, Flag, Model, Text, TokenId, check_model, not_served
@@ -110,7 +110,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation that is a list of items."""
     chat = await in_worker_if_large(request, partial(items_as_chat, body))
-    preprocessor = ChatPreprocessor(chat, FORMAT_NAMES)
+    preprocessor = ChatPreprocessor(chat, "text.format")
     return await Answer(request, preprocessor, partial(ResponsesFormatter, body), sent=body).response()
 
 

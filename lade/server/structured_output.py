@@ -29,19 +29,10 @@ from lade.server.served_model import ServedModel
 from lade.server.settings import LONGEST_SCHEMA, LONGEST_TOOLS, SLOWEST_TOOLS
 
 MAX_CLIENTS = 16  # most clients whose compiled grammars are kept, up to `KEPT` each
+RESPONSE_FORMAT = "response_format"
 _ANNOTATIONS = frozenset(["description", "title", "$comment", "$schema"])
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 """Schema keywords whose values are not schemas."""
-
-
-class FormatNames(NamedTuple):
-    """Client-side names of `ChatRequest.response_format` and of the schema in it."""
-
-    whole: str = "response_format"
-    schema: str = "response_format.json_schema.schema"
-
-
-CHAT_NAMES = FormatNames()
 
 
 class UntriedGrammarError(Exception):
@@ -122,11 +113,11 @@ class GrammarCompiler:
             self._trial.close()
 
 
-def requested_grammar(body: BaseRequest, names: FormatNames = CHAT_NAMES) -> tuple[Grammar, str] | None:
+def requested_grammar(body: BaseRequest, field: str = RESPONSE_FORMAT) -> tuple[Grammar, str] | None:
     """Return a request's grammar and the field that sets it, or None; raise `ApiError` for a wrong one, or two."""
     made = _structured(body.structured_outputs)
     if isinstance(body, ChatRequest):
-        made += _response_format(body.response_format, names)
+        made += _response_format(body.response_format, field)
     if not made:
         return None
     (make, given, param), *more = made
@@ -163,23 +154,23 @@ def _structured(given: StructuredOutputs | None) -> _Constraints:
     return constraints
 
 
-def _response_format(given: dict[str, Any] | None, names: FormatNames) -> _Constraints:
-    """Read OpenAI's field, also in the layout of older servers."""
+def _response_format(given: dict[str, Any] | None, field: str) -> _Constraints:
+    """Read OpenAI's field, whose name depends on the API, also in the layout of older servers."""
     if given is None:
         return []
     kind = given.get("type")
     if kind is None:
-        raise invalid(f"{names.whole}.type", "missing: give json_schema, json_object or text")
+        raise invalid(f"{field}.type", "missing: give json_schema, json_object or text")
     if kind == "text":
         return []
     if kind == "json_object" and given.get("schema") is None:
-        return [(lambda _: Grammar.json_object(), "", names.whole)]
+        return [(lambda _: Grammar.json_object(), "", field)]
     if kind not in ("json_object", "json_schema"):
         why = f"{str(kind)[:40]!r} is not supported: give json_schema, json_object or text"
-        raise unsupported(f"{names.whole}.type", why)
+        raise unsupported(f"{field}.type", why)
     inner = given.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
-    param = names.schema if kind == "json_schema" else f"{names.whole}.schema"
+    param = f"{field}.json_schema.schema" if field == RESPONSE_FORMAT and kind == "json_schema" else f"{field}.schema"
     if schema is None:
         raise invalid(param, "missing: give a JSON schema")
     return [(schema_of, schema, param)]
