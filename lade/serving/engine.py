@@ -53,11 +53,11 @@ class Engine:
             other requests. Padding of prompts fed in one pass counts. Models with recurrent layers are fed at least two
             tokens, Mamba 1 whole prompts; models whose indexers select keys are fed whole prompts beyond `index_topk`
             tokens. A prompt with images is fed at once.
-        prefix_cache: size of the prefix cache in bytes; 0 disables it; None: a tenth of the KV cache's default size,
-            or 0 if the model has recurrent layers. A prompt that begins like a cached prompt or
-            answer, such as the next turn of a conversation, is fed from the first difference on, with the same tokens.
-            Only requests of one `scope` share prefixes; prompts with images share none. If indexers select keys, at
-            most `index_topk` tokens are shared, since later ones depend on the whole prompt.
+        prefix_cache: size of the prefix cache in bytes; 0 disables it; None: a tenth of the KV cache's default size, or
+            0 if the model has recurrent layers. A prompt that begins like a cached prompt or answer, such as the next
+            turn of a conversation, is fed from the first difference on, with the same tokens. Only requests of one
+            `scope` share prefixes; prompts with images share none. If indexers select keys, at most `index_topk` tokens
+            are shared, since later ones depend on the whole prompt.
 
     Attributes:
         max_tokens: slots of the KV cache.

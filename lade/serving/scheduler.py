@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
@@ -19,8 +18,6 @@ from lade.serving.request import EngineRequest
 from lade.serving.running import ActiveRequest
 from lade.serving.snapshot import CurrentWork, EngineSnapshot
 
-Entry = tuple[EngineRequest, Handle]
-
 
 class WaitingQueue:
     """One FIFO queue per client, served round robin.
@@ -29,42 +26,41 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str | None, deque[Entry]] = {}  # no queue is empty; the first is served next
+        # no queue is empty; the first is served next
+        self._queues: dict[str | None, dict[Handle, EngineRequest]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))
 
     @property
-    def first(self) -> Entry:
+    def first(self) -> tuple[Handle, EngineRequest]:
         """The request to be served next; the queue must not be empty."""
-        return next(iter(self._queues.values()))[0]
+        queue = next(iter(self._queues.values()))
+        return next(iter(queue.items()))
 
     def add(self, request: EngineRequest, handle: Handle) -> None:
         """Append a request to its client's queue; a new client is served after the others."""
-        self._queues.setdefault(request.client, deque()).append((request, handle))
+        self._queues.setdefault(request.client, {})[handle] = request
 
-    def pop(self) -> Entry:
-        """Remove and return the request to be served next."""
+    def pop(self) -> None:
+        """Remove the request to be served next."""
         client = next(iter(self._queues))
         queue = self._queues.pop(client)
-        entry = queue.popleft()
+        del queue[next(iter(queue))]
         if queue:
             self._queues[client] = queue
-        return entry
 
     def remove(self, handle: Handle) -> None:
         """Remove a request, if it is waiting."""
         for client, queue in self._queues.items():
-            rest = deque(entry for entry in queue if entry[1] is not handle)
-            if len(rest) < len(queue):
-                self._queues[client] = rest
-                if not rest:
+            if queue.pop(handle, None) is not None:
+                if not queue:
                     del self._queues[client]
                 return
 
     def clear(self) -> list[Handle]:
         """Remove all requests and return their handles."""
-        handles = [handle for queue in self._queues.values() for _, handle in queue]
+        handles = [handle for queue in self._queues.values() for handle in queue]
         self._queues.clear()
         return handles
 
@@ -285,11 +281,11 @@ class Scheduler:
             self._dirty = False
             failed = list[tuple[Handle, Exception]]()
             while self._waiting and not self._closed:
-                handle = self._waiting.first[1]
+                handle, request = self._waiting.first
                 try:
-                    if not running.has_room(self._waiting.first[0]):
+                    if not running.has_room(request):
                         break
-                    self._running[handle] = running.add(*self._waiting.first)
+                    self._running[handle] = running.add(request, handle)
                 except Exception as problem:  # noqa: BLE001 - forwarded to the request
                     failed.append((handle, problem))
                 self._waiting.pop()
