@@ -54,13 +54,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
 
 
 class Metrics:
-    """All series of one server, in a registry of its own.
-
-    Args:
-        snapshot: function that returns the engine's snapshot; None before there is an engine.
-        ready: function that returns True if requests are accepted.
-        replica: value of the replica label; "" for a single server.
-    """
+    """All series of one server, in a registry of its own; with a replica's name all have it as a label."""
 
     def __init__(
         self, model: str, snapshot: Callable[[], EngineSnapshot | None], ready: Callable[[], bool], replica: str = ""

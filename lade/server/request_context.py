@@ -123,11 +123,6 @@ class RequestContext:
         return [slot.handle for slot in self.slots if slot.handle is not None]
 
     @property
-    def tokens(self) -> int:
-        """Prompt and answer tokens of all choices so far."""
-        return sum(handle.prompt_tokens + handle.stats.new_tokens for handle in self.handles)
-
-    @property
     def waiting(self) -> bool:
         """True if any choice still waits for a row."""
         return any(slot.handle is None or slot.handle.queue_s is None for slot in self.slots)

@@ -138,11 +138,8 @@ _BODY, _BODY_WITH_IMAGES = 4 * 2**20, 16 * 2**20
 class Service:
     """State shared by the routes of a server.
 
-    Args:
-        settings: configuration and limits at the start; the attribute has the current ones.
-        load: function that loads the model, called once in a thread of its own.
-        announce: called with the model when the server is ready.
-        log: access log; None for none.
+    `load` is called once, in a thread of its own, and `announce` with the model when the server is ready. `settings`
+    are those at the start; the attribute has the current ones.
     """
 
     def __init__(
@@ -323,7 +320,8 @@ class Service:
         """Count and log a response that has ended; a fault in this costs no answer."""
         self.body_bytes -= context.size
         if context.endpoint and context.limits.tokens_per_minute is not None:
-            self.quotas.use(context.owner, context.tokens)
+            tokens = sum(handle.prompt_tokens + handle.stats.new_tokens for handle in context.handles)
+            self.quotas.use(context.owner, tokens)
         try:
             self.metrics.add(context, known_path)
             for observe in self.observers:
